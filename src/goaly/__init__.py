@@ -1,0 +1,1 @@
+"""Fully asynchronous RL post-training."""

@@ -1,0 +1,47 @@
+"""The errors that goaly raises on purpose.
+
+    GoalyError
+    ├── ConfigError        the user's settings are wrong: every problem, one message
+    ├── SchemaError        token data broke the trajectory schema (names the key)
+    ├── EpisodeError       a script's episode failed; carries prompt and cause
+    ├── WeightsError       the weight store's protocol was broken
+    ├── ReplicaLost        a replica died; its requests may go elsewhere
+    └── RunFailed          an actor's failure ended the run (names actor, endpoint, cause)
+
+All of them pickle: they cross actor boundaries.
+"""
+
+
+class GoalyError(Exception):
+    """Base of every error that goaly raises on purpose."""
+
+
+class ConfigError(GoalyError, ValueError):
+    """Settings that can't work. `problems` holds a line for each."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = list(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+class SchemaError(GoalyError, ValueError):
+    """Token data that broke the trajectory schema."""
+
+
+class EpisodeError(GoalyError):
+    """A script's episode coroutine failed."""
+
+
+class WeightsError(GoalyError):
+    """The weight store's protocol was broken, or its data can't be had."""
+
+
+class ReplicaLost(GoalyError):
+    """A replica died with this call under way; the call may be made elsewhere."""
+
+
+class RunFailed(GoalyError):
+    """An actor's failure ended the run."""

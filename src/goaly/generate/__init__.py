@@ -1,0 +1,1 @@
+"""Stage 2: sampling from the newest policy weights."""

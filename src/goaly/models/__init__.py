@@ -1,0 +1,1 @@
+"""Model definitions: torchtitan's, built from a Hugging Face folder."""

@@ -1,0 +1,1 @@
+"""Stage 1: where prompts come from, and how text becomes tokens."""

@@ -1,0 +1,1 @@
+"""What a run says about itself: metrics, spans, the rollout journal, the progress display."""

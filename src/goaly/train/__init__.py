@@ -1,0 +1,1 @@
+"""Stage 5: from packed batches to the next policy version."""

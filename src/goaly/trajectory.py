@@ -1,0 +1,156 @@
+"""The one schema of token data: a trajectory, a group of them, and packed rows.
+
+A trajectory is one sampled sequence as a `TensorDict` with batch size `[T]`. Position t of every per-token tensor
+speaks about token t: `sampler_logprobs[t]` is the log-probability with which the sampler drew `tokens[t]`.
+
+    tokens            i64   every token the policy saw or wrote
+    trained           bool  the policy wrote this token, and it is trained
+    sampler_logprobs  f32   0 where the policy did not write the token
+    sampler_versions  i32   version of the weights that produced the token's logits; -1 where none did
+    rewards           f32   credited to the token; an outcome reward sits on the last trained token
+    (later stages)    f32   reference_logprobs, values, advantages, returns
+
+Invariants
+    TR-1  The first token is never trained: nothing predicts it.
+    TR-2  A trained token has a version >= 0 and a finite log-probability <= 0.
+    TR-3  Masks are stored, never inferred from pad or end-of-sequence tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from goaly.errors import SchemaError
+
+REQUIRED: dict[str, torch.dtype] = {
+    "tokens": torch.int64,
+    "trained": torch.bool,
+    "sampler_logprobs": torch.float32,
+    "sampler_versions": torch.int32,
+    "rewards": torch.float32,
+}
+LATER: dict[str, torch.dtype] = {
+    "reference_logprobs": torch.float32,
+    "values": torch.float32,
+    "advantages": torch.float32,
+    "returns": torch.float32,
+}
+NO_VERSION = -1
+
+
+class Outcome(StrEnum):
+    """How an episode ended."""
+
+    COMPLETE = "complete"
+    """The policy ended its answer itself."""
+    TRUNCATED = "truncated"
+    """The token limit ended it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A stretch of tokens with one author: `[start, stop)` of the trajectory."""
+
+    author: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One sampled sequence: its tokens (a checked TensorDict `[T]`) and what is known about them as a whole."""
+
+    tokens: TensorDict
+    prompt_id: str
+    sample_index: int
+    turns: tuple[Turn, ...]
+    environment: str
+    outcome: Outcome
+
+    def __post_init__(self) -> None:
+        check_tokens(self.tokens, where=f"trajectory {self.prompt_id}/{self.sample_index}")
+
+    def __len__(self) -> int:
+        return self.tokens.batch_size[0]
+
+    @property
+    def reward(self) -> float:
+        """The sum of its tokens' rewards."""
+        return float(self.tokens["rewards"].sum())
+
+    @property
+    def trained_tokens(self) -> int:
+        """How many of its tokens are trained."""
+        return int(self.tokens["trained"].sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All samples of one prompt, under the number with which the prompt was admitted."""
+
+    ticket: int
+    prompt_id: str
+    source: str
+    samples: tuple[Trajectory, ...]
+
+
+def token_data(columns: Mapping[str, torch.Tensor]) -> TensorDict:
+    """A checked TensorDict `[T]` of these per-token columns."""
+    length = len(columns["tokens"]) if "tokens" in columns else 0
+    data = TensorDict(dict(columns), batch_size=[length])
+    check_tokens(data, where="token data")
+    return data
+
+
+def check_tokens(data: TensorDict, *, where: str) -> None:
+    """Raise a SchemaError that names the key unless `data` is a sound trajectory `[T]`."""
+    keys: set[Any] = set(data.keys())
+    for key in REQUIRED:
+        if key not in keys:
+            raise SchemaError(f"{where}: `{key}` is missing; a trajectory holds {', '.join(REQUIRED)}")
+    for key in keys:
+        dtype = REQUIRED.get(key) or LATER.get(key)
+        if dtype is None:
+            raise SchemaError(f"{where}: `{key}` is unknown; known are {', '.join([*REQUIRED, *LATER])}")
+        column = data[key]
+        if column.dtype != dtype:
+            raise SchemaError(f"{where}: `{key}` is {column.dtype}, must be {dtype}")
+        if column.dim() != 1:
+            raise SchemaError(f"{where}: `{key}` has shape {tuple(column.shape)}, must be one value per token")
+    if data.batch_size[0] == 0:
+        raise SchemaError(f"{where}: `tokens` is empty")
+    trained_T = data["trained"]
+    if bool(trained_T[0]):
+        raise SchemaError(f"{where}: `trained` is set on the first token, which nothing predicts")  # TR-1
+    logprobs = data["sampler_logprobs"][trained_T]
+    if not bool(((logprobs <= 0) & torch.isfinite(logprobs)).all()):
+        raise SchemaError(f"{where}: `sampler_logprobs` of a trained token is positive or not finite")  # TR-2
+    if not bool((data["sampler_versions"][trained_T] >= 0).all()):
+        raise SchemaError(f"{where}: `sampler_versions` of a trained token is negative")  # TR-2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """One data-parallel rank's share of a batch: a TensorDict `[rows, L]`, and the batch's global counts.
+
+    Columns are the trajectory's own, and `positions` (i64), which restarts at 0 with each document. Padding stands
+    at a row's end only: a document of its own, never trained.
+    """
+
+    rows: TensorDict
+    batch_trained_tokens: int
+    batch_sequences: int
+
+    @property
+    def row_length(self) -> int:
+        """L: how many tokens a row holds."""
+        return self.rows.batch_size[1]
+
+
+def lengths(samples: Sequence[Trajectory]) -> list[int]:
+    """Token counts, one a trajectory."""
+    return [len(sample) for sample in samples]
