@@ -1,0 +1,85 @@
+"""Append-only files of JSON lines: what metrics, spans and the rollout journal are written through.
+
+The policy of all telemetry stands here. A record that can't be set up (no permission, no folder) raises at once, before
+any work is lost to it. A record that can't be written later (disk full, quota) is never worth the training: the
+failure is logged once, the file takes no more lines, and `lost` counts what it would have held.
+
+Invariants
+    TL-1  A line is one `write` to a file opened for appending: lines of several processes never interleave.
+    TL-2  A file that a crash left with half a line is appended to from a fresh line; only that half line is lost.
+    TL-3  Writing never raises and never waits for anything but the kernel's page cache.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class LineFile:
+    """A file that JSON lines are appended to. Threads and processes may share it."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.lost = 0
+        self._lock = threading.Lock()
+        self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")  # TL-2
+
+    def write(self, *records: Any) -> None:
+        """Append one line a record."""
+        try:
+            encoded = b"".join(_line(record) for record in records)
+        except (TypeError, ValueError) as error:
+            self._gave_up(len(records), error, close=False)
+            return
+        with self._lock:
+            if self._fd is None:
+                self.lost += len(records)
+                return
+            try:
+                while encoded:
+                    encoded = encoded[os.write(self._fd, encoded) :]  # TL-1: one write unless the kernel cuts it
+            except OSError as error:
+                self._gave_up(len(records), error, close=True)
+
+    def close(self) -> None:
+        """Take no more lines."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+
+    def _gave_up(self, records: int, error: Exception, *, close: bool) -> None:
+        if not self.lost:
+            logger.warning("%s: a record could not be written and is lost: %s", self.path, error)
+        self.lost += records
+        if close and self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _line(record: Any) -> bytes:
+    # A lone surrogate can't be UTF-8; its backslash form is JSON's own escape for it.
+    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, default=str)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The records of a line file; what a crash left half-written is passed over."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict):
+                yield record
