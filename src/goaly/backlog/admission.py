@@ -1,0 +1,51 @@
+"""When the next group may start, and from which policy version on it may be sampled. Pure arithmetic.
+
+Let G be `groups_per_step` and S `max_staleness`. Batch k consumes the G groups that bring version k to k + 1. A ticket's
+*position* p is the number of tickets admitted before it that were neither rejected nor failed when it was admitted; in
+FIFO order and without later drops it would be trained by batch `p // G`.
+
+Invariants
+    AD-1  A ticket is admitted only while p < (policy_version + S + 1) * G.
+    AD-2  Every token of a ticket is sampled by weights of at least `min_version = max(0, p // G - S)`. The generator
+          holds the request back until it has them: the bound does not rest on how soon weights arrive.
+    AD-3  min_version <= policy_version at admission (by AD-1): no ticket waits for weights that training it would make.
+    AD-4  Nothing that happens later can break the age bound. Tickets dropped later only bring p's batch forward, and
+          with a window of W (order.py) at most W - 1 later tickets overtake it, so it is trained by batch
+          k <= (p + W - 1) // G <= p // G + ceil((W - 1) / G). The age of its tokens is then at most
+          k - min_version <= S + ceil((W - 1) / G). With S = 0 it is 0: batch p // G has no other groups to be made of.
+"""
+
+from dataclasses import dataclass
+
+from goaly.backlog.settings import BacklogSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """The right to start one group."""
+
+    index: int
+    """Place in the order of admission, from 0."""
+    min_version: int
+    """Oldest policy version that may sample any token of the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The arithmetic of one run's settings."""
+
+    groups_per_step: int
+    max_staleness: int
+
+    @classmethod
+    def of(cls, settings: BacklogSettings) -> "Admission":
+        """The arithmetic that these settings ask for."""
+        return cls(settings.groups_per_step, settings.max_staleness)
+
+    def is_open(self, position: int, policy_version: int) -> bool:
+        """Whether a ticket at this position may be admitted now (AD-1)."""
+        return position < (policy_version + self.max_staleness + 1) * self.groups_per_step
+
+    def min_version(self, position: int) -> int:
+        """The oldest version that may sample a ticket admitted at this position (AD-2)."""
+        return max(0, position // self.groups_per_step - self.max_staleness)

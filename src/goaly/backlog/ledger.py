@@ -1,0 +1,100 @@
+"""Where every admitted ticket is, and how each one ended. Pure.
+
+    waiting ──▶ running ──▶ queued ──▶ trained
+       └───────────┴───────────┴─────▶ rejected(why) | failed(why)
+
+Invariants
+    LE-1  admitted == waiting + running + queued + trained + rejected + failed, after every transition.
+    LE-2  A ticket ends exactly once: the first end stands.
+"""
+
+from collections import Counter
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """Where a ticket is."""
+
+    WAITING = "waiting"
+    """Admitted; its episodes have not started."""
+    RUNNING = "running"
+    """Its episodes run."""
+    QUEUED = "queued"
+    """Its group is complete, in the queue or in a batch that is being trained."""
+    TRAINED = "trained"
+    """An optimizer step consumed it."""
+    REJECTED = "rejected"
+    """It was left out on purpose."""
+    FAILED = "failed"
+    """Something broke."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing follows."""
+        return self in (State.TRAINED, State.REJECTED, State.FAILED)
+
+
+_NEXT = {
+    State.WAITING: {State.RUNNING, State.REJECTED, State.FAILED},
+    State.RUNNING: {State.QUEUED, State.REJECTED, State.FAILED},
+    State.QUEUED: {State.TRAINED, State.REJECTED, State.FAILED},
+}
+
+
+class Ledger:
+    """The states of all tickets of a run."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, State] = {}
+        self._counts: Counter[State] = Counter()
+        self.reasons: Counter[str] = Counter()
+
+    @property
+    def admitted(self) -> int:
+        """Tickets admitted so far; the next one's index."""
+        return len(self._states)
+
+    @property
+    def live(self) -> int:
+        """Tickets that were trained or still can be: the next one's position."""
+        return self.admitted - self._counts[State.REJECTED] - self._counts[State.FAILED]
+
+    def admit(self) -> int:
+        """A new ticket's index."""
+        index = self.admitted
+        self._states[index] = State.WAITING
+        self._counts[State.WAITING] += 1
+        self._check()
+        return index
+
+    def state(self, index: int) -> State:
+        """Where this ticket is."""
+        if index not in self._states:
+            raise ValueError(f"ticket {index} was never admitted; {self.admitted} were")
+        return self._states[index]
+
+    def move(self, index: int, to: State, why: str | None = None) -> None:
+        """Take a ticket on; `why` goes with a rejection or a failure, and only with those."""
+        before = self.state(index)
+        if to not in _NEXT.get(before, ()):
+            raise ValueError(f"ticket {index} is {before}, and can't become {to}")  # LE-2
+        if (why is not None) != (to in (State.REJECTED, State.FAILED)):
+            raise ValueError(f"ticket {index}: a reason belongs to a rejection or a failure, got {why!r} for {to}")
+        self._states[index] = to
+        self._counts[before] -= 1
+        self._counts[to] += 1
+        if why is not None:
+            self.reasons[f"{to}: {why}"] += 1
+        self._check()
+
+    def open(self) -> list[int]:
+        """Tickets that have not ended."""
+        return [index for index, state in self._states.items() if not state.ended]
+
+    def counts(self) -> dict[str, int]:
+        """How many were admitted, and how many are in each state."""
+        return {"admitted": self.admitted, **{str(state): self._counts[state] for state in State}}
+
+    def _check(self) -> None:
+        assert self.admitted == sum(self._counts.values()), self.counts()  # LE-1
+        assert min(self._counts.values()) >= 0, self.counts()
