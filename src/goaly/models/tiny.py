@@ -1,0 +1,137 @@
+"""The tiny Qwen3 that goaly makes itself: a Hugging Face folder with its own character tokenizer, nothing downloaded.
+
+    config.json  generation_config.json  tokenizer.json  tokenizer_config.json  model.safetensors
+
+The folder loads in plain transformers. Its weights are random, from the given seed.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+
+PAD, END, SYSTEM, USER, ASSISTANT, UNKNOWN = (
+    "<|pad|>",
+    "<|end|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|unknown|>",
+)
+SPECIAL = (PAD, END, SYSTEM, USER, ASSISTANT, UNKNOWN)
+CHARACTERS = "0123456789+-*/=|,:.?()<> \n"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyModel:
+    """The size of a tiny Qwen3."""
+
+    dim: int = 96
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    hidden_dim: int = 256
+    max_context: int = 512
+    rope_theta: float = 10_000.0
+    tied: bool = False
+
+
+def write_tiny_model(folder: str | Path, size: TinyModel | None = None, *, seed: int = 0) -> Path:
+    """Write the tiny model's folder, with random weights of this seed."""
+    size = size or TinyModel()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tiny_tokenizer(folder)
+    _write_json(folder / "config.json", _model_config(size))
+    _write_json(folder / "generation_config.json", {"eos_token_id": SPECIAL.index(END), "pad_token_id": 0})
+    save_file(_weights(size, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_tiny_tokenizer(folder: str | Path) -> None:
+    """Write a tokenizer of one token a character, with the chat's special tokens and template."""
+    vocabulary = {text: index for index, text in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
+    tokenizer.decoder = Fuse()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.save(str(Path(folder) / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "unk_token": UNKNOWN,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _write_json(Path(folder) / "tokenizer_config.json", config)
+
+
+def _model_config(size: TinyModel) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(SPECIAL) + len(CHARACTERS),
+        "hidden_size": size.dim,
+        "intermediate_size": size.hidden_dim,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": size.max_context,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": size.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": size.rope_theta},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": size.tied,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL.index(END),
+        "pad_token_id": SPECIAL.index(PAD),
+        "torch_dtype": "float32",
+        "use_cache": True,
+    }
+
+
+def _weights(size: TinyModel, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(rows: int, columns: int, std: float = 0.02) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * std
+
+    vocab_size = len(SPECIAL) + len(CHARACTERS)
+    weights = {"model.embed_tokens.weight": normal(vocab_size, size.dim), "model.norm.weight": torch.ones(size.dim)}
+    for layer in range(size.layers):
+        prefix = f"model.layers.{layer}"
+        weights |= {
+            f"{prefix}.input_layernorm.weight": torch.ones(size.dim),
+            f"{prefix}.post_attention_layernorm.weight": torch.ones(size.dim),
+            f"{prefix}.self_attn.q_proj.weight": normal(size.heads * size.head_dim, size.dim),
+            f"{prefix}.self_attn.k_proj.weight": normal(size.kv_heads * size.head_dim, size.dim),
+            f"{prefix}.self_attn.v_proj.weight": normal(size.kv_heads * size.head_dim, size.dim),
+            f"{prefix}.self_attn.o_proj.weight": normal(size.dim, size.heads * size.head_dim),
+            f"{prefix}.self_attn.q_norm.weight": torch.ones(size.head_dim),
+            f"{prefix}.self_attn.k_norm.weight": torch.ones(size.head_dim),
+            f"{prefix}.mlp.gate_proj.weight": normal(size.hidden_dim, size.dim),
+            f"{prefix}.mlp.up_proj.weight": normal(size.hidden_dim, size.dim),
+            f"{prefix}.mlp.down_proj.weight": normal(size.dim, size.hidden_dim),
+        }
+    if not size.tied:
+        weights["lm_head.weight"] = normal(vocab_size, size.dim)
+    return weights
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,138 @@
+"""Endless, seeded, resumable streams of prompts.
+
+A stream's whole state is its position: prompt number i depends on the seed, the split and i alone.
+
+Invariants
+    ST-1  Resuming at a saved position gives exactly the prompts that would have come.
+    ST-2  A stream gives prompts of its own split only.
+    ST-3  A state of another source, seed or split is refused, never continued with different prompts.
+"""
+
+from random import Random
+from typing import Any, Protocol
+
+from goaly.prompts.files import read_prompts
+from goaly.prompts.prompt import Prompt, Split, split_of
+from goaly.prompts.settings import PromptSettings
+from goaly.prompts.tasks import Task, build_task
+
+_DRAWS_BEFORE_GIVING_UP = 100_000
+
+
+class PromptSource(Protocol):
+    """What a stream reads: a prompt for every position."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this source from another."""
+        ...
+
+    def at(self, position: int, seed: int, split: Split) -> Prompt:
+        """The prompt at this position of the split's endless order."""
+        ...
+
+
+class TaskSource:
+    """A task's problems, drawn until one is of the split that is asked for."""
+
+    def __init__(self, task: Task, held_out_fraction: float):
+        self._task = task
+        self._held_out_fraction = held_out_fraction
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this source from another."""
+        return f"{self._task.fingerprint} held_out={self._held_out_fraction}"
+
+    def at(self, position: int, seed: int, split: Split) -> Prompt:
+        """The prompt at this position of the split's endless order."""
+        random = Random(f"{seed}/{split}/{position}")
+        for _ in range(_DRAWS_BEFORE_GIVING_UP):
+            prompt = self._task.problem(random)
+            if split_of(prompt, self._held_out_fraction) is split:
+                return prompt
+        raise ValueError(f"no {split} problem in {_DRAWS_BEFORE_GIVING_UP} draws: {self.fingerprint}")
+
+
+class FileSource:
+    """Prompts of files, shuffled anew for every pass."""
+
+    def __init__(self, files: list[str], held_out_fraction: float):
+        self._fingerprint = f"{files} held_out={held_out_fraction}"
+        prompts = read_prompts(files)
+        self._prompts = {
+            split: [prompt for prompt in prompts if split_of(prompt, held_out_fraction) is split] for split in Split
+        }
+        self._order: tuple[tuple[int, int, Split], list[int]] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this source from another."""
+        counts = {str(split): len(prompts) for split, prompts in self._prompts.items()}
+        return f"{self._fingerprint} {counts}"
+
+    def at(self, position: int, seed: int, split: Split) -> Prompt:
+        """The prompt at this position of the split's endless order."""
+        prompts = self._prompts[split]
+        if not prompts:
+            raise ValueError(f"no prompt is in the {split} split: {self.fingerprint}")
+        epoch, place = divmod(position, len(prompts))
+        key = (epoch, seed, split)
+        if self._order is None or self._order[0] != key:
+            order = list(range(len(prompts)))
+            Random(f"{seed}/{split}/{epoch}").shuffle(order)
+            self._order = (key, order)
+        return prompts[self._order[1][place]]
+
+
+class PromptStream:
+    """The prompts of one split, from a position onwards, without end."""
+
+    def __init__(self, source: PromptSource, seed: int, split: Split = Split.TRAIN):
+        self._source = source
+        self._seed = seed
+        self._split = split
+        self._position = 0
+
+    @property
+    def position(self) -> int:
+        """How many prompts were given."""
+        return self._position
+
+    def next(self) -> Prompt:
+        """The next prompt."""
+        prompt = self._source.at(self._position, self._seed, self._split)  # ST-1, ST-2
+        self._position += 1
+        return prompt
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is, and what it is a stream of."""
+        return {"position": self._position, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state of this same stream."""
+        for key, value in self._identity().items():
+            if state[key] != value:  # ST-3
+                raise ValueError(f"prompt stream: {key} is {value!r}, but the saved state has {state[key]!r}")
+        self._position = int(state["position"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"source": self._source.fingerprint, "seed": self._seed, "split": str(self._split)}
+
+
+def prompt_source(settings: PromptSettings) -> PromptSource:
+    """The source that the settings describe."""
+    if settings.task is None:
+        return FileSource(settings.files, settings.held_out_fraction)
+    return TaskSource(build_task(settings), settings.held_out_fraction)
+
+
+def prompt_stream(settings: PromptSettings, split: Split = Split.TRAIN) -> PromptStream:
+    """The stream that the settings describe."""
+    return PromptStream(prompt_source(settings), settings.seed, split)
+
+
+def held_out(settings: PromptSettings, count: int) -> tuple[Prompt, ...]:
+    """The first `count` held-out prompts: the same ones in every run of these settings."""
+    stream = prompt_stream(settings, Split.HELD_OUT)
+    return tuple(stream.next() for _ in range(count))

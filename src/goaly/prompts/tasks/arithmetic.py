@@ -1,0 +1,91 @@
+"""Addition of two numbers with the work written out: the task that a tiny model learns on two cores.
+
+    prompt    57+68=
+    response  7+8+0=15,5+6+1=12|125
+
+One step a digit, least significant first: both digits, the carry, and their two-digit sum. The answer stands after the
+bar, and only the answer is verified. The number of digits is drawn with weight `1 / digits ** weight_power`, so that the
+lengths of the responses have a heavy tail.
+"""
+
+from dataclasses import asdict
+from random import Random
+
+from goaly.prompts.prompt import SPLIT_KEY, Message, Prompt
+from goaly.prompts.settings import ArithmeticSettings
+
+NAME = "arithmetic"
+ANSWER_MARK = "|"
+
+
+class Arithmetic:
+    """The addition task under one setting."""
+
+    def __init__(self, settings: ArithmeticSettings | None = None):
+        self.settings = settings or ArithmeticSettings()
+        self._digits = range(self.settings.min_digits, self.settings.max_digits + 1)
+        self._weights = [digits**-self.settings.weight_power for digits in self._digits]
+
+    @property
+    def name(self) -> str:
+        """What prompts carry as their `source`."""
+        return NAME
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells one setting of the task from another."""
+        return f"{NAME} {sorted(asdict(self.settings).items())}"
+
+    def problem(self, random: Random) -> Prompt:
+        """Two numbers of the same drawn number of digits."""
+        digits = random.choices(self._digits, self._weights)[0]
+        low = 10 ** (digits - 1) if digits > 1 else 0
+        return addition(random.randrange(low, 10**digits), random.randrange(low, 10**digits))
+
+    def solution(self, prompt: Prompt, random: Random) -> str:
+        """The problem worked out; each step goes wrong with probability `mistake_rate`, and its error is carried on."""
+        first, second = prompt.messages[-1].content.removesuffix("=").split("+")
+        return work_out(first, second, random, self.settings.mistake_rate)
+
+    def verify(self, prompt: Prompt, response: str) -> float:
+        """1 for the right final answer, else 0."""
+        return verify(prompt, response)
+
+    def size_of(self, prompt: Prompt) -> str:
+        """The number of digits."""
+        return prompt.metadata["digits"]
+
+
+def addition(first: int, second: int) -> Prompt:
+    """The prompt that asks for `first + second`. Both orders of one sum are the same problem to the split."""
+    low, high = sorted((first, second))
+    question = f"{first}+{second}="
+    return Prompt(
+        id=f"{NAME}/{first}+{second}",
+        source=NAME,
+        messages=(Message(role="user", content=question),),
+        answer=str(first + second),
+        metadata={SPLIT_KEY: f"{low}+{high}", "digits": str(max(len(str(first)), len(str(second))))},
+    )
+
+
+def work_out(first: str, second: str, random: Random | None = None, mistake_rate: float = 0.0) -> str:
+    """The written-out addition of two decimal numbers."""
+    width = max(len(first), len(second))
+    carry, steps, answer = 0, [], ""
+    for a, b in zip(reversed(first.zfill(width)), reversed(second.zfill(width)), strict=True):
+        total = int(a) + int(b) + carry
+        if random is not None and random.random() < mistake_rate:
+            total = (total + random.choice((-1, 1))) % 20
+        steps.append(f"{a}+{b}+{carry}={total:02d}")
+        carry, digit = divmod(total, 10)
+        answer = f"{digit}{answer}"
+    if carry:
+        answer = f"{carry}{answer}"
+    return ",".join(steps) + ANSWER_MARK + answer
+
+
+def verify(prompt: Prompt, response: str) -> float:
+    """1 if what stands after the last bar is exactly the answer, else 0."""
+    _, mark, answer = response.rpartition(ANSWER_MARK)
+    return float(bool(mark) and answer == prompt.answer)
