@@ -1,0 +1,43 @@
+# `make grpo` runs the main job on the embedded default, `make test` the tests; both install what is missing first.
+PYTHON ?= python3
+EXTRA ?= cpu
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed-$(EXTRA)
+SETTINGS ?=
+
+# uv does not read pip's own find-links setting. Where none is set, PyTorch's CPU builds come from PyTorch's own index.
+UV_SOURCES := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)",$(if $(filter cpu,$(EXTRA)),UV_TORCH_BACKEND=cpu))
+UV_OVERRIDES := $(wildcard constraints/$(EXTRA)-overrides.txt)
+
+.PHONY: install sft grpo eval test check clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints/$(EXTRA).txt $(UV_OVERRIDES)
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check uv==0.13.8
+	$(UV_SOURCES) $(VENV)/bin/uv pip install --quiet --python $(RUN) --constraint constraints/$(EXTRA).txt \
+		$(if $(UV_OVERRIDES),--overrides $(UV_OVERRIDES)) --editable '.[$(EXTRA),dev]'
+	touch $@
+
+# The warm start does nothing when it is done already.
+sft: $(INSTALLED)
+	$(RUN) -m apps.sft.main --config configs/sft/tiny.yaml
+
+grpo: sft
+	$(RUN) -m apps.grpo.main --config configs/grpo/tiny.yaml $(SETTINGS)
+
+eval: sft
+	$(RUN) -m apps.eval.main --config configs/eval/tiny.yaml $(SETTINGS)
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q
+
+check: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyrefly check --summarize-errors
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,125 @@
+"""The one file that knows Monarch's jobs: from roles to processes on hosts.
+
+Invariants
+    HO-1  A process that the run spawned dies with the controller, however that ends (Monarch sets the parent-death
+          signal), and is in a process group of its own: a terminal's Ctrl-C reaches the controller alone.
+    HO-2  The death of a process is noticed within a second (supervision is polled twice a second).
+"""
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")  # HO-2; Monarch reads it at import
+
+import monarch.actor
+from monarch.actor import ProcMesh, current_rank
+from monarch.job import JobTrait, LocalJob, ProcessJob
+
+from goaly.run.settings import ROLES, HostSettings
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 5.0
+
+
+class Hosts:
+    """Spawns processes for roles, and stops them all."""
+
+    def __init__(self, settings: HostSettings, run_dir: Path, on_failure: Callable[[str, str], None]):
+        """`on_failure(mesh name, report)` is called in the controller's event loop when a mesh of this run dies."""
+        self._settings = settings
+        self._run_dir = run_dir
+        self._meshes: dict[str, ProcMesh] = {}
+        self._loop = asyncio.get_running_loop()
+        self._on_failure = on_failure
+        with _stderr_to(run_dir / "logs" / "monarch.log"):  # it announces its log file there
+            self._job = _job(settings.job)
+            self._state = self._job.state(cached_path=None)
+        monarch.actor.unhandled_fault_hook = self._fault
+
+    def spawn(self, role: str, name: str, procs: int, threads: int, environment: dict[str, str] | None = None) -> ProcMesh:
+        """`procs` processes of this role, each with so many threads; logs go to the run folder under `name`."""
+        bootstrap = _bootstrap(
+            name=name,
+            run_dir=self._run_dir.absolute(),
+            cpus=self._settings.bind.get(role),
+            environment={"OMP_NUM_THREADS": str(threads), **(environment or {})},
+        )
+        mesh = getattr(self._state, role).spawn_procs(per_host={"procs": procs}, name=name, bootstrap=bootstrap)
+        self._meshes[name] = mesh
+        return mesh
+
+    async def stop(self, name: str) -> None:
+        """Stop the processes spawned under this name."""
+        mesh = self._meshes.pop(name, None)
+        if mesh is not None:
+            await _stop(name, mesh)
+
+    async def stop_all(self) -> None:
+        """Stop every process of the run; those that don't follow within seconds die with the controller (HO-1)."""
+        meshes, self._meshes = self._meshes, {}
+        await asyncio.gather(*(_stop(name, mesh) for name, mesh in meshes.items()))
+        if self._settings.job != "local":
+            await asyncio.to_thread(self._job.kill)
+
+    def _fault(self, failure: Any) -> None:
+        name, report = failure.mesh_name, failure.report()
+        self._loop.call_soon_threadsafe(self._on_failure, name, report)
+
+
+async def _stop(name: str, mesh: ProcMesh) -> None:
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await mesh.stop()
+    except Exception as error:  # a mesh that is dead already can't be stopped, and need not be
+        logger.info("stopping %s: %s", name, error)
+
+
+def _job(kind: str) -> JobTrait:
+    if kind == "local":
+        return LocalJob(ROLES)
+    if kind == "process":
+        return ProcessJob(dict.fromkeys(ROLES, 1))
+    module, _, function = kind.partition(":")
+    job = getattr(importlib.import_module(module), function)()
+    if not isinstance(job, JobTrait):
+        raise ValueError(f"hosts.job={kind!r}: returned {type(job).__name__}, must return a Monarch job")
+    return job
+
+
+def _bootstrap(*, name: str, run_dir: Path, cpus: list[int] | None, environment: dict[str, str]) -> Callable[[], None]:
+    def bootstrap() -> None:
+        os.setpgid(0, 0)  # HO-1
+        os.environ.update(environment)  # before torch is imported
+        if cpus is not None:
+            os.sched_setaffinity(0, cpus)
+        from goaly.telemetry import logs, spans
+
+        rank = current_rank()
+        process = f"{name}.{rank.rank}" if rank.extent.nelements > 1 else name
+        logs.quiet(run_dir / "logs" / f"{process}.log")
+        spans.configure(run_dir, process)
+
+    return bootstrap
+
+
+@contextlib.contextmanager
+def _stderr_to(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)

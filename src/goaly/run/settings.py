@@ -1,0 +1,55 @@
+"""Where the actors of a run live."""
+
+from dataclasses import dataclass, field
+
+ROLES = ("hub", "trainer", "reference", "generator", "rollout")
+LOCAL_JOBS = ("local", "process")
+
+
+@dataclass(kw_only=True)
+class HostSettings:
+    """Which hosts each role runs on."""
+
+    job: str = "local"
+    """Where hosts come from: "local" (this machine), "process" (this machine, each role as if on a host of its own), or
+    "package.module:function", a function that returns a Monarch job (Slurm, Kubernetes, SSH, ...) with a host mesh
+    for each role: hub, trainer, reference, generator, rollout."""
+
+    bind: dict[str, list[int]] = field(default_factory=dict)
+    """CPU cores that the processes of a role may use, by role, such as `{trainer: [0], generator: [1]}`. A role that is
+    not named may use every core."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """One line for each setting that can't work."""
+        problems = []
+        if self.job not in LOCAL_JOBS and ":" not in self.job:
+            problems.append(f'{prefix}.job={self.job!r}: must be "local", "process" or "package.module:function"')
+        for role in self.bind:
+            if role not in ROLES:
+                problems.append(f"{prefix}.bind.{role}: no such role; roles are {', '.join(ROLES)}")
+        return problems
+
+
+@dataclass(kw_only=True)
+class EvaluationSettings:
+    """How the policy is measured on held-out prompts."""
+
+    prompts: int = 256
+    """How many held-out prompts are asked."""
+
+    samples_per_prompt: int = 1
+    """How many answers are sampled to each."""
+
+    temperature: float = 1.0
+    """Sampling temperature; 0 decodes greedily."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """One line for each setting that can't work."""
+        problems = []
+        if self.prompts < 1:
+            problems.append(f"{prefix}.prompts={self.prompts}: must be at least 1")
+        if self.samples_per_prompt < 1:
+            problems.append(f"{prefix}.samples_per_prompt={self.samples_per_prompt}: must be at least 1")
+        if self.temperature < 0:
+            problems.append(f"{prefix}.temperature={self.temperature}: must be at least 0")
+        return problems
