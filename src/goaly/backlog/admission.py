@@ -1,8 +1,8 @@
 """When the next group may start, and from which policy version on it may be sampled. Pure arithmetic.
 
-Let G be `groups_per_step` and S `max_staleness`. Batch k consumes the G groups that bring version k to k + 1. A ticket's
-*position* p is the number of tickets admitted before it that were neither rejected nor failed when it was admitted; in
-FIFO order and without later drops it would be trained by batch `p // G`.
+Let G be `groups_per_step` and S `max_staleness`. Batch k consumes the G groups that bring version k to k + 1. The
+*position* p of a ticket is the number of tickets admitted before it that were neither rejected nor failed when it was
+admitted; in FIFO order and without later drops it would be trained by batch `p // G`.
 
 Invariants
     AD-1  A ticket is admitted only while p < (policy_version + S + 1) * G.
@@ -36,15 +36,19 @@ class Admission:
 
     groups_per_step: int
     max_staleness: int
+    steps: int | None = None
 
     @classmethod
-    def of(cls, settings: BacklogSettings) -> "Admission":
-        """The arithmetic that these settings ask for."""
-        return cls(settings.groups_per_step, settings.max_staleness)
+    def of(cls, settings: BacklogSettings, steps: int | None = None) -> "Admission":
+        """The arithmetic that these settings ask for, in a run of so many training steps (None: no end)."""
+        return cls(settings.groups_per_step, settings.max_staleness, steps)
 
     def is_open(self, position: int, policy_version: int) -> bool:
         """Whether a ticket at this position may be admitted now (AD-1)."""
-        return position < (policy_version + self.max_staleness + 1) * self.groups_per_step
+        last_step = policy_version + self.max_staleness + 1
+        if self.steps is not None:
+            last_step = min(last_step, self.steps)
+        return position < last_step * self.groups_per_step
 
     def min_version(self, position: int) -> int:
         """The oldest version that may sample a ticket admitted at this position (AD-2)."""

@@ -24,8 +24,8 @@ Row = tuple[int, ...]
 def assign(lengths: Sequence[int], row_length: int, ranks: int) -> tuple[tuple[Row, ...], ...]:
     """Each rank's rows: as few as first-fit-decreasing needs, with the tokens balanced over the ranks.
 
-    Sequences are dealt to the rank with the fewest tokens and packed there. Where that would take more rows than packing
-    them all together, whole rows of the joint packing are dealt instead.
+    Sequences are dealt to the rank with the fewest tokens and packed there. Where that would take more rows than
+    packing them all together, whole rows of the joint packing are dealt instead.
     """
     for place, length in enumerate(lengths):
         if length > row_length:

@@ -1,0 +1,231 @@
+"""The backlog: what waits between the collecting and the training loop. Asyncio, no actors, no I/O.
+
+Joins the pure parts (ledger, admission, order, batch) and lets their users wait: `admit` until a group may start,
+`next_batch` until the window holds a step's groups. Every change wakes all waiters; nothing is polled.
+
+Invariants
+    BL-1  At most (max_staleness + 1) * groups_per_step groups are admitted and not yet trained, so every buffer here
+          is bounded by admission; `put` never waits.
+    BL-2  Batch k is formed from what has finished, in window order, and trained by policy version k.
+    BL-3  After `close` every waiter gets None, and what waits, is queued, or arrives late is rejected: the ledger's
+          identity holds to the end.
+    BL-4  Only the two waits suspend, and nothing stands between a wait's end and its entry in the ledger: a cancelled
+          waiter has taken nothing, a cancelled report has happened or has not.
+    BL-5  A run of known length admits no more than it will train.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from goaly.backlog.admission import Admission, Ticket
+from goaly.backlog.batch import Batch, BatchHandle, build_batch
+from goaly.backlog.ledger import Ledger, State
+from goaly.backlog.order import WindowedOrder
+from goaly.backlog.settings import BacklogSettings
+from goaly.errors import SchemaError
+from goaly.reward.settings import AdvantageSettings
+from goaly.telemetry import spans
+from goaly.trajectory import LATER, Group, PackedRows, check_tokens
+
+logger = logging.getLogger(__name__)
+
+RUN_ENDED = "the run ended"
+
+
+class Backlog:
+    """Admission, order, batches and accounting of one run."""
+
+    def __init__(
+        self,
+        settings: BacklogSettings,
+        advantage_settings: AdvantageSettings,
+        *,
+        dp_ranks: int,
+        pad_token: int,
+        steps: int | None = None,
+    ):
+        self._settings = settings
+        self._advantage_settings = advantage_settings
+        self._dp_ranks = dp_ranks
+        self._pad_token = pad_token
+        self._admission = Admission.of(settings, steps)
+        self._order = WindowedOrder(settings.window)
+        self._ledger = Ledger()
+        self._groups: dict[int, Group] = {}
+        self._queued_ns: dict[int, int] = {}
+        self._batches: dict[int, Batch] = {}
+        self._next_batch = 0
+        self._policy_version = 0
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    async def admit(self) -> Ticket | None:
+        """The next ticket, as soon as a group may start; None once closed."""
+        # Unblocked by `trained`, by `reject` and `fail`, which free a position, and by `close`.
+        await self._until(lambda: self._admission.is_open(self._ledger.live, self._policy_version))
+        if self._closed:
+            return None
+        min_version = self._admission.min_version(self._ledger.live)
+        ticket = Ticket(index=self._ledger.admit(), min_version=min_version)
+        self._order.admit(ticket.index)
+        return ticket
+
+    def started(self, ticket: int) -> bool:
+        """The ticket's episodes start. False: it has ended already (the run is closing) and they should not."""
+        if self._ledger.state(ticket).ended:
+            return False
+        self._ledger.move(ticket, State.RUNNING)
+        return True
+
+    def put(self, group: Group) -> bool:
+        """A complete group. False: its ticket has ended already, or the run has; the group is not trained."""
+        if self._ledger.state(group.ticket).ended:
+            return False
+        self._check(group)
+        if self._closed:
+            self._ledger.move(group.ticket, State.REJECTED, RUN_ENDED)  # BL-3
+            return False
+        self._ledger.move(group.ticket, State.QUEUED)
+        self._order.finish(group.ticket)
+        self._groups[group.ticket] = group
+        self._queued_ns[group.ticket] = time.time_ns()
+        self._wake()
+        return True
+
+    def reject(self, ticket: int, why: str) -> bool:
+        """Leave a ticket out on purpose. False: its group was complete before, or it had ended."""
+        return self._drop(ticket, State.REJECTED, why)
+
+    def fail(self, ticket: int, why: str) -> bool:
+        """Something broke. False: the ticket's group was complete before, or it had ended."""
+        return self._drop(ticket, State.FAILED, why)
+
+    async def next_batch(self) -> BatchHandle | None:
+        """The next step's batch, as soon as its groups are there; None once closed."""
+        # Unblocked by `put`, by `reject` and `fail` of a ticket that held the window back, and by `close`.
+        await self._until(lambda: self._order.ready(self._settings.groups_per_step))
+        tickets = None if self._closed else self._order.take(self._settings.groups_per_step)
+        if tickets is None:
+            return None
+        batch = build_batch(
+            self._next_batch,
+            [self._groups.pop(ticket) for ticket in tickets],
+            settings=self._settings,
+            advantage_settings=self._advantage_settings,
+            dp_ranks=self._dp_ranks,
+            pad_token=self._pad_token,
+        )
+        self._next_batch += 1
+        self._batches[batch.handle.id] = batch
+        batch.handle.metrics.update(self._queue_waits(tickets))
+        return batch.handle
+
+    def rows(self, batch_id: int, dp_rank: int) -> PackedRows:
+        """A data-parallel rank's rows of a batch that is not trained yet."""
+        batch = self._batch(batch_id)
+        if not 0 <= dp_rank < self._dp_ranks:
+            raise ValueError(f"dp_rank={dp_rank}: must be from 0 to {self._dp_ranks - 1}")
+        return batch.ranks[dp_rank]
+
+    def annotate(self, batch_id: int, dp_rank: int, key: str, column_RL: Tensor) -> None:
+        """Add a column that a later stage computed to a rank's rows."""
+        rows = self.rows(batch_id, dp_rank).rows
+        if key not in LATER:
+            raise SchemaError(f"batch {batch_id}: `{key}` can't be added; later stages add {', '.join(LATER)}")
+        if column_RL.dtype != LATER[key] or column_RL.shape != rows.batch_size:
+            raise SchemaError(
+                f"batch {batch_id}, dp_rank {dp_rank}: `{key}` is {column_RL.dtype} {tuple(column_RL.shape)}, "
+                f"must be {LATER[key]} {tuple(rows.batch_size)}"
+            )
+        rows[key] = column_RL
+
+    def trained(self, batch_id: int, policy_version: int) -> None:
+        """An optimizer step consumed the batch and made this version."""
+        batch = self._batch(batch_id)
+        if batch_id != self._policy_version or policy_version != batch_id + 1:  # BL-2
+            raise ValueError(
+                f"batch {batch_id} made policy_version={policy_version}; at version {self._policy_version} "
+                f"batch {self._policy_version} is next and makes version {self._policy_version + 1}"
+            )
+        for ticket in batch.tickets:
+            self._ledger.move(ticket, State.TRAINED)
+        del self._batches[batch_id]
+        self._policy_version = policy_version
+        self._wake()
+
+    def close(self) -> None:
+        """End admission and batches: all waiters get None; what waits or is queued outside a batch is rejected."""
+        if self._closed:
+            return
+        self._closed = True
+        for ticket in self._ledger.open():
+            if ticket in self._groups or self._ledger.state(ticket) is State.WAITING:
+                self._ledger.move(ticket, State.REJECTED, RUN_ENDED)
+        self._groups.clear()
+        self._wake()
+
+    def settle(self) -> dict[str, int]:
+        """Close, and account for every ticket that nobody will report on any more; the final counts."""
+        self.close()
+        for ticket in self._ledger.open():
+            self._ledger.move(ticket, State.REJECTED, RUN_ENDED)
+        return self.counts()
+
+    def counts(self) -> dict[str, int]:
+        """Tickets admitted and in each state, and the policy version that admission knows of."""
+        return {**self._ledger.counts(), "policy_version": self._policy_version}
+
+    def reasons(self) -> dict[str, int]:
+        """How many tickets were rejected or failed, by `state: why`."""
+        return dict(self._ledger.reasons)
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not (self._closed or holds()):
+            await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _drop(self, ticket: int, to: State, why: str) -> bool:
+        state = self._ledger.state(ticket)
+        if state.ended or state is State.QUEUED:
+            logger.info("ticket %d is %s already; not %s: %s", ticket, state, to, why)
+            return False
+        self._order.drop(ticket)
+        self._ledger.move(ticket, to, why)
+        self._wake()
+        return True
+
+    def _batch(self, batch_id: int) -> Batch:
+        if batch_id not in self._batches:
+            known = ", ".join(map(str, self._batches)) or "none"
+            raise ValueError(f"batch {batch_id} is not there: trained, or never formed; there now: {known}")
+        return self._batches[batch_id]
+
+    def _check(self, group: Group) -> None:
+        if len(group.samples) != self._settings.group_size:
+            raise SchemaError(
+                f"prompt {group.prompt_id}: a group of {len(group.samples)} samples, "
+                f"group_size={self._settings.group_size} are due"
+            )
+        for sample in group.samples:
+            where = f"trajectory {sample.prompt_id}/{sample.sample_index}"
+            check_tokens(sample.tokens, where=where)
+            if len(sample) > self._settings.row_length:
+                raise SchemaError(
+                    f"{where}: {len(sample)} tokens don't fit into row_length={self._settings.row_length}"
+                )
+
+    def _queue_waits(self, tickets: list[int]) -> dict[str, float]:
+        now = time.time_ns()
+        waits = []
+        for ticket in tickets:
+            queued = self._queued_ns.pop(ticket)
+            spans.record("queue_wait", queued, now, ticket=ticket)
+            waits.append((now - queued) / 1e9)
+        return {"queue/wait_seconds_mean": sum(waits) / len(waits), "queue/wait_seconds_max": max(waits)}
