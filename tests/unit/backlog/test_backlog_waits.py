@@ -1,0 +1,254 @@
+"""The backlog's waits, batches and end, driven on a plain event loop."""
+
+import asyncio
+
+import pytest
+import torch
+
+from goaly.backlog.backlog import Backlog
+from goaly.backlog.settings import BacklogSettings
+from goaly.errors import SchemaError
+from goaly.reward.settings import AdvantageSettings
+from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
+
+SETTINGS = BacklogSettings(groups_per_step=2, group_size=2, max_staleness=0, window=2, row_length=16)
+
+
+def backlog(settings: BacklogSettings = SETTINGS, dp_ranks: int = 1, steps: int | None = None) -> Backlog:
+    return Backlog(settings, AdvantageSettings(), dp_ranks=dp_ranks, pad_token=0, steps=steps)
+
+
+def sample(index: int, reward: float, length: int, version: int) -> Trajectory:
+    columns = {
+        "tokens": torch.arange(length) + 10,
+        "trained": torch.tensor([False] + [True] * (length - 1)),
+        "sampler_logprobs": torch.tensor([0.0] + [-0.5] * (length - 1)),
+        "sampler_versions": torch.tensor([-1] + [version] * (length - 1), dtype=torch.int32),
+        "rewards": torch.tensor([0.0] * (length - 1) + [reward]),
+    }
+    return Trajectory(
+        tokens=token_data(columns),
+        prompt_id="p",
+        sample_index=index,
+        turns=(Turn(author="policy", start=1, stop=length),),
+        environment="",
+        outcome=Outcome.COMPLETE,
+    )
+
+
+def group(ticket: int, rewards: tuple[float, ...] = (0.0, 1.0), length: int = 4, version: int = 0) -> Group:
+    samples = tuple(sample(index, reward, length, version) for index, reward in enumerate(rewards))
+    return Group(ticket=ticket, prompt_id=f"p{ticket}", source="test", samples=samples)
+
+
+async def complete(queue: Backlog, **changes) -> int:
+    ticket = await queue.admit()
+    assert ticket is not None
+    assert queue.started(ticket.index)
+    assert queue.put(group(ticket.index, version=ticket.min_version, **changes))
+    return ticket.index
+
+
+async def train_one(queue: Backlog) -> None:
+    batch = await queue.next_batch()
+    assert batch is not None
+    queue.trained(batch.id, batch.id + 1)
+
+
+async def waiting(waiter: asyncio.Task) -> bool:
+    await asyncio.wait([waiter], timeout=0.02)
+    return not waiter.done()
+
+
+async def test_at_zero_staleness_the_next_ticket_waits_for_the_step_that_makes_its_weights():
+    queue = backlog()
+    await complete(queue)
+    await complete(queue)
+    third = asyncio.create_task(queue.admit())
+    assert await waiting(third)
+    batch = await queue.next_batch()
+    assert await waiting(third)  # formed is not trained
+    queue.trained(batch.id, 1)
+    ticket = await third
+    assert (ticket.index, ticket.min_version) == (2, 1)
+
+
+async def test_a_failed_ticket_frees_its_place_for_another():
+    queue = backlog()
+    for _ in range(2):
+        await queue.admit()
+    third = asyncio.create_task(queue.admit())
+    assert await waiting(third)
+    assert queue.fail(0, "broken")
+    assert (await third).min_version == 0
+
+
+async def test_a_run_of_one_step_admits_again_only_what_was_dropped():
+    queue = backlog(BacklogSettings(groups_per_step=2, group_size=2, max_staleness=8), steps=1)
+    for _ in range(2):
+        await queue.admit()
+    third = asyncio.create_task(queue.admit())
+    assert await waiting(third)  # BL-5
+    queue.reject(1, "too long")
+    assert (await third).index == 2
+
+
+async def test_a_batch_waits_for_its_groups_and_takes_them_in_ticket_order():
+    queue = backlog()
+    for _ in range(2):
+        queue.started((await queue.admit()).index)
+    batch = asyncio.create_task(queue.next_batch())
+    queue.put(group(1))
+    assert await waiting(batch)
+    queue.put(group(0, length=3))
+    assert (await batch).sequences == 4
+    rows = queue.rows(0, 0).rows
+    assert rows["positions"][0].tolist() == [*range(4), *range(4), *range(3), *range(3), 0, 1]
+
+
+async def test_batch_metrics_by_hand():
+    queue = backlog()
+    await complete(queue, rewards=(0.0, 1.0))
+    await complete(queue, rewards=(1.0, 1.0), length=6)
+    await train_one(queue)
+    await complete(queue, rewards=(0.5, 0.0), length=4)
+    ticket = await queue.admit()
+    queue.started(ticket.index)
+    queue.put(group(ticket.index, rewards=(1.0, 1.0), length=6, version=0))
+    batch = await queue.next_batch()
+    assert (batch.id, batch.sequences, batch.tokens, batch.trained_tokens) == (1, 4, 20, 16)
+    metrics = {key: value for key, value in batch.metrics.items() if not key.startswith("queue/")}
+    assert metrics == pytest.approx(
+        {
+            "reward/mean": 0.625,
+            "reward/std": 0.41457809879,
+            "reward/pass_rate": 0.5,
+            "length/mean": 4.0,
+            "length/max": 5.0,
+            "age/mean": 10 / 16,
+            "age/max": 1.0,
+            "groups/without_signal": 1.0,
+            "batch/fill": 20 / 32,
+        }
+    )
+
+
+async def test_advantages_lie_on_trained_tokens_and_counts_are_of_the_whole_batch():
+    queue = backlog(dp_ranks=2)
+    await complete(queue, rewards=(0.0, 1.0))
+    await complete(queue, rewards=(1.0, 1.0))
+    await queue.next_batch()
+    both = [queue.rows(0, rank) for rank in range(2)]
+    assert [(packed.batch_trained_tokens, packed.batch_sequences) for packed in both] == [(12, 4)] * 2
+    columns = [torch.cat([packed.rows[key].flatten() for packed in both]) for key in ("trained", "advantages")]
+    trained, advantages = columns
+    assert int(trained.sum()) == 12
+    assert not advantages[~trained].any()
+    assert sorted(round(value, 3) for value in advantages.tolist() if value) == [-1.0] * 3 + [1.0] * 3
+
+
+async def test_a_later_stage_adds_a_column_of_the_right_kind_only():
+    queue = backlog()
+    await complete(queue)
+    await complete(queue)
+    await queue.next_batch()
+    queue.annotate(0, 0, "reference_logprobs", torch.full((1, 16), -2.0))
+    assert queue.rows(0, 0).rows["reference_logprobs"].unique().tolist() == [-2.0]
+    with pytest.raises(SchemaError, match="`tokens` can't be added"):
+        queue.annotate(0, 0, "tokens", torch.zeros(1, 16))
+    with pytest.raises(SchemaError, match=r"`values` is torch.float32 \(2, 16\), must be torch.float32 \(1, 16\)"):
+        queue.annotate(0, 0, "values", torch.zeros(2, 16))
+
+
+async def test_close_gives_every_waiter_none_and_accounts_for_what_was_queued():
+    queue = backlog()
+    await complete(queue)
+    await queue.admit()
+    waiters = [asyncio.create_task(queue.admit()), asyncio.create_task(queue.next_batch())]
+    assert await waiting(waiters[0])
+    queue.close()
+    assert await asyncio.gather(*waiters) == [None, None]
+    assert (await queue.admit(), await queue.next_batch()) == (None, None)
+    assert queue.counts() == {
+        "admitted": 2, "waiting": 0, "running": 0, "queued": 0, "trained": 0, "rejected": 2, "failed": 0,
+        "policy_version": 0,
+    }  # fmt: skip
+    assert not queue.started(1)
+
+
+async def test_a_group_that_comes_after_close_is_accounted_and_not_trained():
+    queue = backlog()
+    for _ in range(2):
+        queue.started((await queue.admit()).index)
+    queue.close()
+    assert queue.put(group(0)) is False
+    assert queue.reasons() == {"rejected: the run ended": 1}
+    assert queue.settle()["rejected"] == 2
+    assert queue.put(group(1)) is False
+
+
+async def test_a_batch_under_training_at_close_still_counts_as_trained():
+    queue = backlog()
+    await complete(queue)
+    await complete(queue)
+    batch = await queue.next_batch()
+    queue.close()
+    assert not queue.fail(0, "too late")
+    queue.trained(batch.id, 1)
+    assert queue.settle()["trained"] == 2
+
+
+async def test_a_failure_reported_after_the_group_is_complete_changes_nothing():
+    queue = backlog()
+    index = await complete(queue)
+    assert not queue.fail(index, "its worker died")
+    assert queue.counts()["queued"] == 1
+
+
+async def test_a_cancelled_waiter_takes_neither_ticket_nor_groups():
+    queue = backlog()
+    first = asyncio.create_task(queue.next_batch())
+    assert await waiting(first)
+    first.cancel()
+    await complete(queue)
+    await complete(queue)
+    second = asyncio.create_task(queue.admit())
+    assert await waiting(second)
+    second.cancel()
+    await train_one(queue)
+    await asyncio.wait([first, second])
+    assert first.cancelled()
+    assert second.cancelled()
+    assert queue.counts()["admitted"] == 2
+    assert queue.counts()["trained"] == 2
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        (group(0, rewards=(1.0,)), "prompt p0: a group of 1 samples, group_size=2 are due"),
+        (group(0, length=17), "trajectory p/0: 17 tokens don't fit into row_length=16"),
+    ],
+)
+async def test_a_group_that_cannot_be_trained_is_refused_and_stays_running(broken, named):
+    queue = backlog()
+    queue.started((await queue.admit()).index)
+    with pytest.raises(SchemaError, match=named):
+        queue.put(broken)
+    assert queue.counts()["running"] == 1
+
+
+async def test_batches_are_trained_in_their_order_by_their_version():
+    queue = backlog(BacklogSettings(groups_per_step=1, group_size=2, max_staleness=2, row_length=16))
+    for _ in range(2):
+        await complete(queue)
+        await queue.next_batch()
+    with pytest.raises(ValueError, match="batch 1 made policy_version=2; at version 0 batch 0 is next"):
+        queue.trained(1, 2)
+    with pytest.raises(ValueError, match="batch 0 made policy_version=3"):
+        queue.trained(0, 3)
+    queue.trained(0, 1)
+    with pytest.raises(ValueError, match="batch 0 is not there: trained, or never formed; there now: 1"):
+        queue.rows(0, 0)
+    with pytest.raises(ValueError, match="dp_rank=1: must be from 0 to 0"):
+        queue.rows(1, 1)

@@ -1,0 +1,96 @@
+"""Windowed FIFO and the ledger, by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from goaly.backlog.ledger import Ledger, State
+from goaly.backlog.order import WindowedOrder
+
+
+def order_of(window: int, admitted: int, finished: list[int]) -> WindowedOrder:
+    order = WindowedOrder(window)
+    for index in range(admitted):
+        order.admit(index)
+    for index in finished:
+        order.finish(index)
+    return order
+
+
+def test_a_window_of_one_is_strict_fifo():
+    order = order_of(1, 4, [1, 2, 3])
+    assert order.take(1) is None
+    order.finish(0)
+    assert order.take(4) == [0, 1, 2, 3]
+
+
+def test_a_straggler_lets_only_the_window_pass():
+    order = order_of(3, 6, [1, 2, 3, 4, 5])
+    assert order.take(2) == [1, 2]
+    assert not order.ready(1)
+    order.finish(0)
+    assert order.take(4) == [0, 3, 4, 5]
+
+
+def test_taking_is_all_or_nothing():
+    order = order_of(3, 6, [1, 2, 3])
+    assert order.take(3) is None
+    assert order.take(2) == [1, 2]
+
+
+def test_dropping_the_head_moves_the_window():
+    order = order_of(2, 4, [2, 1])
+    assert order.take(2) is None
+    order.drop(0)
+    assert order.take(2) == [1, 2]
+
+
+def test_of_the_deliverable_the_oldest_goes_first_whenever_it_finished():
+    assert order_of(8, 4, [3, 1, 2]).take(3) == [1, 2, 3]
+
+
+def test_a_window_below_one_is_refused():
+    with pytest.raises(ValueError, match="window=0: must be at least 1"):
+        WindowedOrder(0)
+
+
+def test_a_ticket_ends_exactly_once():
+    ledger = Ledger()
+    ledger.admit()
+    ledger.move(0, State.FAILED, "a reason")
+    with pytest.raises(ValueError, match="ticket 0 is failed, and can't become rejected"):
+        ledger.move(0, State.REJECTED, "another")
+    assert ledger.reasons == {"failed: a reason": 1}
+
+
+def test_a_state_is_never_skipped():
+    ledger = Ledger()
+    ledger.admit()
+    with pytest.raises(ValueError, match="ticket 0 is waiting, and can't become queued"):
+        ledger.move(0, State.QUEUED)
+    with pytest.raises(ValueError, match="ticket 7 was never admitted; 1 were"):
+        ledger.move(7, State.RUNNING)
+
+
+def test_reasons_belong_to_rejections_and_failures_only():
+    ledger = Ledger()
+    ledger.admit()
+    with pytest.raises(ValueError, match="a reason belongs to"):
+        ledger.move(0, State.RUNNING, "why")
+    with pytest.raises(ValueError, match="a reason belongs to"):
+        ledger.move(0, State.FAILED)
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.sampled_from(list(State))), max_size=60))
+def test_the_identity_holds_whatever_is_tried(attempts):
+    ledger = Ledger()
+    for index, to in attempts:
+        try:
+            ledger.move(index, to, "why" if to in (State.REJECTED, State.FAILED) else None)
+        except ValueError:
+            if ledger.admitted <= index:
+                ledger.admit()
+        counts = ledger.counts()
+        assert counts.pop("admitted") == sum(counts.values()) == ledger.admitted
+        assert ledger.live == ledger.admitted - counts["rejected"] - counts["failed"]
+        assert len(ledger.open()) == counts["waiting"] + counts["running"] + counts["queued"]

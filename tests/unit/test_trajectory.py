@@ -1,0 +1,79 @@
+"""The trajectory schema: what it takes, and that each refusal names the key."""
+
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from goaly.errors import SchemaError
+from goaly.trajectory import Group, Outcome, Trajectory, Turn, check_tokens, token_data
+
+
+def columns(**changes) -> dict[str, torch.Tensor]:
+    sound = {
+        "tokens": torch.tensor([5, 6, 7]),
+        "trained": torch.tensor([False, True, True]),
+        "sampler_logprobs": torch.tensor([0.0, -0.5, -1.0]),
+        "sampler_versions": torch.tensor([-1, 3, 4], dtype=torch.int32),
+        "rewards": torch.tensor([0.0, 0.0, 1.0]),
+    }
+    return {key: value for key, value in {**sound, **changes}.items() if value is not None}
+
+
+def trajectory(**changes) -> Trajectory:
+    return Trajectory(
+        tokens=TensorDict(columns(**changes), batch_size=[3]),
+        prompt_id="p1",
+        sample_index=2,
+        turns=(Turn(author="policy", start=1, stop=3),),
+        environment="addition",
+        outcome=Outcome.COMPLETE,
+    )
+
+
+def test_a_trajectory_knows_its_reward_and_its_trained_tokens():
+    one = trajectory(rewards=torch.tensor([0.0, 0.25, 1.0]))
+    assert (len(one), one.reward, one.trained_tokens) == (3, 1.25, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rewards": None}, "`rewards` is missing"),
+        ({"colour": torch.zeros(3)}, "`colour` is unknown"),
+        ({"tokens": torch.tensor([5, 6, 7], dtype=torch.int32)}, "`tokens` is torch.int32, must be torch.int64"),
+        ({"advantages": torch.zeros(3, dtype=torch.float64)}, "`advantages` is torch.float64"),
+        ({"rewards": torch.zeros(3, 2)}, r"`rewards` has shape \(3, 2\)"),
+        ({"trained": torch.tensor([True, True, True])}, "`trained` is set on the first token"),
+        ({"sampler_logprobs": torch.tensor([0.0, 0.5, -1.0])}, "`sampler_logprobs` of a trained token is positive"),
+        ({"sampler_logprobs": torch.tensor([0.0, -0.5, float("nan")])}, "`sampler_logprobs` of a trained token"),
+        ({"sampler_versions": torch.tensor([-1, 3, -1], dtype=torch.int32)}, "`sampler_versions` of a trained token"),
+    ],
+)
+def test_a_broken_column_is_refused_by_name(changes, named):
+    with pytest.raises(SchemaError, match=f"trajectory p1/2: {named}"):
+        trajectory(**changes)
+
+
+def test_untrained_tokens_need_neither_a_version_nor_a_logprob_below_zero():
+    trajectory(
+        trained=torch.tensor([False, False, True]), sampler_versions=torch.tensor([-1, -1, 0], dtype=torch.int32)
+    )
+
+
+def test_an_empty_trajectory_is_refused():
+    with pytest.raises(SchemaError, match="`tokens` is empty"):
+        token_data({key: value[:0] for key, value in columns().items()})
+
+
+def test_columns_of_later_stages_are_taken():
+    data = token_data(columns(values=torch.zeros(3), returns=torch.zeros(3), advantages=torch.zeros(3)))
+    check_tokens(data, where="here")
+
+
+def test_a_group_pickles_whole():
+    group = Group(ticket=4, prompt_id="p1", source="addition", samples=(trajectory(),))
+    copy = pickle.loads(pickle.dumps(group))
+    assert (copy.ticket, copy.samples[0].turns, copy.samples[0].outcome) == (4, group.samples[0].turns, "complete")
+    assert all(torch.equal(copy.samples[0].tokens[key], group.samples[0].tokens[key]) for key in columns())
