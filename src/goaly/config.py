@@ -92,11 +92,11 @@ def run_cli(
 
 def to_yaml(config: object) -> str:
     """The config with every key, as YAML that loads as the same config."""
-    import yaml
+    from omegaconf import OmegaConf
 
     from goaly.configuration.plain import plain
 
-    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=120)
+    return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
 def parse(argv: Sequence[str]) -> CommandLine:

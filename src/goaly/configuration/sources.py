@@ -115,7 +115,8 @@ def _apply(tree: DictConfig, override: str, given: Given) -> None:
         assert isinstance(parsed, dict)
         OmegaConf.update(tree, path, parsed["value"], merge=True)
     except (YAMLError, OmegaConfBaseException) as error:
-        given.problems.append(f"{path}={show(text)}: can't be set: {_one_line(error)} ({OVERRIDE})")
+        why = getattr(error, "problem", None) or _one_line(error)
+        given.problems.append(f"{path}={show(text)}: can't be set: {why} ({OVERRIDE})")
         return
     given.sources[path] = OVERRIDE
     if "${" not in text:
@@ -156,5 +157,5 @@ def _resolve(node: DictConfig | ListConfig, path: str, given: Given) -> Any:
 def _one_line(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
-        return f"{getattr(error, 'problem', None) or 'unreadable'}, line {mark.line + 1}, column {mark.column + 1}"
+        return f"line {mark.line + 1}: {getattr(error, 'problem', None) or 'unreadable'}"
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
