@@ -1,0 +1,83 @@
+"""The program of a verifier process: `python -m goaly.reward.child package.module:function PARENT_PID`.
+
+Scores pairs of prompt and response from its standard input, one after the other, until the input ends. What the
+verifier prints goes to standard error: standard output carries the replies. Imports nothing heavy by itself.
+
+Invariants
+    RP-1  The process dies with its parent, whatever the verifier is doing at that moment.
+"""
+
+import ctypes
+import importlib
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from goaly.reward.frames import Ready, Refused, Score, encode, read
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(verifier: str, parent_pid: int) -> None:
+    """Serve until standard input ends."""
+    _die_with(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle: it closes the input or kills.
+    with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as replies:
+        _detach_standard_streams()
+        try:
+            function = resolve(verifier)
+        except Exception as error:
+            replies.write(encode(Refused(_describe(error))))
+            return
+        replies.write(encode(Ready()))
+        replies.flush()
+        while (pairs := read(requests)) is not None:
+            for prompt, response in pairs:
+                replies.write(encode(_judge(function, prompt, response)))
+                replies.flush()
+
+
+def resolve(verifier: str) -> Callable[[Any, str], float]:
+    """The function that `package.module:function` names."""
+    module, _, name = verifier.partition(":")
+    function = getattr(importlib.import_module(module), name, None)
+    if not callable(function):
+        raise ValueError(f"{verifier}: module {module} has no function {name!r}")
+    return function
+
+
+def _judge(function: Callable[[Any, str], float], prompt: Any, response: str) -> Score | Refused:
+    try:
+        value = float(function(prompt, response))
+    except Exception as error:
+        return Refused(_describe(error))
+    return Score(value) if math.isfinite(value) else Refused(f"it returned {value}, must be a finite number")
+
+
+def _describe(error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _die_with(parent_pid: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)
+
+
+def _detach_standard_streams() -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

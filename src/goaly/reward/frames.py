@@ -1,0 +1,56 @@
+"""Pickled messages with their length in front, over the pipes between a pool and its verifier processes.
+
+To the child: `list[tuple[Prompt, str]]`, to be scored in order. From the child: one `Ready` or `Refused` when it has
+started, then one `Score` or `Refused` for each pair. Both ends are ours and on one host, so pickle is safe here.
+"""
+
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+_HEADER = struct.Struct("!I")
+HEADER_BYTES = _HEADER.size
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The verifier is imported; requests may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The verifier's value for one response."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The verifier could not be imported, or raised, or gave no finite number."""
+
+    why: str
+
+
+def encode(message: Any) -> bytes:
+    """A whole frame."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _HEADER.pack(len(body)) + body
+
+
+def body_length(header: bytes) -> int:
+    """How many bytes follow this header."""
+    return int(_HEADER.unpack(header)[0])
+
+
+def decode(body: bytes) -> Any:
+    """The message of a frame's body."""
+    return pickle.loads(body)
+
+
+def read(source: BinaryIO) -> Any | None:
+    """The next message; None at the end of the stream."""
+    header = source.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES:
+        return None
+    return decode(source.read(body_length(header)))

@@ -1,0 +1,99 @@
+"""One verifier process as its pool sees it: start, send, reply, kill."""
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from contextlib import suppress
+
+from goaly.errors import GoalyError
+from goaly.prompts.prompt import Prompt
+from goaly.reward.frames import HEADER_BYTES, Ready, Refused, Score, body_length, decode, encode
+
+START_LIMIT_SECONDS = 60.0
+"""Longest time for a process to start and import its verifier."""
+
+
+class VerifierError(GoalyError):
+    """A verifier could not score: it raised, gave no finite number, died, or can't be imported."""
+
+
+class VerifierDied(VerifierError):
+    """A verifier's process ended."""
+
+
+class VerifierProcess:
+    """A child that scores pairs in the order in which they are sent."""
+
+    def __init__(self, process: Process):
+        self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._requests = process.stdin
+        self._replies = process.stdout
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is its process group too."""
+        return self._process.pid
+
+    @classmethod
+    async def start(cls, verifier: str) -> "VerifierProcess":
+        """A process that has imported this verifier."""
+        command = [sys.executable, "-m", "goaly.reward.child", verifier, str(os.getpid())]
+        child = cls(
+            await asyncio.create_subprocess_exec(
+                *command,
+                stdin=PIPE,
+                stdout=PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)},
+                start_new_session=True,
+            )
+        )
+        try:
+            async with asyncio.timeout(START_LIMIT_SECONDS):
+                answer = await child._read()
+        except TimeoutError:
+            await child.kill()
+            raise VerifierError(f"verifier {verifier}: importing it took over {START_LIMIT_SECONDS:.0f} s") from None
+        except BaseException:
+            await child.kill()
+            raise
+        if not isinstance(answer, Ready):
+            await child.kill()
+            raise VerifierError(f"verifier {verifier} can't be used: {answer.why}")
+        return child
+
+    async def send(self, pairs: Sequence[tuple[Prompt, str]]) -> None:
+        """Give it these to score; one reply is due for each."""
+        try:
+            self._requests.write(encode(list(pairs)))
+            await self._requests.drain()  # Unblocked by the child's reading, or by its death.
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise VerifierDied("the verifier's process is gone") from error
+
+    async def reply(self, limit_seconds: float) -> Score | Refused:
+        """The next reply; TimeoutError when it does not come in time, after which the process is good for nothing."""
+        async with asyncio.timeout(limit_seconds):
+            return await self._read()
+
+    async def kill(self) -> None:
+        """End it and whatever it started, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._requests.close()
+        await self._process.wait()  # Unblocked by the kernel: the process has been killed.
+
+    async def _read(self) -> Score | Refused | Ready:
+        try:
+            header = await self._replies.readexactly(HEADER_BYTES)
+            return decode(await self._replies.readexactly(body_length(header)))
+        except asyncio.IncompleteReadError:
+            code = await self._process.wait()
+            raise VerifierDied(f"the verifier's process ended with {_exit(code)}") from None
+
+
+def _exit(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,215 @@
+"""A pool of verifier processes behind one `score`. Asyncio, no actors.
+
+Each process has a task that hands it requests and reads its replies. Cheap verifiers get many requests in a message,
+slow ones one at a time, by what a score has cost of late.
+
+Invariants
+    RW-1  A score never takes longer than the limit to judge: the process that exceeds it is killed and replaced.
+    RW-2  Every request ends once: with a score, with its own time limit, or with an error that names its prompt.
+          A slow or crashing response costs the requests behind it a wait, never their scores.
+    RW-3  No verifier runs in this process.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from goaly.prompts.prompt import Prompt
+from goaly.reward.frames import Refused
+from goaly.reward.process import VerifierDied, VerifierError, VerifierProcess
+from goaly.reward.settings import RewardSettings
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_SECONDS = 0.02
+"""Work that one message to a process should hold."""
+MOST_IN_A_MESSAGE = 64
+TRIES = 2
+"""How often a request may be under way in a process that dies before it is given up."""
+
+
+class RewardTimeout(VerifierError):
+    """A verifier exceeded the time limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardStats:
+    """What a pool has done so far."""
+
+    scores: int
+    """Responses that got a score from the verifier."""
+    timeouts: int
+    errors: int
+    replaced: int
+    """Processes that were killed or died, and got a successor."""
+    busy_seconds: float
+    """Time that the processes spent on judging, summed over them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    prompt: Prompt
+    response: str
+    score: asyncio.Future[float]
+    tries: int = 0
+
+
+class VerifierPool:
+    """Scores responses in child processes."""
+
+    def __init__(self, settings: RewardSettings):
+        self._settings = settings
+        self._pending: deque[_Request] = deque()
+        self._under_way: set[_Request] = set()
+        self._arrived = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed: VerifierError | None = None
+        self._seconds_per_score = MESSAGE_SECONDS
+        self._scores = self._timeouts = self._errors = self._replaced = 0
+        self._busy_seconds = 0.0
+
+    async def start(self) -> int:
+        """Start the processes, all ready on return; how many. Raises when the verifier can't be imported."""
+        if not self._tasks:
+            starting = [VerifierProcess.start(self._settings.verifier) for _ in range(self._settings.workers)]
+            started = await asyncio.gather(*starting, return_exceptions=True)
+            children = [child for child in started if isinstance(child, VerifierProcess)]
+            if len(children) < len(started):
+                await asyncio.gather(*(child.kill() for child in children))
+                raise next(error for error in started if isinstance(error, BaseException))
+            self._tasks = [asyncio.create_task(self._serve(child), name="verifier") for child in children]
+        return len(self._tasks)
+
+    async def score(self, prompt: Prompt, response: str) -> float:
+        """The verifier's value for this response to this prompt."""
+        if self._closed is not None or not self._tasks:
+            raise self._closed or VerifierError("the reward pool was not started")
+        request = _Request(prompt, response, asyncio.get_running_loop().create_future())
+        self._pending.append(request)
+        self._arrived.set()
+        return await request.score  # Unblocked by a reply, by the time limit, or by `close`.
+
+    def stats(self) -> RewardStats:
+        """What has been done so far."""
+        return RewardStats(
+            scores=self._scores,
+            timeouts=self._timeouts,
+            errors=self._errors,
+            replaced=self._replaced,
+            busy_seconds=self._busy_seconds,
+        )
+
+    async def close(self) -> None:
+        """Kill the processes; whoever still waits for a score gets an error."""
+        self._end(VerifierError("the reward pool was closed"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, child: VerifierProcess | None) -> None:
+        try:
+            while True:
+                requests = await self._take()
+                child = child or await self._replacement(requests)
+                if child is not None and not await self._judge(child, requests):
+                    await child.kill()
+                    self._replaced += 1
+                    child = await self._replacement([])
+        except Exception as error:
+            logger.exception("a reward pool's task broke")
+            self._end(VerifierError(f"the reward pool broke: {type(error).__name__}: {error}"))
+        finally:
+            if child is not None:
+                await child.kill()
+
+    async def _take(self) -> list[_Request]:
+        while True:
+            while not self._pending:
+                self._arrived.clear()
+                await self._arrived.wait()  # Unblocked by `score`; `close` cancels.
+            share = math.ceil(len(self._pending) / len(self._tasks))
+            fitting = int(MESSAGE_SECONDS / max(self._seconds_per_score, 1e-9))
+            count = max(1, min(fitting, share, MOST_IN_A_MESSAGE))
+            taken = [self._pending.popleft() for _ in range(count)]
+            if wanted := [request for request in taken if not request.score.done()]:
+                self._under_way.update(wanted)
+                return wanted
+
+    async def _judge(self, child: VerifierProcess, requests: list[_Request]) -> bool:
+        """Have the child score these; False when it has to be replaced. Every request ends or is pending again."""
+        waiting = deque(requests)
+        started = time.monotonic()
+        try:
+            await child.send([(request.prompt, request.response) for request in requests])
+            while waiting:
+                reply = await child.reply(self._settings.time_limit_seconds)
+                now = time.monotonic()
+                self._spent(now - started)
+                started = now
+                request = waiting.popleft()
+                if isinstance(reply, Refused):
+                    self._refuse(request, reply.why)
+                else:
+                    self._scores += 1
+                    _resolve(request, reply.value)
+        except TimeoutError:  # RW-1
+            self._spent(time.monotonic() - started)
+            self._ran_out(waiting.popleft())
+            return False
+        except VerifierDied as error:
+            waiting[0].tries += 1
+            if waiting[0].tries >= TRIES:
+                self._refuse(waiting.popleft(), f"{error}, {TRIES} times")
+            return False
+        finally:
+            self._under_way.difference_update(requests)
+            self._pending.extendleft(reversed(waiting))  # RW-2
+            if waiting:
+                self._arrived.set()
+        return True
+
+    async def _replacement(self, requests: list[_Request]) -> VerifierProcess | None:
+        try:
+            return await VerifierProcess.start(self._settings.verifier)
+        except VerifierError as error:
+            logger.warning("no successor for a verifier process: %s", error)
+            for request in requests:
+                self._refuse(request, str(error))
+            self._under_way.difference_update(requests)
+            return None
+
+    def _spent(self, seconds: float) -> None:
+        self._busy_seconds += seconds
+        self._seconds_per_score += 0.1 * (seconds - self._seconds_per_score)
+
+    def _ran_out(self, request: _Request) -> None:
+        self._timeouts += 1
+        limit = self._settings.time_limit_seconds
+        logger.warning("prompt %s: the verifier exceeded its %g s", request.prompt.id, limit)
+        if self._settings.on_time_limit == "zero":
+            _resolve(request, 0.0)
+        elif not request.score.done():
+            request.score.set_exception(
+                RewardTimeout(f"prompt {request.prompt.id}: the verifier exceeded time_limit_seconds={limit:g}")
+            )
+
+    def _refuse(self, request: _Request, why: str) -> None:
+        self._errors += 1
+        if not request.score.done():
+            error = VerifierError(f"prompt {request.prompt.id}: verifier {self._settings.verifier}: {why}")
+            request.score.set_exception(error)
+
+    def _end(self, error: VerifierError) -> None:
+        self._closed = self._closed or error
+        for request in [*self._pending, *self._under_way]:
+            if not request.score.done():
+                request.score.set_exception(error)
+        self._pending.clear()
+
+
+def _resolve(request: _Request, value: float) -> None:
+    if not request.score.done():
+        request.score.set_result(value)

@@ -1,0 +1,172 @@
+"""The verifier pool with real child processes on a plain event loop."""
+
+import asyncio
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from goaly.prompts.prompt import Message, Prompt
+from goaly.reward.process import VerifierError
+from goaly.reward.settings import RewardSettings
+from goaly.reward.verifiers import RewardTimeout, VerifierPool
+
+PROMPT = Prompt(id="q7", source="test", messages=(Message(role="user", content="1+1"),), answer="2")
+BY_WORD = "verifiers_under_test:by_word"
+
+
+@asynccontextmanager
+async def pool_of(verifier: str = BY_WORD, **changes) -> AsyncIterator[VerifierPool]:
+    pool = VerifierPool(RewardSettings(verifier=verifier, **{"time_limit_seconds": 20.0, **changes}))
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def exists(pid: float) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def any_process_with(mark: str) -> bool:
+    return bool(subprocess.run(["pgrep", "-f", mark], capture_output=True, check=False).stdout)
+
+
+def ended_within(pid: int, seconds: float) -> bool:
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], seconds)[0])
+    finally:
+        os.close(process)
+
+
+async def test_each_response_gets_its_own_score_and_a_cheap_verifier_two_thousand_a_second():
+    async with pool_of("verifiers_under_test:length") as pool:
+        await asyncio.gather(*(pool.score(PROMPT, "x") for _ in range(300)))
+        started = time.monotonic()
+        scores = await asyncio.gather(*(pool.score(PROMPT, "x" * at) for at in range(4000)))
+        seconds = time.monotonic() - started
+    assert scores == [float(at) for at in range(4000)]
+    assert 4000 / seconds >= 2000
+
+
+async def test_a_response_that_hangs_costs_its_limit_and_nobody_elses_score():
+    async with pool_of(time_limit_seconds=0.5) as pool:
+        pid = await pool.score(PROMPT, "pid")
+        scores = await asyncio.gather(*(pool.score(PROMPT, word) for word in ["fine", "hang", "fine", "fine"]))
+        assert scores == [1.0, 0.0, 1.0, 1.0]
+        assert await pool.score(PROMPT, "pid") != pid  # RW-1
+        assert not exists(pid)
+        assert (pool.stats().timeouts, pool.stats().replaced) == (1, 1)
+
+
+async def test_running_out_of_time_can_be_made_a_failure():
+    async with pool_of(time_limit_seconds=0.3, on_time_limit="fail") as pool:
+        with pytest.raises(RewardTimeout, match=r"prompt q7: the verifier exceeded time_limit_seconds=0.3"):
+            await pool.score(PROMPT, "hang")
+
+
+async def test_what_a_verifier_started_is_killed_with_it():
+    mark = f"left over by {os.getpid()}"
+    prompt = Prompt(id="q8", source="test", messages=(), answer=mark)
+    async with pool_of(time_limit_seconds=1.0) as pool:
+        assert await pool.score(prompt, "spawn and hang") == 0.0
+    assert not any_process_with(mark)
+
+
+async def test_errors_name_the_prompt_and_the_cause_and_the_process_goes_on():
+    async with pool_of() as pool:
+        pid = await pool.score(PROMPT, "pid")
+        with pytest.raises(VerifierError, match=r"prompt q7: .*LookupError: no such answer \(verifiers_under_test.py:"):
+            await pool.score(PROMPT, "raise")
+        with pytest.raises(VerifierError, match=r"prompt q7: .*it returned nan, must be a finite number"):
+            await pool.score(PROMPT, "nan")
+        assert await pool.score(PROMPT, "print") == 1.0
+        assert await pool.score(PROMPT, "pid") == pid
+
+
+async def test_a_verifier_that_dies_is_tried_twice_and_takes_no_other_score_along():
+    async with pool_of() as pool:
+        answers = await asyncio.gather(
+            *(pool.score(PROMPT, word) for word in ["fine", "die", "fine"]), return_exceptions=True
+        )
+        assert answers[0] == answers[2] == 1.0
+        assert "ended with signal SIGSEGV, 2 times" in str(answers[1])
+        assert pool.stats().replaced == 2
+
+
+async def test_a_verifiers_process_imports_nothing_that_the_verifier_does_not():
+    async with pool_of() as pool:
+        assert await pool.score(PROMPT, "heavy") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("verifier", "why"),
+    [
+        ("no.such.module:f", "ModuleNotFoundError: No module named 'no'"),
+        ("verifiers_under_test:missing", "module verifiers_under_test has no function 'missing'"),
+        ("verifiers_under_test:NOT_A_FUNCTION", "module verifiers_under_test has no function 'NOT_A_FUNCTION'"),
+    ],
+)
+async def test_a_verifier_that_cannot_be_imported_stops_the_start(verifier, why):
+    with pytest.raises(VerifierError, match=f"verifier {verifier} can't be used: .*{why}"):
+        await VerifierPool(RewardSettings(verifier=verifier)).start()
+
+
+async def test_close_ends_whoever_waits_and_kills_the_processes():
+    async with pool_of() as pool:
+        pid = await pool.score(PROMPT, "pid")
+        waiting = [asyncio.create_task(pool.score(PROMPT, "hang")) for _ in range(3)]
+        await asyncio.sleep(0)
+        await pool.close()
+        assert {str(error) for error in await asyncio.gather(*waiting, return_exceptions=True)} == {
+            "the reward pool was closed"
+        }
+        assert not exists(pid)
+        with pytest.raises(VerifierError, match="was closed"):
+            await pool.score(PROMPT, "fine")
+
+
+async def test_a_caller_that_goes_away_leaves_the_pool_in_order():
+    async with pool_of(time_limit_seconds=0.5) as pool:
+        gone = [asyncio.create_task(pool.score(PROMPT, word)) for word in ["hang", "raise", "fine"]]
+        await asyncio.sleep(0)
+        for task in gone:
+            task.cancel()
+        assert await pool.score(PROMPT, "fine") == 1.0
+
+
+def test_a_busy_verifier_dies_with_its_parent():
+    program = f"""
+import asyncio, os, sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from goaly.prompts.prompt import Prompt
+from goaly.reward.settings import RewardSettings
+from goaly.reward.verifiers import VerifierPool
+
+async def main():
+    pool = VerifierPool(RewardSettings(verifier={BY_WORD!r}, time_limit_seconds=1000.0))
+    await pool.start()
+    prompt = Prompt(id="p", source="test", messages=())
+    print(int(await pool.score(prompt, "pid")), flush=True)
+    await asyncio.wait([asyncio.create_task(pool.score(prompt, "hang"))], timeout=0.3)
+    os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == -9, run.stderr
+    assert ended_within(int(run.stdout), 10.0)  # RP-1

@@ -1,0 +1,38 @@
+"""Verifiers that do what a test needs; they run in the pool's child processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+
+def length(prompt, response: str) -> float:
+    """The number of characters."""
+    return float(len(response))
+
+
+def by_word(prompt, response: str) -> float:
+    """What the response says: hang, raise, die, nan, heavy; else 1."""
+    match response:
+        case "hang":
+            time.sleep(1000)
+        case "spawn and hang":
+            subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(1000)  # {prompt.answer}"])
+            time.sleep(1000)
+        case "raise":
+            raise LookupError("no such answer")
+        case "die":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "nan":
+            return float("nan")
+        case "heavy":
+            return float("torch" in sys.modules)
+        case "print":
+            print("a verifier may print")
+        case "pid":
+            return float(os.getpid())
+    return 1.0
+
+
+NOT_A_FUNCTION = 3
