@@ -1,0 +1,201 @@
+"""From a Hugging Face `config.json` to torchtitan's model definition.
+
+Families: Qwen3 (dense) and Llama 3, of any size, embeddings tied or not. What torchtitan's definition doesn't hold
+(biases, sliding windows, other RoPE scalings) is refused by name, so no model is silently another one.
+
+`prepare_torchtitan` must run before any other torchtitan import: torchtitan takes its device from import time.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from goaly.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.model_spec import ModelSpec
+    from torchtitan.protocols.module import Module
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What `config.json` says about a decoder."""
+
+    family: str
+    vocab_size: int
+    dim: int
+    hidden_dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_context: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any]
+    tied: bool
+
+
+FAMILIES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama3"}
+ROPE_SCALINGS = {"qwen3": ("default",), "llama3": ("default", "llama3")}
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The folder's `config.json`."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError([f"{folder}: has no config.json, must be a Hugging Face folder"])
+    return json.loads(path.read_text())
+
+
+def architecture(config: dict[str, Any], *, where: str = "config.json") -> Architecture:
+    """Read a Hugging Face config; every property that can't be honoured is a line of one ConfigError."""
+    name = (config.get("architectures") or ["none"])[0]
+    family = FAMILIES.get(name)
+    if family is None:
+        raise ConfigError([f"{where}: architectures={name}: must be one of {', '.join(FAMILIES)}"])
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    refused = {
+        "attention_bias": bool(config.get("attention_bias")),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "use_sliding_window": bool(config.get("use_sliding_window")),
+        "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "quantization_config": config.get("quantization_config") is not None,
+    }
+    problems = [f"{where}: {key}={config.get(key)}: is not supported" for key, bad in refused.items() if bad]
+    if rope_type not in ROPE_SCALINGS[family]:
+        problems.append(f"{where}: rope_type={rope_type}: must be one of {', '.join(ROPE_SCALINGS[family])} for {name}")
+    if problems:
+        raise ConfigError(problems)
+    heads = config["num_attention_heads"]
+    return Architecture(
+        family=family,
+        vocab_size=config["vocab_size"],
+        dim=config["hidden_size"],
+        hidden_dim=config["intermediate_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        max_context=config["max_position_embeddings"],
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
+        rope_scaling=rope if rope_type == "llama3" else {},
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def prepare_torchtitan(device: str | None = None) -> torch.device:
+    """Point torchtitan at a device (the GPU where there is one, else the CPU) before its other modules load."""
+    import torchtitan.tools.utils as titan
+
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    titan.device_type = kind
+    titan.device_module = torch.cuda if kind == "cuda" else torch.cpu
+    return titan.get_local_device() if kind == "cuda" else torch.device("cpu")
+
+
+def model_spec(folder: str | Path, *, attention: "Module.Config | None" = None) -> "ModelSpec":
+    """torchtitan's definition of the folder's model; `attention` replaces the device's default inner attention."""
+    device = prepare_torchtitan()
+    shape = architecture(read_config(folder), where=str(Path(folder) / "config.json"))
+    if attention is None:
+        from goaly.models.attention import inner_attention
+
+        attention = inner_attention(device.type)
+    return _qwen3(shape, attention) if shape.family == "qwen3" else _llama3(shape, attention)
+
+
+def _qwen3(shape: Architecture, attention: "Module.Config") -> "ModelSpec":
+    from torchtitan.models.common import CosSinRoPE
+    from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
+    from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+    from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+    from torchtitan.protocols.model_spec import ModelSpec
+
+    rope = CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_context, theta=shape.rope_theta)
+    return ModelSpec(
+        name="qwen3",
+        flavor="",
+        model=_decoder(shape, Qwen3Model.Config, Qwen3TransformerBlock.Config, rope, attention, qk_norm=True),
+        parallelize_fn=parallelize_qwen3,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=Qwen3StateDictAdapter,
+    )
+
+
+def _llama3(shape: Architecture, attention: "Module.Config") -> "ModelSpec":
+    from torchtitan.models.common import ComplexRoPE
+    from torchtitan.models.llama3 import Llama3Model, parallelize_llama
+    from torchtitan.models.llama3.model import Llama3TransformerBlock
+    from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+    from torchtitan.protocols.model_spec import ModelSpec
+
+    rope = ComplexRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_context, theta=shape.rope_theta)
+    if shape.rope_scaling:
+        rope = dataclasses.replace(
+            rope,
+            scaling="llama",
+            scaling_factor=shape.rope_scaling["factor"],
+            low_freq_factor=shape.rope_scaling["low_freq_factor"],
+            high_freq_factor=shape.rope_scaling["high_freq_factor"],
+            original_max_position_embeddings=shape.rope_scaling["original_max_position_embeddings"],
+        )
+    return ModelSpec(
+        name="llama3",
+        flavor="",
+        model=_decoder(shape, Llama3Model.Config, Llama3TransformerBlock.Config, rope, attention, qk_norm=False),
+        parallelize_fn=parallelize_llama,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=Llama3StateDictAdapter,
+    )
+
+
+def _decoder(shape: Architecture, decoder: Any, block: Any, rope: Any, attention: Any, *, qk_norm: bool) -> Any:
+    from torchtitan.models.common import Embedding, Linear, RMSNorm
+    from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+    from torchtitan.models.common.param_init import skip_param_init
+
+    # Weights always come from the folder: initial values would only cost time.
+    unset = {"weight": skip_param_init, "bias": skip_param_init}
+
+    def norm(width: int) -> RMSNorm.Config:
+        return RMSNorm.Config(normalized_shape=width, eps=shape.norm_eps, param_init=unset)
+
+    layers = [
+        block(
+            attention_norm=norm(shape.dim),
+            ffn_norm=norm(shape.dim),
+            attention=make_gqa_config(
+                dim=shape.dim,
+                n_heads=shape.heads,
+                n_kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                wqkv_param_init=unset,
+                wo_param_init=unset,
+                inner_attention=dataclasses.replace(attention),
+                fuse_qkv=True,
+                rope=rope,
+                qk_norm=norm(shape.head_dim) if qk_norm else None,
+            ),
+            feed_forward=make_ffn_config(
+                dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=unset, w2w3_param_init=unset
+            ),
+        )
+        for _ in range(shape.layers)
+    ]
+    return decoder(
+        dim=shape.dim,
+        vocab_size=shape.vocab_size,
+        enable_weight_tying=shape.tied,
+        tok_embeddings=Embedding.Config(num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=unset),
+        norm=norm(shape.dim),
+        lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=unset),
+        layers=layers,
+    )

@@ -1,0 +1,171 @@
+"""How the policy is trained: layout, optimizer, schedule, loss."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW."""
+
+    lr: float = 1e-6
+    """Learning rate at the end of the warm-up."""
+    beta1: float = 0.9
+    """Decay of the gradient's running mean."""
+    beta2: float = 0.95
+    """Decay of the squared gradient's running mean."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, on every parameter."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """What can't work, a line each."""
+        lines = []
+        if self.lr <= 0:
+            lines.append(f"{prefix}lr={self.lr}: must be above 0")
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if not 0 <= beta < 1:
+                lines.append(f"{prefix}{name}={beta}: must be at least 0 and below 1")
+        if self.eps <= 0:
+            lines.append(f"{prefix}eps={self.eps}: must be above 0")
+        if self.weight_decay < 0:
+            lines.append(f"{prefix}weight_decay={self.weight_decay}: must be at least 0")
+        return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSettings:
+    """The learning rate over optimizer steps."""
+
+    warmup_steps: int = 0
+    """Steps over which the rate rises linearly to its full value."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """What the rate does after the warm-up."""
+    total_steps: int | None = None
+    """Steps after which a decay has reached its end; the rate stays there. Needed for `linear` and `cosine`."""
+    min_lr_factor: float = 0.0
+    """Where a decay ends, as a share of the full rate."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """What can't work, a line each."""
+        lines = []
+        if self.warmup_steps < 0:
+            lines.append(f"{prefix}warmup_steps={self.warmup_steps}: must be at least 0")
+        if self.decay != "constant" and self.total_steps is None:
+            lines.append(f"{prefix}total_steps: is not set, {prefix}decay={self.decay} needs it")
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            lines.append(
+                f"{prefix}total_steps={self.total_steps}: must be above {prefix}warmup_steps={self.warmup_steps}"
+            )
+        if not 0 <= self.min_lr_factor <= 1:
+            lines.append(f"{prefix}min_lr_factor={self.min_lr_factor}: must be between 0 and 1")
+        return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """The trainer's processes and its optimizer step."""
+
+    fsdp: int = 1
+    """Ranks over which parameters, gradients and optimizer state are sharded; each trains its own rows."""
+    tp: int = 1
+    """Tensor-parallel ranks that share every row."""
+    threads: int = 1
+    """CPU threads of each rank."""
+    microbatch_rows: int = 8
+    """Packed rows in one forward and backward pass. Changes memory and speed, not the gradient."""
+    logprob_chunk: int = 1024
+    """Tokens whose logits exist at one time."""
+    temperature: float = 1.0
+    """Divides the logits before log-probabilities are taken: that of sampling."""
+    max_grad_norm: float | None = 1.0
+    """Gradients above this norm are scaled down to it; null never scales."""
+    activation_checkpointing: Literal["off", "selective", "full"] = "off"
+    """Recompute activations in the backward pass: none, all but matrix products and attention, or all."""
+    compile: bool = False
+    """Compile each transformer block with torch.compile."""
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    """AdamW's settings."""
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    """The learning rate over time."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the trainer."""
+        return self.fsdp * self.tp
+
+    def problems(self, prefix: str) -> list[str]:
+        """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `trainer.`."""
+        lines = []
+        for name in ("fsdp", "tp", "threads", "microbatch_rows", "logprob_chunk"):
+            if getattr(self, name) < 1:
+                lines.append(f"{prefix}{name}={getattr(self, name)}: must be at least 1")
+        if self.temperature <= 0:
+            lines.append(f"{prefix}temperature={self.temperature}: must be above 0")
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            lines.append(f"{prefix}max_grad_norm={self.max_grad_norm}: must be above 0, or null for no clipping")
+        if self.compile and self.ranks > 1:
+            lines.append(f"{prefix}compile=true: works on one rank, {prefix}fsdp * {prefix}tp is {self.ranks}")
+        lines += self.optimizer.problems(f"{prefix}optimizer.")
+        lines += self.schedule.problems(f"{prefix}schedule.")
+        return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """The loss, by name, and what it reads."""
+
+    name: str = "grpo"
+    """`grpo` (clipped policy gradient on group advantages) or `nll` (negative log-likelihood)."""
+    clip_low: float = 0.2
+    """The ratio's gradient stops below 1 - clip_low where the advantage is negative."""
+    clip_high: float = 0.2
+    """The ratio's gradient stops above 1 + clip_high where the advantage is positive."""
+    proximal: Literal["sampler", "trainer"] = "sampler"
+    """Whose log-probs the ratio is taken against: the sampler's, or the trainer's own at the start of the step, with the
+    sampler's distance from them as a truncated importance weight."""
+    importance_cap: float | None = 2.0
+    """Upper bound of the importance weight from sampler to proximal policy; null doesn't bound it."""
+    kl_coef: float = 0.0
+    """Weight of the KL divergence from the reference model; 0 needs no reference."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """What can't work, a line each."""
+        lines = []
+        if not 0 <= self.clip_low <= 1:
+            lines.append(f"{prefix}clip_low={self.clip_low}: must be between 0 and 1")
+        if self.clip_high < 0:
+            lines.append(f"{prefix}clip_high={self.clip_high}: must be at least 0")
+        if self.importance_cap is not None and self.importance_cap <= 0:
+            lines.append(f"{prefix}importance_cap={self.importance_cap}: must be above 0, or null")
+        if self.kl_coef < 0:
+            lines.append(f"{prefix}kl_coef={self.kl_coef}: must be at least 0")
+        if self.name not in LOSS_NAMES:
+            lines.append(f"{prefix}name={self.name}: must be one of {', '.join(LOSS_NAMES)}")
+        return lines
+
+
+LOSS_NAMES = ("grpo", "nll")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceSettings:
+    """The frozen model that the KL term measures the distance from; spawned only if the loss uses it."""
+
+    path: str | None = None
+    """A Hugging Face folder; null is the model that training starts from."""
+    fsdp: int = 1
+    """Ranks, each computing its own rows."""
+    tp: int = 1
+    """Tensor-parallel ranks that share every row."""
+    threads: int = 1
+    """CPU threads of each rank."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """What can't work, a line each."""
+        return [
+            f"{prefix}{name}={getattr(self, name)}: must be at least 1"
+            for name in ("fsdp", "tp", "threads")
+            if getattr(self, name) < 1
+        ]
