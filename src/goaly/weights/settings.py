@@ -10,8 +10,8 @@ class WeightSettings:
     """How published weights are kept and moved."""
 
     slots: int = 3
-    """How many versions the trainer's ring holds; its memory is slots x the size of the weights. With 3, readers may hold
-    two different versions while the trainer writes the next. The trainer never waits for a reader."""
+    """How many versions the trainer's ring holds; its memory is slots x the size of the weights. With 3, readers may
+    hold two different versions while the trainer writes the next. The trainer never waits for a reader."""
 
     transfer_dtype: str | None = None
     """Floating-point type that weights are cast to when they are published (float32, bfloat16, float16); none keeps

@@ -1,0 +1,72 @@
+"""Copies of many tensors at once, off the event loop, without holding the interpreter's lock.
+
+Invariants
+    WC-1  `run` returns or raises only once no thread copies any more, also when its caller is cancelled: whoever frees
+          the memory next can't meet a late write.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Copier:
+    """Threads that copy tensors, for one caller at a time."""
+
+    def __init__(self, threads: int):
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weights")
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Do the work in a thread; a cancelled caller still waits for its end (WC-1)."""
+        done = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            while not done.done():
+                try:
+                    await asyncio.wait({done})  # ends with the memory copy
+                except asyncio.CancelledError:
+                    continue
+            done.exception()  # looked at: the cancellation is what the caller sees
+            raise
+
+    def copy(self, pairs: Sequence[Pair]) -> None:
+        """Copy the second tensor of each pair into the first, casting where the types differ."""
+        parts = _parts(pairs, self._threads)
+        others = [self._pool.submit(_copied, part) for part in parts[1:]]
+        try:
+            _copied(parts[0])
+        finally:
+            for other in others:
+                other.exception()  # ends with its copies; WC-1 before anything is raised
+        for other in others:
+            other.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False)
+
+
+def _copied(pairs: Sequence[Pair]) -> None:
+    """One call for all: the interpreter's lock is given up once, not per tensor."""
+    if pairs:
+        with torch.no_grad():
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _parts(pairs: Sequence[Pair], count: int) -> list[list[Pair]]:
+    """The pairs in `count` parts of about as many bytes each."""
+    parts: list[list[Pair]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for pair in sorted(pairs, key=lambda pair: -pair[0].nbytes) if count > 1 else pairs:
+        part = loads.index(min(loads))
+        parts[part].append(pair)
+        loads[part] += pair[0].nbytes
+    return parts
