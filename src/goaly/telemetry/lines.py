@@ -8,10 +8,12 @@ Invariants
     TL-1  A line is one `write` to a file opened for appending: lines of several processes never interleave.
     TL-2  A file that a crash left with half a line is appended to from a fresh line; only that half line is lost.
     TL-3  Writing never raises and never waits for anything but the kernel's page cache.
+    TL-4  A line is strict JSON: what has no JSON form is written as its text, a number that isn't finite as null.
 """
 
 import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -38,7 +40,7 @@ class LineFile:
         """Append one line a record."""
         try:
             encoded = b"".join(_line(record) for record in records)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             self._gave_up(len(records), error, close=False)
             return
         with self._lock:
@@ -69,8 +71,19 @@ class LineFile:
 
 def _line(record: Any) -> bytes:
     # A lone surrogate can't be UTF-8; its backslash form is JSON's own escape for it.
-    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, default=str)
+    try:
+        text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:  # strict JSON has no NaN and no infinity
+        text = json.dumps(_finite(record), separators=(",", ":"), ensure_ascii=False, default=str, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,84 @@
+"""Where log records and stray output go: a file a process under `<run_dir>/logs`, and warnings to the terminal.
+
+A child process calls `quiet` before it imports anything: what it, its engines and their C++ parts write to stdout and
+stderr ends in its file. The controller wraps its run in `controller`.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from goaly.telemetry.terminal import console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
+TIME_FORMAT = "%H:%M:%S"
+OURS = ("goaly", "apps", "__main__")
+
+
+def quiet(log_file: str | Path) -> None:
+    """From now on, this process's stdout, stderr and log records go to the file, for good."""
+    path = Path(log_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    # The interpreter's own objects may have been replaced, or buffer by the block now that they lead to a file.
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    faulthandler.enable(sys.stderr)
+    logging.basicConfig(level=logging.INFO, format=FORMAT, datefmt=TIME_FORMAT, stream=sys.stderr, force=True)
+    logging.captureWarnings(True)
+
+
+@contextlib.contextmanager
+def controller(log_file: str | Path) -> Iterator[None]:
+    """While it lasts, log records go to the file, and warnings of ours and anyone's errors to the terminal too."""
+    path = Path(log_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers = [to_file, TerminalHandler(console())]
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        root.handlers = handlers
+        root.setLevel(level)
+        to_file.close()
+
+
+class TerminalHandler(logging.Handler):
+    """Prints records above the live display; tracebacks stay in the file, a line of the error is shown."""
+
+    def __init__(self, console: "Console"):
+        super().__init__(logging.WARNING)
+        self._console = console
+        self.addFilter(lambda record: record.levelno >= logging.ERROR or record.name.split(".")[0] in OURS)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        from rich.text import Text
+
+        try:
+            style = "red" if record.levelno >= logging.ERROR else "yellow"
+            text = f"{record.levelname.lower()}: {record.getMessage()}"
+            if record.exc_info and record.exc_info[1] is not None:
+                error = record.exc_info[1]
+                text += f" ({type(error).__name__}: {error})"
+            self._console.print(Text(text, style=style), soft_wrap=True)
+        except Exception:
+            self.handleError(record)

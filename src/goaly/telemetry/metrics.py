@@ -1,0 +1,82 @@
+"""The numbers of every step: a line of `metrics.jsonl`, and TensorBoard events under `tensorboard/`.
+
+Both are on disk when `step` returns, so that a run that is killed has lost nothing. Setting up raises; writing doesn't
+(see `lines.py`).
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from goaly.telemetry.lines import LineFile
+from goaly.telemetry.settings import TelemetrySettings
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsWriter:
+    """Writes a run's metrics into its folder."""
+
+    def __init__(self, run_dir: str | Path, settings: TelemetrySettings):
+        self._lines = LineFile(Path(run_dir) / "metrics.jsonl")
+        self._events = TensorBoardEvents(Path(run_dir) / "tensorboard") if settings.tensorboard else None
+
+    def step(self, policy_version: int, metrics: Mapping[str, float]) -> None:
+        """Write what the step that made this policy version measured."""
+        now = time.time()
+        self._lines.write({"policy_version": policy_version, "time": round(now, 3), **metrics})
+        if self._events is not None:
+            self._events.scalars(policy_version, metrics, now)
+
+    def close(self) -> None:
+        """Take no more metrics."""
+        self._lines.close()
+        if self._events is not None:
+            self._events.close()
+
+
+class TensorBoardEvents:
+    """One event file of scalars, in TensorBoard's record format.
+
+    TensorBoard's own `EventFileWriter` hands events to a thread through a queue of ten that blocks when it is full; one
+    event a step is better written in place.
+    """
+
+    def __init__(self, folder: Path):
+        # Takes most of a second to import: only what writes events pays for it.
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._file: BinaryIO | None = (folder / name).open("ab", buffering=0)
+        self._records = RecordWriter(self._file)
+        self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+
+    def scalars(self, policy_version: int, metrics: Mapping[str, float], wall_time: float) -> None:
+        """Write one event that holds every number of a step."""
+        if self._file is None:
+            return
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in metrics.items()
+            if isinstance(value, (int, float))
+        ]
+        event = self._event(wall_time=wall_time, step=policy_version, summary=self._summary(value=values))
+        try:
+            self._records.write(event.SerializeToString())
+        except OSError as error:
+            logger.warning("%s: TensorBoard events can't be written and end here: %s", self._file.name, error)
+            self.close()
+
+    def close(self) -> None:
+        """Take no more events."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
