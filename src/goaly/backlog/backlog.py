@@ -12,6 +12,7 @@ Invariants
     BL-4  Only the two waits suspend, and nothing stands between a wait's end and its entry in the ledger: a cancelled
           waiter has taken nothing, a cancelled report has happened or has not.
     BL-5  A run of known length admits no more than it will train.
+    BL-6  A group with a trained token older than its ticket allows is refused: the age bound is checked, not believed.
 """
 
 import asyncio
@@ -55,6 +56,7 @@ class Backlog:
         self._admission = Admission.of(settings, steps)
         self._order = WindowedOrder(settings.window)
         self._ledger = Ledger()
+        self._min_versions: dict[int, int] = {}
         self._groups: dict[int, Group] = {}
         self._queued_ns: dict[int, int] = {}
         self._batches: dict[int, Batch] = {}
@@ -72,6 +74,7 @@ class Backlog:
         min_version = self._admission.min_version(self._ledger.live)
         ticket = Ticket(index=self._ledger.admit(), min_version=min_version)
         self._order.admit(ticket.index)
+        self._min_versions[ticket.index] = min_version
         return ticket
 
     def started(self, ticket: int) -> bool:
@@ -83,13 +86,17 @@ class Backlog:
 
     def put(self, group: Group) -> bool:
         """A complete group. False: its ticket has ended already, or the run has; the group is not trained."""
-        if self._ledger.state(group.ticket).ended:
+        state = self._ledger.state(group.ticket)
+        if state.ended:
             return False
+        if state is not State.RUNNING:
+            raise ValueError(f"ticket {group.ticket} is {state}; a group comes once, from a running one")
         self._check(group)
         if self._closed:
             self._ledger.move(group.ticket, State.REJECTED, RUN_ENDED)  # BL-3
             return False
         self._ledger.move(group.ticket, State.QUEUED)
+        del self._min_versions[group.ticket]
         self._order.finish(group.ticket)
         self._groups[group.ticket] = group
         self._queued_ns[group.ticket] = time.time_ns()
@@ -197,6 +204,7 @@ class Backlog:
             logger.info("ticket %d is %s already; not %s: %s", ticket, state, to, why)
             return False
         self._order.drop(ticket)
+        self._min_versions.pop(ticket, None)
         self._ledger.move(ticket, to, why)
         self._wake()
         return True
@@ -213,9 +221,16 @@ class Backlog:
                 f"prompt {group.prompt_id}: a group of {len(group.samples)} samples, "
                 f"group_size={self._settings.group_size} are due"
             )
+        min_version = self._min_versions[group.ticket]
         for sample in group.samples:
             where = f"trajectory {sample.prompt_id}/{sample.sample_index}"
             check_tokens(sample.tokens, where=where)
+            versions = sample.tokens["sampler_versions"][sample.tokens["trained"]]
+            if len(versions) and int(versions.min()) < min_version:
+                raise SchemaError(
+                    f"{where}: a token of policy version {int(versions.min())}, "
+                    f"ticket {group.ticket} allows {min_version} and newer"
+                )
             if len(sample) > self._settings.row_length:
                 raise SchemaError(
                     f"{where}: {len(sample)} tokens don't fit into row_length={self._settings.row_length}"

@@ -107,14 +107,14 @@ async def test_a_batch_waits_for_its_groups_and_takes_them_in_ticket_order():
 
 
 async def test_batch_metrics_by_hand():
-    queue = backlog()
+    queue = backlog(BacklogSettings(groups_per_step=2, group_size=2, max_staleness=1, window=2, row_length=16))
     await complete(queue, rewards=(0.0, 1.0))
     await complete(queue, rewards=(1.0, 1.0), length=6)
     await train_one(queue)
-    await complete(queue, rewards=(0.5, 0.0), length=4)
-    ticket = await queue.admit()
-    queue.started(ticket.index)
-    queue.put(group(ticket.index, rewards=(1.0, 1.0), length=6, version=0))
+    for index, (rewards, length, version) in enumerate([((0.5, 0.0), 4, 1), ((1.0, 1.0), 6, 0)], start=2):
+        await queue.admit()
+        queue.started(index)
+        queue.put(group(index, rewards=rewards, length=length, version=version))
     batch = await queue.next_batch()
     assert (batch.id, batch.sequences, batch.tokens, batch.trained_tokens) == (1, 4, 20, 16)
     metrics = {key: value for key, value in batch.metrics.items() if not key.startswith("queue/")}
@@ -252,3 +252,25 @@ async def test_batches_are_trained_in_their_order_by_their_version():
         queue.rows(0, 0)
     with pytest.raises(ValueError, match="dp_rank=1: must be from 0 to 0"):
         queue.rows(1, 1)
+
+
+async def test_a_group_of_weights_older_than_its_ticket_allows_is_refused():
+    queue = backlog()
+    for _ in range(2):
+        await complete(queue)
+    await train_one(queue)
+    ticket = await queue.admit()
+    queue.started(ticket.index)
+    with pytest.raises(SchemaError, match="a token of policy version 0, ticket 2 allows 1 and newer"):
+        queue.put(group(ticket.index, version=0))  # BL-6
+
+
+async def test_a_group_comes_once_and_only_from_a_running_ticket():
+    queue = backlog()
+    await queue.admit()
+    with pytest.raises(ValueError, match="ticket 0 is waiting; a group comes once, from a running one"):
+        queue.put(group(0))
+    queue.started(0)
+    queue.put(group(0))
+    with pytest.raises(ValueError, match="ticket 0 is queued"):
+        queue.put(group(0))

@@ -1,0 +1,117 @@
+"""What a script's `episode` coroutine is given, and how it makes a trajectory of what was said.
+
+    async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        question = context.render(prompt)
+        answer = await context.policy.sample(question)
+        score = await context.reward(prompt, answer.text)
+        return Episode(prompt, question).wrote(answer).finish(score)
+
+Invariants
+    EP-1  What the policy wrote is trained and carries the sampler's log-probabilities and versions; all else is not
+          trained, with log-probability 0 and no version.
+    EP-2  A completion is taken only if it continues exactly the tokens recorded so far: what the policy saw is what is
+          trained.
+"""
+
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from goaly.errors import EpisodeError
+from goaly.generate.request import Finish
+from goaly.prompts.prompt import Prompt
+from goaly.rollout.policy import Completion, Policy
+from goaly.trajectory import NO_VERSION, Outcome, Trajectory, Turn, token_data
+
+PROMPT, POLICY, ENVIRONMENT = "prompt", "policy", "environment"
+"""Authors of turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeContext:
+    """What an episode may use."""
+
+    policy: Policy
+    reward: Callable[[Prompt, str], Awaitable[float]]
+    """The verifier's score of a response to a prompt."""
+    render: Callable[[Prompt], list[int]]
+    """A prompt's messages as tokens, up to where the policy's answer begins."""
+    sample_index: int
+    """Which of the prompt's samples this is, from 0."""
+
+
+EpisodeFunction = Callable[[Prompt, EpisodeContext], Coroutine[Any, Any, Trajectory]]
+"""A script's `episode`."""
+
+
+class Episode:
+    """Records the turns of one sample, in order."""
+
+    def __init__(self, prompt: Prompt, tokens: Sequence[int], sample_index: int = 0, *, environment: str = ""):
+        self._prompt = prompt
+        self._sample_index = sample_index
+        self._environment = environment
+        self._tokens: list[int] = []
+        self._columns: list[dict[str, torch.Tensor]] = []
+        self._turns: list[Turn] = []
+        self._outcome = Outcome.COMPLETE
+        self._read(PROMPT, tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far: what the policy continues next."""
+        return list(self._tokens)
+
+    def wrote(self, completion: Completion) -> "Episode":
+        """The policy wrote this."""
+        if list(completion.prompt) != self._tokens:  # EP-2
+            raise EpisodeError(
+                f"prompt {self._prompt.id}: a completion of {len(completion.prompt)} other tokens; "
+                f"it must continue the {len(self._tokens)} recorded so far"
+            )
+        columns = {
+            "tokens": completion.tokens,
+            "trained": torch.ones(len(completion.tokens), dtype=torch.bool),
+            "sampler_logprobs": completion.logprobs,
+            "sampler_versions": completion.versions,
+        }
+        self._outcome = Outcome.TRUNCATED if completion.finish is Finish.LENGTH else Outcome.COMPLETE
+        return self._turn(POLICY, completion.tokens.tolist(), columns)
+
+    def observed(self, tokens: Sequence[int]) -> "Episode":
+        """The policy was shown these: a tool's answer, the next message, whatever it did not write."""
+        return self._read(ENVIRONMENT, tokens)
+
+    def finish(self, reward: float) -> Trajectory:
+        """The trajectory, with this reward for all of it."""
+        columns = {key: torch.cat([turn[key] for turn in self._columns]) for key in self._columns[0]}
+        columns["rewards"] = torch.zeros(len(self._tokens))
+        written = columns["trained"].nonzero()
+        columns["rewards"][int(written[-1]) if len(written) else -1] = reward
+        return Trajectory(
+            tokens=token_data(columns),
+            prompt_id=self._prompt.id,
+            sample_index=self._sample_index,
+            turns=tuple(self._turns),
+            environment=self._environment,
+            outcome=self._outcome,
+        )
+
+    def _read(self, author: str, tokens: Sequence[int]) -> "Episode":
+        count = len(tokens)
+        columns = {
+            "tokens": torch.tensor(tokens, dtype=torch.int64),
+            "trained": torch.zeros(count, dtype=torch.bool),
+            "sampler_logprobs": torch.zeros(count),
+            "sampler_versions": torch.full((count,), NO_VERSION, dtype=torch.int32),
+        }
+        return self._turn(author, tokens, columns)
+
+    def _turn(self, author: str, tokens: Sequence[int], columns: dict[str, torch.Tensor]) -> "Episode":
+        start = len(self._tokens)
+        self._tokens.extend(tokens)
+        self._columns.append(columns)
+        self._turns.append(Turn(author=author, start=start, stop=len(self._tokens)))
+        return self
