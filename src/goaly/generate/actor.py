@@ -1,0 +1,119 @@
+"""The generator: an actor around a vLLM engine that a thread steps, following the weight store.
+
+One actor a process; a replica is a mesh of `tp` of them. Requests go to rank 0; the others follow it.
+
+Invariants
+    GE-1  `start` returns with the newest version applied: a replica that was replaced serves no older weights.
+    GE-2  A request sees weights of at least its `min_version` from its first token on.
+"""
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from goaly.generate.follow import WeightFollower
+from goaly.generate.loop import EngineLoop
+from goaly.generate.request import EngineFailed, GeneratorStats, Sample, Sampling
+from goaly.generate.settings import GeneratorSettings
+from goaly.models.settings import ModelSettings
+from goaly.telemetry import spans
+
+if TYPE_CHECKING:
+    from goaly.weights.store import WeightStore
+
+
+class Generator(Actor):
+    """Samples from the policy. The constructor is cheap; `start` builds the engine."""
+
+    def __init__(
+        self, settings: GeneratorSettings, model: ModelSettings, store: "WeightStore | None" = None, replica: int = 0
+    ):
+        """Without a `store` the folder's weights stay as they are."""
+        self._settings = settings
+        self._model = model
+        self._store = store
+        self._replica = replica
+        self._engine_loop: EngineLoop | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    @concurrent_endpoint
+    async def start(self) -> int:
+        """Build the engine from the folder, catch up with the store; the version that decodes then."""
+        from goaly.generate.engine import Engine  # vLLM takes seconds to import
+        from goaly.generate.ranks import Link
+
+        settings = self._settings
+        engine = await asyncio.to_thread(Engine, settings, self._model, seed=settings.seed + self._replica)
+        commands = Link() if settings.tp > 1 else None
+        announcements = Link() if settings.tp > 1 else None
+        if self._store is None:
+            self._engine_loop = EngineLoop(engine, apply_mode=settings.apply, fill=_no_weights, link=commands)
+            return 0
+        from goaly.weights.subscriber import Subscriber
+
+        rank = int(os.environ["RANK"]) if settings.tp > 1 else 0
+        subscriber = Subscriber(self._store, engine.named_tensors(), reader=f"generator-{self._replica}.{rank}")
+        self._engine_loop = EngineLoop(engine, apply_mode=settings.apply, fill=subscriber.apply, link=commands)
+        follower = WeightFollower(subscriber, self._engine_loop, announcements)
+        self._following = asyncio.create_task(self._follow(follower))
+        return self._engine_loop.version
+
+    @concurrent_endpoint
+    async def generate(self, request_id: str, prompt: list[int], sampling: Sampling, min_version: int = 0) -> Sample:
+        """Sample an answer to these tokens, held back until the weights are at least `min_version` (GE-2)."""
+        if not prompt:
+            raise ValueError(f"request {request_id}: the prompt is empty, must have at least one token")
+        if len(prompt) >= self._settings.max_context:
+            raise ValueError(
+                f"request {request_id}: the prompt has {len(prompt)} tokens, must have fewer than "
+                f"generate.max_context={self._settings.max_context}"
+            )
+        with spans.span("generation", request=request_id) as noted:
+            sample = await self._running().generate(request_id, prompt, sampling, min_version=min_version)
+            noted.note(tokens=len(sample.tokens))
+        return sample
+
+    @concurrent_endpoint
+    async def cancel(self, request_ids: list[str]) -> None:
+        """End these requests; their calls return what was sampled so far. Unknown and ended ones are ignored."""
+        self._running().cancel(request_ids)
+
+    @concurrent_endpoint
+    async def version_at_least(self, version: int) -> int:
+        """Wait until weights of at least this version decode; their version."""
+        return await self._running().version_at_least(version)
+
+    @concurrent_endpoint
+    async def stats(self) -> GeneratorStats:
+        """Counts since the start."""
+        return self._running().stats()
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """End the engine; requests under way fail."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
+        if self._engine_loop is not None:
+            await self._engine_loop.stop()
+        spans.flush()
+
+    def _running(self) -> EngineLoop:
+        if self._engine_loop is None:
+            raise EngineFailed("the generator has not been started")
+        return self._engine_loop
+
+    async def _follow(self, follower: WeightFollower) -> None:
+        try:
+            await follower.run()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._running().fail(error)
+            raise
+
+
+def _no_weights() -> int:
+    raise AssertionError("weights were applied in a generator that follows no store")

@@ -1,0 +1,213 @@
+"""The one file that knows vLLM's engine: builds it in this process, and speaks of requests, steps and weight versions.
+
+Not thread-safe: one thread owns an engine and makes every call after construction. With tp > 1 each rank has an engine,
+and all of them must be given the same calls in the same order.
+
+Invariants
+    EN-1  A token's version is that of the weights that produced its logits: the weights change only between two steps
+          (no asynchronous scheduling), and vLLM stamps what a step samples with the version set before it.
+    EN-2  No KV block that was cached under other weights is reused after a weight update, in any mode; with `keep`,
+          only requests that were under way keep the blocks they have.
+    EN-3  A request that was under way at an update goes on with the tokens it has: none is lost or drawn again.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
+
+from goaly.errors import ConfigError
+from goaly.generate.ranks import name_shared_memory_for_this_run
+from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.settings import GeneratorSettings
+from goaly.models.settings import ModelSettings
+from goaly.models.spec import prepare_torchtitan
+
+FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.CANCELLED}
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    name: str
+    prompt: list[int]
+    sampling: Sampling
+
+
+class Engine:
+    """A vLLM engine over one Hugging Face folder, at policy version 0 until weights are applied."""
+
+    def __init__(self, settings: GeneratorSettings, model: ModelSettings, *, seed: int = 0):
+        on_cuda = torch.cuda.is_available()
+        self._settings = settings
+        self._version = 0
+        self._requests: dict[str, _Request] = {}
+        self._names: dict[str, str] = {}
+        overrides: dict[str, Any] = {}
+        if settings.engine == "torchtitan":
+            prepare_torchtitan()
+            from goaly.generate import vllm_model
+
+            vllm_model.register()
+            overrides["hf_overrides"] = {"architectures": [vllm_model.ARCHITECTURE]}
+        if not on_cuda:
+            torch._dynamo.config.disable = True  # vLLM compiles a two-operator helper, for seconds, at the first step
+        if settings.tp > 1:
+            name_shared_memory_for_this_run()
+        arguments = EngineArgs(
+            model=str(model.path),
+            dtype=model.dtype,
+            seed=seed,
+            runner="generate",
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            tensor_parallel_size=settings.tp,
+            distributed_executor_backend="external_launcher" if settings.tp > 1 else "uni",
+            max_num_seqs=settings.max_running,
+            max_model_len=settings.max_context,
+            max_num_batched_tokens=max(settings.max_step_tokens, settings.max_running),
+            kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB),
+            enable_prefix_caching=settings.prefix_caching,
+            enforce_eager=not (on_cuda and settings.cuda_graphs),
+            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if on_cuda else {},
+            logprobs_mode="processed_logprobs",
+            async_scheduling=False,  # EN-1
+            disable_log_stats=True,
+            **overrides,
+        )
+        self._vllm = LLMEngine.from_engine_args(arguments)
+        self._scheduler = self._vllm.engine_core.engine_core.scheduler
+        self._vllm.set_weight_version("0")
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights that the next step uses."""
+        return self._version
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._requests)
+
+    def counts(self) -> tuple[int, int]:
+        """Requests under way, and requests that wait for room."""
+        return self._scheduler.get_request_counts()
+
+    def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
+        """Take a request up; ValueError if it can't be served."""
+        if name in self._names:
+            raise ValueError(f"request_id={name!r}: a request of that id is under way here; ids must be unique")
+        self._add(_Request(name, prompt, sampling))
+
+    def cancel(self, names: list[str]) -> list[tuple[str, Sample]]:
+        """End these requests; their samples so far. Names of requests that have ended are ignored."""
+        keys = [self._names[name] for name in names if name in self._names]
+        samples = [(self._requests[key].name, self._so_far(key)) for key in keys]
+        self._vllm.abort_request(keys, internal=True)
+        for key in keys:
+            self._forget(key)
+        return samples
+
+    def step(self) -> list[tuple[str, Sample]]:
+        """Compute one step; the samples that it ended, by request name."""
+        ended = []
+        for output in self._vllm.step():
+            name = output.request_id
+            self._forget(self._names[name])
+            ended.append((name, _sample(output.outputs[0])))
+        return ended
+
+    def apply(self, fill: Callable[[], int]) -> int:
+        """Let `fill` overwrite the weights and say their version; from here on that version decodes."""
+        version = fill()
+        match self._settings.apply:
+            case "keep":
+                self._version = version  # what waits comes back under it
+                self._restart_those_that_wait()
+            case "recompute":
+                self._vllm.reset_prefix_cache(reset_running_requests=True)  # EN-2, EN-3
+            case "drain":
+                if not self._vllm.reset_prefix_cache():
+                    raise AssertionError("weights were applied in mode `drain` with requests under way")
+        self._version = version
+        self._vllm.set_weight_version(str(version))  # EN-1
+        return version
+
+    def named_tensors(self) -> Mapping[str, torch.Tensor]:
+        """This rank's live parameters under torchtitan's names: what weight updates overwrite."""
+        if self._settings.engine != "torchtitan":
+            raise ConfigError(self._settings.problems("generate.", device=self._device(), updates=True))
+        return self._model().named_tensors()
+
+    def close(self) -> None:
+        """Let go of the model, the cache and vLLM's process groups."""
+        self._vllm.engine_core.shutdown()
+
+    def _add(self, request: _Request) -> None:
+        sampling = request.sampling
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=sampling.seed,
+            logprobs=0,
+            flat_logprobs=True,
+            ignore_eos=True,  # only what the caller names stops an answer
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        salt = f"version {self._version}" if self._settings.apply == "keep" else None  # EN-2
+        key = self._vllm.add_request(request.name, tokens_input(request.prompt, cache_salt=salt), parameters)
+        self._requests[key] = request
+        self._names[request.name] = key
+
+    def _forget(self, key: str) -> None:
+        del self._names[self._requests.pop(key).name]
+
+    def _restart_those_that_wait(self) -> None:
+        """Hand requests that vLLM has not begun to it anew: they would find blocks of the version they came at."""
+        fresh = [
+            r.request_id for r in self._scheduler.waiting if r.num_computed_tokens == 0 and r.num_output_tokens == 0
+        ]
+        restarted = [self._requests[key] for key in fresh]
+        self._vllm.abort_request(fresh, internal=True)
+        for key in fresh:
+            self._forget(key)
+        for request in restarted:
+            self._add(request)
+
+    def _so_far(self, key: str) -> Sample:
+        state = self._vllm.output_processor.request_states[key]
+        output = state.make_request_output([], None, FinishReason.ABORT, None)
+        return _sample(output.outputs[0])
+
+    def _model(self) -> Any:
+        return self._vllm.model_executor.driver_worker.worker.get_model()
+
+    def _device(self) -> str:
+        return self._vllm.vllm_config.device_config.device.type
+
+
+def _sample(output: Any) -> Sample:
+    tokens = torch.tensor(output.token_ids, dtype=torch.int64)
+    versions = torch.empty(len(tokens), dtype=torch.int32)
+    for span in output.weight_versions or ():
+        versions[span.start : span.end] = int(span.version)
+    logprobs = torch.tensor(output.logprobs.logprobs, dtype=torch.float32)
+    return Sample(tokens=tokens, logprobs=logprobs, versions=versions, finish=FINISHES[output.finish_reason])

@@ -1,0 +1,84 @@
+"""Keeps a replica at the newest policy version: prefetch while it decodes, apply between two steps.
+
+Rank 0 waits for versions and tells its peers; a version is applied once every rank holds its part ready.
+
+Invariants
+    FO-1  Ranks apply the same versions at the same steps: each is announced to all, voted on, then sequenced by rank 0.
+    FO-2  What a rank holds ready is not overwritten before its engine has applied it.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+from goaly.generate.loop import EngineLoop
+from goaly.generate.ranks import Link
+from goaly.telemetry.spans import span
+
+T = TypeVar("T")
+
+
+class Versions(Protocol):
+    """What is needed of `weights.subscriber.Subscriber`."""
+
+    async def newest(self, after: int) -> int: ...
+    async def prefetch(self, version: int) -> bool: ...
+    def apply(self) -> int: ...
+
+
+class WeightFollower:
+    """One rank's part in following the store."""
+
+    def __init__(self, versions: Versions, loop: EngineLoop, link: Link | None):
+        self._versions = versions
+        self._loop = loop
+        self._link = link
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        if self._link is None or self._link.rank == 0:
+            while True:
+                await self.catch_up(await self._versions.newest(self._loop.version))
+        while True:
+            version = await _in_thread(self._link.receive)
+            if await self._hold_ready(version):
+                await self._loop.version_at_least(version)  # FO-2
+
+    async def catch_up(self, version: int) -> bool:
+        """Rank 0: have this version applied on every rank; False if some rank could not get it any more."""
+        if self._link is not None:
+            await _in_thread(self._link.send, version)
+        if not await self._hold_ready(version):
+            return False
+        await self._loop.apply(version)
+        return True
+
+    async def _hold_ready(self, version: int) -> bool:
+        with span("pull", version=version):
+            ready = await self._versions.prefetch(version)
+        return ready if self._link is None else await _in_thread(self._link.all_agree, ready)  # FO-1
+
+
+async def _in_thread(call: Callable[..., T], *arguments: Any) -> T:
+    """Run a call that may block for good in a thread that does not outlive the process, unlike an executor's."""
+    events = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = events.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(cast(T, result))
+
+    def run() -> None:
+        try:
+            outcome: tuple[T | None, BaseException | None] = (call(*arguments), None)
+        except BaseException as error:
+            outcome = (None, error)
+        events.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name="weights-link", daemon=True).start()
+    return await answer

@@ -1,0 +1,234 @@
+"""The thread that owns an engine: take commands, step, hand ended samples back to the event loop.
+
+Invariants
+    LO-1  Only this thread touches the engine once it runs.
+    LO-2  Every submitted request's future ends: with a sample, or, if the thread breaks, with an error that has the
+          cause; after that no request is taken.
+    LO-3  The thread sleeps on a condition while there is nothing to do.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from goaly.generate.commands import Add, Apply, Cancel, Command, Sequencer, Stop
+from goaly.generate.ranks import Link
+from goaly.generate.request import EngineFailed, Finish, GeneratorStats, Sample, Sampling
+from goaly.telemetry.spans import span
+
+Ended = list[tuple[str, Sample | Exception]]
+
+
+class SteppingEngine(Protocol):
+    """What the thread needs of an engine."""
+
+    @property
+    def busy(self) -> bool: ...
+    @property
+    def version(self) -> int: ...
+    def counts(self) -> tuple[int, int]: ...
+    def add(self, name: str, prompt: list[int], sampling: Sampling) -> None: ...
+    def cancel(self, names: list[str]) -> list[tuple[str, Sample]]: ...
+    def step(self) -> list[tuple[str, Sample]]: ...
+    def apply(self, fill: Callable[[], int]) -> int: ...
+
+
+class EngineLoop:
+    """Steps an engine in a thread of its own; made and used in the event loop that its futures belong to."""
+
+    def __init__(
+        self,
+        engine: SteppingEngine,
+        *,
+        apply_mode: str,
+        fill: Callable[[], int],
+        link: Link | None = None,
+    ):
+        """`fill` overwrites this rank's weights with those held ready. With a `link`, ranks above 0 only follow."""
+        self._engine = engine
+        self._fill = fill
+        self._link = link
+        self._follows = link is not None and link.rank > 0
+        self._sequencer = Sequencer(apply_mode)
+        self._work = threading.Condition()
+        self._events = asyncio.get_running_loop()
+        self._futures: dict[str, asyncio.Future[Sample]] = {}
+        self._version = engine.version
+        self._version_changed = asyncio.Event()
+        self._failure: EngineFailed | None = None
+        self._tokens = 0
+        self._steps = 0
+        self._updates = 0
+        self._busy_seconds = 0.0
+        self._stall_seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        """The version that decodes, as known in the event loop."""
+        return self._version
+
+    async def generate(self, name: str, prompt: list[int], sampling: Sampling, *, min_version: int) -> Sample:
+        """The sample of this request; cancelling the call cancels the request."""
+        if self._failure is not None:
+            raise self._failure
+        if name in self._futures:
+            raise ValueError(f"request_id={name!r}: a request of that id is under way here; ids must be unique")
+        future = self._futures[name] = self._events.create_future()
+        self._ask(Add(name, prompt, sampling, min_version))
+        try:
+            return await future  # a step, a cancel or a failure of the thread unblocks it (LO-2)
+        except asyncio.CancelledError:
+            self._ask(Cancel((name,)))
+            raise
+
+    def cancel(self, names: list[str]) -> None:
+        """End these requests; their calls return what was sampled so far."""
+        self._ask(Cancel(tuple(names)))
+
+    async def apply(self, version: int) -> None:
+        """Have the weights held ready applied between two steps; returns when that version decodes."""
+        self._ask(Apply(version))
+        await self.version_at_least(version)
+
+    async def version_at_least(self, version: int) -> int:
+        """Wait until the engine decodes with at least this version; the version it has then."""
+        while self._version < version:
+            if self._failure is not None:
+                raise self._failure
+            await self._version_changed.wait()  # each apply, and a failure, sets it
+        return self._version
+
+    async def stop(self) -> None:
+        """End the thread; requests still under way fail."""
+        self._ask(Stop())
+        if not self._follows:  # a follower's thread ends when rank 0 tells it to
+            await asyncio.to_thread(self._thread.join)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all requests, now and later, for a cause outside the thread."""
+        self._ask(Stop())
+        self._fail(_engine_failed(error))
+
+    def stats(self) -> GeneratorStats:
+        """Counts since the start."""
+        running, waiting = self._engine.counts()
+        return GeneratorStats(
+            version=self._version,
+            running=running,
+            waiting=waiting + self._sequencer.waiting,
+            tokens=self._tokens,
+            steps=self._steps,
+            busy_seconds=self._busy_seconds,
+            updates=self._updates,
+            stall_seconds=self._stall_seconds,
+        )
+
+    def _ask(self, command: Command) -> None:
+        with self._work:
+            self._sequencer.ask(command)
+            self._work.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._round():
+                pass
+        except BaseException as error:
+            failure = _engine_failed(error)
+        else:
+            failure = EngineFailed("the generator was closed")
+        self._post(self._fail, failure)
+
+    def _round(self) -> bool:
+        """Commands, then a step; False once told to stop."""
+        commands = self._link.receive() if self._follows and self._link is not None else self._lead()
+        for command in commands:
+            match command:
+                case Stop():
+                    return False
+                case Apply():
+                    self._apply()
+                case Add(name, prompt, sampling):
+                    try:
+                        self._engine.add(name, prompt, sampling)
+                    except ValueError as error:  # the request's own fault: it fails alone
+                        self._post(self._end, [(name, error)])
+                case Cancel(names):
+                    self._post(self._end, self._engine.cancel(list(names)))
+        if self._engine.busy:
+            started = time.perf_counter()
+            ended = self._engine.step()
+            self._busy_seconds += time.perf_counter() - started
+            self._steps += 1
+            if ended:
+                self._tokens += sum(len(sample.tokens) for _, sample in ended)
+                self._post(self._end, ended)
+        return True
+
+    def _lead(self) -> list[Command]:
+        with self._work:
+            self._work.wait_for(lambda: self._sequencer.ready(self._engine.busy))  # LO-3: `_ask` notifies
+            commands, never_begun = self._sequencer.next(self._engine.busy)
+        if self._link is not None:
+            self._link.send(commands)
+        if never_begun:
+            self._post(self._end, [(name, _nothing()) for name in never_begun])
+        return commands
+
+    def _apply(self) -> None:
+        started = time.perf_counter()
+        with span("apply") as noted:
+            version = self._engine.apply(self._fill)
+            noted.note(version=version)
+        self._stall_seconds += time.perf_counter() - started
+        self._updates += 1
+        self._post(self._turn, version)
+
+    def _post(self, callback: Callable[..., None], *arguments: object) -> None:
+        self._events.call_soon_threadsafe(callback, *arguments)
+
+    def _end(self, ended: Ended) -> None:
+        for name, result in ended:
+            future = self._futures.pop(name, None)
+            if future is None or future.done():
+                continue
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+    def _turn(self, version: int) -> None:
+        self._version = version
+        self._wake_version_waiters()
+
+    def _fail(self, failure: EngineFailed) -> None:
+        self._failure = self._failure or failure
+        futures, self._futures = self._futures, {}
+        for future in futures.values():
+            if not future.done():
+                future.set_exception(failure)
+        self._wake_version_waiters()
+
+    def _wake_version_waiters(self) -> None:
+        changed, self._version_changed = self._version_changed, asyncio.Event()
+        changed.set()
+
+
+def _engine_failed(cause: BaseException) -> EngineFailed:
+    failure = EngineFailed(f"the generator broke: {type(cause).__name__}: {cause}")
+    failure.__cause__ = cause
+    return failure
+
+
+def _nothing() -> Sample:
+    return Sample(
+        tokens=torch.empty(0, dtype=torch.int64),
+        logprobs=torch.empty(0, dtype=torch.float32),
+        versions=torch.empty(0, dtype=torch.int32),
+        finish=Finish.CANCELLED,
+    )

@@ -1,0 +1,166 @@
+"""torchtitan's model definition as a model class inside vLLM, on CPU and CUDA.
+
+The class builds the same modules that the trainer trains (`models/spec.py` reads them off the Hugging Face folder) with
+vLLM's paged attention as their inner attention. Parameters carry torchtitan's names, and their live tensors can be
+overwritten between two decode steps. Import it after `models.spec.prepare_torchtitan`.
+
+Shape suffixes: T tokens of a step, B = 1, L = T, N heads, H head dim, D model dim, V vocabulary.
+
+Invariants
+    VM-1  Each attention layer has a prefix of its own: vLLM finds its KV cache by it.
+    VM-2  Every parameter is loaded from the folder or vLLM refuses the model: none keeps its start value.
+    VM-3  With tp > 1 a rank holds exactly the slice that `named_tensors` declares, which is what weight updates fill.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as torchtitan_distributed
+from torchtitan.protocols.module import Module
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models import ModelRegistry
+
+from goaly.models.spec import model_spec
+
+ARCHITECTURE = "GoalyTorchtitanForCausalLM"
+
+
+def register() -> None:
+    """Make the class known to vLLM; an engine picks it by `hf_overrides={"architectures": [ARCHITECTURE]}`."""
+    ModelRegistry.register_model(ARCHITECTURE, TorchtitanForCausalLM)
+
+
+class PagedAttention(Module):
+    """torchtitan's inner attention over vLLM's paged KV cache."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """One layer's heads, over all tensor-parallel ranks; filled in by the model, layer by layer."""
+
+        layer: int = 0
+        heads: int = 0
+        kv_heads: int = 0
+        head_dim: int = 0
+
+    def __init__(self, config: Config):
+        super().__init__()
+        tp = get_tensor_model_parallel_world_size()
+        self.paged = Attention(
+            num_heads=config.heads // tp,
+            head_size=config.head_dim,
+            scale=config.head_dim**-0.5,
+            num_kv_heads=config.kv_heads // tp,
+            cache_config=get_current_vllm_config().cache_config,
+            prefix=f"layers.{config.layer}.attention.inner_attention",  # VM-1
+        )
+
+    def forward(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Attend over this step's tokens and the cache; masks and lengths come from vLLM's forward context."""
+        out_TD = self.paged(q_BLNH.flatten(0, 1), k_BLNH.flatten(0, 1), v_BLNH.flatten(0, 1))
+        return out_TD.view(q_BLNH.shape)
+
+
+class TorchtitanForCausalLM(torch.nn.Module):
+    """What vLLM needs of a model, around a torchtitan decoder."""
+
+    is_text_generation_model = True
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        folder = vllm_config.model_config.model
+        self._tp = vllm_config.parallel_config.tensor_parallel_size
+        spec = model_spec(folder, attention=PagedAttention.Config())
+        config = spec.model
+        _fill_in_heads(config)
+        self._adapter = spec.state_dict_adapter(config, folder)
+        self._dims: ParallelDims | None = None
+        self._context: Any = nullcontext
+        if self._tp > 1:
+            parallelism = ParallelismConfig(
+                tensor_parallel_degree=self._tp,
+                data_parallel_shard_degree=1,
+                enable_sequence_parallel=False,
+                spmd_backend="spmd_types",
+            )
+            torchtitan_distributed.set_spmd_backend("spmd_types")
+            self._dims = ParallelDims(
+                dp_replicate=1,
+                dp_shard=1,
+                cp=1,
+                tp=self._tp,
+                pp=1,
+                ep=1,
+                world_size=self._tp,
+                spmd_backend="spmd_types",
+            )
+            self._context = torchtitan_distributed.get_spmd_context(parallel_dims=self._dims)
+            config.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=TrainingConfig()))
+        with torch.device("meta"):
+            self.model = config.build()
+        if self._dims is not None:
+            spec.parallelize_fn(
+                self.model,
+                parallel_dims=self._dims,
+                training=TrainingConfig(),
+                parallelism=parallelism,
+                compile_config=CompileConfig(),
+                ac_config=None,
+                dump_folder="",
+                skip_dp=True,
+            )
+        self.model.to_empty(device=vllm_config.device_config.device)
+        with torch.no_grad(), self._context():
+            self.model.init_weights(buffer_device=None)
+            for module in self.model.modules():
+                if isinstance(module, PagedAttention):
+                    for scale in module.buffers():
+                        scale.fill_(1.0)  # vLLM's default; `to_empty` lost it
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token embeddings `[T, D]`."""
+        with self._context():
+            return self.model.tok_embeddings(input_ids)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, intermediate_tensors: Any = None, **_: Any
+    ) -> torch.Tensor:
+        """Hidden states `[T, D]` of this step's tokens."""
+        positions_BL = positions.unsqueeze(0)
+        with self._context():
+            hidden_BLD = self.model.tok_embeddings(input_ids.unsqueeze(0))
+            for layer in self.model.layers.values():
+                hidden_BLD = layer(hidden_BLD, None, positions_BL)
+            return self.model.norm(hidden_BLD).squeeze(0)
+
+    def compute_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Logits `[T, V]` over the whole vocabulary."""
+        with self._context():
+            return self.model.lm_head(hidden_TD)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Fill the parameters from Hugging Face's names; returns the names that were filled (VM-2)."""
+        full = self._adapter.from_hf(dict(weights))
+        unfilled = set(self.model.load_state_dict(full, strict=False).missing_keys)
+        return {f"model.{name}" for name, _ in self.model.named_parameters() if name not in unfilled}
+
+    def named_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The live parameters by torchtitan's names: DTensors with tp > 1, sharing the parameters' memory."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+
+def _fill_in_heads(config: Any) -> None:
+    for index, layer in enumerate(config.layers):
+        attention = layer.attention
+        inner = attention.inner_attention
+        inner.layer = index
+        inner.heads = attention.n_heads
+        inner.kv_heads = attention.n_kv_heads or attention.n_heads
+        inner.head_dim = attention.head_dim or config.dim // attention.n_heads
