@@ -30,7 +30,7 @@ LONG_STEP = 64
 
 @dataclass(frozen=True, slots=True)
 class PackedDocuments:
-    """Where the tokens of rows `[B, L]` go when every document is padded to its class: made once, used by all layers."""
+    """Where the tokens of rows `[B, L]` go when each document is padded to its class: made once, used by all layers."""
 
     classes: tuple[tuple[int, int], ...]
     """(documents D, padded length C) of each class, in the order of their slots."""

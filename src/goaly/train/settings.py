@@ -123,8 +123,8 @@ class LossSettings:
     clip_high: float = 0.2
     """The ratio's gradient stops above 1 + clip_high where the advantage is positive."""
     proximal: Literal["sampler", "trainer"] = "sampler"
-    """Whose log-probs the ratio is taken against: the sampler's, or the trainer's own at the start of the step, with the
-    sampler's distance from them as a truncated importance weight."""
+    """Whose log-probs the ratio is taken against: the sampler's, or the trainer's own at the start of the step. Then
+    the distance from the sampler is a truncated importance weight."""
     importance_cap: float | None = 2.0
     """Upper bound of the importance weight from sampler to proximal policy; null doesn't bound it."""
     kl_coef: float = 0.0

@@ -11,7 +11,6 @@ from goaly.models.attention import document_masks
 from goaly.models.hf import load_hf, native_tensors, save_hf
 from goaly.models.spec import model_spec
 
-
 SIZE = {
     "vocab_size": 32,
     "hidden_size": 64,

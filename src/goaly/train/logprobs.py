@@ -1,0 +1,144 @@
+"""Log-probabilities and entropies of given tokens, straight from hidden states.
+
+`LogprobHead` stands in the model where its output projection stands, holds the same weight, and is called with the
+targets: logits exist for one chunk of tokens at a time, in the forward and again in the backward pass.
+
+Shape suffixes: T tokens of a microbatch, P predicted tokens, C tokens of a chunk, D model width, V vocabulary (on
+tensor-parallel ranks: this rank's part of it).
+
+Invariants
+    LP-1  No tensor of predicted tokens x vocabulary exists: at most `chunk` rows of it.
+    LP-2  Under tensor parallelism no rank holds whole rows of logits; all ranks get the same results.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial
+from torchtitan.models.common.linear import Linear
+from torchtitan.protocols.sharding import ShardingConfig
+
+
+class LogprobHead(Linear):
+    """The model's output projection, which answers with log-probs of targets instead of logits."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        """A linear layer's."""
+
+    @classmethod
+    def in_place_of(cls, config: Linear.Config) -> "LogprobHead.Config":
+        """The config of a head with the weight, and the sharding of the weight, that a linear layer has."""
+        sharding = config.sharding_config
+        return cls.Config(
+            in_features=config.in_features,
+            out_features=config.out_features,
+            param_init=config.param_init,
+            sharding_config=sharding and ShardingConfig(state_shardings=sharding.state_shardings),
+        )
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        predicting_P: torch.Tensor,
+        targets_P: torch.Tensor,
+        chunk: int,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(logprobs_P, entropies_P)` of `targets_P`, each predicted by the hidden state numbered in `predicting_P`."""
+        weight, group, offset = self.weight, None, 0
+        if isinstance(weight, DTensor):
+            group = weight.device_mesh.get_group("tp")
+            offset = dist.get_rank(group) * -(-self.out_features // dist.get_world_size(group))
+            weight = weight.to_local()
+        if isinstance(input, DTensor):
+            # Each rank's gradient comes from its part of the vocabulary only.
+            input = input.to_local(grad_placements=[Partial()])
+        hidden_PD = input.reshape(-1, input.shape[-1]).index_select(0, predicting_P)
+        return _Logprobs.apply(hidden_PD, weight, targets_P, chunk, temperature, group, offset)
+
+
+class _Logprobs(torch.autograd.Function):
+    """Chunked log-softmax of a linear layer, gathered at the targets; logits are computed again for the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_PD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_P: torch.Tensor,
+        chunk: int,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        offset: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropies, normalizers = [], [], []
+        for hidden_CD, targets_C in zip(hidden_PD.split(chunk), targets_P.split(chunk), strict=True):
+            logits_CV = _logits(hidden_CD, weight_VD, temperature)
+            local_C, mine_C = _local_targets(targets_C, offset, logits_CV.shape[1])
+            chosen_C = logits_CV.gather(1, local_C[:, None]).squeeze(1)
+            if group is None:
+                normalizer_C = logits_CV.logsumexp(1)
+                expected_C = _expected(logits_CV, normalizer_C)
+            else:
+                # LP-2: what crosses ranks is one number a token.
+                highest_C = logits_CV.amax(1)
+                dist.all_reduce(highest_C, dist.ReduceOp.MAX, group)
+                total_C = (logits_CV - highest_C[:, None]).exp_().sum(1)
+                dist.all_reduce(total_C, dist.ReduceOp.SUM, group)
+                normalizer_C = highest_C + total_C.log()
+                sums_2C = torch.stack([torch.where(mine_C, chosen_C, 0.0), _expected(logits_CV, normalizer_C)])
+                dist.all_reduce(sums_2C, dist.ReduceOp.SUM, group)
+                chosen_C, expected_C = sums_2C
+            logprobs.append(chosen_C - normalizer_C)
+            entropies.append(normalizer_C - expected_C)
+            normalizers.append(normalizer_C)
+        logprobs_P, entropies_P, normalizers_P = (torch.cat(parts) for parts in (logprobs, entropies, normalizers))
+        ctx.save_for_backward(hidden_PD, weight_VD, targets_P, normalizers_P, entropies_P)
+        ctx.chunk, ctx.temperature, ctx.offset = chunk, temperature, offset
+        ctx.set_materialize_grads(False)
+        return logprobs_P, entropies_P
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_P: torch.Tensor | None, grad_entropies_P: torch.Tensor | None) -> Any:
+        hidden_PD, weight_VD, targets_P, normalizers_P, entropies_P = ctx.saved_tensors
+        grad_hidden_PD = torch.empty_like(hidden_PD)
+        grad_weight_VD = torch.zeros_like(weight_VD)
+        for start in range(0, len(targets_P), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            hidden_CD = hidden_PD[part]
+            log_softmax_CV = _logits(hidden_CD, weight_VD, ctx.temperature).sub_(normalizers_P[part, None])
+            softmax_CV = log_softmax_CV.exp()
+            grad_CV = torch.zeros_like(softmax_CV)
+            if grad_entropies_P is not None:
+                surprise_CV = log_softmax_CV.add_(entropies_P[part, None])
+                grad_CV.addcmul_(softmax_CV * surprise_CV, grad_entropies_P[part, None], value=-1)
+            if grad_logprobs_P is not None:
+                grad_C = grad_logprobs_P[part]
+                grad_CV.addcmul_(softmax_CV, grad_C[:, None], value=-1)
+                local_C, mine_C = _local_targets(targets_P[part], ctx.offset, grad_CV.shape[1])
+                grad_CV.scatter_add_(1, local_C[:, None], torch.where(mine_C, grad_C, 0.0)[:, None])
+            grad_CV = grad_CV.div_(ctx.temperature).to(weight_VD.dtype)
+            torch.mm(grad_CV, weight_VD, out=grad_hidden_PD[part])
+            grad_weight_VD.addmm_(grad_CV.t(), hidden_CD)
+        return grad_hidden_PD, grad_weight_VD, None, None, None, None, None
+
+
+def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits in float32, whatever the model computes in."""
+    logits_CV = torch.mm(hidden_CD, weight_VD.t()).float()
+    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+
+
+def _local_targets(targets_C: torch.Tensor, offset: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's column of each target, clamped into range, and whether it is this rank's."""
+    local_C = targets_C - offset
+    mine_C = (local_C >= 0) & (local_C < vocabulary)
+    return local_C.clamp_(0, max(vocabulary - 1, 0)), mine_C
+
+
+def _expected(logits_CV: torch.Tensor, normalizer_C: torch.Tensor) -> torch.Tensor:
+    """The mean logit under the softmax (this rank's part of the sum)."""
+    return ((logits_CV - normalizer_C[:, None]).exp_() * logits_CV).sum(1)

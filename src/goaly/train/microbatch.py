@@ -1,0 +1,77 @@
+"""From packed rows to what the model reads: one line of tokens without the rows' idle ends. Pure.
+
+Invariants
+    MB-1  Trained tokens, what precedes them in their documents, and their columns arrive unchanged and in order.
+    MB-2  Nothing after a row's last trained token is computed: it can't reach a trained token.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """Tokens `[1, T]` of several rows, one after the other, and the P trained tokens among them."""
+
+    tokens_1T: torch.Tensor
+    positions_1T: torch.Tensor
+    predicting_P: torch.Tensor
+    """Index in T of the token whose hidden state predicts each trained token."""
+    targets_P: torch.Tensor
+    cells_P: torch.Tensor
+    """Index of each trained token in the flattened rows."""
+    columns: dict[str, torch.Tensor]
+    """The batch's columns at the trained tokens."""
+
+    def to(self, device: torch.device) -> "Microbatch":
+        """The same on a device."""
+        if device.type == "cpu":
+            return self
+        return Microbatch(
+            tokens_1T=self.tokens_1T.to(device),
+            positions_1T=self.positions_1T.to(device),
+            predicting_P=self.predicting_P.to(device),
+            targets_P=self.targets_P.to(device),
+            cells_P=self.cells_P.to(device),
+            columns={key: column.to(device) for key, column in self.columns.items()},
+        )
+
+
+NOT_A_COLUMN = ("tokens", "positions", "trained")
+
+
+def split_rows(rows: TensorDict, microbatch_rows: int) -> Iterator[TensorDict]:
+    """The rows, so many at a time, in order."""
+    return iter(rows.split(microbatch_rows, dim=0))
+
+
+def microbatch(rows: TensorDict, *, multiple_of: int = 1) -> Microbatch:
+    """Lay rows `[R, L]` end to end without their idle ends; T is a multiple of `multiple_of` and at least that."""
+    row_count, row_length = rows.batch_size
+    trained_RL = rows["trained"]
+    cells_P = trained_RL.flatten().nonzero().flatten()
+    place_L = torch.arange(1, row_length + 1)
+    used_R = (trained_RL * place_L).amax(1)
+    kept = (place_L <= used_R[:, None]).flatten()
+    tokens = int(used_R.sum())
+    first_R = torch.cumsum(used_R, 0) - used_R
+    row_P = cells_P // row_length
+    at_P = first_R[row_P] + cells_P - row_P * row_length
+    tokens_T, positions_T = rows["tokens"].flatten()[kept], rows["positions"].flatten()[kept]
+    short = max(-(-tokens // multiple_of), 1) * multiple_of - tokens
+    if short:
+        tokens_T = torch.cat([tokens_T, tokens_T.new_zeros(short)])
+        positions_T = torch.cat([positions_T, torch.arange(short)])
+    columns = {key: rows[key].flatten()[cells_P] for key in rows.keys() if key not in NOT_A_COLUMN}  # noqa: SIM118
+    columns["documents"] = (positions_T == 0).cumsum(0)[at_P] - 1
+    return Microbatch(
+        tokens_1T=tokens_T[None],
+        positions_1T=positions_T[None],
+        predicting_P=at_P - 1,
+        targets_P=tokens_T[at_P],
+        cells_P=cells_P,
+        columns=columns,
+    )

@@ -1,0 +1,90 @@
+"""AdamW, gradient clipping and the learning-rate schedule, on torchtitan's containers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.distributed.utils import clip_grad_norm_
+
+from goaly.train.settings import ScheduleSettings, TrainerSettings
+
+ENDLESS = 2**60
+"""Total steps of a schedule that never decays."""
+
+
+class ScheduledOptimizer:
+    """One optimizer with its schedule."""
+
+    def __init__(
+        self, optimizers: Any, schedulers: Any, parameters: list[torch.nn.Parameter], settings: TrainerSettings
+    ):
+        self._optimizers = optimizers
+        self._schedulers = schedulers
+        self._parameters = parameters
+        self._max_grad_norm = settings.max_grad_norm
+        self._last_step = settings.schedule.total_steps if settings.schedule.decay != "constant" else None
+        self._steps = 0
+
+    @property
+    def lr(self) -> float:
+        """The rate that the next step uses."""
+        return float(self._schedulers.schedulers[0].get_last_lr()[0])
+
+    def clip(self) -> float:
+        """Scale the gradients down to the norm limit; returns the global norm before that."""
+        limit = float("inf") if self._max_grad_norm is None else self._max_grad_norm
+        return float(clip_grad_norm_(self._parameters, limit, foreach=True))
+
+    def step(self) -> None:
+        """One step with the gradients that are there, which it drops."""
+        self._optimizers.step()
+        self._optimizers.zero_grad()
+        self._steps += 1
+        if self._last_step is None or self._steps <= self._last_step:
+            self._schedulers.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments by parameter name, and where the schedule is."""
+        return {
+            "moments": self._optimizers.state_dict(),
+            "schedule": self._schedulers.state_dict(),
+            "steps": self._steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self._optimizers.load_state_dict(dict(state["moments"]))
+        self._schedulers.load_state_dict(dict(state["schedule"]))
+        self._steps = state["steps"]
+
+
+def build_optimizer(model: torch.nn.Module, settings: TrainerSettings) -> ScheduledOptimizer:
+    """AdamW over all parameters, in its fused form."""
+    adamw = settings.optimizer
+    group = ParamGroupConfig(
+        pattern=r".*",
+        optimizer_name="AdamW",
+        optimizer_kwargs={
+            "lr": adamw.lr,
+            "betas": (adamw.beta1, adamw.beta2),
+            "eps": adamw.eps,
+            "weight_decay": adamw.weight_decay,
+        },
+    )
+    optimizers = OptimizersContainer.Config(param_groups=[group], implementation="fused").build(model_parts=[model])
+    schedulers = build_schedule(settings.schedule, optimizers)
+    return ScheduledOptimizer(optimizers, schedulers, list(model.parameters()), settings)
+
+
+def build_schedule(schedule: ScheduleSettings, optimizers: Any) -> Any:
+    """torchtitan's warm-up, stable, decay schedule with these settings."""
+    constant = schedule.decay == "constant"
+    total = ENDLESS if constant or schedule.total_steps is None else schedule.total_steps
+    return LRSchedulersContainer.Config(
+        warmup_steps=schedule.warmup_steps,
+        total_steps=total,
+        decay_ratio=0.0 if constant else None,
+        decay_type="cosine" if schedule.decay == "cosine" else "linear",
+        min_lr_factor=schedule.min_lr_factor,
+    ).build(optimizers=optimizers, training_steps=total)

@@ -1,0 +1,160 @@
+"""Builds the model that trains: torchtitan's definition, laid out over the ranks, filled from the folder.
+
+One rank that computes in float32 gets the plain model: no FSDP hooks, no all-gathers of what is already there. In
+every other case torchtitan's own `parallelize_fn` shards it (FSDP2 over `fsdp`, tensor parallelism over `tp`).
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from goaly.errors import ConfigError
+from goaly.models.settings import ModelSettings
+from goaly.models.spec import model_spec, prepare_torchtitan
+from goaly.train.settings import TrainerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelModel:
+    """The model on this rank, and this rank's place among the others."""
+
+    model: Any
+    spec: Any
+    device: torch.device
+    dp_rank: int
+    dp_ranks: int
+    dp_group: dist.ProcessGroup | None
+    """Ranks that hold different rows; None where there is only one."""
+    token_multiple: int
+    """A microbatch's tokens must be a multiple of this."""
+
+
+def build_parallel(settings: ModelSettings, trainer: TrainerSettings) -> ParallelModel:
+    """Build, lay out and load; `torch.distributed` must be up if there is more than one rank."""
+    device = prepare_torchtitan()
+    logging.getLogger("root").addFilter(_from_torchtitan)
+    _check_ranks(trainer, device)
+    from torchtitan.config import CompileConfig
+
+    from goaly.models.hf import load_hf
+    from goaly.train.logprobs import LogprobHead
+
+    spec = model_spec(settings.path)
+    wrapped = trainer.ranks > 1 or settings.dtype != "float32"
+    parallelism, parallel_dims = _layout(trainer) if wrapped else (None, None)
+    if wrapped:
+        spec.model.update_from_config(config=_TitanConfig(parallelism=parallelism))
+    spec.model.lm_head = LogprobHead.in_place_of(spec.model.lm_head)
+    with torch.device("meta"):
+        model = spec.model.build()
+    model._skip_lm_head = True
+    compile_config = CompileConfig(enable=trainer.compile, components=["model"])
+    checkpointing = _activation_checkpointing(trainer)
+    if wrapped:
+        _parallelize(model, spec, settings, parallelism, parallel_dims, compile_config, checkpointing)
+    else:
+        _prepare_alone(model, compile_config, checkpointing)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    load_hf(model, spec, settings.path)
+    model.train()
+    dp_group = None if parallel_dims is None or trainer.fsdp == 1 else parallel_dims.get_mesh("fsdp").get_group()
+    return ParallelModel(
+        model=model,
+        spec=spec,
+        device=device,
+        dp_rank=0 if dp_group is None else dist.get_rank(dp_group),
+        dp_ranks=trainer.fsdp,
+        dp_group=dp_group,
+        token_multiple=trainer.tp,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TitanConfig:
+    """What torchtitan's `update_from_config` reads."""
+
+    parallelism: Any
+
+
+def _check_ranks(trainer: TrainerSettings, device: torch.device) -> None:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks != trainer.ranks:
+        raise ConfigError([f"trainer: fsdp={trainer.fsdp} * tp={trainer.tp} must be the number of ranks, {ranks}"])
+    if trainer.compile and device.type == "cpu":
+        raise ConfigError(
+            ["trainer.compile=true: needs a GPU: shapes of the CPU's packed attention change with the documents"]
+        )
+
+
+def _layout(trainer: TrainerSettings) -> tuple[Any, Any]:
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallelism = ParallelismConfig(
+        data_parallel_shard_degree=trainer.fsdp,
+        tensor_parallel_degree=trainer.tp,
+        spmd_backend="partial_dtensor",
+    )
+    set_spmd_backend(parallelism.spmd_backend)
+    parallel_dims = ParallelDims.from_config(parallelism, trainer.ranks)
+    parallel_dims.build_mesh()
+    return parallelism, parallel_dims
+
+
+def _parallelize(
+    model: Any,
+    spec: Any,
+    settings: ModelSettings,
+    parallelism: Any,
+    parallel_dims: Any,
+    compile_config: Any,
+    checkpointing: Any,
+) -> None:
+    from torch.distributed.fsdp import FSDPModule
+    from torchtitan.config import TrainingConfig
+
+    spec.parallelize_fn(
+        model,
+        parallel_dims=parallel_dims,
+        # Parameters stay in float32; FSDP casts them to the model's dtype for each pass.
+        training=TrainingConfig(dtype="float32", mixed_precision_param=settings.dtype),
+        parallelism=parallelism,
+        compile_config=compile_config,
+        ac_config=checkpointing,
+        dump_folder="",
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # gloo can't scale while it reduces, and nothing is to be scaled: losses are divided by global counts.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _prepare_alone(model: Any, compile_config: Any, checkpointing: Any) -> None:
+    if checkpointing is not None:
+        checkpointing.build(dump_folder="").apply(model)
+    if compile_config.enable:
+        from torchtitan.config import ParallelismConfig
+        from torchtitan.distributed import ParallelDims
+        from torchtitan.distributed.compile import apply_compile
+
+        alone = ParallelDims.from_config(ParallelismConfig(data_parallel_shard_degree=1), 1)
+        apply_compile(model, compile_config=compile_config, parallel_dims=alone)
+
+
+def _activation_checkpointing(trainer: TrainerSettings) -> Any:
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+    return {"off": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[trainer.activation_checkpointing]
+
+
+def _from_torchtitan(record: logging.LogRecord) -> bool:
+    """Drop torchtitan's progress notes, which it logs on the root logger."""
+    return record.levelno >= logging.WARNING or "torchtitan" not in record.pathname
