@@ -34,7 +34,7 @@ class LineFile:
         self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # TL-2
+            os.write(self._fd, b"\n")  # TL-2; only a blank line if another process was just writing
 
     def write(self, *records: Any) -> None:
         """Append one line a record."""

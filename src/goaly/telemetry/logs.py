@@ -11,16 +11,9 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from goaly.telemetry.terminal import console
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
 TIME_FORMAT = "%H:%M:%S"
-OURS = ("goaly", "apps", "__main__")
 
 
 def quiet(log_file: str | Path) -> None:
@@ -43,6 +36,8 @@ def quiet(log_file: str | Path) -> None:
 @contextlib.contextmanager
 def controller(log_file: str | Path) -> Iterator[None]:
     """While it lasts, log records go to the file, and warnings of ours and anyone's errors to the terminal too."""
+    from goaly.telemetry.terminal import TerminalHandler, console  # imports rich, which quiet processes never need
+
     path = Path(log_file)
     path.parent.mkdir(parents=True, exist_ok=True)
     to_file = logging.FileHandler(path, encoding="utf-8")
@@ -59,26 +54,3 @@ def controller(log_file: str | Path) -> Iterator[None]:
         root.handlers = handlers
         root.setLevel(level)
         to_file.close()
-
-
-class TerminalHandler(logging.Handler):
-    """Prints records above the live display; tracebacks stay in the file, a line of the error is shown."""
-
-    def __init__(self, console: "Console"):
-        super().__init__(logging.WARNING)
-        self._console = console
-        self.addFilter(lambda record: record.levelno >= logging.ERROR or record.name.split(".")[0] in OURS)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one record."""
-        from rich.text import Text
-
-        try:
-            style = "red" if record.levelno >= logging.ERROR else "yellow"
-            text = f"{record.levelname.lower()}: {record.getMessage()}"
-            if record.exc_info and record.exc_info[1] is not None:
-                error = record.exc_info[1]
-                text += f" ({type(error).__name__}: {error})"
-            self._console.print(Text(text, style=style), soft_wrap=True)
-        except Exception:
-            self.handleError(record)

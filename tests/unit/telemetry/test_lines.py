@@ -1,0 +1,95 @@
+"""TL-1 to TL-4: line files survive crashes, company and full disks."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from goaly.telemetry.lines import LineFile, read_lines
+
+records = st.dictionaries(
+    st.text(max_size=5), st.none() | st.integers() | st.text() | st.lists(st.integers(), max_size=3), max_size=4
+)
+
+
+@settings(deadline=None)
+@given(before=st.lists(records, min_size=1, max_size=4), after=st.lists(records, max_size=3), data=st.data())
+def test_a_crash_in_the_middle_of_a_line_loses_that_line_only(tmp_path_factory, before, after, data):
+    path = tmp_path_factory.mktemp("lines") / "file.jsonl"
+    LineFile(path).write(*before)
+    written = path.read_bytes()
+    cut = data.draw(st.integers(0, len(written)))
+    path.write_bytes(written[:cut])
+    whole = written[:cut].count(b"\n")
+    if cut < len(written) and written[cut : cut + 1] == b"\n":
+        whole += 1  # only the line's end was lost
+    LineFile(path).write(*after)
+    assert list(read_lines(path)) == before[:whole] + after
+
+
+WRITE_MANY = """
+import sys
+from goaly.telemetry.lines import LineFile
+lines = LineFile(sys.argv[1])
+for index in range(100):
+    lines.write({"writer": int(sys.argv[2]), "index": index, "padding": "x" * 20_000})
+"""
+
+
+def test_lines_of_several_processes_never_interleave(tmp_path: Path):
+    path = tmp_path / "shared.jsonl"
+    command = [sys.executable, "-c", WRITE_MANY, str(path)]
+    writers = [subprocess.Popen([*command, str(writer)]) for writer in range(3)]
+    assert [process.wait(60) for process in writers] == [0, 0, 0]
+    found = [(line["writer"], line["index"]) for line in map(json.loads, path.read_text().split())]
+    assert sorted(found) == [(writer, index) for writer in range(3) for index in range(100)]
+
+
+def test_a_full_disk_costs_lines_and_one_warning_but_never_raises(caplog: pytest.LogCaptureFixture):
+    lines = LineFile("/dev/full")
+    with caplog.at_level(logging.WARNING):
+        lines.write({"a": 1}, {"a": 2})
+        lines.write({"a": 3})
+    assert lines.lost == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "/dev/full: a record could not be written and is lost: [Errno 28] No space left on device"
+    ]
+
+
+def test_a_record_that_cannot_be_set_up_raises_at_once(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file"):
+        LineFile(tmp_path / "file" / "metrics.jsonl")
+
+
+def test_a_closed_file_takes_no_lines(tmp_path: Path):
+    lines = LineFile(tmp_path / "a.jsonl")
+    lines.write({"a": 1})
+    lines.close()
+    lines.write({"a": 2})
+    assert list(read_lines(tmp_path / "a.jsonl")) == [{"a": 1}]
+    assert lines.lost == 1
+
+
+def test_lines_are_strict_json_whatever_is_written(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    LineFile(path).write(
+        {"nan": float("nan"), "deep": [{"inf": float("inf")}], "path": Path("x"), "half": "\ud800", "wide": "é漢"}
+    )
+    line = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert line == {"nan": None, "deep": [{"inf": None}], "path": "x", "half": "\ud800", "wide": "é漢"}
+
+
+def test_what_json_cannot_hold_at_all_is_counted_not_raised(tmp_path: Path):
+    circle: list = []
+    circle.append(circle)
+    lines = LineFile(tmp_path / "a.jsonl")
+    lines.write({"circle": circle})
+    lines.write({"a": 1})
+    assert lines.lost == 1
+    assert list(read_lines(tmp_path / "a.jsonl")) == [{"a": 1}]
