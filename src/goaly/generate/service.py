@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
 from goaly.errors import RunFailed
 
 logger = logging.getLogger(__name__)
@@ -21,7 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_REPLACEMENTS = 5
 
 Spawn = Callable[[str], Awaitable[Any]]
-"""Spawns the actor of one replica under this name and returns its handle, not yet started."""
+"""Spawns one replica's actors (a rank each) under this name and returns them, not yet started."""
 
 Announce = Callable[[Mapping[int, Any]], Awaitable[None]]
 """Tells every router which replicas serve, by index."""
@@ -81,6 +83,10 @@ class GeneratorService:
                 logger.warning("generator %d died and is being replaced: %s", index, _last_line(report))
                 replacements.create_task(self._replace(index, name))
 
+    async def close(self) -> None:
+        """Let go of what the replicas hold."""
+        await asyncio.gather(*(handle.close.call_one() for handle in self._serving.values()))
+
     async def _replace(self, index: int, dead: str) -> None:
         await self._retire(dead)
         try:
@@ -94,17 +100,12 @@ class GeneratorService:
     async def _bring_up(self, index: int) -> bool:
         name = f"generator-{index}" if self._deaths[index] == 0 else f"generator-{index}-{self._deaths[index]}"
         self._names[name] = index
-        handle = await self._spawn(name)
-        await handle.start.call()  # GS-1: returns when it has caught up
+        ranks = await self._spawn(name)
+        await ranks.start.call()  # GS-1: returns when it has caught up
         if name not in self._names:
             return False  # it died while starting, and its own replacement is under way
-        self._serving[index] = handle
+        self._serving[index] = ranks.slice(procs=0)  # the rank that takes requests
         return True
-
-
-def leader(actors: Any) -> Any:
-    """The rank of a replica that takes requests."""
-    return actors.slice(procs=0)
 
 
 def mesh_of(failure_name: str) -> str:
@@ -115,5 +116,3 @@ def mesh_of(failure_name: str) -> str:
 def _last_line(report: str) -> str:
     lines = [line.strip() for line in report.splitlines() if line.strip()]
     return lines[-1] if lines else "no report"
-
-

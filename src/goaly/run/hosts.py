@@ -20,8 +20,9 @@ os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")  # 
 
 import monarch.actor
 from monarch.actor import ProcMesh, current_rank
-from monarch.job import JobTrait, LocalJob, ProcessJob
+from monarch.job import JobTrait, LocalJob
 
+from goaly.errors import ConfigError
 from goaly.run.settings import ROLES, HostSettings
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,9 @@ class Hosts:
             self._state = self._job.state(cached_path=None)
         monarch.actor.unhandled_fault_hook = self._fault
 
-    def spawn(self, role: str, name: str, procs: int, threads: int, environment: dict[str, str] | None = None) -> ProcMesh:
+    def spawn(
+        self, role: str, name: str, procs: int, threads: int, environment: dict[str, str] | None = None
+    ) -> ProcMesh:
         """`procs` processes of this role, each with so many threads; logs go to the run folder under `name`."""
         bootstrap = _bootstrap(
             name=name,
@@ -85,12 +88,10 @@ async def _stop(name: str, mesh: ProcMesh) -> None:
 def _job(kind: str) -> JobTrait:
     if kind == "local":
         return LocalJob(ROLES)
-    if kind == "process":
-        return ProcessJob(dict.fromkeys(ROLES, 1))
     module, _, function = kind.partition(":")
     job = getattr(importlib.import_module(module), function)()
     if not isinstance(job, JobTrait):
-        raise ValueError(f"hosts.job={kind!r}: returned {type(job).__name__}, must return a Monarch job")
+        raise ConfigError([f"hosts.job={kind}: returned {type(job).__name__}, must return a Monarch job"])
     return job
 
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 ROLES = ("hub", "trainer", "reference", "generator", "rollout")
-LOCAL_JOBS = ("local", "process")
 
 
 @dataclass(kw_only=True)
@@ -11,9 +10,8 @@ class HostSettings:
     """Which hosts each role runs on."""
 
     job: str = "local"
-    """Where hosts come from: "local" (this machine), "process" (this machine, each role as if on a host of its own), or
-    "package.module:function", a function that returns a Monarch job (Slurm, Kubernetes, SSH, ...) with a host mesh
-    for each role: hub, trainer, reference, generator, rollout."""
+    """Where hosts come from: "local" (this machine), or "package.module:function", a function that returns a Monarch
+    job (Slurm, Kubernetes, SSH, ...) with a host mesh for each role: hub, trainer, reference, generator, rollout."""
 
     bind: dict[str, list[int]] = field(default_factory=dict)
     """CPU cores that the processes of a role may use, by role, such as `{trainer: [0], generator: [1]}`. A role that is
@@ -22,11 +20,11 @@ class HostSettings:
     def problems(self, prefix: str) -> list[str]:
         """One line for each setting that can't work."""
         problems = []
-        if self.job not in LOCAL_JOBS and ":" not in self.job:
-            problems.append(f'{prefix}.job={self.job!r}: must be "local", "process" or "package.module:function"')
+        if self.job != "local" and ":" not in self.job:
+            problems.append(f'{prefix}job={self.job}: must be "local" or "package.module:function"')
         for role in self.bind:
             if role not in ROLES:
-                problems.append(f"{prefix}.bind.{role}: no such role; roles are {', '.join(ROLES)}")
+                problems.append(f"{prefix}bind.{role}: no such role; roles are {', '.join(ROLES)}")
         return problems
 
 
@@ -47,9 +45,9 @@ class EvaluationSettings:
         """One line for each setting that can't work."""
         problems = []
         if self.prompts < 1:
-            problems.append(f"{prefix}.prompts={self.prompts}: must be at least 1")
+            problems.append(f"{prefix}prompts={self.prompts}: must be at least 1")
         if self.samples_per_prompt < 1:
-            problems.append(f"{prefix}.samples_per_prompt={self.samples_per_prompt}: must be at least 1")
+            problems.append(f"{prefix}samples_per_prompt={self.samples_per_prompt}: must be at least 1")
         if self.temperature < 0:
-            problems.append(f"{prefix}.temperature={self.temperature}: must be at least 0")
+            problems.append(f"{prefix}temperature={self.temperature}: must be at least 0")
         return problems

@@ -1,0 +1,64 @@
+"""GRPO, fully asynchronous. START HERE: this file is the algorithm.
+
+    python -m apps.grpo.main --config configs/grpo/tiny.yaml
+
+An episode says how one sample comes about. Two loops that never wait for each other say how a run learns: `collect`
+starts groups of episodes as fast as the staleness bound admits them, `train` turns finished groups into new policy
+versions. `max_staleness=0` makes the same two loops synchronous.
+"""
+
+import asyncio
+
+from goaly.config import Loaded, run_cli
+from goaly.prompts.prompt import Prompt
+from goaly.rollout.episode import Episode, EpisodeContext
+from goaly.run.config import RunConfig
+from goaly.run.launch import launch
+from goaly.run.run import Run
+from goaly.trajectory import Trajectory
+
+
+async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+    """Ask the policy once and score its answer."""
+    question = context.render(prompt)
+    answer = await context.policy.sample(question)
+    score = await context.reward(prompt, answer.text)
+    return Episode(prompt, question, context.sample_index).wrote(answer).finish(score)
+
+
+async def collect(run: Run) -> None:
+    """Start a group of episodes for each ticket; every group ends in the backlog."""
+    async with asyncio.TaskGroup() as groups:
+        async for ticket in run.backlog.tickets():
+            groups.create_task(run.rollouts.group(ticket, run.prompts.next()))
+
+
+async def train(run: Run) -> None:
+    """Make each batch the next policy version, and let the generators have it at once."""
+    async for batch in run.backlog.batches(run.config.steps):
+        if run.reference is not None:
+            await run.reference.annotate(batch)
+        metrics = await run.trainer.step(batch)
+        policy_version = await run.trainer.publish()
+        await run.backlog.trained(batch, policy_version)
+        await run.report(batch, metrics)
+
+
+async def grpo(run: Run) -> None:
+    """Measure, learn, measure again."""
+    before = await run.evaluate()
+    async with asyncio.TaskGroup() as loops:
+        loops.create_task(collect(run))
+        loops.create_task(train(run))
+    after = await run.evaluate()
+    await run.trainer.save(run.run_dir / "policy")
+    run.conclude(f"held-out pass@1: {before:.2f} -> {after:.2f}")
+
+
+def main(loaded: Loaded[RunConfig]) -> int:
+    """Run GRPO with this config."""
+    return launch(loaded, episode, grpo)
+
+
+if __name__ == "__main__":
+    run_cli(main, RunConfig, prog="python -m apps.grpo.main", description="GRPO, fully asynchronous.")

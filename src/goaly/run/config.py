@@ -1,0 +1,116 @@
+"""The settings of a run: each stage's own, side by side, and what only their combination can get wrong."""
+
+from dataclasses import dataclass, field
+
+from goaly.backlog.settings import BacklogSettings
+from goaly.generate.settings import GeneratorSettings, SamplingSettings
+from goaly.models.settings import ModelSettings
+from goaly.prompts.settings import PromptSettings
+from goaly.reward.settings import AdvantageSettings, RewardSettings
+from goaly.rollout.settings import RolloutSettings
+from goaly.run.settings import EvaluationSettings, HostSettings
+from goaly.telemetry.settings import TelemetrySettings
+from goaly.train.settings import LossSettings, ReferenceSettings, TrainerSettings
+from goaly.weights.settings import WeightSettings
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """An RL run."""
+
+    steps: int
+    """Optimizer steps: the run ends after so many policy versions."""
+
+    run_dir: str = "runs/{time}"
+    """The run's folder; `{time}` becomes the start time. A folder that holds a run already is refused."""
+
+    model: ModelSettings
+    """The model that the run starts from."""
+
+    prompts: PromptSettings = field(default_factory=PromptSettings)
+    """Where prompts come from."""
+
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    """How episodes run."""
+
+    generator: GeneratorSettings = field(default_factory=GeneratorSettings)
+    """How the policy is sampled."""
+
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    """How answers are sampled, unless an episode asks otherwise."""
+
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    """How finished sequences are judged."""
+
+    advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
+    """What rewards say about tokens."""
+
+    backlog: BacklogSettings = field(default_factory=BacklogSettings)
+    """How far generation runs ahead, and what a batch is."""
+
+    loss: LossSettings = field(default_factory=LossSettings)
+    """What the trainer minimizes."""
+
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    """How the policy is trained."""
+
+    reference: ReferenceSettings = field(default_factory=ReferenceSettings)
+    """The frozen model of the KL term; it runs only where `loss.kl_coef` is not 0."""
+
+    weights: WeightSettings = field(default_factory=WeightSettings)
+    """How new weights reach the generators."""
+
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    """How the policy is measured, before and after."""
+
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
+    """What the run records and shows."""
+
+    hosts: HostSettings = field(default_factory=HostSettings)
+    """Which hosts and cores its processes use."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """What only the combination of stages can get wrong, a line each."""
+        found = []
+        if self.steps < 1:
+            found.append(f"{prefix}steps={self.steps}: must be at least 1")
+        sampling = self.sampling
+        if sampling.temperature != self.trainer.temperature:
+            found.append(
+                f"{prefix}sampling.temperature={sampling.temperature}: must be {prefix}trainer.temperature "
+                f"({self.trainer.temperature}), or what is trained is not what was sampled"
+            )
+        if sampling.top_p != 1 or sampling.top_k != -1:
+            found.append(
+                f"{prefix}sampling.top_p={sampling.top_p}: must be 1 and top_k ({sampling.top_k}) -1 in a run that "
+                "trains: the trainer's log-probabilities are over all tokens"
+            )
+        context = min(self.generator.max_context, self.backlog.row_length)
+        if sampling.max_tokens >= context:
+            found.append(
+                f"{prefix}sampling.max_tokens={sampling.max_tokens}: must leave room for a prompt in {context} tokens, "
+                f"the least of {prefix}generator.max_context and {prefix}backlog.row_length"
+            )
+        if not self.model.problems(""):
+            found += self._shape_problems(prefix)
+        return found
+
+    def _shape_problems(self, prefix: str) -> list[str]:
+        from goaly.errors import ConfigError
+        from goaly.models.spec import architecture, read_config  # imports torch, which `--help` can do without
+
+        try:
+            shape = architecture(read_config(self.model.path), where=f"{prefix}model.path={self.model.path}")
+        except ConfigError as error:
+            return error.problems
+        found = []
+        for key, tp in (("trainer.tp", self.trainer.tp), ("generator.tp", self.generator.tp)):
+            for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
+                if tp > 0 and count % tp:
+                    found.append(f"{prefix}{key}={tp}: must divide the model's {count} {what}")
+        if self.generator.max_context > shape.max_context:
+            found.append(
+                f"{prefix}generator.max_context={self.generator.max_context}: must be at most the model's context "
+                f"of {shape.max_context}"
+            )
+        return found

@@ -1,0 +1,93 @@
+"""A run as a script sees it: its stages, what it measured, and how it ended. `start.py` makes one and takes it down."""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from goaly.backlog.batch import BatchHandle
+from goaly.errors import RunFailed
+from goaly.generate.service import GeneratorService
+from goaly.prompts.evaluation import EvalResult
+from goaly.prompts.stream import held_out, prompt_stream
+from goaly.run.config import RunConfig
+from goaly.run.stages import Backlog, Reference, Rollouts, Trainer
+from goaly.telemetry.metrics import MetricsWriter
+from goaly.telemetry.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """The stages of a run."""
+
+    backlog: Backlog
+    rollouts: Rollouts
+    trainer: Trainer
+    reference: Reference | None
+    generators: GeneratorService
+
+    def __init__(self, config: RunConfig, run_dir: Path):
+        self.config = config
+        self.run_dir = run_dir
+        self.prompts = prompt_stream(config.prompts)
+        self.reference = None
+        self.policy_version = 0
+        self.conclusion = ""
+        self.pass_at_1: list[float] = []
+        self.started = time.monotonic()
+        self.metrics = MetricsWriter(run_dir, config.telemetry)
+        self.progress = Progress(config.steps, config.telemetry)
+        self._stepped = time.monotonic()
+        self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def evaluate(self) -> float:
+        """The newest policy's pass@1 on held-out prompts."""
+        settings = self.config.evaluation
+        prompts = held_out(self.config.prompts, settings.prompts)
+        rewards = await self.rollouts.rewards(
+            prompts, settings.samples_per_prompt, settings.temperature, self.policy_version
+        )
+        result = EvalResult.of(rewards)
+        self.pass_at_1.append(result.pass_at_1)
+        self.progress.note(f"held-out pass@1 at policy version {self.policy_version}: {result.pass_at_1:.3f}")
+        self._stepped = time.monotonic()
+        return result.pass_at_1
+
+    async def report(self, batch: BatchHandle, metrics: dict[str, float]) -> None:
+        """Record a step's metrics and show its progress."""
+        counts = await self.backlog.counts()
+        replicas = await asyncio.gather(*(handle.stats.call_one() for handle in self.generators.handles().values()))
+        now = time.monotonic()
+        seconds, self._stepped = now - self._stepped, now
+        self.policy_version = batch.id + 1
+        step = {
+            **batch.metrics,
+            **metrics,
+            "step/seconds": seconds,
+            "step/tokens": float(batch.tokens),
+            "step/tokens_per_second": batch.tokens / seconds,
+            "backlog/running": float(counts["running"]),
+            "backlog/queued": float(counts["queued"]),
+            "generator/version": float(min((stats.version for stats in replicas), default=0)),
+            "generator/running": float(sum(stats.running for stats in replicas)),
+            "generator/tokens": float(sum(stats.tokens for stats in replicas)),
+            "generator/busy_seconds": sum(stats.busy_seconds for stats in replicas),
+            "generator/stall_seconds": sum(stats.stall_seconds for stats in replicas),
+            "run/seconds": now - self.started,
+        }
+        self.metrics.step(self.policy_version, step)
+        self.progress.step(self.policy_version, step)
+
+    def conclude(self, text: str) -> None:
+        """Say what came out, as the run's last line."""
+        self.conclusion = text
+
+    def lost(self, actor: str, report: str) -> None:
+        """Take note that an actor died that nothing replaces: the run ends with an error that names it."""
+        if not self._died.done():
+            self._died.set_exception(RunFailed(f"{actor} died: {report}"))
+
+    async def alive(self) -> None:
+        """Wait for as long as the run's actors live; RunFailed when one is lost."""
+        await self._died

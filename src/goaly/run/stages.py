@@ -1,0 +1,152 @@
+"""What a script talks to: one object a stage, each a few calls on actors. Handles and numbers only, never tensors."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from goaly.backlog.admission import Ticket
+from goaly.backlog.batch import BatchHandle
+from goaly.errors import RunFailed
+from goaly.prompts.prompt import Prompt
+
+logger = logging.getLogger(__name__)
+
+FAILURES_IN_A_ROW = 16
+"""So many groups failing one after the other end the run."""
+
+
+class Backlog:
+    """Stage 4: tickets out, batches in."""
+
+    def __init__(self, queue: Any):
+        self.queue = queue
+
+    async def tickets(self) -> AsyncIterator[Ticket]:
+        """A ticket for each group, as soon as it may start, until the run has admitted all it will train."""
+        while (ticket := await self.queue.admit.call_one()) is not None:
+            yield ticket
+
+    async def batches(self, steps: int) -> AsyncIterator[BatchHandle]:
+        """The batches of so many steps, each as soon as its groups are complete. Ends admission when it ends."""
+        for _ in range(steps):
+            batch = await self.queue.next_batch.call_one()
+            if batch is None:
+                raise RunFailed("the trajectory queue closed before the run's last step")
+            yield batch
+        await self.queue.close.call_one()
+
+    async def trained(self, batch: BatchHandle, policy_version: int) -> None:
+        """Account for a batch: an optimizer step consumed it and made this version."""
+        await self.queue.trained.call_one(batch.id, policy_version)
+
+    async def counts(self) -> dict[str, int]:
+        """Groups admitted and in each state."""
+        return await self.queue.counts.call_one()
+
+    async def settle(self) -> dict[str, int]:
+        """End the accounting: what nobody will report on is rejected; the final counts."""
+        return await self.queue.settle.call_one()
+
+
+class Trainer:
+    """Stage 5: batches in, policy versions out."""
+
+    def __init__(self, actors: Any, queue: Any):
+        self._actors = actors
+        self._queue = queue
+
+    async def start(self) -> int:
+        """Build and load the model on every rank; its policy version."""
+        return _first(await self._actors.start.call())
+
+    async def step(self, batch: BatchHandle) -> dict[str, float]:
+        """One optimizer step on this batch; its metrics."""
+        return _first(await self._actors.step.call(self._queue, batch))
+
+    async def publish(self) -> int:
+        """Make the new weights readable by generators; their version."""
+        return _first(await self._actors.publish.call())
+
+    async def save(self, folder: str) -> None:
+        """Write the policy as a Hugging Face folder."""
+        await self._actors.save.call(folder)
+
+    async def close(self) -> None:
+        """Let go of what the actors hold."""
+        await self._actors.close.call()
+
+
+class Reference:
+    """Stage 5: log-probabilities under frozen weights."""
+
+    def __init__(self, actors: Any, queue: Any):
+        self._actors = actors
+        self._queue = queue
+
+    async def start(self) -> None:
+        """Build and load the frozen model on every rank."""
+        await self._actors.start.call()
+
+    async def annotate(self, batch: BatchHandle) -> None:
+        """Add `reference_logprobs` to the batch's rows."""
+        await self._actors.annotate.call(self._queue, batch)
+
+    async def close(self) -> None:
+        """Let go of what the actors hold."""
+        await self._actors.close.call()
+
+
+class Rollouts:
+    """Stage 2: groups of episodes on the rollout workers."""
+
+    def __init__(self, workers: Sequence[Any]):
+        self._workers = tuple(workers)
+        self._running = [0] * len(self._workers)
+        self._failures = 0
+
+    async def group(self, ticket: Ticket, prompt: Prompt) -> None:
+        """Run the group's episodes on the least busy worker; it ends in the backlog, whatever happens."""
+        summary = await self._on_least_busy(lambda worker: worker.run_group.call_one(ticket, prompt))
+        if summary.failed is None:
+            self._failures = 0
+            return
+        self._failures += 1
+        logger.warning("group %d (%s) failed: %s", ticket.index, prompt.id, summary.failed)
+        if self._failures >= FAILURES_IN_A_ROW:
+            raise RunFailed(f"{self._failures} groups failed in a row; the last: {summary.failed}")
+
+    async def rewards(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, temperature: float, policy_version: int
+    ) -> list[list[float]]:
+        """The rewards of so many episodes on each prompt under this policy version or a newer one; none is trained."""
+
+        async def ask(prompt: Prompt) -> list[float]:
+            return await self._on_least_busy(
+                lambda worker: worker.evaluate.call_one(prompt, samples_per_prompt, temperature, policy_version)
+            )
+
+        async with asyncio.TaskGroup() as asked:
+            tasks = [asked.create_task(ask(prompt)) for prompt in prompts]
+        return [task.result() for task in tasks]
+
+    async def use(self, replicas: Mapping[int, Any]) -> None:
+        """Sample from these generator replicas from now on."""
+        await asyncio.gather(*(worker.replicas.call_one(dict(replicas)) for worker in self._workers))
+
+    async def close(self) -> None:
+        """Let go of what the workers hold."""
+        await asyncio.gather(*(worker.close.call_one() for worker in self._workers))
+
+    async def _on_least_busy(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        index = min(range(len(self._workers)), key=self._running.__getitem__)
+        self._running[index] += 1
+        try:
+            return await call(self._workers[index])
+        finally:
+            self._running[index] -= 1
+
+
+def _first(results: Any) -> Any:
+    """Rank 0's answer of a call to all ranks, which agree."""
+    return next(iter(results.values()))

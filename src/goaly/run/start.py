@@ -1,0 +1,190 @@
+"""Brings a run's actors up, and takes them down.
+
+Invariants
+    RN-1  Every task has an owner: the script's TaskGroup, or the run's.
+    RN-2  The death of an actor that is not replaced ends the run with a RunFailed that names it.
+    RN-3  When the block is left, however it is left, every admitted group is accounted for, `summary.json` is written,
+          and the run's processes are stopped.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from monarch.spmd import setup_torch_elastic_env_async
+
+from goaly.backlog.queue import TrajectoryQueue
+from goaly.generate.actor import Generator
+from goaly.generate.service import GeneratorService, mesh_of
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.reward.pool import RewardPool
+from goaly.rollout.worker import RolloutWorker, packed
+from goaly.run.config import RunConfig
+from goaly.run.hosts import Hosts
+from goaly.run.run import Run
+from goaly.run.stages import Backlog, Reference, Rollouts, Trainer
+from goaly.telemetry import spans
+from goaly.telemetry.trace import merge
+from goaly.train.reference import ReferenceModel
+from goaly.train.trainer import PolicyTrainer
+from goaly.weights.store import WeightStore
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 3.0
+
+Episode = Callable[..., Awaitable[Any]]
+
+
+@asynccontextmanager
+async def started(config: RunConfig, episode: Episode, run_dir: Path) -> AsyncIterator[Run]:
+    """A run whose actors are up and whose generators serve the newest policy."""
+    run = Run(config, run_dir)
+    actors: set[str] = set()
+
+    def on_failure(mesh_name: str, report: str) -> None:
+        actor = mesh_of(mesh_name)
+        if actor in actors and not run.generators.lost(actor, report):
+            run.lost(actor, report)  # RN-2
+
+    hosts = Hosts(config.hosts, run_dir, on_failure)
+    status = "failed"
+    try:
+        async with asyncio.TaskGroup() as owned:  # RN-1
+            watch = owned.create_task(run.alive())
+            await _bring_up(run, hosts, episode, actors)
+            supervision = owned.create_task(run.generators.supervise())
+            yield run
+            supervision.cancel()
+            watch.cancel()
+            status = "finished"
+    except asyncio.CancelledError:
+        status = "interrupted"
+        raise
+    finally:
+        await _take_down(run, hosts, status)
+
+
+async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str]) -> None:
+    config = run.config
+
+    def spawn(mesh: Any, name: str, kind: type, *args: Any, **kwargs: Any) -> Any:
+        actors.add(name)
+        return mesh.spawn(name, kind, *args, **kwargs)
+
+    run.progress.note("starting")
+    hub = hosts.spawn("hub", "hub", 1, threads=1)
+    tokenizer = ChatTokenizer(config.model.path)
+    store = spawn(hub, "store", WeightStore, config.weights)
+    rewards = spawn(hub, "rewards", RewardPool, config.reward)
+    queue = spawn(
+        hub,
+        "queue",
+        TrajectoryQueue,
+        config.backlog,
+        config.advantages,
+        config.trainer.fsdp,
+        tokenizer.pad_token,
+        config.steps,
+    )
+    run.backlog = Backlog(queue)
+
+    trainer_mesh = hosts.spawn("trainer", "trainer", config.trainer.ranks, config.trainer.threads)
+    await setup_torch_elastic_env_async(trainer_mesh)
+    run.trainer = Trainer(
+        spawn(trainer_mesh, "trainer", PolicyTrainer, config.trainer, config.model, config.loss, config.weights, store),
+        queue,
+    )
+
+    def spawn_worker(name: str) -> Any:
+        return spawn(
+            hosts.spawn("rollout", name, 1, threads=1),
+            name,
+            RolloutWorker,
+            name,
+            config.rollout,
+            packed(episode),
+            queue=queue,
+            rewards=rewards,
+            tokenizer=config.model.path,
+            sampling=config.sampling,
+            group_size=config.backlog.group_size,
+            max_context=min(config.generator.max_context, config.backlog.row_length),
+            journal=run.run_dir / "rollouts.jsonl" if config.telemetry.journal else None,
+            journal_tokens=config.telemetry.journal_tokens,
+        )
+
+    run.rollouts = Rollouts([spawn_worker(f"rollout-{index}") for index in range(config.rollout.workers)])
+
+    async def spawn_generator(name: str) -> Any:
+        mesh = hosts.spawn("generator", name, config.generator.tp, config.generator.threads)
+        if config.generator.tp > 1:
+            await setup_torch_elastic_env_async(mesh)
+        return spawn(mesh, name, Generator, config.generator, config.model, store, int(name.split("-")[1]))
+
+    run.generators = GeneratorService(
+        replicas=config.generator.replicas, spawn=spawn_generator, retire=hosts.stop, announce=run.rollouts.use
+    )
+    async with asyncio.TaskGroup() as starts:
+        starts.create_task(_until_answered(rewards.start))
+        starts.create_task(run.trainer.start())
+        starts.create_task(run.generators.start())
+        if config.loss.kl_coef > 0:
+            mesh = hosts.spawn("reference", "reference", config.reference.ranks, config.reference.threads)
+            await setup_torch_elastic_env_async(mesh)
+            run.reference = Reference(
+                spawn(mesh, "reference", ReferenceModel, config.reference, config.trainer, config.model), queue
+            )
+            starts.create_task(run.reference.start())
+
+
+async def _until_answered(endpoint: Any) -> None:
+    await endpoint.call()
+
+
+async def _take_down(run: Run, hosts: Hosts, status: str) -> None:
+    run.progress.note("stopping")
+    counts: dict[str, int] = {}
+    with suppress(Exception):  # whatever is dead by now can't be asked; what can be, is
+        async with asyncio.timeout(CLOSE_SECONDS):
+            counts = await run.backlog.settle()
+    await _close_actors(run)
+    await hosts.stop_all()
+    run.metrics.close()
+    spans.flush()
+    if run.config.telemetry.trace:
+        merge(run.run_dir)
+    write_summary(run, status, counts)
+    run.progress.close()
+
+
+async def _close_actors(run: Run) -> None:
+    stages = [run.rollouts, run.generators, run.trainer, *([run.reference] if run.reference else [])]
+    results = await asyncio.gather(*(_within(stage.close()) for stage in stages), return_exceptions=True)
+    for stage, result in zip(stages, results, strict=True):
+        if isinstance(result, Exception):
+            logger.info("closing %s: %s", type(stage).__name__, result)
+
+
+async def _within(closing: Awaitable[None]) -> None:
+    async with asyncio.timeout(CLOSE_SECONDS):
+        await closing
+
+
+def write_summary(run: Run, status: str, counts: dict[str, int]) -> None:
+    """Write `summary.json`: how the run ended, what it learned, and where every prompt went."""
+    before, after = (*run.pass_at_1, None, None)[:2]
+    summary = {
+        "status": status,
+        "pass_at_1_before": before,
+        "pass_at_1_after": after if status == "finished" else None,
+        "seconds": round(time.monotonic() - run.started, 1),
+        "policy_version": run.policy_version,
+        **{key: counts.get(key) for key in ("admitted", "trained", "rejected", "failed")},
+    }
+    (run.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
