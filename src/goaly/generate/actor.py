@@ -22,6 +22,7 @@ from goaly.telemetry import spans
 
 if TYPE_CHECKING:
     from goaly.weights.store import WeightStore
+    from goaly.weights.subscriber import Subscriber
 
 
 class Generator(Actor):
@@ -57,6 +58,8 @@ class Generator(Actor):
         subscriber = Subscriber(self._store, engine.named_tensors(), reader=f"generator-{self._replica}.{rank}")
         self._engine_loop = EngineLoop(engine, apply_mode=settings.apply, fill=subscriber.apply, link=commands)
         follower = WeightFollower(subscriber, self._engine_loop, announcements)
+        if rank == 0:
+            await self._catch_up(follower, subscriber)  # GE-1
         self._following = asyncio.create_task(self._follow(follower))
         return self._engine_loop.version
 
@@ -99,6 +102,11 @@ class Generator(Actor):
         if self._engine_loop is not None:
             await self._engine_loop.stop()
         spans.flush()
+
+    async def _catch_up(self, follower: WeightFollower, subscriber: "Subscriber") -> None:
+        assert self._store is not None
+        while ((await self._store.state.call_one()).newest or 0) > self._running().version:
+            await follower.catch_up(await subscriber.newest(self._running().version))
 
     def _running(self) -> EngineLoop:
         if self._engine_loop is None:

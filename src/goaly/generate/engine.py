@@ -11,6 +11,7 @@ Invariants
     EN-3  A request that was under way at an update goes on with the tokens it has: none is lost or drawn again.
 """
 
+import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,9 +29,11 @@ from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
+from vllm.v1.executor import uniproc_executor
+from vllm.v1.sample import sampler
 
 from goaly.errors import ConfigError
-from goaly.generate.ranks import name_shared_memory_for_this_run
+from goaly.generate.ranks import name_shared_memory_for_this_run, unlink_what_all_hold_open
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
@@ -63,8 +66,9 @@ class Engine:
 
             vllm_model.register()
             overrides["hf_overrides"] = {"architectures": [vllm_model.ARCHITECTURE]}
+        uniproc_executor.Lock = multiprocessing.get_context("fork").Lock  # it leaves no named semaphore behind
         if not on_cuda:
-            torch._dynamo.config.disable = True  # vLLM compiles a two-operator helper, for seconds, at the first step
+            sampler.batched_count_greater_than = _ranks  # vLLM compiles these two operators, for seconds
         if settings.tp > 1:
             name_shared_memory_for_this_run()
         arguments = EngineArgs(
@@ -89,6 +93,8 @@ class Engine:
             **overrides,
         )
         self._vllm = LLMEngine.from_engine_args(arguments)
+        if settings.tp > 1:
+            unlink_what_all_hold_open()
         self._scheduler = self._vllm.engine_core.engine_core.scheduler
         self._vllm.set_weight_version("0")
 
@@ -202,6 +208,10 @@ class Engine:
 
     def _device(self) -> str:
         return self._vllm.vllm_config.device_config.device.type
+
+
+def _ranks(logprobs_TV: torch.Tensor, sampled_T1: torch.Tensor) -> torch.Tensor:
+    return (logprobs_TV >= sampled_T1).sum(-1)
 
 
 def _sample(output: Any) -> Sample:

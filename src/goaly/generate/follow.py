@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar, cast
 
 from goaly.generate.loop import EngineLoop
 from goaly.generate.ranks import Link
-from goaly.telemetry.spans import span
 
 T = TypeVar("T")
 
@@ -55,8 +54,7 @@ class WeightFollower:
         return True
 
     async def _hold_ready(self, version: int) -> bool:
-        with span("pull", version=version):
-            ready = await self._versions.prefetch(version)
+        ready = await self._versions.prefetch(version)
         return ready if self._link is None else await _in_thread(self._link.all_agree, ready)  # FO-1
 
 

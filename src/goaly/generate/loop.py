@@ -8,6 +8,8 @@ Invariants
 """
 
 import asyncio
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +20,8 @@ import torch
 from goaly.generate.commands import Add, Apply, Cancel, Command, Sequencer, Stop
 from goaly.generate.ranks import Link
 from goaly.generate.request import EngineFailed, Finish, GeneratorStats, Sample, Sampling
-from goaly.telemetry.spans import span
+
+logger = logging.getLogger(__name__)
 
 Ended = list[tuple[str, Sample | Exception]]
 
@@ -139,6 +142,9 @@ class EngineLoop:
             while self._round():
                 pass
         except BaseException as error:
+            if self._follows:
+                logger.critical("a follower's engine broke; its replica can't go on", exc_info=True)
+                os._exit(1)  # rank 0 would wait for it for good; a dead process is noticed, and the replica replaced
             failure = _engine_failed(error)
         else:
             failure = EngineFailed("the generator was closed")
@@ -182,9 +188,7 @@ class EngineLoop:
 
     def _apply(self) -> None:
         started = time.perf_counter()
-        with span("apply") as noted:
-            version = self._engine.apply(self._fill)
-            noted.note(version=version)
+        version = self._engine.apply(self._fill)
         self._stall_seconds += time.perf_counter() - started
         self._updates += 1
         self._post(self._turn, version)

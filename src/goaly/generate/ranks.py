@@ -43,6 +43,17 @@ class Link:
         return bool(vote.item())
 
 
+def unlink_what_all_hold_open() -> None:
+    """After the engines' start: unlink vLLM's message queues (RK-3)."""
+    from vllm.distributed import parallel_state
+
+    for group in (parallel_state.get_world_group(), parallel_state.get_tp_group()):
+        ring = getattr(group.mq_broadcaster, "buffer", None)
+        if ring is not None and ring.is_creator:
+            ring.shared_memory.unlink()
+            ring.is_creator = False
+
+
 def name_shared_memory_for_this_run() -> None:
     """Make vLLM's CPU ranks name their shared memory uniquely and unlink the names at once (RK-3).
 

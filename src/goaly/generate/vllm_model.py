@@ -13,24 +13,33 @@ Invariants
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import spmd_types
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as torchtitan_distributed
+from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.protocols.module import Module
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 
 from goaly.models.spec import model_spec
 
 ARCHITECTURE = "GoalyTorchtitanForCausalLM"
+_FUSED = re.compile(r"\bw[qkv](?=\.weight$)")
 
 
 def register() -> None:
@@ -143,17 +152,44 @@ class TorchtitanForCausalLM(torch.nn.Module):
     def compute_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Logits `[T, V]` over the whole vocabulary."""
         with self._context():
-            return self.model.lm_head(hidden_TD)
+            logits_TV = self.model.lm_head(hidden_TD)
+        return logits_TV if self._dims is None else tensor_model_parallel_all_gather(logits_TV)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill the parameters from Hugging Face's names; returns the names that were filled (VM-2)."""
         full = self._adapter.from_hf(dict(weights))
-        unfilled = set(self.model.load_state_dict(full, strict=False).missing_keys)
+        local = {name: self._local(name, tensor) for name, tensor in full.items()} if self._dims else full
+        unfilled = set(self.model.load_state_dict(local, strict=False).missing_keys)
         return {f"model.{name}" for name, _ in self.model.named_parameters() if name not in unfilled}
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters by torchtitan's names: DTensors with tp > 1, sharing the parameters' memory."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        if self._dims is None:
+            return tensors
+        mesh = self._dims.get_mesh("tp")
+        return {
+            name: DTensor.from_local(
+                tensor, mesh, [Replicate() if (dim := self._split_dim(name)) is None else Shard(dim)], run_check=False
+            )
+            for name, tensor in tensors.items()
+        }
+
+    def _local(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a whole tensor (VM-3)."""
+        dim = self._split_dim(_FUSED.sub("wqkv", name))
+        if dim is None:
+            return full
+        if full.shape[dim] % self._tp:
+            raise ValueError(f"generate.tp={self._tp}: must divide dimension {dim} of {name}, {tuple(full.shape)}")
+        return full.chunk(self._tp, dim)[get_tensor_model_parallel_rank()]
+
+    def _split_dim(self, name: str) -> int | None:
+        """The dimension along which torchtitan's sharding splits this parameter over the ranks; None: each has all."""
+        module, _, state = name.rpartition(".")
+        sharding = self.model.get_submodule(module)._sharding_config
+        placement = sharding.state_shardings[state].per_axis_spmd_types()[MeshAxisName.TP]
+        return placement.dim if isinstance(placement, spmd_types.Shard) else None
 
 
 def _fill_in_heads(config: Any) -> None:

@@ -1,0 +1,107 @@
+"""The order in which a replica's engines are told what to do."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from goaly.generate.commands import Add, Apply, Cancel, Command, Sequencer, Stop
+from goaly.generate.request import Sampling
+
+SAMPLING = Sampling(max_tokens=4)
+
+
+def add(name: str, min_version: int = 0) -> Add:
+    return Add(name, [1, 2], SAMPLING, min_version)
+
+
+def ask(mode: str, *commands: Command) -> Sequencer:
+    sequencer = Sequencer(mode)
+    for command in commands:
+        sequencer.ask(command)
+    return sequencer
+
+
+def test_a_request_waits_for_its_version_and_starts_in_the_round_that_applies_it():
+    sequencer = ask("recompute", add("new", min_version=2), add("any"))
+    assert sequencer.next(busy=False) == ([add("any")], [])  # CO-1
+    assert not sequencer.ready(busy=False)
+    sequencer.ask(Apply(1))
+    assert sequencer.next(busy=True) == ([Apply(1)], [])
+    sequencer.ask(Apply(2))
+    assert sequencer.next(busy=True) == ([Apply(2), add("new", min_version=2)], [])  # CO-4
+
+
+def test_draining_holds_everything_back_until_the_engine_is_idle():
+    sequencer = ask("drain", add("first"))
+    sequencer.next(busy=False)
+    sequencer.ask(Apply(1))
+    sequencer.ask(add("second"))
+    assert sequencer.next(busy=True) == ([], [])  # CO-2
+    assert sequencer.next(busy=False) == ([Apply(1), add("second")], [])
+
+
+def test_a_newer_update_replaces_one_that_was_not_applied_yet():
+    sequencer = ask("drain", Apply(1), Apply(3))
+    assert sequencer.next(busy=True) == ([], [])
+    assert sequencer.next(busy=False) == ([Apply(3)], [])
+    assert not sequencer.ready(busy=False)
+
+
+def test_a_request_that_is_cancelled_before_it_starts_never_reaches_the_engine():
+    sequencer = ask("keep", add("held", min_version=9), Cancel(("held", "running")))
+    assert sequencer.ready(busy=False)
+    assert sequencer.next(busy=True) == ([Cancel(("running",))], ["held"])
+    assert sequencer.waiting == 0
+
+
+def test_stopping_comes_before_everything_else():
+    sequencer = ask("keep", add("one"), Apply(1), Stop())
+    assert sequencer.next(busy=False) == ([Stop()], [])
+
+
+@given(
+    mode=st.sampled_from(["recompute", "keep", "drain"]),
+    events=st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(0, 4)),
+            st.tuples(st.just("apply"), st.integers(1, 4)),
+            st.tuples(st.just("cancel"), st.integers(0, 20)),
+            st.tuples(st.just("round"), st.booleans()),
+        ),
+        max_size=40,
+    ),
+)
+def test_every_request_starts_once_or_is_withdrawn_once_and_never_under_older_weights(mode, events):
+    sequencer = Sequencer(mode)
+    version, asked, newest = 0, 0, 0
+    begun: list[str] = []
+    withdrawn: list[str] = []
+
+    def play_round(busy: bool) -> None:
+        nonlocal version
+        commands, never_begun = sequencer.next(busy)
+        withdrawn.extend(never_begun)
+        for command in commands:
+            match command:
+                case Apply(new):
+                    assert new > version
+                    assert not (mode == "drain" and busy)
+                    version = new
+                case Add():
+                    assert command.min_version <= version
+                    begun.append(command.name)
+
+    for what, value in events:
+        if what == "add":
+            sequencer.ask(add(str(asked), min_version=value))
+            asked += 1
+        elif what == "apply" and newest + value > newest:
+            newest += value
+            sequencer.ask(Apply(newest))
+        elif what == "cancel":
+            sequencer.ask(Cancel((str(value),)))
+        else:
+            play_round(value)
+    sequencer.ask(Apply(newest + 5))
+    play_round(False)
+    assert not sequencer.ready(busy=False)
+    assert sorted(begun + withdrawn, key=int) == [str(i) for i in range(asked)]
