@@ -8,12 +8,10 @@ The folder loads in plain transformers. Its weights are random, from the given s
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import BPE
+if TYPE_CHECKING:
+    import torch
 
 PAD, END, SYSTEM, USER, ASSISTANT, UNKNOWN = (
     "<|pad|>",
@@ -38,30 +36,62 @@ class TinyModel:
     """The size of a tiny Qwen3."""
 
     dim: int = 96
+    """Width of the residual stream."""
     layers: int = 3
+    """Transformer blocks."""
     heads: int = 4
+    """Attention heads."""
     kv_heads: int = 2
+    """Key-value heads, shared among the attention heads."""
     head_dim: int = 32
+    """Width of a head."""
     hidden_dim: int = 256
+    """Width inside the feed-forward network."""
     max_context: int = 512
+    """Most tokens of a sequence."""
     rope_theta: float = 10_000.0
+    """Base of the rotary position embedding."""
     tied: bool = False
+    """Use the embedding as the output layer too."""
+    seed: int = 0
+    """Of the random weights."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `tiny.`."""
+        found = [
+            f"{prefix}{name}={getattr(self, name)}: must be at least 1"
+            for name in ("dim", "layers", "heads", "kv_heads", "head_dim", "hidden_dim", "max_context")
+            if getattr(self, name) < 1
+        ]
+        if not found and self.heads % self.kv_heads:
+            found.append(f"{prefix}heads={self.heads}: must be a multiple of kv_heads={self.kv_heads}")
+        if self.head_dim % 8:
+            found.append(f"{prefix}head_dim={self.head_dim}: must be a multiple of 8")
+        return found
 
 
-def write_tiny_model(folder: str | Path, size: TinyModel | None = None, *, seed: int = 0) -> Path:
-    """Write the tiny model's folder, with random weights of this seed."""
+def write_tiny_model(folder: str | Path, size: TinyModel | None = None) -> Path:
+    """Write the tiny model's folder, with random weights."""
+    from safetensors.torch import save_file
+
     size = size or TinyModel()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_tokenizer(folder)
     _write_json(folder / "config.json", _model_config(size))
-    _write_json(folder / "generation_config.json", {"eos_token_id": SPECIAL.index(END), "pad_token_id": 0})
-    save_file(_weights(size, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    _write_json(
+        folder / "generation_config.json", {"eos_token_id": SPECIAL.index(END), "pad_token_id": SPECIAL.index(PAD)}
+    )
+    save_file(_weights(size), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def write_tiny_tokenizer(folder: str | Path) -> None:
     """Write a tokenizer of one token a character, with the chat's special tokens and template."""
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import BPE
+
     vocabulary = {text: index for index, text in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = Fuse()
@@ -105,10 +135,12 @@ def _model_config(size: TinyModel) -> dict[str, object]:
     }
 
 
-def _weights(size: TinyModel, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def _weights(size: TinyModel) -> "dict[str, torch.Tensor]":
+    import torch
 
-    def normal(rows: int, columns: int, std: float = 0.02) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(size.seed)
+
+    def normal(rows: int, columns: int, std: float = 0.02) -> "torch.Tensor":
         return torch.randn(rows, columns, generator=generator) * std
 
     vocab_size = len(SPECIAL) + len(CHARACTERS)

@@ -8,6 +8,7 @@ Invariants
     ST-3  A state of another source, seed or split is refused, never continued with different prompts.
 """
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any, Protocol
 
@@ -30,6 +31,25 @@ class PromptSource(Protocol):
     def at(self, position: int, seed: int, split: Split) -> Prompt:
         """The prompt at this position of the split's endless order."""
         ...
+
+
+class ShuffledOrder:
+    """`count` places over and over, shuffled anew for every pass."""
+
+    def __init__(self, count: int, name: str):
+        self._count = count
+        self._name = name
+        self._pass: tuple[int, int] | None = None
+        self._places: list[int] = []
+
+    def at(self, position: int, seed: int) -> int:
+        """The place that this position of the endless order stands for."""
+        number, offset = divmod(position, self._count)
+        if self._pass != (seed, number):
+            self._places = list(range(self._count))
+            Random(f"{seed}/{self._name}/{number}").shuffle(self._places)
+            self._pass = (seed, number)
+        return self._places[offset]
 
 
 class TaskSource:
@@ -57,13 +77,13 @@ class TaskSource:
 class FileSource:
     """Prompts of files, shuffled anew for every pass."""
 
-    def __init__(self, files: list[str], held_out_fraction: float):
-        self._fingerprint = f"{files} held_out={held_out_fraction}"
+    def __init__(self, files: Sequence[str], held_out_fraction: float):
+        self._fingerprint = f"{list(files)} held_out={held_out_fraction}"
         prompts = read_prompts(files)
         self._prompts = {
             split: [prompt for prompt in prompts if split_of(prompt, held_out_fraction) is split] for split in Split
         }
-        self._order: tuple[tuple[int, int, Split], list[int]] | None = None
+        self._orders = {split: ShuffledOrder(len(prompts), str(split)) for split, prompts in self._prompts.items()}
 
     @property
     def fingerprint(self) -> str:
@@ -76,13 +96,7 @@ class FileSource:
         prompts = self._prompts[split]
         if not prompts:
             raise ValueError(f"no prompt is in the {split} split: {self.fingerprint}")
-        epoch, place = divmod(position, len(prompts))
-        key = (epoch, seed, split)
-        if self._order is None or self._order[0] != key:
-            order = list(range(len(prompts)))
-            Random(f"{seed}/{split}/{epoch}").shuffle(order)
-            self._order = (key, order)
-        return prompts[self._order[1][place]]
+        return prompts[self._orders[split].at(position, seed)]
 
 
 class PromptStream:
@@ -124,7 +138,7 @@ def prompt_source(settings: PromptSettings) -> PromptSource:
     """The source that the settings describe."""
     if settings.task is None:
         return FileSource(settings.files, settings.held_out_fraction)
-    return TaskSource(build_task(settings), settings.held_out_fraction)
+    return TaskSource(build_task(settings.task, settings.arithmetic), settings.held_out_fraction)
 
 
 def prompt_stream(settings: PromptSettings, split: Split = Split.TRAIN) -> PromptStream:

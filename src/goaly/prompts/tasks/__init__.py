@@ -3,12 +3,11 @@
 A task never touches files or the network: every problem comes out of the random generator it is given.
 """
 
-from collections.abc import Mapping
 from random import Random
 from typing import Protocol
 
 from goaly.prompts.prompt import Prompt
-from goaly.prompts.settings import ArithmeticSettings, PromptSettings
+from goaly.prompts.settings import TASK_NAMES, ArithmeticSettings
 from goaly.prompts.tasks.arithmetic import Arithmetic
 
 
@@ -29,27 +28,20 @@ class Task(Protocol):
         """A problem, by the generator's draws alone."""
         ...
 
-    def solution(self, prompt: Prompt, random: Random) -> str:
-        """A written-out answer to imitate."""
+    def demonstration(self, prompt: Prompt, random: Random) -> str:
+        """A written-out answer to imitate; it may be wrong where the teacher is not perfect."""
         ...
 
     def verify(self, prompt: Prompt, response: str) -> float:
         """The reward of a response."""
         ...
 
-    def size_of(self, prompt: Prompt) -> str:
-        """How big the problem is: evaluations report by it."""
-        ...
+
+def build_task(name: str, arithmetic: ArithmeticSettings, *, forgotten_carry_rate: float = 0.0) -> Task:
+    """The built-in task of this name."""
+    if name not in TASK_NAMES:
+        raise ValueError(f"task={name}: must be one of {', '.join(TASK_NAMES)}")
+    return Arithmetic(arithmetic, forgotten_carry_rate=forgotten_carry_rate)
 
 
-TASKS: Mapping[str, type[Arithmetic]] = {"arithmetic": Arithmetic}
-
-
-def build_task(settings: PromptSettings) -> Task:
-    """The built-in task that the settings name."""
-    if settings.task not in TASKS:
-        raise ValueError(f"prompts.task={settings.task!r}: unknown; built in: {', '.join(TASKS)}")
-    return Arithmetic(settings.arithmetic)
-
-
-__all__ = ["TASKS", "Arithmetic", "ArithmeticSettings", "Task", "build_task"]
+__all__ = ["Arithmetic", "Task", "build_task"]

@@ -4,8 +4,11 @@
     response  7+8+0=15,5+6+1=12|125
 
 One step a digit, least significant first: both digits, the carry, and their two-digit sum. The answer stands after the
-bar, and only the answer is verified. The number of digits is drawn with weight `1 / digits ** weight_power`, so that the
-lengths of the responses have a heavy tail.
+bar, and only the answer is verified. The number of digits is drawn with weight `1 / digits ** weight_power`, so that
+responses are long rarely, but then very long.
+
+Demonstrations may forget carries: an imitator of a teacher that forgets more than half of them finds the wrong answer
+likelier than the right one, and has something to learn from rewards that no sharpening of its habits would give.
 """
 
 from dataclasses import asdict
@@ -21,8 +24,9 @@ ANSWER_MARK = "|"
 class Arithmetic:
     """The addition task under one setting."""
 
-    def __init__(self, settings: ArithmeticSettings | None = None):
+    def __init__(self, settings: ArithmeticSettings | None = None, *, forgotten_carry_rate: float = 0.0):
         self.settings = settings or ArithmeticSettings()
+        self._forgotten_carry_rate = forgotten_carry_rate
         self._digits = range(self.settings.min_digits, self.settings.max_digits + 1)
         self._weights = [digits**-self.settings.weight_power for digits in self._digits]
 
@@ -34,7 +38,8 @@ class Arithmetic:
     @property
     def fingerprint(self) -> str:
         """What tells one setting of the task from another."""
-        return f"{NAME} {sorted(asdict(self.settings).items())}"
+        options = asdict(self.settings) | {"forgotten_carry_rate": self._forgotten_carry_rate}
+        return f"{NAME} {sorted(options.items())}"
 
     def problem(self, random: Random) -> Prompt:
         """Two numbers of the same drawn number of digits."""
@@ -42,18 +47,14 @@ class Arithmetic:
         low = 10 ** (digits - 1) if digits > 1 else 0
         return addition(random.randrange(low, 10**digits), random.randrange(low, 10**digits))
 
-    def solution(self, prompt: Prompt, random: Random) -> str:
-        """The problem worked out; each step goes wrong with probability `mistake_rate`, and its error is carried on."""
+    def demonstration(self, prompt: Prompt, random: Random) -> str:
+        """The problem worked out, with the mistakes that this teacher makes."""
         first, second = prompt.messages[-1].content.removesuffix("=").split("+")
-        return work_out(first, second, random, self.settings.mistake_rate)
+        return work_out(first, second, random, self._forgotten_carry_rate)
 
     def verify(self, prompt: Prompt, response: str) -> float:
         """1 for the right final answer, else 0."""
         return verify(prompt, response)
-
-    def size_of(self, prompt: Prompt) -> str:
-        """The number of digits."""
-        return prompt.metadata["digits"]
 
 
 def addition(first: int, second: int) -> Prompt:
@@ -69,14 +70,14 @@ def addition(first: int, second: int) -> Prompt:
     )
 
 
-def work_out(first: str, second: str, random: Random | None = None, mistake_rate: float = 0.0) -> str:
-    """The written-out addition of two decimal numbers."""
+def work_out(first: str, second: str, random: Random | None = None, forgotten_carry_rate: float = 0.0) -> str:
+    """The written-out addition of two decimal numbers; right in every step where no carry is to be forgotten."""
     width = max(len(first), len(second))
     carry, steps, answer = 0, [], ""
     for a, b in zip(reversed(first.zfill(width)), reversed(second.zfill(width)), strict=True):
+        if carry and steps and random is not None and random.random() < forgotten_carry_rate:
+            carry = 0
         total = int(a) + int(b) + carry
-        if random is not None and random.random() < mistake_rate:
-            total = (total + random.choice((-1, 1))) % 20
         steps.append(f"{a}+{b}+{carry}={total:02d}")
         carry, digit = divmod(total, 10)
         answer = f"{digit}{answer}"
