@@ -87,6 +87,7 @@ class GroupRunner:
         self,
         episode: EpisodeFunction,
         *,
+        name: str,
         sampler: Sampler,
         queue: Queue,
         rewards: Rewards,
@@ -95,9 +96,10 @@ class GroupRunner:
         group_size: int,
         max_context: int,
         concurrency: int,
-        record: Callable[[Prompt, Trajectory], None] | None = None,
+        record: Callable[[int, Prompt, Trajectory], None] | None = None,
     ):
         self._episode = episode
+        self._name = name
         self._sampler = sampler
         self._queue = queue
         self._rewards = rewards
@@ -147,7 +149,7 @@ class GroupRunner:
         """The rewards of so many episodes that nobody trains."""
         self._evaluations += 1
         sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
-        name = f"evaluation-{self._evaluations}"
+        name = f"{self._name}.evaluation-{self._evaluations}"
         trajectories = await self._sample(prompt, samples, name=name, sampling=sampling, min_version=min_version)
         return [trajectory.reward for trajectory in trajectories]
 
@@ -161,7 +163,7 @@ class GroupRunner:
         )
         if self._record is not None:
             for sample in samples:
-                self._record(prompt, sample)
+                self._record(ticket.index, prompt, sample)
         return samples
 
     async def _sample(

@@ -35,4 +35,11 @@ def by_word(prompt, response: str) -> float:
     return 1.0
 
 
+def by_answer(prompt, response: str) -> float:
+    """What the prompt's answer says, as in `by_word`; else the number of digits in the response."""
+    if prompt.answer in ("hang", "raise"):
+        return by_word(prompt, prompt.answer)
+    return float(sum(letter.isdigit() for letter in response))
+
+
 NOT_A_FUNCTION = 3

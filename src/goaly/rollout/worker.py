@@ -1,0 +1,190 @@
+"""The actor that runs episodes: environments live in its process. A shell around `GroupRunner`.
+
+Samples through a router of its own, so that requests travel straight to a generator replica; `replicas` tells it which
+ones serve. Groups go straight to the queue; the controller gets a summary.
+
+Invariants
+    RK-1  Every group's task has an owner here: `cancel` and `close` end them, and their requests and tickets with them.
+          (Cancelling the caller of `run_group` does not reach it: Monarch does not pass a cancellation on.)
+"""
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+from monarch.actor import Actor, ActorError, concurrent_endpoint
+
+from goaly.backlog.admission import Ticket
+from goaly.generate.request import Sample, Sampling
+from goaly.generate.router import Router
+from goaly.generate.settings import SamplingSettings
+from goaly.prompts.prompt import Prompt
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.episode import EpisodeFunction
+from goaly.rollout.group import CANCELLED, GroupRunner, GroupSummary
+from goaly.rollout.settings import RolloutSettings
+from goaly.telemetry import spans
+from goaly.telemetry.journal import Journal
+from goaly.trajectory import Group, Trajectory
+
+
+def packed(episode: EpisodeFunction) -> bytes:
+    """A script's episode in a form that reaches workers, also when it was defined in `__main__`."""
+    return cloudpickle.dumps(episode)
+
+
+class RolloutWorker(Actor):
+    """Runs groups of episodes, many at once."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: RolloutSettings,
+        episode: bytes,
+        *,
+        queue: Any,
+        rewards: Any,
+        tokenizer: str,
+        sampling: SamplingSettings,
+        group_size: int,
+        max_context: int,
+        journal: Path | None = None,
+        journal_tokens: bool = False,
+    ):
+        """`episode` is `packed(…)`; `queue` and `rewards` are the hub's actors; `tokenizer` is a model folder.
+
+        `max_context` bounds prompt and answer together: the least of the generator's and a packed row's.
+        """
+        self._chat = ChatTokenizer(tokenizer)
+        self._router = Router()
+        self._journal = Journal(journal, tokens=journal_tokens)
+        self._queue = _Queue(queue)
+        self._running: dict[int, asyncio.Task[GroupSummary]] = {}
+        self._runner = GroupRunner(
+            cloudpickle.loads(episode),
+            name=name,
+            sampler=_Sampler(self._router),
+            queue=self._queue,
+            rewards=_Rewards(rewards),
+            chat=self._chat,
+            sampling=Sampling(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                stop_token_ids=self._chat.stop_token_ids,
+            ),
+            group_size=group_size,
+            max_context=max_context,
+            concurrency=settings.concurrency,
+            record=self._write,
+        )
+
+    @concurrent_endpoint
+    async def replicas(self, handles: Mapping[int, Any]) -> None:
+        """Sample from these generator replicas from now on."""
+        self._router.update(handles)
+
+    @concurrent_endpoint
+    async def run_group(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
+        """Run the group's episodes and take the group to the queue."""
+        task = asyncio.create_task(self._runner.run(ticket, prompt), name=f"group {ticket.index}")
+        self._running[ticket.index] = task
+        try:
+            await asyncio.wait([task])  # Unblocked by the episodes' end, or by `cancel`.
+        finally:
+            del self._running[ticket.index]
+            task.cancel()  # Nothing once it has ended; the end of it when this endpoint is stopped.
+        if task.cancelled():
+            await self._queue.fail(ticket.index, CANCELLED)  # It may have been cancelled before its first step.
+            return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, seconds=0.0, failed=CANCELLED)
+        return task.result()
+
+    @concurrent_endpoint
+    async def evaluate(
+        self, prompt: Prompt, samples: int, temperature: float | None = None, min_version: int = 0
+    ) -> list[float]:
+        """The rewards of so many episodes on this prompt, of which nothing is trained."""
+        return await self._runner.evaluate(prompt, samples, temperature, min_version)
+
+    @concurrent_endpoint
+    async def cancel(self, tickets: list[int]) -> None:
+        """End these groups, as failed; those that are not here are passed over."""
+        await self._end(tickets)
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """End all groups, and write what is held."""
+        await self._end(list(self._running))
+        self._journal.close()
+        spans.flush()
+
+    async def _end(self, tickets: Iterable[int]) -> None:
+        tasks = [self._running[ticket] for ticket in tickets if ticket in self._running]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)  # Unblocked by the groups' own report to the queue.
+
+    def _write(self, ticket: int, prompt: Prompt, trajectory: Trajectory) -> None:
+        tokens = trajectory.tokens["tokens"].tolist()
+        answer_at = trajectory.turns[0].stop if trajectory.turns else 0
+        self._journal.write(
+            trajectory,
+            ticket=ticket,
+            prompt=self._chat.decode(tokens[:answer_at]),
+            response=self._chat.decode(tokens[answer_at:]),
+            source=prompt.source,
+            answer=prompt.answer,
+        )
+
+
+class _Queue:
+    """The trajectory queue's actor, as a group runner speaks to it."""
+
+    def __init__(self, queue: Any):
+        self._queue = queue
+
+    async def started(self, ticket: int) -> bool:
+        return await _answer(self._queue.started.call_one(ticket))
+
+    async def put(self, group: Group) -> bool:
+        return await _answer(self._queue.put.call_one(group))
+
+    async def reject(self, ticket: int, why: str) -> bool:
+        return await _answer(self._queue.reject.call_one(ticket, why))
+
+    async def fail(self, ticket: int, why: str) -> bool:
+        return await _answer(self._queue.fail.call_one(ticket, why))
+
+
+class _Rewards:
+    """The reward pool's actor, as a group runner speaks to it."""
+
+    def __init__(self, rewards: Any):
+        self._rewards = rewards
+
+    async def score(self, prompt: Prompt, response: str) -> float:
+        return await _answer(self._rewards.score.call_one(prompt, response))
+
+
+class _Sampler:
+    """The router, as a group runner speaks to it."""
+
+    def __init__(self, router: Router):
+        self._router = router
+
+    async def generate(
+        self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int = 0, session: str | None = None
+    ) -> Sample:
+        return await _answer(self._router.generate(request_id, tokens, sampling, min_version, session))
+
+
+async def _answer(call: Awaitable[Any]) -> Any:
+    """What the actor answered; what it raised is raised here as itself, not as the report about it."""
+    try:
+        return await call
+    except ActorError as error:
+        raise error.exception from error

@@ -1,0 +1,71 @@
+"""Episodes: what was said becomes a trajectory, token by token."""
+
+import pytest
+import torch
+
+from goaly.errors import EpisodeError
+from goaly.generate.request import Finish
+from goaly.prompts.prompt import Prompt
+from goaly.rollout.episode import Episode
+from goaly.rollout.policy import Completion
+from goaly.trajectory import Outcome, Turn
+
+PROMPT = Prompt(id="q1", source="test", messages=())
+
+
+def completion(prompt: list[int], tokens: list[int], finish: Finish = Finish.STOP, version: int = 3) -> Completion:
+    return Completion(
+        prompt=tuple(prompt),
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        logprobs=torch.full((len(tokens),), -0.25),
+        versions=torch.full((len(tokens),), version, dtype=torch.int32),
+        finish=finish,
+        text="",
+    )
+
+
+def test_one_turn_by_hand():
+    one = Episode(PROMPT, [5, 6], 2).wrote(completion([5, 6], [7, 8, 1])).finish(0.5)
+    assert one.tokens["tokens"].tolist() == [5, 6, 7, 8, 1]
+    assert one.tokens["trained"].tolist() == [False, False, True, True, True]
+    assert one.tokens["sampler_logprobs"].tolist() == [0.0, 0.0, -0.25, -0.25, -0.25]
+    assert one.tokens["sampler_versions"].tolist() == [-1, -1, 3, 3, 3]
+    assert one.tokens["rewards"].tolist() == [0.0, 0.0, 0.0, 0.0, 0.5]
+    assert (one.prompt_id, one.sample_index, one.outcome) == ("q1", 2, Outcome.COMPLETE)
+
+
+def test_what_the_environment_said_between_turns_is_not_trained_and_the_reward_sits_on_the_last_trained_token():
+    episode = Episode(PROMPT, [5], environment="calculator").wrote(completion([5], [6, 7]))
+    episode.observed([40, 41]).wrote(completion([5, 6, 7, 40, 41], [8], version=4)).observed([42])
+    whole = episode.finish(1.0)
+    assert whole.tokens["tokens"].tolist() == [5, 6, 7, 40, 41, 8, 42]
+    assert whole.tokens["trained"].tolist() == [False, True, True, False, False, True, False]
+    assert whole.tokens["sampler_versions"].tolist() == [-1, 3, 3, -1, -1, 4, -1]
+    assert whole.tokens["rewards"].tolist() == [0, 0, 0, 0, 0, 1, 0]
+    assert whole.environment == "calculator"
+    assert [(turn.author, turn.start, turn.stop) for turn in whole.turns] == [
+        ("prompt", 0, 1),
+        ("policy", 1, 3),
+        ("environment", 3, 5),
+        ("policy", 5, 6),
+        ("environment", 6, 7),
+    ]
+    assert isinstance(whole.turns[0], Turn)
+
+
+def test_an_answer_that_the_token_limit_cut_is_truncated():
+    assert Episode(PROMPT, [5]).wrote(completion([5], [6], Finish.LENGTH)).finish(0.0).outcome is Outcome.TRUNCATED
+
+
+def test_an_answer_to_other_tokens_is_refused():
+    episode = Episode(PROMPT, [5, 6])
+    with pytest.raises(EpisodeError, match="prompt q1: a completion of 2 other tokens; it must continue the 2"):
+        episode.wrote(completion([5, 7], [8]))  # EP-2: tokenized again, and differently
+    episode.wrote(completion([5, 6], [8]))
+    with pytest.raises(EpisodeError, match="must continue the 3 recorded"):
+        episode.wrote(completion([5, 6], [8]))
+
+
+def test_an_empty_answer_still_carries_the_reward():
+    empty = Episode(PROMPT, [5, 6]).wrote(completion([5, 6], [])).finish(1.0)
+    assert (empty.reward, empty.trained_tokens, len(empty)) == (1.0, 0, 2)

@@ -1,0 +1,240 @@
+"""Groups of episodes on fakes at the Protocol seams: every started ticket is reported exactly once."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from goaly.backlog.admission import Ticket
+from goaly.generate.request import Finish, Sample, Sampling
+from goaly.prompts.prompt import Message, Prompt
+from goaly.rollout.episode import Episode, EpisodeContext
+from goaly.rollout.group import GroupRunner
+from goaly.rollout.settings import RolloutSettings
+from goaly.trajectory import Group, Trajectory
+
+PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="abc"),), answer="x")
+TICKET = Ticket(index=4, min_version=2)
+
+
+class Characters:
+    """A chat of one token a character."""
+
+    def render(self, messages) -> list[int]:
+        return [ord(letter) for message in messages for letter in message.content]
+
+    def decode(self, tokens) -> str:
+        return "".join(map(chr, tokens))
+
+
+@dataclass
+class FakeSampler:
+    """Answers "ok" after a number of turns of the event loop; may hang or fail on a chosen request."""
+
+    hangs: bool = False
+    fails_at: str | None = None
+    finish: Finish = Finish.STOP
+    pauses: int = 1
+    asked: list[tuple] = field(default_factory=list)
+    under_way: int = 0
+    most_under_way: int = 0
+    cancelled: list[str] = field(default_factory=list)
+
+    async def generate(self, request_id, tokens, sampling, min_version=0, session=None) -> Sample:
+        self.asked.append((request_id, len(tokens), sampling.max_tokens, min_version, session))
+        self.under_way += 1
+        self.most_under_way = max(self.under_way, self.most_under_way)
+        try:
+            if self.fails_at == request_id:
+                raise ConnectionError("the engine broke")
+            for _ in range(self.pauses):
+                await asyncio.sleep(0)
+            if self.hangs or self.fails_at is not None:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(request_id)
+            raise
+        finally:
+            self.under_way -= 1
+        tokens = torch.tensor([ord("o"), ord("k")])
+        versions = torch.full((2,), min_version, dtype=torch.int32)
+        return Sample(tokens=tokens, logprobs=torch.full((2,), -0.5), versions=versions, finish=self.finish)
+
+
+@dataclass
+class FakeQueue:
+    """Takes reports as the backlog does: the first end of a ticket stands."""
+
+    open: bool = True
+    reports: list[tuple] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+
+    async def started(self, ticket: int) -> bool:
+        return self.open
+
+    async def put(self, group: Group) -> bool:
+        if not self.reports:
+            self.reports.append(("put", group.ticket))
+            self.groups.append(group)
+        await asyncio.sleep(0)
+        return self.open
+
+    async def reject(self, ticket: int, why: str) -> bool:
+        if not self.reports:
+            self.reports.append(("reject", ticket, why))
+        return True
+
+    async def fail(self, ticket: int, why: str) -> bool:
+        await asyncio.sleep(0)
+        if not self.reports:
+            self.reports.append(("fail", ticket, why))
+        return True
+
+
+class Rewards:
+    async def score(self, prompt: Prompt, response: str) -> float:
+        await asyncio.sleep(0)
+        return float(response == "ok")
+
+
+async def ask_once(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+    question = context.render(prompt)
+    answer = await context.policy.sample(question)
+    return Episode(prompt, question).wrote(answer).finish(await context.reward(prompt, answer.text))
+
+
+def runner(sampler: FakeSampler, queue: FakeQueue, episode=ask_once, **changes) -> GroupRunner:
+    arguments = {
+        "name": "rollout-0",
+        "rewards": Rewards(),
+        "chat": Characters(),
+        "sampling": Sampling(max_tokens=20, temperature=0.7),
+        "group_size": 3,
+        "max_context": 16,
+        "concurrency": 100,
+    }
+    return GroupRunner(episode, sampler=sampler, queue=queue, **{**arguments, **changes})
+
+
+async def test_a_group_is_all_samples_of_its_prompt_and_goes_to_the_queue():
+    sampler, queue, written = FakeSampler(), FakeQueue(), []
+    summary = await runner(sampler, queue, record=lambda *entry: written.append(entry)).run(TICKET, PROMPT)
+    assert (summary.rewards, summary.trained_tokens, summary.failed, summary.rejected) == ((1.0,) * 3, 6, None, None)
+    group = queue.groups[0]
+    assert (group.ticket, group.prompt_id, group.source) == (4, "q1", "sums")
+    assert [sample.sample_index for sample in group.samples] == [0, 1, 2]
+    assert group.samples[0].tokens["sampler_versions"].tolist() == [-1, -1, -1, 2, 2]
+    assert [(ticket, trajectory.sample_index) for ticket, _, trajectory in written] == [(4, 0), (4, 1), (4, 2)]
+
+
+async def test_requests_carry_the_oldest_version_one_session_a_group_and_stay_within_the_context():
+    sampler = FakeSampler()
+    await runner(sampler, FakeQueue()).run(TICKET, PROMPT)
+    assert sorted(sampler.asked) == [(f"4.{index}.0", 3, 13, 2, "4") for index in range(3)]  # PO-2: 16 - 3
+
+
+async def test_one_failing_episode_fails_the_group_by_its_cause_and_cancels_the_others_requests():
+    sampler, queue = FakeSampler(fails_at="4.1.0"), FakeQueue()
+    summary = await runner(sampler, queue).run(TICKET, PROMPT)
+    assert summary.failed == "prompt q1: ConnectionError: the engine broke"
+    assert queue.reports == [("fail", 4, summary.failed)]
+    assert sorted(sampler.cancelled) == ["4.0.0", "4.2.0"]  # RG-2
+    assert sampler.under_way == 0
+
+
+async def test_a_prompt_that_fills_the_context_is_rejected_not_failed():
+    sampler, queue = FakeSampler(), FakeQueue()
+    summary = await runner(sampler, queue, max_context=3).run(TICKET, PROMPT)
+    assert queue.reports == [("reject", 4, "prompt_too_long")]
+    assert summary.rejected == "prompt_too_long: 3 tokens leave no room in a context of 3"
+    assert summary.failed is None
+    assert sampler.asked == []
+
+
+async def test_a_ticket_that_has_ended_starts_no_episode():
+    sampler = FakeSampler()
+    summary = await runner(sampler, FakeQueue(open=False)).run(TICKET, PROMPT)
+    assert summary.rejected == "it had ended before it started"
+    assert sampler.asked == []
+
+
+async def test_a_request_that_was_cancelled_elsewhere_fails_the_group():
+    summary = await runner(FakeSampler(finish=Finish.CANCELLED), FakeQueue()).run(TICKET, PROMPT)
+    assert "request 4.0.0 was cancelled at the generator" in summary.failed
+
+
+async def test_an_episode_that_returns_something_else_is_named():
+    async def forgets_to_finish(prompt: Prompt, context: EpisodeContext):
+        return Episode(prompt, context.render(prompt))
+
+    summary = await runner(FakeSampler(), FakeQueue(), forgets_to_finish).run(TICKET, PROMPT)
+    assert summary.failed == "prompt q1: EpisodeError: the episode returned Episode, must be a Trajectory"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 14), st.integers(0, 3))
+def test_cancelled_at_any_await_the_ticket_is_reported_once_and_no_request_is_left(turns, pauses):
+    async def cancel_after() -> None:
+        sampler, queue = FakeSampler(pauses=pauses), FakeQueue()
+        task = asyncio.create_task(runner(sampler, queue).run(TICKET, PROMPT))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        started = bool(turns)
+        ended = task.done()
+        task.cancel()
+        await asyncio.wait([task])
+        assert sampler.under_way == 0
+        if started:
+            assert len(queue.reports) == 1  # RG-1
+        if started and not ended:
+            assert queue.reports[0] in [("fail", 4, "cancelled"), ("put", 4)]
+
+    asyncio.run(cancel_after())
+
+
+async def test_no_more_episodes_run_at_once_than_allowed():
+    sampler, queue = FakeSampler(pauses=3), FakeQueue()
+    await runner(sampler, queue, concurrency=2).run(TICKET, PROMPT)
+    assert sampler.most_under_way == 2
+
+
+async def test_an_evaluation_reports_nothing_to_the_queue_and_asks_by_its_own_temperature():
+    sampler, queue = FakeSampler(), FakeQueue()
+    group_runner = runner(sampler, queue)
+    assert await group_runner.evaluate(PROMPT, 2, temperature=0.0, min_version=9) == [1.0, 1.0]
+    await group_runner.evaluate(PROMPT, 1)
+    assert sampler.asked == [
+        ("rollout-0.evaluation-1.0.0", 3, 13, 9, "rollout-0.evaluation-1"),
+        ("rollout-0.evaluation-1.1.0", 3, 13, 9, "rollout-0.evaluation-1"),
+        ("rollout-0.evaluation-2.0.0", 3, 13, 0, "rollout-0.evaluation-2"),
+    ]
+    assert queue.reports == []
+
+
+async def test_a_second_turn_continues_the_first_and_has_its_own_request():
+    async def ask_twice(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        episode = Episode(prompt, context.render(prompt))
+        episode.wrote(await context.policy.sample(episode.tokens)).observed([63])
+        episode.wrote(await context.policy.sample(episode.tokens, Sampling(max_tokens=2)))
+        return episode.finish(0.0)
+
+    sampler, queue = FakeSampler(), FakeQueue()
+    await runner(sampler, queue, ask_twice, group_size=1).run(TICKET, PROMPT)
+    assert [asked[:3] for asked in sampler.asked] == [("4.0.0", 3, 13), ("4.0.1", 6, 2)]
+    assert queue.groups[0].samples[0].tokens["tokens"].tolist() == [*b"abc", *b"ok", 63, *b"ok"]
+
+
+def test_settings_that_cannot_work_are_listed_with_their_keys():
+    assert RolloutSettings(workers=0).problems("rollout.") == ["rollout.workers=0: must be at least 1"]
+
+
+@pytest.mark.parametrize("error", [ExceptionGroup("several", [ValueError("first"), ValueError("second")])])
+async def test_of_several_errors_the_first_is_named(error):
+    async def breaks(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        raise error
+
+    summary = await runner(FakeSampler(), FakeQueue(), breaks).run(TICKET, PROMPT)
+    assert summary.failed == "prompt q1: ValueError: first"
