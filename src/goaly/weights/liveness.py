@@ -28,7 +28,12 @@ class ProcessMark:
 
 def this_process() -> ProcessMark:
     """The mark of the process that asks."""
-    return ProcessMark(boot=_boot(), pid=os.getpid(), started=_started(os.getpid()))
+    return process(os.getpid())
+
+
+def process(pid: int) -> ProcessMark:
+    """The mark of a process of this host."""
+    return ProcessMark(boot=_boot(), pid=pid, started=_started(pid))
 
 
 class ExitWatch:

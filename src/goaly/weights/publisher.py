@@ -18,8 +18,9 @@ import torch
 
 from goaly.telemetry.spans import span
 from goaly.weights.copying import Copier, Pair
-from goaly.weights.layout import layout_of, local, region
+from goaly.weights.layout import region
 from goaly.weights.liveness import this_process
+from goaly.weights.placement import layout_of, local
 from goaly.weights.ring import UNSEALED, Ring, in_dtype
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import Membership, WeightStore

@@ -4,7 +4,7 @@ A slot begins with a seal: the version whose shards it holds, or `UNSEALED` whil
 slots from being rewritten under a reader; the seal turns a broken lease into an error rather than a torn read.
 
 Invariants
-    WR-1  A slot is sealed with a version only while every shard in it is that version's.
+    WG-1  A slot is sealed with a version only while every shard in it is that version's.
 """
 
 from dataclasses import dataclass, replace

@@ -243,7 +243,9 @@ class WeightStore(Actor):
         task.add_done_callback(self._waking.discard)
 
     def _reader_ended(self, reader: int, process: ProcessMark) -> None:
-        logger.warning("reader %s (%s) ended; what it held is free", self._readers[reader].name, process)
+        held = None if self._ledger is None else self._ledger.leased.get(reader)
+        level = logging.INFO if held is None else logging.WARNING
+        logger.log(level, "reader %s (%s) ended, holding %s", self._readers[reader].name, process, held)
         self._forget(reader)  # WS-1
         self._wake_soon()
 

@@ -8,9 +8,9 @@ The ranks of a tensor-parallel replica follow their rank 0: it alone asks for `n
 the others' `prefetch` until it asks again.
 
 Invariants
-    WR-2  `apply` puts in place one whole version: what `prefetch` copied under one lease, its seals checked before and
+    WU-1  `apply` puts in place one whole version: what `prefetch` copied under one lease, its seals checked before and
           after.
-    WR-3  A cancelled or failed `prefetch` holds nothing and leaves nothing to apply.
+    WU-2  A cancelled or failed `prefetch` holds nothing and leaves nothing to apply.
 """
 
 import asyncio
@@ -22,8 +22,9 @@ import torch
 from goaly.errors import WeightsError
 from goaly.telemetry.spans import span
 from goaly.weights.copying import Copier, Pair
-from goaly.weights.layout import layout_of, local, plan, region
+from goaly.weights.layout import plan, region
 from goaly.weights.liveness import this_process
+from goaly.weights.placement import layout_of, local
 from goaly.weights.ring import Ring
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
@@ -81,7 +82,7 @@ class Subscriber:
                 await self._copier.run(lambda: self._pull(slot, version))
             except BaseException:
                 self._held = None
-                self._forget_buffers()  # WR-3: after the copy's end, which `run` waits for
+                self._forget_buffers()  # WU-2: after the copy's end, which `run` waits for
                 self._give_up(number)
                 raise
             if not held_before:

@@ -12,7 +12,8 @@ from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from goaly.errors import WeightsError
 from goaly.weights import layout as layout_module
-from goaly.weights.layout import Layout, layout_of, plan, region, shards_of, share
+from goaly.weights.layout import Layout, plan, region, share
+from goaly.weights.placement import layout_of, shards_of
 
 Meshed = tuple[tuple[int, ...], tuple]
 

@@ -1,0 +1,205 @@
+"""The store's protocol through a real store actor: waits, cancellations, failed and killed processes."""
+
+import asyncio
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from monarch.actor import ActorError, this_proc
+
+from goaly.errors import WeightsError
+from goaly.weights.layout import Layout
+from goaly.weights.liveness import process
+from goaly.weights.placement import layout_of
+from goaly.weights.publisher import Publisher
+from goaly.weights.settings import WeightSettings
+from goaly.weights.store import StoreState, WeightStore
+from goaly.weights.subscriber import Subscriber
+
+numbers = itertools.count()
+
+
+def new_store(settings: WeightSettings) -> Any:
+    return this_proc().spawn(f"weight_store_{next(numbers)}", WeightStore, settings)
+
+
+class Trainer:
+    """One writer rank of `world`, in this process; its two tensors are filled with the version's number."""
+
+    def __init__(self, store: Any, settings: WeightSettings, rank: int = 0, world: int = 1):
+        self.tensors = {"a": torch.zeros(64, 8), "b": torch.zeros(5)}
+        self.publisher = Publisher(store, rank, world, self.tensors, settings)
+
+    async def publish(self, version: int) -> bool:
+        for tensor in self.tensors.values():
+            tensor.fill_(version)
+        return await self.publisher.publish(version)
+
+
+class Reader:
+    """A reader in this process."""
+
+    def __init__(self, store: Any, name: str):
+        self.tensors = {"a": torch.full((64, 8), -1.0), "b": torch.full((5,), -1.0)}
+        self.subscriber = Subscriber(store, self.tensors, name)
+
+    async def pull(self, version: int) -> bool:
+        if not await self.subscriber.prefetch(version):
+            return False
+        assert self.subscriber.apply() == version
+        for tensor in self.tensors.values():
+            assert bool((tensor == version).all())
+        return True
+
+
+@pytest.fixture
+def other_process() -> Iterator[subprocess.Popen]:
+    """A process that lives until it is killed."""
+    other = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    yield other
+    other.kill()
+    other.wait()
+    other.stdin.close()
+
+
+async def within(awaitable: Any, seconds: float = 20) -> Any:
+    return await asyncio.wait_for(awaitable, seconds)
+
+
+async def test_a_reader_is_woken_by_the_commit_and_gets_that_version() -> None:
+    settings = WeightSettings()
+    store = new_store(settings)
+    trainer, reader = Trainer(store, settings), Reader(store, "early")
+    waiting = asyncio.create_task(reader.subscriber.newest())
+    assert await within(trainer.publish(0))
+    assert await within(waiting) == 0
+    assert await within(reader.pull(0))
+    late = Reader(store, "late")
+    await within(trainer.publish(1))
+    assert await within(late.subscriber.newest()) == 1
+    assert await within(late.pull(1))
+
+
+async def test_a_slow_reader_never_blocks_the_trainer_and_keeps_its_version() -> None:
+    settings = WeightSettings(slots=2)
+    store = new_store(settings)
+    trainer, slow = Trainer(store, settings), Reader(store, "slow")
+    await within(trainer.publish(0))
+    held = await within(slow.subscriber.newest())
+    for version in range(1, 20):
+        await within(trainer.publish(version))
+    assert await within(slow.pull(held))
+    state: StoreState = await store.state.call_one()
+    assert (state.newest, state.versions, state.leased) == (19, (0, 19), {"slow": 0})
+    assert state.bytes == 2 * 4096  # two slots of a page
+
+
+async def test_a_version_that_was_written_over_is_refused_and_the_newest_is_had() -> None:
+    settings = WeightSettings(slots=2)
+    store = new_store(settings)
+    trainer, reader = Trainer(store, settings), Reader(store, "reader")
+    for version in range(4):
+        await within(trainer.publish(version))
+    assert not await within(reader.pull(0))
+    assert await within(reader.subscriber.newest(0)) == 3
+    assert await within(reader.pull(3))
+
+
+async def test_a_killed_readers_lease_is_free_at_once(other_process: subprocess.Popen) -> None:
+    settings = WeightSettings(slots=2)
+    store = new_store(settings)
+    trainer, reader = Trainer(store, settings), Reader(store, "alive")
+    doomed = await store.join_reader.call_one("doomed", process(other_process.pid))
+    await within(trainer.publish(0))
+    assert await within(store.lease_newer.call_one(doomed, 1, -1)) == 0
+    await within(trainer.publish(1))
+    waiting = asyncio.create_task(reader.subscriber.newest(0))  # both slots would be leased
+    state: StoreState = await store.state.call_one()
+    assert state.leased == {"doomed": 0}
+    other_process.kill()
+    assert await within(waiting) == 1
+    state = await store.state.call_one()
+    assert (state.leased, state.readers) == ({"alive": 1}, 1)
+
+
+async def test_a_cancelled_wait_holds_nothing() -> None:
+    settings = WeightSettings()
+    store = new_store(settings)
+    trainer, reader = Trainer(store, settings), Reader(store, "reader")
+    await within(trainer.publish(0))
+    await within(reader.pull(0))
+    waiting = asyncio.create_task(reader.subscriber.newest(0))
+    await store.state.call_one()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await within(trainer.publish(1))
+    state: StoreState = await store.state.call_one()
+    assert state.leased == {}
+    assert await within(reader.subscriber.newest(0)) == 1
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 4, 8, 16, 40, 100, 300])
+async def test_a_pull_that_is_cancelled_anywhere_holds_nothing_and_leaves_nothing_to_apply(turns: int) -> None:
+    settings = WeightSettings(slots=2)
+    store = new_store(settings)
+    trainer, reader = Trainer(store, settings), Reader(store, "reader")
+    await within(trainer.publish(0))
+    pulling = asyncio.create_task(reader.subscriber.prefetch(0))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    pulling.cancel()
+    await asyncio.wait({pulling})
+    if not pulling.cancelled():
+        return
+    with pytest.raises(WeightsError, match="nothing to apply"):
+        reader.subscriber.apply()
+    assert (await store.state.call_one()).leased == {}
+    await within(trainer.publish(1))
+    assert await within(reader.subscriber.newest()) == 1
+    assert await within(reader.pull(1))
+
+
+async def test_a_failed_copy_withdraws_the_version_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = WeightSettings()
+    store = new_store(settings)
+    ranks = [Trainer(store, settings, rank, 2) for rank in (0, 1)]
+    reader = Reader(store, "reader")
+    await within(asyncio.gather(*(rank.publish(0) for rank in ranks)))
+    assert await within(ranks[0].publish(1)) is False
+
+    def fail(pairs: object) -> None:
+        raise RuntimeError("the copy failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks[1].publisher._copier, "copy", fail)
+        with pytest.raises(RuntimeError, match="the copy failed"):
+            await within(ranks[1].publish(1))
+    state: StoreState = await store.state.call_one()
+    assert (state.newest, state.versions) == (0, (0,))
+    await within(asyncio.gather(*(rank.publish(2) for rank in ranks)))
+    assert await within(reader.subscriber.newest(0)) == 2
+    assert await within(reader.pull(2))
+
+
+async def test_a_killed_trainer_rank_leaves_no_half_version_and_the_others_are_told(
+    other_process: subprocess.Popen,
+) -> None:
+    settings = WeightSettings()
+    store = new_store(settings)
+    trainer = Trainer(store, settings, 0, 2)
+    layout: Layout = layout_of(trainer.tensors)
+    joining = asyncio.create_task(trainer.publish(0))
+    await within(store.join_writer.call_one(1, 2, layout, process(other_process.pid)))
+    assert await within(joining) is False
+    waiting = asyncio.create_task(trainer.publish(1))
+    await store.state.call_one()
+    other_process.kill()
+    with pytest.raises(ActorError, match=r"writer rank 1 \(process \d+\) ended"):
+        await within(waiting)
+    state: StoreState = await store.state.call_one()
+    assert (state.newest, state.versions) == (None, ())

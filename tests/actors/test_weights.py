@@ -1,0 +1,215 @@
+"""Weights between real processes: 2 trainer ranks on gloo, two readers at tp=1 or one at tp=2."""
+
+import asyncio
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from monarch.actor import Actor, concurrent_endpoint, this_host, this_proc
+from monarch.spmd import setup_torch_elastic_env
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from goaly.weights.placement import local
+from goaly.weights.publisher import Publisher
+from goaly.weights.settings import WeightSettings
+from goaly.weights.store import WeightStore
+from goaly.weights.subscriber import Subscriber
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the spawned processes can't import this file
+
+SMALL = {"embedding": (33, 16), "wqkv": (48, 16), "wo": (16, 24), "norm": (16,)}
+LARGE = {"embedding": (3001, 64), "wqkv": (512, 192), "wo": (192, 384), "norm": (192,)}
+PLACEMENTS = {
+    "fsdp": {"embedding": Shard(0), "wqkv": Shard(0), "wo": Shard(0), "norm": Shard(0)},
+    "tp": {"embedding": Shard(0), "wqkv": Shard(0), "wo": Shard(1), "norm": Replicate()},
+}
+numbers = itertools.count()
+
+
+def one_thread() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def numbered(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Every element of every tensor different from all others."""
+    begin = 1000 * list(SMALL).index(name)
+    return torch.arange(begin, begin + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+class Rank(Actor):
+    """One process of a trainer or a generator: tensors in some layout, and a publisher or a subscriber over them."""
+
+    @concurrent_endpoint
+    async def hold(self, layout: str | None, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Hold zeros, laid out over all processes of the mesh; None: each process holds all."""
+        torch.set_num_threads(1)
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if not dist.is_initialized():
+            await asyncio.to_thread(dist.init_process_group, "gloo")
+        self.tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        if layout is not None:
+            mesh = init_device_mesh("cpu", (self.world,))
+            placed = PLACEMENTS[layout]
+            self.tensors = {n: distribute_tensor(zero, mesh, [placed[n]]) for n, zero in self.tensors.items()}
+
+    @concurrent_endpoint
+    async def write_to(self, store: WeightStore, settings: WeightSettings) -> None:
+        """Become a writer."""
+        self.publisher = Publisher(store, self.rank, self.world, self.tensors, settings)
+
+    @concurrent_endpoint
+    async def read_from(self, store: WeightStore, dtype: torch.dtype) -> None:
+        """Become a reader, with tensors of this type."""
+        with torch.no_grad():
+            self.tensors = {name: torch.nn.Parameter(tensor.to(dtype)) for name, tensor in self.tensors.items()}
+        self.subscriber = Subscriber(store, self.tensors, f"reader{self.rank}")
+
+    @concurrent_endpoint
+    async def publish_numbered(self, version: int) -> bool:
+        """Publish numbers x (version + 1)."""
+        for name, tensor in self.tensors.items():
+            whole = numbered(name, tuple(tensor.shape)) * (version + 1)
+            if isinstance(tensor, DTensor):
+                whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements))
+            local(tensor).copy_(whole)
+        return await self.publisher.publish(version)
+
+    @concurrent_endpoint
+    async def publish_tagged(self, versions: int) -> None:
+        """Publish this many versions, as fast as it goes; every element of version v is v."""
+        for version in range(versions):
+            for tensor in self.tensors.values():
+                local(tensor).fill_(version)
+            await self.publisher.publish(version)
+
+    @concurrent_endpoint
+    async def newest(self, after: int) -> int:
+        """Wait for a version."""
+        return await self.subscriber.newest(after)
+
+    @concurrent_endpoint
+    async def prefetch(self, version: int) -> bool:
+        """Copy it into the buffers."""
+        return await self.subscriber.prefetch(version)
+
+    @concurrent_endpoint
+    async def apply(self) -> set[float]:
+        """Put it in place; which values the parameters have then."""
+        self.subscriber.apply()
+        return self.values()
+
+    @concurrent_endpoint
+    async def follow(self, last: int, pulls_each: int) -> tuple[int, int]:
+        """Pull every version that can be had, some more than once, up to the last; (pulls, torn pulls)."""
+        version, pulls, torn = -1, 0, 0
+        while version < last:
+            version = await self.subscriber.newest(version)
+            for _ in range(1 + version % pulls_each):
+                assert await self.subscriber.prefetch(version), "what `newest` returned is held"
+                self.subscriber.apply()
+                pulls += 1
+                torn += self.values() != {float(version)}
+        return pulls, torn
+
+    def values(self) -> set[float]:
+        """The different values of all local elements, by their least and greatest."""
+        return {float(edge) for tensor in self.tensors.values() for edge in torch.aminmax(local(tensor))}
+
+    @concurrent_endpoint
+    async def whole(self) -> dict[str, torch.Tensor]:
+        """All tensors, gathered."""
+        gathered = {}
+        for name, tensor in self.tensors.items():
+            full = await asyncio.to_thread(tensor.full_tensor) if isinstance(tensor, DTensor) else tensor
+            gathered[name] = full.detach().clone()
+        return gathered
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[tuple[Any, Any]]:
+    """Two trainer processes and two generator processes."""
+    meshes = [this_host().spawn_procs(per_host={"procs": 2}, bootstrap=one_thread) for _ in range(2)]
+    for mesh in meshes:
+        setup_torch_elastic_env(mesh)
+    trainer, generator = (mesh.spawn(f"ranks_{next(numbers)}", Rank) for mesh in meshes)
+    yield trainer, generator
+    for mesh in meshes:
+        mesh.stop().get()
+
+
+async def joined(
+    ranks: tuple[Any, Any],
+    source: str,
+    destination: str | None,
+    *,
+    shapes: dict[str, tuple[int, ...]] = SMALL,
+    dtype: torch.dtype = torch.float32,
+    settings: WeightSettings | None = None,
+) -> tuple[Any, Any]:
+    """Trainer and generator ranks over a store of their own."""
+    settings = settings or WeightSettings()
+    store = this_proc().spawn(f"weights_{next(numbers)}", WeightStore, settings)
+    trainer, generator = ranks
+    await asyncio.gather(trainer.hold.call(source, shapes), generator.hold.call(destination, shapes))
+    await asyncio.gather(trainer.write_to.call(store, settings), generator.read_from.call(store, dtype))
+    return trainer, generator
+
+
+@pytest.mark.parametrize("destination", [None, "tp"], ids=["tp1", "tp2"])
+@pytest.mark.parametrize("source", ["fsdp", "tp"])
+async def test_shards_arrive_in_the_generators_layout(ranks, source: str, destination: str | None) -> None:
+    trainer, generator = await joined(ranks, source, destination)
+    for version in range(2):
+        published = await trainer.publish_numbered.call(version)
+        assert sorted(published.values()) == [False, True]
+        assert all(v == version for v in (await generator.newest.call(version - 1)).values())
+        assert all((await generator.prefetch.call(version)).values())
+        await generator.apply.call()
+        for arrived in (await generator.whole.call()).values():
+            for name, tensor in arrived.items():
+                assert torch.equal(tensor, numbered(name, SMALL[name]) * (version + 1)), name
+
+
+async def test_weights_are_cast_on_the_way(ranks) -> None:
+    settings = WeightSettings(transfer_dtype="bfloat16")
+    trainer, generator = await joined(ranks, "fsdp", "tp", dtype=torch.float32, settings=settings)
+    await trainer.publish_numbered.call(0)
+    await generator.newest.call(-1)
+    await generator.prefetch.call(0)
+    await generator.apply.call()
+    for arrived in (await generator.whole.call()).values():
+        for name, tensor in arrived.items():
+            assert torch.equal(tensor, numbered(name, SMALL[name]).bfloat16().float()), name
+
+
+async def test_no_pull_is_torn_while_the_trainer_runs_ahead_of_slow_and_fast_readers(ranks) -> None:
+    versions = 250
+    trainer, generator = await joined(ranks, "fsdp", None, shapes=LARGE)
+    fast, slow = generator.slice(procs=0), generator.slice(procs=1)
+    _, (fast_pulls, fast_torn), (slow_pulls, slow_torn) = await asyncio.gather(
+        trainer.publish_tagged.call(versions),
+        fast.follow.call_one(versions - 1, 1),
+        slow.follow.call_one(versions - 1, 7),
+    )
+    assert (fast_torn, slow_torn) == (0, 0)
+    assert min(fast_pulls, slow_pulls) >= 20
+
+
+async def test_what_rank_0_waited_for_stays_for_its_peers_while_the_trainer_runs_ahead(ranks) -> None:
+    versions, version = 150, -1
+    settings = WeightSettings(slots=2)
+    trainer, generator = await joined(ranks, "tp", "tp", shapes=LARGE, settings=settings)
+    publishing = asyncio.ensure_future(trainer.publish_tagged.call(versions))
+    while version < versions - 1:
+        version = await generator.slice(procs=0).newest.call_one(version)
+        assert all((await generator.prefetch.call(version)).values())
+        applied = await generator.apply.call()
+        assert all(values == {float(version)} for values in applied.values())
+    await publishing

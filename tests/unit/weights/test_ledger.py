@@ -1,0 +1,184 @@
+"""The version protocol as a state machine: WV-1 to WV-5 over random orders of calls."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from goaly.errors import WeightsError
+from goaly.weights.ledger import VersionLedger
+
+READERS = 4
+reader_numbers = st.integers(0, READERS - 1)
+
+
+class Protocol(RuleBasedStateMachine):
+    """Ranks in lock step at most one version apart, readers in any order, against what slots really hold."""
+
+    @initialize(writers=st.integers(1, 3), slots=st.integers(2, 5))
+    def start(self, writers: int, slots: int) -> None:
+        self.ledger = VersionLedger(writers=writers, slots=slots)
+        self.next_version = [0] * writers
+        self.writing: dict[int, tuple[int, int]] = {}
+        self.memory: list[dict[int, int]] = [{} for _ in range(slots)]
+        self.held: dict[int, int] = {}
+        self.committed = -1
+
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        idle = [rank for rank in range(len(self.next_version)) if rank not in self.writing]
+        if not idle:
+            return
+        rank = data.draw(st.sampled_from(idle))
+        version = self.next_version[rank]
+        slot = self.ledger.begin(rank, version)
+        if slot is None:
+            # WV-3: only a slower rank makes a rank wait, never a reader.
+            assert min(self.next_version) < version
+            return
+        self.writing[rank] = (version, slot)
+        self.memory[slot][rank] = -1
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def staged(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(sorted(self.writing)))
+        version, slot = self.writing.pop(rank)
+        self.memory[slot][rank] = version
+        self.next_version[rank] += 1
+        committed = self.ledger.staged(rank, version)
+        assert committed == (min(self.next_version) > version)  # WV-1
+        if committed:
+            assert version == self.committed + 1
+            self.committed = version
+
+    @rule(reader=reader_numbers, back=st.integers(0, 3))
+    def lease(self, reader: int, back: int) -> None:
+        version = self.committed - back
+        if version < 0:
+            return
+        granted = self.ledger.lease(reader, version)
+        if granted:
+            self.held[reader] = version
+        else:
+            assert (granted is False) == (version not in self.ledger.versions)
+
+    @rule(reader=reader_numbers, after=st.integers(-1, 20))
+    def lease_newer(self, reader: int, after: int) -> None:
+        version = self.ledger.lease_newer(reader, after)
+        if version is not None:
+            assert version == self.committed > after
+            self.held[reader] = version
+
+    @rule(reader=reader_numbers)
+    def release(self, reader: int) -> None:
+        self.ledger.release(reader)
+        self.held.pop(reader, None)
+
+    @precondition(lambda self: self.ledger.staging is not None and len(self.next_version) == 1)
+    @rule()
+    def abandon(self) -> None:
+        version = self.ledger.staging
+        self.ledger.abandon(version, "the copy failed")
+        self.writing.clear()
+
+    @invariant()
+    def what_is_held_is_whole(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        assert self.ledger.leased == self.held
+        for version in self.held.values():
+            slot = self.memory[self.ledger.slot_of(version)]
+            assert slot == dict.fromkeys(range(len(self.next_version)), version)  # WV-2
+
+    @invariant()
+    def a_slot_is_left_for_the_trainer(self) -> None:
+        if hasattr(self, "ledger"):
+            assert len(set(self.held.values())) < len(self.memory)  # WV-3
+
+
+Protocol.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestVersionProtocol = Protocol.TestCase
+
+
+def published(ledger: VersionLedger, *versions: int) -> None:
+    for version in versions:
+        for rank in range(ledger.writers):
+            assert ledger.begin(rank, version) is not None
+            ledger.staged(rank, version)
+
+
+def test_a_version_is_there_once_the_last_rank_has_staged_it() -> None:
+    ledger = VersionLedger(writers=2, slots=3)
+    ledger.begin(0, 0)
+    ledger.begin(1, 0)
+    assert not ledger.staged(1, 0)
+    assert ledger.lease_newer(7, -1) is None
+    assert ledger.staged(0, 0)
+    assert ledger.lease_newer(7, -1) == 0
+
+
+def test_a_fast_rank_waits_for_the_slow_one_with_its_next_version() -> None:
+    ledger = VersionLedger(writers=2, slots=3)
+    ledger.begin(0, 0)
+    ledger.staged(0, 0)
+    assert ledger.begin(0, 1) is None
+    ledger.begin(1, 0)
+    ledger.staged(1, 0)
+    assert ledger.begin(0, 1) is not None
+
+
+def test_the_newest_is_written_over_last() -> None:
+    ledger = VersionLedger(writers=1, slots=3)
+    published(ledger, 0, 1, 2)
+    assert ledger.begin(0, 3) == ledger._slots.index(None)
+    assert ledger.versions == (1, 2)
+
+
+def test_a_reader_that_would_take_the_last_slot_waits_for_another_readers_release() -> None:
+    ledger = VersionLedger(writers=1, slots=2)
+    published(ledger, 0)
+    assert ledger.lease(1, 0)
+    published(ledger, 1)
+    assert ledger.lease(2, 1) is None
+    published(ledger, 2)  # the trainer goes on
+    ledger.release(1)
+    assert ledger.lease_newer(2, 0) == 2
+
+
+def test_a_version_that_was_written_over_is_gone() -> None:
+    ledger = VersionLedger(writers=1, slots=2)
+    published(ledger, 0, 1, 2)
+    assert ledger.lease(1, 0) is False
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([("begin", 0, 5), ("begin", 1, 6)], "rank 1 stages version 6 while the others stage 5"),
+        ([("begin", 0, 5), ("staged", 0, 5), ("begin", 0, 5)], "rank 0 has already staged version 5"),
+        ([("staged", 0, 5)], "it was never begun"),
+        ([("begin", 0, 5), ("abandon", 5, "disk on fire"), ("staged", 0, 5)], "disk on fire"),
+    ],
+)
+def test_ranks_that_break_the_protocol_are_told_how(steps, said: str) -> None:
+    ledger = VersionLedger(writers=2, slots=3)
+    *before, last = steps
+    for name, *arguments in before:
+        getattr(ledger, name)(*arguments)
+    with pytest.raises(WeightsError, match=said):
+        getattr(ledger, last[0])(*last[1:])
+
+
+def test_versions_must_go_up() -> None:
+    ledger = VersionLedger(writers=1, slots=2)
+    published(ledger, 3)
+    with pytest.raises(WeightsError, match="version 3 comes after 3"):
+        ledger.begin(0, 3)
+
+
+def test_a_version_that_is_not_committed_cannot_be_leased() -> None:
+    ledger = VersionLedger(writers=1, slots=2)
+    published(ledger, 3)
+    with pytest.raises(WeightsError, match="version 4 is not committed; the newest is 3"):
+        ledger.lease(1, 4)
