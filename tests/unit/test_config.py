@@ -199,7 +199,12 @@ def test_a_mapping_in_the_file_replaces_the_default_mapping(yaml_file):
     assert read("--config", yaml_file("name: x\nmixture: {hard: 1}\n")).mixture == {"hard": 1.0}
 
 
+def test_a_word_that_yaml_takes_for_a_truth_value_is_still_a_choice(yaml_file):
+    assert read("--config", yaml_file("name: x\ntrain: {progress: off}\n")).train.progress == "off"
+
+
 def test_a_section_left_empty_in_the_file_keeps_its_defaults(yaml_file):
+    assert read("--config", yaml_file("name: x\ntrain: {optimizer: }\n")).train.optimizer.lr == 0.5
     file = yaml_file("name: x\ntrain:\nreference:\n")
     assert read("--config", file).train == Train()
     assert read("--config", file).reference is None

@@ -105,15 +105,22 @@ def test_off_shows_nothing():
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_that_is_gone_ends_the_display_not_the_run(terminal: bool, caplog: pytest.LogCaptureFixture):
-    class Gone(io.StringIO):
+    class Fragile(io.StringIO):
+        gone = False
+
         def write(self, text: str) -> int:
-            raise BrokenPipeError
+            if self.gone:
+                raise BrokenPipeError
+            return super().write(text)
 
     streams = sys.stdout, sys.stderr
-    console = Terminal(file=Gone(), force_terminal=terminal, _environ={"TERM": "xterm"})
+    screen_file = Fragile()
+    console = Terminal(file=screen_file, force_terminal=terminal, _environ={"TERM": "xterm"})
     progress = Progress(5, TelemetrySettings(), console=console)
+    progress.step(1, METRICS)
+    screen_file.gone = True
     with caplog.at_level(logging.WARNING):
-        for version in range(1, 4):
+        for version in range(2, 6):
             progress.step(version, METRICS)
             progress.note("x")
         progress.close()
