@@ -102,7 +102,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     return template
 
 
-def _compile(source: str | None):  # noqa: ANN202 - jinja's Template
+def _compile(source: str | None):
     if source is None:
         return None
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])

@@ -1,0 +1,169 @@
+"""Supervised fine-tuning: imitate chats, completions, a task's demonstrations. START HERE: this file is the algorithm.
+
+    python -m apps.sft.main --config configs/sft/tiny.yaml
+
+The same call does nothing once its model is there. On several ranks: `torchrun --nproc-per-node 2 -m apps.sft.main …`.
+"""
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from apps.sft.config import SftConfig
+from goaly.config import Loaded, run_cli, to_yaml
+from goaly.models.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from apps.sft.folder import SftFolder
+    from goaly.prompts.supervised import RowStream
+    from goaly.train.engine import TrainEngine
+    from goaly.trajectory import PackedRows
+
+INTERRUPTED = 130
+
+
+def sft(config: SftConfig, folder: "SftFolder") -> dict[str, Any]:
+    """Train, save the model, and say how it went."""
+    from goaly.prompts.supervised import row_stream
+    from goaly.prompts.tokenizer import ChatTokenizer
+    from goaly.train.engine import TrainEngine
+    from goaly.train.losses import policy_loss
+    from goaly.train.settings import LossSettings
+
+    started = time.monotonic()
+    model = starting_model(config, folder.run)
+    rows = row_stream(config.data, ChatTokenizer(model.path))
+    engine = TrainEngine(model, config.trainer)
+    loss = policy_loss(LossSettings(name="nll"))
+    report = Report(config, folder)
+    resume(folder, engine, rows)
+    metrics = {}
+    while engine.policy_version < config.steps:
+        batch = rows.next()
+        metrics = engine.train_step(share(batch, engine.dp_rank, config.trainer.fsdp), loss)
+        report.step(engine.policy_version, batch, metrics)
+        if config.checkpoint_every and engine.policy_version % config.checkpoint_every == 0:
+            folder.save_checkpoint({"engine": engine.state_dict(), "rows": rows.state_dict()})
+    engine.save_hf(folder.model)
+    report.close()
+    seconds = round(time.monotonic() - started, 1)
+    return {"steps": engine.policy_version, "loss": metrics.get("loss"), "documents": rows.position, "seconds": seconds}
+
+
+def starting_model(config: SftConfig, run: Path) -> ModelSettings:
+    """The model that training starts from; a tiny one is made first."""
+    if config.model is not None:
+        return config.model
+    from goaly.models.tiny import write_tiny_model
+
+    assert config.tiny is not None
+    folder = run / "initial"
+    if is_first_rank():
+        write_tiny_model(folder, config.tiny)
+    wait_for_all_ranks()
+    return ModelSettings(path=str(folder))
+
+
+def resume(folder: "SftFolder", engine: "TrainEngine", rows: "RowStream") -> None:
+    """Go on from this config's checkpoint, if an interrupted run left one."""
+    state = folder.checkpoint()
+    if state is not None:
+        engine.load_state_dict(state["engine"])
+        rows.load_state_dict(state["rows"])
+
+
+def share(batch: "PackedRows", dp_rank: int, dp_ranks: int) -> "PackedRows":
+    """The rows of a batch that this rank trains."""
+    return replace(batch, rows=batch.rows[dp_rank::dp_ranks])
+
+
+class Report:
+    """Writes and shows a run's steps, on the first rank."""
+
+    def __init__(self, config: SftConfig, folder: "SftFolder"):
+        from goaly.telemetry.metrics import MetricsWriter
+        from goaly.telemetry.progress import Progress
+
+        self._metrics = MetricsWriter(folder.run, config.telemetry) if is_first_rank() else None
+        self._progress = Progress(config.steps, config.telemetry) if is_first_rank() else None
+        self._stepped = time.monotonic()
+
+    def step(self, policy_version: int, batch: "PackedRows", metrics: dict[str, float]) -> None:
+        """Record and show a step."""
+        now = time.monotonic()
+        seconds, self._stepped = now - self._stepped, now
+        tokens = int((batch.rows["positions"].diff(dim=1) > 0).sum())
+        if self._metrics is None or self._progress is None:
+            return
+        step = {
+            **metrics,
+            "trained_tokens": float(batch.batch_trained_tokens),
+            "documents": float(batch.batch_sequences),
+            "step/seconds": seconds,
+            "step/tokens_per_second": tokens / seconds,
+        }
+        self._metrics.step(policy_version, step)
+        self._progress.step(policy_version, step)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        if self._metrics is not None and self._progress is not None:
+            self._metrics.close()
+            self._progress.close()
+
+
+def is_first_rank() -> bool:
+    """Whether this process writes the files."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def wait_for_all_ranks() -> None:
+    """Return once every rank is here."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def join_ranks(config: SftConfig) -> None:
+    """Meet the other ranks that torchrun started, if there are any."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(config.trainer.threads)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def main(loaded: Loaded[SftConfig]) -> int:
+    """Make the model of this config, unless it is there."""
+    config = loaded.config
+    if loaded.dry_run:
+        sys.stdout.write(to_yaml(config))
+        return 0
+    from apps.sft.folder import SftFolder
+
+    folder = SftFolder(config)
+    if folder.is_done:
+        sys.stdout.write(f"{folder.model} is there already, made by this config\n")
+        return 0
+    join_ranks(config)
+    if is_first_rank():
+        folder.prepare()
+    wait_for_all_ranks()
+    try:
+        summary = sft(config, folder)
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; the same command goes on from the last checkpoint\n")
+        return INTERRUPTED
+    if is_first_rank():
+        folder.finish(summary)
+        sys.stdout.write(f"{folder.model}: {summary['steps']} steps, {summary['seconds']:.0f} s\n")
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main, SftConfig, prog="python -m apps.sft.main", description="Supervised fine-tuning.")

@@ -1,0 +1,68 @@
+"""Supervised documents: tokens, and which of them are trained. Pure.
+
+Invariants
+    DO-1  Trained is exactly what the assistant wrote, its stop token included: no template text, no other role.
+    DO-2  What precedes an answer is tokenized as it is when the policy is asked for one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from goaly.prompts.prompt import Message
+from goaly.prompts.tokenizer import ChatTokenizer
+
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One example to imitate; `place` says where it comes from."""
+
+    place: str
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def chat_document(tokenizer: ChatTokenizer, messages: Sequence[Message], place: str) -> Document:
+    """A chat whose assistant messages are trained."""
+    text, tokens, trained = "", [], []
+    for index, message in enumerate(messages):
+        if message.role != ASSISTANT:
+            continue
+        question = tokenizer.render_text(messages[:index], add_generation_prompt=True)
+        answered = tokenizer.render_text(messages[: index + 1], add_generation_prompt=False)
+        if not question.startswith(text) or not answered.startswith(question):
+            raise ValueError(
+                f"{place}: the chat template writes what precedes message {index} differently once it is there; "
+                "split the chat so that each document has one assistant message"
+            )
+        context = tokenizer.encode(question[len(text) :])  # DO-2
+        answer = tokenizer.encode(answered[len(question) :])
+        tokens += context + answer
+        trained += [False] * len(context) + _until_stop(answer, tokenizer.stop_token_ids)
+        text = answered
+    if not any(trained):
+        raise ValueError(f"{place}: has no assistant message to train on")
+    return _document(place, tokens, trained)
+
+
+def plain_document(tokenizer: ChatTokenizer, prompt: str, completion: str, place: str) -> Document:
+    """A text and its continuation, without chat template; the continuation and a stop token are trained."""
+    context = tokenizer.encode(prompt)
+    answer = tokenizer.encode(completion) + list(tokenizer.stop_token_ids[:1])
+    if not answer:
+        raise ValueError(f"{place}: the completion is empty")
+    return _document(place, context + answer, [False] * len(context) + [True] * len(answer))
+
+
+def _until_stop(answer: Sequence[int], stop_token_ids: Sequence[int]) -> list[bool]:
+    """Trained up to the last stop token: templates may write line breaks after it, which the policy never does."""
+    last = max((place for place, token in enumerate(answer) if token in stop_token_ids), default=len(answer) - 1)
+    return [place <= last for place in range(len(answer))]
+
+
+def _document(place: str, tokens: Sequence[int], trained: Sequence[bool]) -> Document:
+    return Document(place=place, tokens=tuple(tokens), trained=(False, *trained[1:]))  # nothing predicts the first

@@ -1,0 +1,188 @@
+"""Endless, seeded, resumable batches of packed rows of supervised documents.
+
+The whole state is a position in the endless order of documents: batch after batch takes what comes next, and the first
+document that finds no room opens the next batch.
+
+Invariants
+    SU-1  Resuming at a saved position gives exactly the batches that would have come.
+    SU-2  A document lies in one row, whole; every document of the order is in exactly one batch.
+    SU-3  A state of other data is refused, never continued.
+"""
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from random import Random
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict
+
+from goaly.prompts.documents import Document, chat_document, plain_document
+from goaly.prompts.files import read_messages, read_records
+from goaly.prompts.prompt import Message, Split
+from goaly.prompts.settings import SupervisedSettings
+from goaly.prompts.stream import ShuffledOrder, TaskSource
+from goaly.prompts.tasks import build_task
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.trajectory import PackedRows
+
+
+class DocumentSource(Protocol):
+    """A document for every position of an endless order."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this source from another."""
+        ...
+
+    def at(self, position: int) -> Document:
+        """The document at this position."""
+        ...
+
+
+class Demonstrations:
+    """A task's training problems with their written-out answers."""
+
+    def __init__(self, settings: SupervisedSettings, tokenizer: ChatTokenizer):
+        assert settings.task is not None
+        self._task = build_task(settings.task, settings.arithmetic, forgotten_carry_rate=settings.forgotten_carry_rate)
+        self._prompts = TaskSource(self._task, settings.held_out_fraction)
+        self._seed = settings.seed
+        self._tokenizer = tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this source from another."""
+        return f"{self._prompts.fingerprint} seed={self._seed}"
+
+    def at(self, position: int) -> Document:
+        """The document at this position."""
+        prompt = self._prompts.at(position, self._seed, Split.TRAIN)
+        answer = self._task.demonstration(prompt, Random(f"{self._seed}/demonstration/{position}"))
+        messages = (*prompt.messages, Message(role="assistant", content=answer))
+        return chat_document(self._tokenizer, messages, place=prompt.id)
+
+
+class FileDocuments:
+    """The documents of files, shuffled anew for every pass."""
+
+    def __init__(self, settings: SupervisedSettings, tokenizer: ChatTokenizer):
+        self._documents = [
+            _document(record, place, settings, tokenizer)
+            for file in settings.files
+            for place, record in read_records(file)
+        ]
+        if settings.too_long == "skip":
+            self._documents = [entry for entry in self._documents if len(entry) <= settings.row_length]
+        if not self._documents:
+            raise ValueError(f"{', '.join(settings.files)}: no document to train on")
+        self._order = ShuffledOrder(len(self._documents), "documents")
+        self._seed = settings.seed
+        digest = blake2b(digest_size=8)
+        for document in self._documents:
+            digest.update(repr(document).encode())
+        self._fingerprint = f"{len(self._documents)} documents {digest.hexdigest()} seed={settings.seed}"
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this source from another."""
+        return self._fingerprint
+
+    def at(self, position: int) -> Document:
+        """The document at this position."""
+        return self._documents[self._order.at(position, self._seed)]
+
+
+class RowStream:
+    """Batches of packed rows, without end."""
+
+    def __init__(self, source: DocumentSource, *, rows: int, row_length: int, pad_token: int):
+        self._source = source
+        self._rows = rows
+        self._row_length = row_length
+        self._pad_token = pad_token
+        self._position = 0
+
+    @property
+    def position(self) -> int:
+        """How many documents were given."""
+        return self._position
+
+    def next(self) -> PackedRows:
+        """The next batch."""
+        packed: list[list[Document]] = [[] for _ in range(self._rows)]
+        room = [self._row_length] * self._rows
+        while True:
+            document = self._source.at(self._position)
+            if len(document) > self._row_length:
+                raise ValueError(
+                    f"{document.place}: has {len(document)} tokens, more than data.row_length={self._row_length}; "
+                    "make rows longer or set data.too_long=skip"
+                )
+            row = next((place for place, free in enumerate(room) if free >= len(document)), None)
+            if row is None:
+                return pack(packed, self._row_length, self._pad_token)
+            packed[row].append(document)
+            room[row] -= len(document)
+            self._position += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is, and what it is a stream of."""
+        return {"position": self._position, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state of this same stream."""
+        for key, value in self._identity().items():
+            if state[key] != value:  # SU-3
+                raise ValueError(f"supervised data: {key} is {value!r}, but the saved state has {state[key]!r}")
+        self._position = int(state["position"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"source": self._source.fingerprint, "rows": self._rows, "row_length": self._row_length}
+
+
+def row_stream(settings: SupervisedSettings, tokenizer: ChatTokenizer) -> RowStream:
+    """The stream that the settings describe."""
+    kind = FileDocuments if settings.task is None else Demonstrations
+    return RowStream(
+        kind(settings, tokenizer),
+        rows=settings.rows_per_step,
+        row_length=settings.row_length,
+        pad_token=tokenizer.pad_token,
+    )
+
+
+def pack(rows: list[list[Document]], row_length: int, pad_token: int) -> PackedRows:
+    """The rows' tensors `[R, L]`; padding is a document of its own, never trained."""
+    tokens_RL = torch.full((len(rows), row_length), pad_token, dtype=torch.int64)
+    trained_RL = torch.zeros(len(rows), row_length, dtype=torch.bool)
+    positions_RL = torch.zeros(len(rows), row_length, dtype=torch.int64)
+    for row, documents in enumerate(rows):
+        start = 0
+        for document in documents:
+            stop = start + len(document)
+            tokens_RL[row, start:stop] = torch.tensor(document.tokens)
+            trained_RL[row, start:stop] = torch.tensor(document.trained)
+            positions_RL[row, start:stop] = torch.arange(stop - start)
+            start = stop
+        positions_RL[row, start:] = torch.arange(row_length - start)
+    columns = {"tokens": tokens_RL, "trained": trained_RL, "positions": positions_RL}
+    return PackedRows(
+        rows=TensorDict(columns, batch_size=[len(rows), row_length]),
+        batch_trained_tokens=int(trained_RL.sum()),
+        batch_sequences=sum(len(documents) for documents in rows),
+    )
+
+
+def _document(
+    record: Mapping[str, Any], place: str, settings: SupervisedSettings, tokenizer: ChatTokenizer
+) -> Document:
+    completion = record.get("completion")
+    if completion is None:
+        return chat_document(tokenizer, read_messages(record, place), place)
+    if not isinstance(completion, str) or not isinstance(record.get("prompt"), str):
+        raise ValueError(f"{place}: `prompt` and `completion` must both be texts")
+    if settings.template == "plain":
+        return plain_document(tokenizer, record["prompt"], completion, place)
+    messages = (*read_messages(record, place), Message(role="assistant", content=completion))
+    return chat_document(tokenizer, messages, place)
