@@ -3,11 +3,12 @@
 Families: Qwen3 (dense) and Llama 3, of any size, embeddings tied or not. What torchtitan's definition doesn't hold
 (biases, sliding windows, other RoPE scalings) is refused by name, so no model is silently another one.
 
-`prepare_torchtitan` must run before any other torchtitan import: torchtitan takes its device from import time.
+`prepare_torchtitan` must run before a model is built: torchtitan assumes a GPU where it finds no device.
 """
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,12 +91,17 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
 
 
 def prepare_torchtitan(device: str | None = None) -> torch.device:
-    """Point torchtitan at a device (the GPU where there is one, else the CPU) before its other modules load."""
+    """Point torchtitan at a device: the GPU where there is one, else the CPU; returns this process's."""
     import torchtitan.tools.utils as titan
 
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    titan.device_type = kind
-    titan.device_module = torch.cuda if kind == "cuda" else torch.cpu
+    backend = torch.cuda if kind == "cuda" else torch.cpu
+    # Modules that loaded before took the names with them.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan.") and hasattr(module, "device_type"):
+            for attribute, value in (("device_type", kind), ("device_module", backend)):
+                if hasattr(module, attribute):
+                    setattr(module, attribute, value)
     return titan.get_local_device() if kind == "cuda" else torch.device("cpu")
 
 

@@ -32,21 +32,28 @@ class TrainEngine:
     """Model, optimizer and schedule of one rank; `trains=False` leaves a frozen model that only gives log-probs."""
 
     def __init__(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool = True):
-        from goaly.train.optimizer import build_optimizer
-
         self._source = model.path
         self._settings = settings
         self._parallel = build_parallel(model, settings)
         self._model = self._parallel.model
         self.policy_version = 0
-        self._optimizer = build_optimizer(self._model, settings) if trains else None
-        if not trains:
+        self._optimizer = None
+        if trains:
+            from goaly.train.optimizer import build_optimizer
+
+            self._optimizer = build_optimizer(self._model, settings)
+        else:
             self._model.requires_grad_(False)
 
     @property
     def dp_rank(self) -> int:
         """Which share of a batch's rows this rank trains."""
         return self._parallel.dp_rank
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one, of the ranks that share its rows, that reports for them."""
+        return self._parallel.leads
 
     def train_step(self, packed: PackedRows, loss: BoundLoss) -> dict[str, float]:
         """One optimizer step on this rank's share of a batch; returns the global batch's metrics."""

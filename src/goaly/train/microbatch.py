@@ -50,7 +50,7 @@ def split_rows(rows: TensorDict, microbatch_rows: int) -> Iterator[TensorDict]:
 
 def microbatch(rows: TensorDict, *, multiple_of: int = 1) -> Microbatch:
     """Lay rows `[R, L]` end to end without their idle ends; T is a multiple of `multiple_of` and at least that."""
-    row_count, row_length = rows.batch_size
+    row_length = rows.batch_size[1]
     trained_RL = rows["trained"]
     cells_P = trained_RL.flatten().nonzero().flatten()
     place_L = torch.arange(1, row_length + 1)

@@ -28,6 +28,8 @@ class ParallelModel:
     dp_ranks: int
     dp_group: dist.ProcessGroup | None
     """Ranks that hold different rows; None where there is only one."""
+    leads: bool
+    """Whether this is the first of the ranks that share its rows."""
     token_multiple: int
     """A microbatch's tokens must be a multiple of this."""
 
@@ -35,7 +37,7 @@ class ParallelModel:
 def build_parallel(settings: ModelSettings, trainer: TrainerSettings) -> ParallelModel:
     """Build, lay out and load; `torch.distributed` must be up if there is more than one rank."""
     device = prepare_torchtitan()
-    logging.getLogger("root").addFilter(_from_torchtitan)
+    _quieten()
     _check_ranks(trainer, device)
     from torchtitan.config import CompileConfig
 
@@ -70,6 +72,7 @@ def build_parallel(settings: ModelSettings, trainer: TrainerSettings) -> Paralle
         dp_rank=0 if dp_group is None else dist.get_rank(dp_group),
         dp_ranks=trainer.fsdp,
         dp_group=dp_group,
+        leads=trainer.tp == 1 or parallel_dims.get_mesh("tp").get_local_rank() == 0,
         token_multiple=trainer.tp,
     )
 
@@ -155,6 +158,11 @@ def _activation_checkpointing(trainer: TrainerSettings) -> Any:
     return {"off": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[trainer.activation_checkpointing]
 
 
-def _from_torchtitan(record: logging.LogRecord) -> bool:
-    """Drop torchtitan's progress notes, which it logs on the root logger."""
+def _quieten() -> None:
+    """Drop torchtitan's progress notes, which it logs on the root logger, and DTensor's advice about our meshes."""
+    logging.getLogger().addFilter(_worth_reading)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def _worth_reading(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING or "torchtitan" not in record.pathname

@@ -73,7 +73,7 @@ class TrainerSettings:
     """Tensor-parallel ranks that share every row."""
     threads: int = 1
     """CPU threads of each rank."""
-    microbatch_rows: int = 8
+    microbatch_rows: int = 4
     """Packed rows in one forward and backward pass. Changes memory and speed, not the gradient."""
     logprob_chunk: int = 1024
     """Tokens whose logits exist at one time."""
@@ -161,6 +161,11 @@ class ReferenceSettings:
     """Tensor-parallel ranks that share every row."""
     threads: int = 1
     """CPU threads of each rank."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the reference model."""
+        return self.fsdp * self.tp
 
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each."""

@@ -1,0 +1,64 @@
+"""One rank's engine on a thread of its own, so that the actor around it stays responsive.
+
+Invariants
+    RK-1  Only that thread touches the engine; calls run one after the other, in the order they were made.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from goaly.models.settings import ModelSettings
+from goaly.train.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from goaly.train.engine import TrainEngine
+
+Result = TypeVar("Result")
+
+
+class RankThread:
+    """Builds an engine on its thread and runs calls there."""
+
+    def __init__(self, name: str):
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)  # RK-1
+        self._engine: TrainEngine | None = None
+
+    @property
+    def engine(self) -> "TrainEngine":
+        """The engine, once built."""
+        if self._engine is None:
+            raise RuntimeError("the engine isn't built: call `start` first")
+        return self._engine
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the mesh's."""
+        return int(os.environ.get("RANK", "0"))
+
+    async def build(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool) -> None:
+        """Join the other ranks, build and load the model."""
+        self._engine = await self.run(lambda: _build(model, settings, trains))
+
+    async def run(self, call: Callable[[], Result]) -> Result:
+        """Run `call` on the thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    def close(self) -> None:
+        """Let the thread end once it is done."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _build(model: ModelSettings, settings: TrainerSettings, trains: bool) -> "TrainEngine":
+    import torch
+    import torch.distributed as dist
+
+    from goaly.train.engine import TrainEngine
+
+    torch.set_num_threads(settings.threads)
+    if settings.ranks > 1 and not dist.is_initialized():
+        # Where the ranks meet comes from the environment, which whoever spawned the mesh has set.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    return TrainEngine(model, settings, trains=trains)

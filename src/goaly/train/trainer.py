@@ -1,0 +1,120 @@
+"""The actor that trains the policy: pulls its own rows of a batch, steps, publishes its own shards.
+
+A mesh of `fsdp * tp` of them is one trainer; the controller calls each endpoint on all ranks at once. Whoever spawns
+the mesh sets the torch environment (RANK and friends) before `start`.
+
+Invariants
+    PT-1  A version is published only between two optimizer steps, and is the number of steps done.
+    PT-2  No endpoint does heavy work on the event loop.
+"""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from goaly.models.settings import ModelSettings
+from goaly.telemetry import spans
+from goaly.train.rank import RankThread
+from goaly.train.settings import LossSettings, TrainerSettings
+from goaly.weights.settings import WeightSettings
+
+if TYPE_CHECKING:
+    from goaly.backlog.batch import BatchHandle
+    from goaly.train.losses import BoundLoss
+    from goaly.trajectory import PackedRows
+    from goaly.weights.publisher import Publisher
+    from goaly.weights.store import WeightStore
+
+
+class PolicyTrainer(Actor):
+    """One rank of the trainer. The constructor is cheap; `start` builds the engine."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        model: ModelSettings,
+        loss: LossSettings,
+        weights: WeightSettings,
+        store: "WeightStore | None",
+    ):
+        """Without a `store` nothing can be published."""
+        self._settings = settings
+        self._model = model
+        self._loss_settings = loss
+        self._weight_settings = weights
+        self._store = store
+        self._thread = RankThread("train")
+        self._loss: BoundLoss | None = None
+        self._publisher: Publisher | None = None
+        self._parameters_at_rest = asyncio.Lock()
+
+    @concurrent_endpoint
+    async def start(self) -> int:
+        """Build and load the model; its policy version."""
+        await self._thread.build(self._model, self._settings, trains=True)
+        from goaly.train.losses import policy_loss
+
+        self._loss = policy_loss(self._loss_settings)
+        if self._store is not None:
+            from goaly.weights.publisher import Publisher
+
+            self._publisher = Publisher(
+                self._store,
+                self._thread.rank,
+                self._settings.ranks,
+                self._thread.engine.named_tensors(),
+                self._weight_settings,
+            )
+        return self._thread.engine.policy_version
+
+    @concurrent_endpoint
+    async def step(self, queue: Any, batch: "BatchHandle") -> dict[str, float]:
+        """One optimizer step on the batch; the metrics are those of the whole batch on every rank."""
+        engine = self._thread.engine
+        asked = time.monotonic()
+        rows: PackedRows = await queue.rows.call_one(batch.id, engine.dp_rank)
+        started = time.monotonic()
+        async with self._parameters_at_rest:  # PT-1
+            metrics = await self._thread.run(lambda: self._train(rows, batch.id))  # PT-2
+        seconds = time.monotonic() - started
+        return metrics | {
+            "rows_seconds": started - asked,
+            "train_seconds": seconds,
+            "train_tokens_per_second": batch.tokens / seconds,
+        }
+
+    @concurrent_endpoint
+    async def publish(self) -> int:
+        """Stage this rank's shards of the current version; returns once they are copied."""
+        engine = self._thread.engine
+        if self._publisher is None:
+            raise RuntimeError("this trainer was made without a weight store: there is nowhere to publish to")
+        async with self._parameters_at_rest:  # PT-1
+            version = engine.policy_version
+            await self._publisher.publish(version)
+        return version
+
+    @concurrent_endpoint
+    async def save(self, folder: str | Path) -> None:
+        """Write the policy as a Hugging Face folder."""
+        engine = self._thread.engine
+        async with self._parameters_at_rest:
+            await self._thread.run(lambda: engine.save_hf(folder))
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """Let go of the publisher's memory and the thread."""
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            await publisher.close()
+        self._thread.close()
+        spans.flush()
+
+    def _train(self, rows: "PackedRows", batch_id: int) -> dict[str, float]:
+        engine = self._thread.engine
+        assert self._loss is not None, "start builds engine and loss together"
+        with spans.span("train", version=engine.policy_version, batch=batch_id):
+            return engine.train_step(rows, self._loss)
