@@ -1,0 +1,236 @@
+"""Queue, reward pool and rollout worker as real actors in real processes; only the generator is a fake."""
+
+import asyncio
+import json
+import os
+import select
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import monarch.actor
+import pytest
+import torch
+from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host
+
+from goaly.backlog.queue import TrajectoryQueue
+from goaly.backlog.settings import BacklogSettings
+from goaly.generate.request import Finish, Sample
+from goaly.generate.settings import SamplingSettings
+from goaly.prompts.prompt import Message, Prompt
+from goaly.reward.pool import RewardPool
+from goaly.reward.settings import AdvantageSettings, RewardSettings
+from goaly.rollout.episode import Episode, EpisodeContext
+from goaly.rollout.settings import RolloutSettings
+from goaly.rollout.worker import RolloutWorker, packed
+from goaly.trajectory import Trajectory
+
+PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="1+1="),), answer="2")
+# The first test starts all processes, which takes a minute on a machine that is busy with other things.
+pytestmark = pytest.mark.timeout(180)
+SETTINGS = BacklogSettings(groups_per_step=1, group_size=4, max_staleness=1, window=2, row_length=64)
+
+
+def bootstrap():
+    """What a process runs first. Nested, so that it travels by value: the process can't import this module before."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    verifiers = os.path.join(os.path.dirname(here), "unit", "reward")
+
+    def prepare() -> None:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        sys.path[:0] = [here, verifiers]
+
+    return prepare
+
+
+class FakeGenerator(Actor):
+    """Answers "22" and a stop token by weights of the version asked for; holds back what is told to hang."""
+
+    def __init__(self) -> None:
+        self.under_way: set[str] = set()
+        self.cancelled: list[str] = []
+        self._changed = asyncio.Event()
+
+    @concurrent_endpoint
+    async def generate(self, request_id, prompt, sampling, min_version=0) -> Sample:
+        self.under_way.add(request_id)
+        self._wake()
+        while sampling.max_tokens == 7 and request_id not in self.cancelled:
+            await self._changed.wait()
+        self.under_way.discard(request_id)
+        tokens = torch.tensor([4, 4, 1])
+        versions = torch.full((3,), min_version, dtype=torch.int32)
+        return Sample(tokens=tokens, logprobs=torch.full((3,), -0.5), versions=versions, finish=Finish.STOP)
+
+    @concurrent_endpoint
+    async def cancel(self, request_ids) -> None:
+        self.cancelled += request_ids
+        self._wake()
+
+    @concurrent_endpoint
+    async def when_under_way(self, count: int) -> list[str]:
+        while len(self.under_way) != count:
+            await self._changed.wait()
+        return sorted(self.under_way)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+    if prompt.answer == "no environment" and context.sample_index == 1:
+        raise LookupError("no environment")
+    question = context.render(prompt)
+    answer = await context.policy.sample(question)
+    return Episode(prompt, question).wrote(answer).finish(await context.reward(prompt, answer.text))
+
+
+@pytest.fixture(scope="module")
+def procs():
+    return SimpleNamespace(
+        hub=this_host().spawn_procs(per_host={"procs": 1}, name="hub", bootstrap=bootstrap()),
+        worker=this_host().spawn_procs(per_host={"procs": 1}, name="worker", bootstrap=bootstrap()),
+    )
+
+
+@pytest.fixture
+async def stack(procs, tiny_model_folder: Path, tmp_path: Path):
+    name = tmp_path.name.replace("_", "-")
+    queue = procs.hub.spawn(f"queue-{name}", TrajectoryQueue, SETTINGS, AdvantageSettings(), 1, 0)
+    verifier = "verifiers_under_test:by_answer"
+    rewards = procs.hub.spawn(f"rewards-{name}", RewardPool, RewardSettings(verifier=verifier, time_limit_seconds=1.0))
+    generator = procs.hub.spawn(f"generator-{name}", FakeGenerator)
+    worker = procs.worker.spawn(
+        f"worker-{name}",
+        RolloutWorker,
+        "rollout-0",
+        RolloutSettings(),
+        packed(episode),
+        queue=queue,
+        rewards=rewards,
+        tokenizer=str(tiny_model_folder),
+        sampling=SamplingSettings(max_tokens=8),
+        group_size=4,
+        max_context=64,
+        journal=tmp_path / "journal.jsonl",
+    )
+    await rewards.start.call_one()
+    await worker.replicas.call_one({0: generator})
+    yield SimpleNamespace(queue=queue, rewards=rewards, generator=generator, worker=worker, folder=tmp_path)
+    await worker.close.call_one()
+    await rewards.close.call_one()
+
+
+async def test_a_prompt_goes_from_its_ticket_through_the_worker_into_a_trained_batch(stack):
+    ticket = await stack.queue.admit.call_one()
+    summary = await stack.worker.run_group.call_one(ticket, PROMPT)
+    assert (summary.ticket, summary.rewards, summary.failed) == (0, (2.0,) * 4, None)
+    batch = await stack.queue.next_batch.call_one()
+    assert (batch.id, batch.sequences, batch.trained_tokens, batch.tokens) == (0, 4, 12, 28)
+    packed_rows = await stack.queue.rows.call_one(batch.id, 0)
+    assert packed_rows.rows["tokens"].shape == (1, 64)
+    assert packed_rows.rows["positions"][0, :9].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+    await stack.queue.annotate.call_one(batch.id, 0, "reference_logprobs", torch.full((1, 64), -1.0))
+    assert "reference_logprobs" in (await stack.queue.rows.call_one(batch.id, 0)).rows
+    await stack.queue.trained.call_one(batch.id, 1)
+    counts = await stack.queue.settle.call_one()
+    assert (counts["admitted"], counts["trained"]) == (1, 1)
+    lines = [json.loads(line) for line in (stack.folder / "journal.jsonl").read_text().splitlines()]
+    assert [(line["ticket"], line["sample"], line["response"], line["reward"]) for line in lines] == [
+        (0, index, "22", 2.0) for index in range(4)
+    ]
+
+
+async def test_waiting_endpoints_hold_up_no_others_and_close_wakes_them(stack):
+    for _ in range(2):
+        await stack.queue.admit.call_one()
+    waiting = [asyncio.ensure_future(_answer(stack.queue.admit.call_one())) for _ in range(3)]
+    waiting.append(asyncio.ensure_future(_answer(stack.queue.next_batch.call_one())))
+    counts = await stack.queue.counts.call_one()
+    assert counts["admitted"] == 2
+    await stack.queue.close.call_one()
+    assert await asyncio.gather(*waiting) == [None] * 4
+
+
+async def test_a_failing_episode_fails_its_group_with_prompt_and_cause_and_the_worker_goes_on(stack):
+    ticket = await stack.queue.admit.call_one()
+    broken = Prompt(id="q2", source="sums", messages=PROMPT.messages, answer="no environment")
+    summary = await stack.worker.run_group.call_one(ticket, broken)
+    assert summary.failed == "prompt q2: LookupError: no environment"
+    assert await stack.queue.reasons.call_one() == {"failed: prompt q2: LookupError: no environment": 1}
+    ticket = await stack.queue.admit.call_one()
+    assert (await stack.worker.run_group.call_one(ticket, PROMPT)).failed is None
+
+
+async def test_an_actors_own_words_reach_the_reason_not_the_report_about_them(stack):
+    await stack.rewards.close.call_one()
+    ticket = await stack.queue.admit.call_one()
+    summary = await stack.worker.run_group.call_one(ticket, PROMPT)
+    assert summary.failed == "prompt q1: VerifierError: the reward pool was closed"
+
+
+async def test_cancelling_a_group_cancels_its_requests_and_fails_its_ticket(stack):
+    ticket = await stack.queue.admit.call_one()
+    long = Prompt(id="q3", source="sums", messages=(Message(role="user", content="1" * 57),))
+    group = asyncio.ensure_future(_answer(stack.worker.run_group.call_one(ticket, long)))  # 7 tokens left: it hangs
+    requests = await stack.generator.when_under_way.call_one(4)
+    assert requests == ["0.0.0", "0.1.0", "0.2.0", "0.3.0"]
+    await stack.worker.cancel.call_one([ticket.index])
+    assert (await group).failed == "cancelled"
+    assert await stack.generator.when_under_way.call_one(0) == []
+    assert await stack.queue.reasons.call_one() == {"failed: cancelled": 1}
+
+
+async def test_a_verifier_that_hangs_costs_the_reward_not_the_group(stack):
+    ticket = await stack.queue.admit.call_one()
+    hanging = Prompt(id="q4", source="sums", messages=PROMPT.messages, answer="hang")
+    summary = await stack.worker.run_group.call_one(ticket, hanging)
+    assert summary.rewards == (0.0,) * 4
+    assert (await stack.rewards.stats.call_one()).timeouts == 4
+
+
+async def test_an_evaluation_takes_no_ticket(stack):
+    assert await stack.worker.evaluate.call_one(PROMPT, 3, 0.0) == [2.0] * 3
+    assert (await stack.queue.counts.call_one())["admitted"] == 0
+
+
+async def test_many_scores_at_once_each_reach_their_own_caller(stack):
+    calls = [stack.rewards.score.call_one(PROMPT, "1" * (at % 50)) for at in range(1000)]
+    assert [await call for call in calls] == [float(at % 50) for at in range(1000)]
+    assert (await stack.rewards.stats.call_one()).scores == 1000
+
+
+async def test_a_verifier_that_cannot_be_imported_is_named_by_start(procs):
+    rewards = procs.hub.spawn("rewards-broken", RewardPool, RewardSettings(verifier="no.such:thing"))
+    with pytest.raises(ActorError, match=r"verifier no.such:thing can't be used: ModuleNotFoundError"):
+        await rewards.start.call_one()
+
+
+async def test_verifier_processes_die_when_the_actors_process_is_killed(monkeypatch):
+    died = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", lambda failure: loop.call_soon_threadsafe(died.set))
+    hub = this_host().spawn_procs(per_host={"procs": 1}, name="doomed", bootstrap=bootstrap())
+    settings = RewardSettings(verifier="verifiers_under_test:by_word", time_limit_seconds=600.0)
+    rewards = hub.spawn("rewards", RewardPool, settings)
+    await rewards.start.call_one()
+    child = int(await rewards.score.call_one(PROMPT, "pid"))
+    hanging = asyncio.ensure_future(_answer(rewards.score.call_one(PROMPT, "hang")))
+    parent = parent_of(child)
+    watch = os.pidfd_open(child)
+    os.kill(parent, 9)
+    gone, _, _ = await asyncio.to_thread(select.select, [watch], [], [], 10.0)
+    os.close(watch)
+    assert gone  # RP-1
+    with pytest.raises(Exception, match=r"(?i)supervision|fail"):
+        await hanging
+    await asyncio.wait_for(died.wait(), 30)
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+async def _answer(call):
+    return await call
