@@ -140,8 +140,8 @@ def ranks() -> Iterator[tuple[Any, Any]]:
         setup_torch_elastic_env(mesh)
     trainer, generator = (mesh.spawn(f"ranks_{next(numbers)}", Rank) for mesh in meshes)
     yield trainer, generator
-    for mesh in meshes:
-        mesh.stop().get()
+    for stopped in [mesh.stop() for mesh in meshes]:
+        stopped.get()
 
 
 async def joined(

@@ -68,6 +68,8 @@ class Copy:
 
 def region(tensor: torch.Tensor, offset: Extent, shape: Extent) -> torch.Tensor:
     """The view of this rectangle of the tensor."""
+    if tensor.shape == shape:
+        return tensor
     for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
         tensor = tensor.narrow(dim, begin, length)
     return tensor

@@ -24,8 +24,10 @@ Run = tuple[int, int]
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of the tensor that this rank holds, without a gradient."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.to_local()
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:

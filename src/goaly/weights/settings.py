@@ -24,10 +24,10 @@ class WeightSettings:
         """What can't work, a line each."""
         found = []
         if self.slots < 2:
-            found.append(f"{prefix}.slots={self.slots}: must be at least 2, one to read and one to write")
+            found.append(f"{prefix}slots={self.slots}: must be at least 2, one to read and one to write")
         if self.transfer_dtype is not None and self.transfer_dtype not in TRANSFER_DTYPES:
             known = ", ".join(TRANSFER_DTYPES)
-            found.append(f"{prefix}.transfer_dtype={self.transfer_dtype}: must be one of {known}, or null")
+            found.append(f"{prefix}transfer_dtype={self.transfer_dtype}: must be one of {known}, or null")
         if self.copy_threads < 1:
-            found.append(f"{prefix}.copy_threads={self.copy_threads}: must be at least 1")
+            found.append(f"{prefix}copy_threads={self.copy_threads}: must be at least 1")
         return found
