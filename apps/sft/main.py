@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve whoever else computes
+
 
 def sft(config: SftConfig, folder: "SftFolder") -> dict[str, Any]:
     """Train, save the model, and say how it went."""

@@ -28,7 +28,16 @@ class Answer(Protocol):
 
 
 SampleFunction = Callable[[list[int], Any], Awaitable[Answer]]
-Verifier = Callable[[Prompt, str], float]
+Verifier = Callable[[Prompt, str], Awaitable[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A prompt's answers: how long they were, and what they earned."""
+
+    prompt: Prompt
+    lengths: tuple[int, ...]
+    rewards: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,20 +103,34 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1 - comb(samples - right, k) / comb(samples, k)
 
 
-async def answers(
-    sample: SampleFunction, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: Any
-) -> list[list[list[int]]]:
-    """The tokens of every answer: a list of samples for each prompt. All are asked for at once."""
+async def ask(
+    sample: SampleFunction,
+    tokenizer: ChatTokenizer,
+    prompts: Sequence[Prompt],
+    verify: Verifier,
+    samples_per_prompt: int,
+    sampling: Any,
+) -> list[Answered]:
+    """Sample every prompt `samples_per_prompt` times, all at once, and judge each answer when it comes."""
 
-    async def one(tokens: list[int]) -> list[int]:
-        return [int(token) for token in (await sample(tokens, sampling)).tokens]
+    async def one(prompt: Prompt, tokens: list[int]) -> tuple[int, float]:
+        written = [int(token) for token in (await sample(tokens, sampling)).tokens]
+        return len(written), await verify(prompt, tokenizer.decode(written))
 
+    rendered = [tokenizer.render(prompt.messages) for prompt in prompts]
     async with asyncio.TaskGroup() as tasks:
         asked = [
-            [tasks.create_task(one(tokens)) for _ in range(samples_per_prompt)]
-            for tokens in (tokenizer.render(prompt.messages) for prompt in prompts)
+            [tasks.create_task(one(prompt, tokens)) for _ in range(samples_per_prompt)]
+            for prompt, tokens in zip(prompts, rendered, strict=True)
         ]
-    return [[task.result() for task in group] for group in asked]
+    return [
+        Answered(
+            prompt=prompt,
+            lengths=tuple(task.result()[0] for task in group),
+            rewards=tuple(task.result()[1] for task in group),
+        )
+        for prompt, group in zip(prompts, asked, strict=True)
+    ]
 
 
 async def evaluate(
@@ -118,20 +141,23 @@ async def evaluate(
     samples_per_prompt: int,
     sampling: Any,
 ) -> EvalResult:
-    """Sample every prompt `samples_per_prompt` times through `sample(tokens, sampling)`, and verify the texts."""
-    written = await answers(sample, tokenizer, prompts, samples_per_prompt, sampling)
-    return graded(tokenizer, prompts, written, verify)
+    """What these prompts come to, with samples of `sample(tokens, sampling)` and rewards of `verify(prompt, text)`."""
+    return summary(await ask(sample, tokenizer, prompts, verify, samples_per_prompt, sampling))
 
 
-def graded(
-    tokenizer: ChatTokenizer, prompts: Sequence[Prompt], written: Sequence[Sequence[Sequence[int]]], verify: Verifier
-) -> EvalResult:
-    """The result of answers that have been written."""
-    rewards = [
-        [verify(prompt, tokenizer.decode(tokens)) for tokens in group]
-        for prompt, group in zip(prompts, written, strict=True)
-    ]
-    return EvalResult.of(rewards, lengths=(len(tokens) for group in written for tokens in group))
+def summary(answered: Sequence[Answered]) -> EvalResult:
+    """The result of answered prompts."""
+    return EvalResult.of(
+        [entry.rewards for entry in answered], lengths=(length for entry in answered for length in entry.lengths)
+    )
+
+
+def summaries_by(answered: Sequence[Answered], column: str) -> dict[str, EvalResult]:
+    """The results by a metadata column of the prompts, numbers in their order."""
+    groups: dict[str, list[Answered]] = {}
+    for entry in answered:
+        groups.setdefault(entry.prompt.metadata.get(column, ""), []).append(entry)
+    return {key: summary(groups[key]) for key in sorted(groups, key=lambda key: (key.rjust(20), key))}
 
 
 def _ks(samples: int) -> list[int]:

@@ -1,0 +1,67 @@
+"""The settings of an evaluation."""
+
+from dataclasses import dataclass, field
+
+from goaly.generate.settings import GeneratorSettings, SamplingSettings
+from goaly.models.settings import ModelSettings
+from goaly.prompts.settings import PromptSettings
+from goaly.reward.settings import RewardSettings
+
+
+@dataclass(kw_only=True)
+class EvalGeneratorSettings(GeneratorSettings):
+    """A vLLM engine in this process, whose weights never change."""
+
+    def problems(self, prefix: str, *, device: str = "cpu", updates: bool = False) -> list[str]:
+        """One line for each setting that can't work here."""
+        found = super().problems(prefix, device=device, updates=updates)
+        for name in ("replicas", "tp"):
+            if getattr(self, name) > 1:
+                found.append(f"{prefix}{name}={getattr(self, name)}: must be 1, an evaluation has one process")
+        return found
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """An evaluation."""
+
+    path: str
+    """What is evaluated: a Hugging Face folder, or a run's folder (then its final policy)."""
+    prompts: PromptSettings = field(default_factory=PromptSettings)
+    """Where prompts come from; the held-out ones are asked."""
+    count: int = 256
+    """How many held-out prompts are asked."""
+    samples_per_prompt: int = 8
+    """How many answers are sampled to each; pass@k is estimated for every power of two up to it."""
+    by: str | None = None
+    """Also report by this metadata column of the prompts, such as `digits`."""
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    """How answers are sampled."""
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    """Who judges the answers."""
+    generator: EvalGeneratorSettings = field(default_factory=EvalGeneratorSettings)
+    """How answers are generated."""
+    dtype: str = "float32"
+    """What the model computes in: float32 or bfloat16."""
+    output: str | None = None
+    """JSON file to write the results to."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """What only the combination of settings can get wrong, a line each."""
+        found = []
+        for name in ("count", "samples_per_prompt"):
+            if getattr(self, name) < 1:
+                found.append(f"{prefix}{name}={getattr(self, name)}: must be at least 1")
+        if self.dtype not in ("float32", "bfloat16"):
+            found.append(f"{prefix}dtype={self.dtype}: must be float32 or bfloat16")
+        found += [line.replace("path=", f"{prefix}path=", 1) for line in self.model.problems("")]
+        return found
+
+    @property
+    def model(self) -> ModelSettings:
+        """The model that `path` means."""
+        from pathlib import Path
+
+        policy = Path(self.path) / "policy"
+        folder = policy if (policy / "config.json").is_file() else Path(self.path)
+        return ModelSettings(path=str(folder), dtype=self.dtype)

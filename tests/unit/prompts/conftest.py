@@ -1,0 +1,20 @@
+"""A tiny tokenizer for the tests of this stage."""
+
+from pathlib import Path
+
+import pytest
+
+from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.prompts.tokenizer import ChatTokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a very small tiny model."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), TinyModel(dim=16, layers=1, head_dim=8, hidden_dim=16))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_folder: Path) -> ChatTokenizer:
+    """Its tokenizer."""
+    return ChatTokenizer(tiny_folder)

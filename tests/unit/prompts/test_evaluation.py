@@ -1,0 +1,106 @@
+"""pass@k and what is asked for it: golden values, the estimator's lack of bias, and the flow through fakes."""
+
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from goaly.prompts.evaluation import EvalResult, ask, evaluate, pass_at_k, summaries_by
+from goaly.prompts.prompt import Prompt
+from goaly.prompts.tasks.arithmetic import addition, verify, work_out
+from goaly.prompts.tokenizer import ChatTokenizer
+
+
+@pytest.mark.parametrize(
+    ("samples", "right", "k", "expected"),
+    [(4, 1, 1, 0.25), (4, 1, 4, 1.0), (4, 1, 2, 0.5), (5, 2, 2, 0.7), (10, 3, 5, 1 - 21 / 252), (8, 0, 8, 0.0)],
+)
+def test_pass_at_k_has_the_values_worked_out_by_hand(samples: int, right: int, k: int, expected: float) -> None:
+    assert pass_at_k(samples, right, k) == pytest.approx(expected)
+
+
+@given(data=st.data(), samples=st.integers(1, 8))
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_sample(data: st.DataObject, samples: int) -> None:
+    right, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
+    subsets = list(combinations([place < right for place in range(samples)], k))
+    assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, subsets)) / comb(samples, k))
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_k_beyond_the_samples_is_refused(k: int) -> None:
+    with pytest.raises(ValueError, match="at most the number of samples, 4"):
+        pass_at_k(4, 1, k)
+
+
+def test_results_average_over_prompts() -> None:
+    result = EvalResult.of([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], lengths=range(1, 21))
+    assert result.pass_at == {1: 0.625, 2: 0.75, 4: 1.0}
+    assert result.average == 0.625
+    assert (result.prompts, result.samples_per_prompt) == (2, 4)
+    assert result.lengths is not None
+    assert (result.lengths.mean, result.lengths.median, result.lengths.p95, result.lengths.longest) == (
+        10.5,
+        11,
+        20,
+        20,
+    )
+
+
+def test_partial_rewards_count_in_the_average_and_not_as_passes() -> None:
+    result = EvalResult.of([[0.5, 0.5]])
+    assert (result.pass_at_1, result.average) == (0.0, 0.5)
+
+
+def test_prompts_with_different_numbers_of_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="every prompt must have 2 samples"):
+        EvalResult.of([[1.0, 0.0], [1.0]])
+
+
+@dataclass
+class Wrote:
+    """A fake sampler's answer."""
+
+    tokens: Any
+
+
+async def right(prompt: Prompt, response: str) -> float:
+    """The task's verifier."""
+    return verify(prompt, response)
+
+
+class Adder:
+    """A fake policy that works additions out, and gets every second answer to 99+1 wrong."""
+
+    def __init__(self, tokenizer: ChatTokenizer):
+        self._tokenizer = tokenizer
+        self._asked = 0
+
+    async def __call__(self, tokens: list[int], sampling: object) -> Wrote:
+        assert sampling == "greedy"
+        first, second = self._tokenizer.decode(tokens).removesuffix("=").split("+")
+        self._asked += first == "99"
+        text = "|0" if first == "99" and self._asked % 2 else work_out(first, second)
+        return Wrote([*self._tokenizer.encode(text), *self._tokenizer.stop_token_ids])
+
+
+async def test_an_evaluation_asks_every_prompt_and_judges_the_texts(tokenizer: ChatTokenizer) -> None:
+    prompts = [addition(1, 2), addition(99, 1)]
+    result = await evaluate(Adder(tokenizer), tokenizer, prompts, right, 4, "greedy")
+    assert result.pass_at == {1: 0.75, 2: pytest.approx((1 + 5 / 6) / 2), 4: 1.0}
+    by_digits = summaries_by(await ask(Adder(tokenizer), tokenizer, prompts, right, 4, "greedy"), "digits")
+    assert {digits: found.pass_at_1 for digits, found in by_digits.items()} == {"1": 1.0, "2": 0.5}
+    assert by_digits["1"].lengths is not None
+    assert by_digits["1"].lengths.mean == len("1+2+0=03|3") + 1
+
+
+async def test_a_failing_sampler_fails_the_evaluation(tokenizer: ChatTokenizer) -> None:
+    async def broken(tokens: list[int], sampling: object) -> Wrote:
+        raise RuntimeError("engine gone")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await evaluate(broken, tokenizer, [addition(1, 2)], right, 1, None)
+    assert caught.group_contains(RuntimeError, match="engine gone")
