@@ -33,10 +33,11 @@ STOP_SECONDS = 5.0
 class Hosts:
     """Spawns processes for roles, and stops them all."""
 
-    def __init__(self, settings: HostSettings, run_dir: Path, on_failure: Callable[[str, str], None]):
+    def __init__(self, settings: HostSettings, run_dir: Path, on_failure: Callable[[str, str], None], *, trace: bool):
         """`on_failure(mesh name, report)` is called in the controller's event loop when a mesh of this run dies."""
         self._settings = settings
         self._run_dir = run_dir
+        self._trace = trace
         self._meshes: dict[str, ProcMesh] = {}
         self._loop = asyncio.get_running_loop()
         self._on_failure = on_failure
@@ -53,7 +54,9 @@ class Hosts:
             name=name,
             run_dir=self._run_dir.absolute(),
             cpus=self._settings.bind.get(role),
+            trace=self._trace,
             environment={"OMP_NUM_THREADS": str(threads), **(environment or {})},
+            module_path=list(sys.path),
         )
         mesh = getattr(self._state, role).spawn_procs(per_host={"procs": procs}, name=name, bootstrap=bootstrap)
         self._meshes[name] = mesh
@@ -95,8 +98,17 @@ def _job(kind: str) -> JobTrait:
     return job
 
 
-def _bootstrap(*, name: str, run_dir: Path, cpus: list[int] | None, environment: dict[str, str]) -> Callable[[], None]:
+def _bootstrap(
+    *,
+    name: str,
+    run_dir: Path,
+    cpus: list[int] | None,
+    trace: bool,
+    environment: dict[str, str],
+    module_path: list[str],
+) -> Callable[[], None]:
     def bootstrap() -> None:
+        sys.path.extend(path for path in module_path if path not in sys.path)  # where a user's script lives
         os.setpgid(0, 0)  # HO-1
         os.environ.update(environment)  # before torch is imported
         if cpus is not None:
@@ -106,7 +118,7 @@ def _bootstrap(*, name: str, run_dir: Path, cpus: list[int] | None, environment:
         rank = current_rank()
         process = f"{name}.{rank.rank}" if rank.extent.nelements > 1 else name
         logs.quiet(run_dir / "logs" / f"{process}.log")
-        spans.configure(run_dir, process)
+        spans.configure(run_dir if trace else None, process)
 
     return bootstrap
 

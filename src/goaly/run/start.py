@@ -52,7 +52,7 @@ async def started(config: RunConfig, episode: Episode, run_dir: Path) -> AsyncIt
         if actor in actors and not run.generators.lost(actor, report):
             run.lost(actor, report)  # RN-2
 
-    hosts = Hosts(config.hosts, run_dir, on_failure)
+    hosts = Hosts(config.hosts, run_dir, on_failure, trace=config.telemetry.trace)
     status = "failed"
     try:
         async with asyncio.TaskGroup() as owned:  # RN-1

@@ -1,0 +1,116 @@
+"""Whole runs, as a user starts them: what they leave behind, and how they end when something dies."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.loop.conftest import LaunchedRun, gone_within
+
+pytestmark = pytest.mark.timeout(180)
+
+Launch = Callable[..., LaunchedRun]
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(launch: Launch) -> None:
+    before = shared_memory()
+    run = launch("steps=30", "generator.replicas=2")
+    run.wait_for_steps(2)
+    children = list(run.processes())
+    run.kill("generator-0")
+    assert run.wait(150) == 0, run.text()
+    assert run.text().count("generator 0 died and is being replaced") == 1
+    assert "generator 0 serves again" in run.text()
+
+    summary = run.summary()
+    assert summary["policy_version"] == 30
+    assert summary["admitted"] == summary["trained"] == 60  # nobody's request was lost, and nothing failed
+    assert (summary["rejected"], summary["failed"]) == (0, 0)
+    assert run.text().splitlines()[-1].startswith(f"held-out pass@1: {summary['pass_at_1_before']:.2f} -> ")
+
+    steps = run.lines("metrics.jsonl")
+    assert [step["policy_version"] for step in steps] == list(range(1, 31))
+    assert all(step["age/max"] <= 8 + 1 for step in steps)
+    rollouts = run.lines("rollouts.jsonl")
+    assert len(rollouts) == 60 * 4
+    assert {"prompt", "response", "reward", "versions"} <= set(rollouts[0])
+
+    events = json.loads((run.folder / "trace.json").read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert {"generation", "reward", "queue_wait", "train", "stage", "pull", "apply"} <= names
+
+    assert (run.folder / "config.yaml").exists()
+    assert list((run.folder / "tensorboard").iterdir())
+    assert (run.folder / "policy" / "model.safetensors").exists()
+    assert gone_within(children, 5) == []
+    assert shared_memory() == before
+
+
+def test_ctrl_c_stops_a_run_cleanly_within_ten_seconds(launch: Launch) -> None:
+    before = shared_memory()
+    run = launch("steps=10000")
+    run.wait_for_steps(2)
+    children = list(run.processes())
+    begun = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(10) == 130
+    assert time.monotonic() - begun < 10
+    summary = run.summary()
+    assert summary["status"] == "interrupted"
+    assert summary["admitted"] == summary["trained"] + summary["rejected"] + summary["failed"]
+    assert (run.folder / "trace.json").exists()
+    assert gone_within(children, 5) == []
+    assert shared_memory() == before
+
+
+def test_a_second_ctrl_c_stops_a_run_at_once(launch: Launch) -> None:
+    run = launch("steps=10000")
+    run.wait_for_steps(1)
+    children = list(run.processes())
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for_text("once more stops at once")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(2) == 130
+    assert gone_within(children, 5) == []
+
+
+def test_nothing_outlives_a_controller_that_is_killed(launch: Launch) -> None:
+    before = shared_memory()
+    run = launch("steps=10000")
+    run.wait_for_steps(1)
+    children = list(run.processes())
+    assert len(children) >= 4
+    run.process.kill()
+    assert gone_within(children, 10) == []
+    assert shared_memory() == before
+
+
+def test_a_killed_trainer_ends_the_run_with_an_error_that_names_it(launch: Launch) -> None:
+    run = launch("steps=10000")
+    run.wait_for_steps(1)
+    children = list(run.processes())
+    run.kill("trainer")
+    assert run.wait(30) == 1
+    assert "trainer died" in run.text()
+    assert "Traceback" not in run.text()
+    assert run.summary()["status"] == "failed"
+    assert gone_within(children, 5) == []
+
+
+def test_bad_settings_are_told_all_at_once_and_nothing_is_spawned(launch: Launch, tmp_path: Path) -> None:
+    run = launch("backlog.grops_per_step=2", "steps=0", "trainer.tp=3", "sampling.temperature=hot")
+    assert run.wait(30) == 2
+    text = run.text()
+    for key in ("backlog.grops_per_step", "steps=0", "sampling.temperature"):
+        assert key in text
+    assert "did you mean backlog.groups_per_step" in text
+    assert not run.folder.exists()
