@@ -41,6 +41,8 @@ from goaly.models.spec import prepare_torchtitan
 
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.CANCELLED}
 GIB = 1 << 30
+CPU_BLOCK_TOKENS = 32
+"""The smallest that the CPU kernels take (vLLM would take 128): prefixes are shared by whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Engine:
             sampler.batched_count_greater_than = _ranks  # vLLM compiles these two operators, for seconds
         if settings.tp > 1:
             name_shared_memory_for_this_run()
+        whole = settings.max_context
         arguments = EngineArgs(
             model=str(model.path),
             dtype=model.dtype,
@@ -82,8 +85,10 @@ class Engine:
             distributed_executor_backend="external_launcher" if settings.tp > 1 else "uni",
             max_num_seqs=settings.max_running,
             max_model_len=settings.max_context,
-            max_num_batched_tokens=max(settings.max_step_tokens, settings.max_running),
+            max_num_batched_tokens=settings.max_step_tokens if on_cuda else max(settings.max_step_tokens, whole),
+            enable_chunked_prefill=on_cuda,  # on CPU vLLM can't take back the draw of a seeded, partial prefill
             kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB),
+            block_size=None if on_cuda else CPU_BLOCK_TOKENS,
             enable_prefix_caching=settings.prefix_caching,
             enforce_eager=not (on_cuda and settings.cuda_graphs),
             compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if on_cuda else {},

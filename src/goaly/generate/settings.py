@@ -31,7 +31,7 @@ class GeneratorSettings:
     """Most tokens of a prompt and its answer together; an answer that gets there ends as if by its token limit."""
 
     max_step_tokens: int = 4096
-    """Most tokens that one engine step computes; longer prompts are prefilled in parts."""
+    """Most tokens that one engine step computes; on GPUs a longer prompt is prefilled in parts."""
 
     kv_cache_gib: float = 0.5
     """Memory of the key-value cache of each process, in GiB."""

@@ -49,12 +49,8 @@ class CountingEngine:
 
     def _end(self, name: str, finish: Finish) -> Sample:
         versions = torch.tensor(self._written.pop(name), dtype=torch.int32)
-        return Sample(
-            tokens=torch.full((len(versions),), 7),
-            logprobs=torch.zeros(len(versions)),
-            versions=versions,
-            finish=finish,
-        )
+        count = len(versions)
+        return Sample(tokens=torch.full((count,), 7), logprobs=torch.zeros(count), versions=versions, finish=finish)
 
 
 @pytest.fixture

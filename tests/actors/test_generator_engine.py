@@ -1,0 +1,292 @@
+"""vLLM's engine with torchtitan's definition inside, against plain transformers. One child process holds the engines.
+
+The key-value cache is small, and prompts span several of its blocks, so that preemption and prefix caching happen.
+"""
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import write_tiny_model
+
+from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.settings import GeneratorSettings
+from goaly.models.settings import ModelSettings
+
+NOISE = 2e-4
+PROMPTS = [[(7 * i + 3 * j) % 30 + 2 for j in range(70 + i)] for i in range(6)]
+GREEDY = Sampling(max_tokens=40, temperature=0.0)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@dataclass(slots=True)
+class Engines:
+    """The child process's engines, and the weights of two folders under torchtitan's names."""
+
+    torchtitan: Any
+    native: Any
+    settings: GeneratorSettings
+    weights: list[dict[str, torch.Tensor]]
+
+    def load(self, which: int, version: int) -> int:
+        """What a subscriber's `apply` does."""
+        live = self.torchtitan.named_tensors()
+        assert live.keys() == self.weights[which].keys()
+        for name, tensor in live.items():
+            tensor.copy_(self.weights[which][name])
+        return version
+
+
+engines: Engines
+
+
+def start_engines(folders: list[Path]) -> None:
+    global engines
+    from goaly.generate.engine import Engine
+    from goaly.models.hf import native_tensors
+    from goaly.models.spec import model_spec
+
+    settings = GeneratorSettings(max_running=32, max_context=512, kv_cache_gib=0.005, max_step_tokens=256)
+    model = ModelSettings(path=str(folders[0]))
+    engines = Engines(
+        torchtitan=Engine(settings, model),
+        native=Engine(GeneratorSettings(engine="native", max_running=8, max_context=512, kv_cache_gib=0.01), model),
+        settings=settings,
+        weights=[native_tensors(model_spec(folder), folder) for folder in folders],
+    )
+
+
+def steps(engine: Any, count: int | None = None) -> dict[str, Sample]:
+    """The samples that ended within `count` steps, or until nothing is under way."""
+    ended: dict[str, Sample] = {}
+    while engine.busy and count != 0:
+        ended |= dict(engine.step())
+        count = None if count is None else count - 1
+    return ended
+
+
+def sample_all(which: str, prompts: list[list[int]], sampling: Sampling) -> list[Sample]:
+    engine = getattr(engines, which)
+    for number, prompt in enumerate(prompts):
+        engine.add(str(number), prompt, sampling)
+    samples = steps(engine)
+    return [samples[str(number)] for number in range(len(prompts))]
+
+
+def update_while_sampling(mode: str) -> tuple[list[Sample], list[Sample]]:
+    """Samples over which the weights of folder 1 came as version 5 after some steps, and samples begun after that."""
+    engines.settings.apply = mode
+    engine = engines.torchtitan
+    engine.apply(partial(engines.load, 0, 4))
+    sampling = Sampling(max_tokens=40)
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(str(number), prompt, sampling)
+    samples = steps(engine, None if mode == "drain" else 20)
+    assert engine.apply(partial(engines.load, 1, 5)) == 5
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(f"later {number}", prompt, sampling)
+    samples |= steps(engine)
+    engines.settings.apply = "recompute"
+    engine.apply(partial(engines.load, 0, 0))
+    names = [str(number) for number in range(len(PROMPTS))]
+    return [samples[name] for name in names], [samples[f"later {name}"] for name in names]
+
+
+def cancel_midway() -> tuple[list[tuple[str, Sample]], list[str], bool]:
+    engine = engines.torchtitan
+    for name in ("a", "b", "c"):
+        engine.add(name, PROMPTS[0], Sampling(max_tokens=100))
+    steps(engine, 10)
+    cancelled = engine.cancel(["a", "c", "unknown"])
+    rest = steps(engine)
+    return cancelled, list(rest), engine.busy
+
+
+def count_preemptions(requests: int, sampling: Sampling) -> tuple[int, list[Sample]]:
+    scheduler = engines.torchtitan._scheduler
+    preempt, preempted = scheduler._preempt_request, []
+    scheduler._preempt_request = lambda request, *rest, **named: (preempted.append(1), preempt(request, *rest, **named))
+    samples = sample_all("torchtitan", [PROMPTS[n % 6] for n in range(requests)], sampling)
+    scheduler._preempt_request = preempt
+    return len(preempted), samples
+
+
+def refuse_twice_the_same_name() -> str:
+    engine = engines.torchtitan
+    engine.add("same", [3, 4], GREEDY)
+    try:
+        engine.add("same", [3, 4], GREEDY)
+    except ValueError as error:
+        return str(error)
+    finally:
+        steps(engine)
+    return "not refused"
+
+
+def native_updates() -> str:
+    try:
+        engines.native.named_tensors()
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model_folder, tmp_path_factory) -> list[Path]:
+    return [tiny_model_folder, write_tiny_model(tmp_path_factory.mktemp("other"), seed=1)]
+
+
+@pytest.fixture(scope="module")
+def there(folders):
+    """Runs one of this module's functions where the engines are."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=start_engines, initargs=(folders,)) as child:
+
+        def run(function: Callable[..., Any], *arguments: Any) -> Any:
+            return child.submit(function, *arguments).result(timeout=150)
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    """The log-probabilities that transformers gives to what was sampled, with the weights of folder 0 or 1."""
+    from transformers import AutoModelForCausalLM
+
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
+
+    @torch.no_grad()
+    def logprobs(prompt: list[int], sample: Sample, which: int = 0, temperature: float = 1.0) -> torch.Tensor:
+        tokens = torch.tensor([[*prompt, *sample.tokens.tolist()]])
+        logits_NV = models[which](tokens).logits[0, len(prompt) - 1 : -1]
+        return (logits_NV / temperature).log_softmax(-1).gather(1, sample.tokens[:, None])[:, 0]
+
+    @torch.no_grad()
+    def greedy(prompt: list[int]) -> list[int]:
+        tokens = torch.tensor([prompt])
+        out = models[0].generate(tokens, max_new_tokens=GREEDY.max_tokens, do_sample=False, eos_token_id=None)
+        return out[0, len(prompt) :].tolist()
+
+    logprobs.greedy = greedy
+    return logprobs
+
+
+def test_greedy_decoding_is_that_of_transformers(there, expected):
+    samples = there(sample_all, "torchtitan", PROMPTS, GREEDY)
+    assert [sample.tokens.tolist() for sample in samples] == [expected.greedy(prompt) for prompt in PROMPTS]
+    assert {sample.finish for sample in samples} == {Finish.LENGTH}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_distribution_that_was_sampled(there, expected, temperature):
+    samples = there(sample_all, "torchtitan", PROMPTS, Sampling(max_tokens=40, temperature=temperature))
+    assert len({tuple(sample.tokens.tolist()) for sample in samples}) == len(PROMPTS)
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        reference = expected(prompt, sample, temperature=temperature)
+        torch.testing.assert_close(sample.logprobs, reference, atol=NOISE, rtol=0)
+
+
+def test_top_k_logprobs_are_normalised_over_what_may_be_sampled(there):
+    (sample,) = there(sample_all, "torchtitan", PROMPTS[:1], Sampling(max_tokens=20, top_k=1))
+    assert sample.logprobs.tolist() == [0.0] * 20
+
+
+def test_a_seed_makes_a_sample_repeatable(there):
+    sampling = Sampling(max_tokens=20, seed=11)
+    first, second = (there(sample_all, "torchtitan", PROMPTS[:2], sampling) for _ in range(2))
+    assert [s.tokens.tolist() for s in first] == [s.tokens.tolist() for s in second]
+
+
+def test_only_named_stop_tokens_end_an_answer_and_they_are_part_of_it(there):
+    sampling = Sampling(max_tokens=200, stop_token_ids=(5, 6))
+    samples = there(sample_all, "torchtitan", PROMPTS, sampling)
+    for sample in samples:
+        assert sample.finish is Finish.STOP
+        assert int(sample.tokens[-1]) in (5, 6)
+        assert not set(sample.tokens[:-1].tolist()) & {5, 6}
+
+
+def test_vllms_own_model_gives_the_same_distribution(there, expected):
+    ours, native = (there(sample_all, which, PROMPTS, GREEDY) for which in ("torchtitan", "native"))
+    for prompt, one, other in zip(PROMPTS, ours, native, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        torch.testing.assert_close(one.logprobs, other.logprobs, atol=NOISE, rtol=0)
+        torch.testing.assert_close(other.logprobs, expected(prompt, other), atol=NOISE, rtol=0)
+
+
+def test_vllms_own_model_refuses_weight_updates_on_cpu_with_the_reason(there):
+    assert "prepack" in there(native_updates)
+
+
+def versions_of(samples: list[Sample]) -> set[tuple[tuple[int, int], ...]]:
+    """How many tokens of each version, for all samples."""
+    return {
+        tuple((int(version), int((sample.versions == version).sum())) for version in sample.versions.unique())
+        for sample in samples
+    }
+
+
+def check(samples: list[Sample], expected, which: int, version: int, *, close: bool = True) -> None:
+    """The tokens of this version have (or, not close, have not) the log-probabilities of the folder's weights."""
+    for prompt, sample in zip(PROMPTS, samples, strict=False):
+        of_version = sample.versions == version
+        error = (sample.logprobs - expected(prompt, sample, which))[of_version].abs().max()
+        assert bool(error < NOISE) is close, f"{error:.6f}"
+
+
+def test_recompute_goes_on_under_the_new_weights_over_the_whole_prefix(there, expected):
+    samples, later = there(update_while_sampling, "recompute")
+    assert all(len(sample.tokens) == 40 for sample in samples)  # EN-3
+    (split,) = versions_of(samples[:2])
+    assert [version for version, _ in split] == [4, 5]  # EN-1
+    assert all(sample.versions.diff().min() >= 0 for sample in samples)
+    check(samples, expected, 0, 4)
+    check(samples, expected, 1, 5)
+    assert versions_of(later) == {((5, 40),)}
+    check(later, expected, 1, 5)  # EN-2
+
+
+def test_keep_goes_on_with_the_old_cache_and_lets_no_new_request_have_it(there, expected):
+    samples, later = there(update_while_sampling, "keep")
+    assert all(len(sample.tokens) == 40 for sample in samples)
+    check(samples, expected, 0, 4)
+    check(samples[:1], expected, 1, 5, close=False)
+    assert versions_of(later) == {((5, 40),)}
+    check(later, expected, 1, 5)  # EN-2
+
+
+def test_drain_ends_what_is_under_way_under_the_old_weights(there, expected):
+    samples, later = there(update_while_sampling, "drain")
+    assert versions_of(samples) == {((4, 40),)}
+    check(samples, expected, 0, 4)
+    assert versions_of(later) == {((5, 40),)}
+    check(later, expected, 1, 5)
+
+
+def test_preempted_requests_lose_and_repeat_nothing(there, expected):
+    preempted, samples = there(count_preemptions, 24, Sampling(max_tokens=120, seed=3))
+    assert preempted > 0
+    assert all(len(sample.tokens) == 120 for sample in samples)
+    for number, sample in enumerate(samples):
+        torch.testing.assert_close(sample.logprobs, expected(PROMPTS[number % 6], sample), atol=NOISE, rtol=0)
+
+
+def test_cancelling_gives_what_was_sampled_and_leaves_the_others_alone(there):
+    cancelled, rest, busy = there(cancel_midway)
+    assert [name for name, _ in cancelled] == ["a", "c"]
+    for _, sample in cancelled:
+        assert sample.finish is Finish.CANCELLED
+        assert 0 < len(sample.tokens) == len(sample.logprobs) == len(sample.versions) <= 10
+    assert rest == ["b"]
+    assert not busy
+
+
+def test_a_name_that_is_under_way_is_refused(there):
+    assert "request_id='same'" in there(refuse_twice_the_same_name)
