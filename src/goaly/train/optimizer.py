@@ -1,5 +1,6 @@
 """AdamW, gradient clipping and the learning-rate schedule, on torchtitan's containers."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,9 +54,14 @@ class ScheduledOptimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        self._optimizers.load_state_dict(dict(state["moments"]))
-        self._schedulers.load_state_dict(dict(state["schedule"]))
+        """Continue where `state_dict` was taken, without sharing its tensors."""
+        moments = {
+            key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state["moments"].items()
+        }
+        self._optimizers.load_state_dict(moments)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="To get the last learning rate")  # torchtitan asks that way
+            self._schedulers.load_state_dict(dict(state["schedule"]))
         self._steps = state["steps"]
 
 

@@ -1,0 +1,49 @@
+"""Packed batches for the trainer's tests."""
+
+import torch
+from tensordict import TensorDict
+
+from goaly.trajectory import PackedRows
+
+VOCABULARY = 32
+Document = dict[str, torch.Tensor]
+
+
+def documents(count: int, *, seed: int = 0, longest: int = 60) -> list[Document]:
+    """Random sequences: a prompt of 3 tokens, then trained tokens with random columns."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        length = int(torch.randint(5, longest, (), generator=generator))
+        trained = torch.arange(length) >= 3
+        made.append(
+            {
+                "tokens": torch.randint(0, VOCABULARY, (length,), generator=generator),
+                "trained": trained,
+                "sampler_logprobs": (-3.4 + 0.3 * torch.randn(length, generator=generator)).clamp(max=0) * trained,
+                "sampler_versions": torch.where(trained, 0, -1).int(),
+                "rewards": torch.zeros(length),
+                "advantages": torch.randn((), generator=generator) * trained.float(),
+                "reference_logprobs": (-3.4 + 0.2 * torch.randn(length, generator=generator)) * trained,
+            }
+        )
+    return made
+
+
+def pack(sequences: list[Document], *, rows: int, row_length: int) -> PackedRows:
+    """Deal the sequences over rows in turn; the rest of each row is padding."""
+    columns: dict[str, list[torch.Tensor]] = {}
+    for row in range(rows):
+        mine = sequences[row::rows]
+        used = sum(len(sequence["tokens"]) for sequence in mine)
+        assert used <= row_length
+        padding = {key: torch.zeros(row_length - used, dtype=value.dtype) for key, value in sequences[0].items()}
+        for key in sequences[0]:
+            columns.setdefault(key, []).append(torch.cat([*(sequence[key] for sequence in mine), padding[key]]))
+        positions = [torch.arange(len(sequence["tokens"])) for sequence in mine]
+        columns.setdefault("positions", []).append(torch.cat([*positions, torch.arange(row_length - used)]))
+    return PackedRows(
+        rows=TensorDict({key: torch.stack(value) for key, value in columns.items()}, batch_size=[rows, row_length]),
+        batch_trained_tokens=sum(int(sequence["trained"].sum()) for sequence in sequences),
+        batch_sequences=len(sequences),
+    )

@@ -1,0 +1,147 @@
+"""The engine on one rank: its gradient doesn't depend on how a batch is cut, and it refuses what isn't finite."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from goaly.errors import ConfigError
+from goaly.models.settings import ModelSettings
+from goaly.train.engine import TrainEngine
+from goaly.train.losses import policy_loss
+from goaly.train.microbatch import split_rows
+from goaly.train.settings import LossSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
+from goaly.trajectory import PackedRows
+from tests.unit.train.batches import documents, pack
+
+LOSS = LossSettings(kl_coef=0.05)
+SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=50)
+
+
+@pytest.fixture
+def engine(tiny_model_folder: Path):
+    return lambda settings=SETTINGS, **more: TrainEngine(ModelSettings(path=str(tiny_model_folder)), settings, **more)
+
+
+def gradients(engine: TrainEngine, packed: PackedRows, microbatch_rows: int) -> dict[str, torch.Tensor]:
+    engine.forward_backward(split_rows(packed.rows, microbatch_rows), policy_loss(LOSS), packed.batch_trained_tokens)
+    found = {name: parameter.grad for name, parameter in engine._model.named_parameters()}
+    engine._optimizer._optimizers.zero_grad()
+    return found
+
+
+def assert_same_gradients(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    assert ones.keys() == others.keys()
+    for name, one in ones.items():
+        assert one.abs().max() > 0
+        torch.testing.assert_close(others[name], one, atol=2e-6 * one.abs().max().item() + 1e-8, rtol=2e-4, msg=name)
+
+
+def test_the_gradient_is_the_same_for_any_packing_and_any_microbatches(engine):
+    made, sequences = engine(), documents(8)
+    one = gradients(made, pack(sequences, rows=4, row_length=128), 4)
+    assert_same_gradients(one, gradients(made, pack(sequences, rows=4, row_length=128), 1))
+    assert_same_gradients(one, gradients(made, pack(sequences[::-1], rows=2, row_length=300), 1))
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_activation_checkpointing_changes_no_gradient(engine, how: str):
+    packed = pack(documents(4), rows=2, row_length=128)
+    plain = gradients(engine(), packed, 2)
+    wrapped = gradients(engine(dataclasses.replace(SETTINGS, activation_checkpointing=how)), packed, 2)
+    names = {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in wrapped.items()}
+    assert_same_gradients(plain, names)
+
+
+def test_the_metrics_are_means_over_the_trained_tokens(engine):
+    made, packed = engine(), pack(documents(6), rows=3, row_length=128)
+    rows = packed.rows
+    logprobs = made.logprobs(rows)
+    trained = rows["trained"]
+    ratio = (logprobs - rows["sampler_logprobs"])[trained].exp()
+    metrics = made.train_step(packed, policy_loss(LOSS))
+    assert metrics["ratio_mean"] == pytest.approx(ratio.mean().item(), rel=1e-4)
+    assert metrics["ratio_max"] == pytest.approx(ratio.max().item(), rel=1e-4)
+    assert metrics["effective_sample_size"] == pytest.approx(
+        (ratio.mean() ** 2 / ratio.square().mean()).item(), rel=1e-4
+    )
+    assert (logprobs[~trained] == 0).all()
+
+
+def test_the_same_inputs_give_bit_identical_parameters_and_resuming_continues_them(engine):
+    settings = dataclasses.replace(SETTINGS, schedule=ScheduleSettings(warmup_steps=2, decay="cosine", total_steps=6))
+    batches = [pack(documents(4, seed=seed), rows=2, row_length=128) for seed in range(4)]
+    one, other, resumed = engine(settings), engine(settings), engine(settings)
+    loss = policy_loss(LOSS)
+    for batch in batches[:2]:
+        one.train_step(batch, loss)
+        other.train_step(batch, loss)
+    resumed.load_state_dict(other.state_dict())
+    for batch in batches[2:]:
+        first = one.train_step(batch, loss)
+        assert other.train_step(batch, loss) == first == resumed.train_step(batch, loss)
+    assert one.policy_version == resumed.policy_version == 4
+    for name, tensor in one.named_tensors().items():
+        assert torch.equal(tensor, other.named_tensors()[name])
+        assert torch.equal(tensor, resumed.named_tensors()[name])
+
+
+def test_a_value_that_is_not_finite_raises_with_its_name_and_changes_no_parameter(engine):
+    made, packed = engine(), pack(documents(4), rows=2, row_length=128)
+    before = {name: tensor.clone() for name, tensor in made.named_tensors().items()}
+    packed.rows["advantages"][packed.rows["trained"].nonzero(as_tuple=True)] = float("nan")
+    with pytest.raises(FloatingPointError, match="train loss is nan at policy version 0"):
+        made.train_step(packed, policy_loss(LOSS))
+    made._optimizer._optimizers.zero_grad()
+    packed.rows["advantages"].fill_(1.0)
+    made.forward_backward([packed.rows], policy_loss(LOSS), packed.batch_trained_tokens)
+    next(made._model.parameters()).grad[0, 0] = float("inf")
+    with pytest.raises(FloatingPointError, match="train grad_norm is inf"):
+        made.optimizer_step()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.named_tensors().items())
+
+
+def test_gradients_are_clipped_to_the_norm(engine):
+    packed = pack(documents(4), rows=2, row_length=128)
+    steps = {}
+    for limit in (None, 1e-3):
+        made = engine(dataclasses.replace(SETTINGS, max_grad_norm=limit))
+        made.forward_backward([packed.rows], policy_loss(LOSS), packed.batch_trained_tokens)
+        norm = made._optimizer.clip()
+        clipped = torch.stack([p.grad.norm() for p in made._model.parameters()]).norm().item()
+        steps[limit] = norm, clipped
+    assert steps[None][0] == steps[1e-3][0] == pytest.approx(steps[None][1], rel=1e-4)
+    assert steps[1e-3][1] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_the_rate_warms_up_decays_and_stays_at_its_end(engine):
+    def rates(schedule: ScheduleSettings, steps: int) -> list[float]:
+        made = engine(TrainerSettings(optimizer=OptimizerSettings(lr=1.0), schedule=schedule))._optimizer
+        seen = []
+        for _ in range(steps):
+            seen.append(made.lr)
+            made.step()
+        return seen
+
+    assert rates(ScheduleSettings(warmup_steps=2), 4) == [0.5, 1, 1, 1]
+    linear = ScheduleSettings(warmup_steps=1, decay="linear", total_steps=5, min_lr_factor=0.1)
+    assert rates(linear, 8) == pytest.approx([1, 1, 0.775, 0.55, 0.325, 0.1, 0.1, 0.1])
+    cosine = ScheduleSettings(decay="cosine", total_steps=4)
+    assert rates(cosine, 7) == pytest.approx([1, 0.8535534, 0.5, 0.1464466, 0, 0, 0], abs=1e-7)
+
+
+def test_what_can_not_work_is_refused_with_its_key(engine):
+    with pytest.raises(ConfigError, match=r"trainer.compile=true: needs a GPU"):
+        engine(TrainerSettings(compile=True))
+    with pytest.raises(ConfigError, match=r"fsdp=2 \* tp=1 must be the number of ranks, 1"):
+        engine(TrainerSettings(fsdp=2))
+    with pytest.raises(ValueError, match="normalizer=0"):
+        engine().forward_backward([], policy_loss(LOSS), 0)
+    assert TrainerSettings(tp=2, compile=True, temperature=0, schedule=ScheduleSettings(decay="linear")).problems(
+        "trainer."
+    ) == [
+        "trainer.temperature=0: must be above 0",
+        "trainer.compile=true: works on one rank, trainer.fsdp * trainer.tp is 2",
+        "trainer.schedule.total_steps: is not set, trainer.schedule.decay=linear needs it",
+    ]

@@ -1,0 +1,73 @@
+"""Chunked log-probs equal whole ones, in value and gradient, and never hold more logits than a chunk."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from goaly.models.spec import prepare_torchtitan
+from goaly.train.logprobs import LogprobHead
+
+prepare_torchtitan()
+
+
+def head(vocabulary: int, width: int, seed: int = 0) -> LogprobHead:
+    made = LogprobHead.Config(in_features=width, out_features=vocabulary).build()
+    with torch.no_grad():
+        made.weight.normal_(generator=torch.Generator().manual_seed(seed))
+    return made
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.integers(0, 40),
+    chunk=st.integers(1, 50),
+    vocabulary=st.integers(1, 30),
+    temperature=st.sampled_from([1.0, 0.7, 2.0]),
+)
+def test_values_and_gradients_are_those_of_a_plain_log_softmax(
+    tokens: int, chunk: int, vocabulary: int, temperature: float
+):
+    generator = torch.Generator().manual_seed(tokens + 100 * chunk)
+    hidden = torch.randn(1, tokens + 5, 8, generator=generator, requires_grad=True)
+    predicting = torch.randperm(tokens + 5, generator=generator)[:tokens]
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    weights = torch.randn(2, tokens, generator=generator)
+    made = head(vocabulary, 8)
+
+    logprobs, entropies = made(hidden, predicting, targets, chunk, temperature)
+    (weights[0] * logprobs + weights[1] * entropies).sum().backward()
+    ours = logprobs.detach(), entropies.detach(), hidden.grad.clone(), made.weight.grad.clone()
+    hidden.grad = made.weight.grad = None
+
+    full = (hidden[0][predicting] @ made.weight.t() / temperature).log_softmax(-1)
+    logprobs, entropies = full.gather(1, targets[:, None])[:, 0], -(full.exp() * full).sum(1)
+    (weights[0] * logprobs + weights[1] * entropies).sum().backward()
+    for mine, plain in zip(ours, (logprobs, entropies, hidden.grad, made.weight.grad), strict=True):
+        torch.testing.assert_close(mine, plain.detach(), atol=2e-5, rtol=1e-4)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_no_tensor_of_all_tokens_times_the_vocabulary_exists(with_entropy: bool):
+    tokens, vocabulary, width, chunk = 512, 300, 4, 32
+    hidden = torch.randn(1, tokens, width, requires_grad=True)
+    with LargestTensor() as seen:
+        logprobs, entropies = head(vocabulary, width)(
+            hidden, torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64), chunk, 1.0
+        )
+        (logprobs.sum() + (entropies.sum() if with_entropy else 0)).backward()
+    assert seen.elements <= chunk * vocabulary  # LP-1

@@ -1,0 +1,38 @@
+"""Rows become one line of tokens that keeps all that trained tokens depend on."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from goaly.train.microbatch import microbatch
+from tests.unit.train.batches import documents, pack
+
+
+@settings(max_examples=40, deadline=None)
+@given(count=st.integers(1, 12), rows=st.integers(1, 5), multiple=st.sampled_from([1, 2, 8]), seed=st.integers(0, 99))
+def test_every_trained_token_keeps_its_past_its_columns_and_its_cell(count: int, rows: int, multiple: int, seed: int):
+    packed = pack(documents(count, seed=seed, longest=20), rows=rows, row_length=240)
+    line = microbatch(packed.rows, multiple_of=multiple)
+    tokens, positions = line.tokens_1T[0], line.positions_1T[0]
+    flat = packed.rows.flatten(0, 1)
+    assert len(tokens) % multiple == 0
+    assert line.cells_P.tolist() == flat["trained"].nonzero().flatten().tolist()
+    assert torch.equal(line.columns["advantages"], flat["advantages"][line.cells_P])
+    for index, cell in enumerate(line.cells_P.tolist()):
+        at = int(line.predicting_P[index]) + 1
+        past = int(flat["positions"][cell]) + 1
+        assert line.targets_P[index] == flat["tokens"][cell] == tokens[at]
+        assert torch.equal(tokens[at + 1 - past : at + 1], flat["tokens"][cell + 1 - past : cell + 1])
+        assert positions[at + 1 - past : at + 1].tolist() == list(range(past))
+    # MB-2: the line ends with the last trained token of each row, up to the multiple
+    used = sum(int(row.nonzero().max()) + 1 for row in packed.rows["trained"] if row.any())
+    assert len(tokens) == -(-used // multiple) * multiple
+    assert line.columns["documents"].unique().numel() == count
+
+
+def test_rows_without_a_trained_token_still_make_a_line():
+    packed = pack(documents(2), rows=2, row_length=80)
+    packed.rows["trained"].zero_()
+    line = microbatch(packed.rows, multiple_of=4)
+    assert line.tokens_1T.shape == (1, 4)
+    assert line.cells_P.numel() == 0

@@ -1,0 +1,110 @@
+"""Two processes over gloo, sharded by FSDP2 and by tensor parallelism, do what one process does."""
+
+import dataclasses
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from goaly.models.settings import ModelSettings
+from goaly.train.engine import TrainEngine
+from goaly.train.losses import policy_loss
+from goaly.train.microbatch import split_rows
+from goaly.train.settings import LossSettings, OptimizerSettings, TrainerSettings
+from tests.unit.train.batches import documents, pack
+
+LOSS = LossSettings(kl_coef=0.05)
+SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=50, microbatch_rows=1)
+LAYOUTS = {"fsdp": {"fsdp": 2}, "tp": {"tp": 2}}
+ROWS = 4
+
+
+def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
+    """What a step on the batch gives on this rank: whole gradients, metrics, log-probs, whole new parameters."""
+    from torch.distributed.tensor import DTensor
+
+    engine = TrainEngine(ModelSettings(path=str(folder)), settings)
+    batch = pack(documents(10), rows=ROWS, row_length=160)
+    rows = batch.rows[engine.dp_rank :: settings.fsdp]
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+    logprobs = engine.logprobs(rows)
+    metrics = engine.forward_backward(
+        split_rows(rows, settings.microbatch_rows), policy_loss(LOSS), batch.batch_trained_tokens
+    )
+    gradients = {name: whole(parameter.grad) for name, parameter in engine._model.named_parameters()}
+    metrics |= engine.optimizer_step()
+    parameters = {name: whole(tensor) for name, tensor in engine.named_tensors().items()}
+    resumed = TrainEngine(ModelSettings(path=str(folder)), settings)
+    resumed.load_state_dict(engine.state_dict())
+    same = all(torch.equal(whole(t), parameters[name]) for name, t in resumed.named_tensors().items())
+    return {
+        "metrics": metrics,
+        "logprobs": logprobs,
+        "gradients": gradients,
+        "parameters": parameters,
+        "resumed": same,
+        "dp_rank": engine.dp_rank,
+        "engine": engine,
+    }
+
+
+def in_each_process(rank: int, port: int, folder: Path, out: Path) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    for name, degrees in LAYOUTS.items():
+        result = trained(folder, dataclasses.replace(SETTINGS, **degrees))
+        result.pop("engine").save_hf(out / f"{name}.hf")
+        torch.save(result, out / f"{name}.{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    from goaly.models.tiny import TinyModel, write_tiny_model
+
+    folder = write_tiny_model(tmp_path_factory.mktemp("model"), TinyModel(layers=2, tied=request.param == "tied"))
+    out = tmp_path_factory.mktemp("out")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(in_each_process, (port, folder, out), nprocs=2)
+    alone = trained(folder, dataclasses.replace(SETTINGS, microbatch_rows=ROWS))
+    alone.pop("engine").save_hf(out / "alone.hf")
+    return alone, out
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_have_the_gradient_metrics_and_step_of_one(results: tuple[dict[str, Any], Path], layout: str):
+    alone, out = results
+    for rank in range(2):
+        found = torch.load(out / f"{layout}.{rank}", weights_only=False)
+        assert found["gradients"].keys() == alone["gradients"].keys()
+        for name, one in alone["gradients"].items():
+            tolerance = 5e-6 * one.abs().max().item() + 1e-8
+            torch.testing.assert_close(found["gradients"][name], one, atol=tolerance, rtol=2e-3, msg=name)
+        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-6)
+        rows = alone["logprobs"][found["dp_rank"] :: 2 if layout == "fsdp" else 1]
+        torch.testing.assert_close(found["logprobs"], rows, atol=1e-5, rtol=1e-4)
+        assert found["resumed"]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_ranks_save_the_folder_of_their_whole_parameters(results: tuple[dict[str, Any], Path], layout: str):
+    from goaly.models.hf import native_tensors
+    from goaly.models.spec import model_spec
+
+    _, out = results
+    found = torch.load(out / f"{layout}.0", weights_only=False)["parameters"]
+    saved = native_tensors(model_spec(out / f"{layout}.hf"), out / f"{layout}.hf")
+    assert saved.keys() == found.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in found.items())
