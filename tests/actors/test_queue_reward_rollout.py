@@ -99,7 +99,8 @@ async def stack(procs, tiny_model_folder: Path, tmp_path: Path):
     name = tmp_path.name.replace("_", "-")
     queue = procs.hub.spawn(f"queue-{name}", TrajectoryQueue, SETTINGS, AdvantageSettings(), 1, 0)
     verifier = "verifiers_under_test:by_answer"
-    rewards = procs.hub.spawn(f"rewards-{name}", RewardPool, RewardSettings(verifier=verifier, time_limit_seconds=1.0))
+    reward_settings = RewardSettings(verifier=verifier, workers=2, time_limit_seconds=2.0)
+    rewards = procs.hub.spawn(f"rewards-{name}", RewardPool, reward_settings)
     generator = procs.hub.spawn(f"generator-{name}", FakeGenerator)
     worker = procs.worker.spawn(
         f"worker-{name}",

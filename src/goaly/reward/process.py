@@ -15,6 +15,8 @@ from goaly.reward.frames import HEADER_BYTES, Ready, Refused, Score, body_length
 START_LIMIT_SECONDS = 60.0
 """Longest time for a process to start and import its verifier."""
 
+LOOK_SECONDS = 0.05
+
 
 class VerifierError(GoalyError):
     """A verifier could not score: it raised, gave no finite number, died, or can't be imported."""
@@ -76,8 +78,17 @@ class VerifierProcess:
 
     async def reply(self, limit_seconds: float) -> Score | Refused:
         """The next reply; TimeoutError when it does not come in time, after which the process is good for nothing."""
-        async with asyncio.timeout(limit_seconds):
-            return await self._read()
+        reading = asyncio.ensure_future(self._read())
+        try:
+            await asyncio.wait([reading], timeout=limit_seconds)
+            if not reading.done():
+                # A reply that came in time may be unread because this loop was busy; one look tells.
+                await asyncio.wait([reading], timeout=LOOK_SECONDS)
+            if not reading.done():
+                raise TimeoutError
+            return reading.result()
+        finally:
+            reading.cancel()
 
     async def kill(self) -> None:
         """End it and whatever it started, at once."""

@@ -73,6 +73,17 @@ async def test_a_response_that_hangs_costs_its_limit_and_nobody_elses_score():
         assert (pool.stats().timeouts, pool.stats().replaced) == (1, 1)
 
 
+async def test_a_reply_that_came_in_time_counts_though_this_loop_was_busy_past_the_limit():
+    async with pool_of(time_limit_seconds=0.3) as pool:
+        await pool.score(PROMPT, "fine")
+        score = asyncio.create_task(pool.score(PROMPT, "fine"))
+        for _ in range(10):
+            await asyncio.sleep(0)  # the request is on its way, and its clock runs
+        time.sleep(0.6)  # noqa: ASYNC251 - the point of this test
+        assert await score == 1.0
+        assert pool.stats().timeouts == 0
+
+
 async def test_running_out_of_time_can_be_made_a_failure():
     async with pool_of(time_limit_seconds=0.3, on_time_limit="fail") as pool:
         with pytest.raises(RewardTimeout, match=r"prompt q7: the verifier exceeded time_limit_seconds=0.3"):
