@@ -203,3 +203,24 @@ async def test_a_killed_trainer_rank_leaves_no_half_version_and_the_others_are_t
         await within(waiting)
     state: StoreState = await store.state.call_one()
     assert (state.newest, state.versions) == (None, ())
+
+
+async def test_a_version_that_was_written_over_under_a_reader_is_an_error_not_a_torn_pull() -> None:
+    settings = WeightSettings()
+    store = new_store(settings)
+    trainer, reader = Trainer(store, settings), Reader(store, "reader")
+    await within(trainer.publish(0))
+    version = await within(reader.subscriber.newest())
+    trainer.publisher._ring.seal(0, 1)  # as a writer would that ignores leases
+    with pytest.raises(WeightsError, match="version 0 from writer rank 0 was written over while reader reader held it"):
+        await within(reader.subscriber.prefetch(version))
+    with pytest.raises(WeightsError, match="nothing to apply"):
+        reader.subscriber.apply()
+
+
+async def test_a_rank_of_another_group_size_is_refused() -> None:
+    settings = WeightSettings()
+    store = new_store(settings)
+    await within(Trainer(store, settings).publish(0))
+    with pytest.raises(ActorError, match="writer rank 1 of 2 joins a group of 1"):
+        await within(Trainer(store, settings, 1, 2).publish(0))

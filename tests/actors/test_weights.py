@@ -30,6 +30,7 @@ PLACEMENTS = {
     "fsdp": {"embedding": Shard(0), "wqkv": Shard(0), "wo": Shard(0), "norm": Shard(0)},
     "tp": {"embedding": Shard(0), "wqkv": Shard(0), "wo": Shard(1), "norm": Replicate()},
 }
+pytestmark = pytest.mark.timeout(240)  # the first test waits for four processes to import torch
 numbers = itertools.count()
 
 

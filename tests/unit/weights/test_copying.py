@@ -1,0 +1,81 @@
+"""Copies in threads: whole, cast, and over before anyone hears of it (WC-1)."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from goaly.weights.copying import Copier
+from goaly.weights.layout import region
+from goaly.weights.placement import layout_of
+from goaly.weights.ring import in_dtype
+from goaly.weights.settings import WeightSettings
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_pair_is_copied_and_cast(threads: int) -> None:
+    sources = [torch.randn(size, 3) for size in (5, 1, 40, 7, 2)]
+    targets = [torch.zeros(source.shape, dtype=torch.bfloat16) for source in sources]
+    copier = Copier(threads)
+    copier.copy(list(zip(targets, sources, strict=True)))
+    copier.close()
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source.bfloat16())
+
+
+def test_a_strided_source_arrives_in_order() -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    target = torch.zeros(4, 2)
+    copier = Copier(1)
+    copier.copy([(target, region(whole, (0, 3), (4, 2)))])
+    copier.close()
+    assert torch.equal(target, whole[:, 3:5])
+
+
+async def test_a_cancelled_copy_is_over_before_its_caller_goes_on() -> None:
+    started, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        started.set()
+        may_end.wait(10)
+        ended.set()
+
+    copier = Copier(1)
+    running = asyncio.create_task(copier.run(work))
+    await asyncio.to_thread(started.wait, 10)
+    for _ in range(2):
+        running.cancel()
+        await asyncio.sleep(0)
+        assert not running.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ended.is_set()
+    copier.close()
+
+
+async def test_what_failed_in_the_thread_is_raised() -> None:
+    def work() -> None:
+        raise RuntimeError("no memory")
+
+    copier = Copier(1)
+    with pytest.raises(RuntimeError, match="no memory"):
+        await copier.run(work)
+    copier.close()
+
+
+def test_only_floating_point_shards_change_type() -> None:
+    layout = layout_of({"w": torch.zeros(2), "steps": torch.zeros(2, dtype=torch.int64)})
+    assert [shard.dtype for shard in in_dtype(layout, torch.bfloat16)] == [torch.bfloat16, torch.int64]
+    assert in_dtype(layout, None) == layout
+
+
+def test_settings_that_cannot_work_are_named() -> None:
+    assert WeightSettings().problems("weights.") == []
+    wrong = WeightSettings(slots=1, transfer_dtype="int8", copy_threads=0)
+    assert wrong.problems("weights.") == [
+        "weights.slots=1: must be at least 2, one to read and one to write",
+        "weights.transfer_dtype=int8: must be one of float32, bfloat16, float16, or null",
+        "weights.copy_threads=0: must be at least 1",
+    ]
