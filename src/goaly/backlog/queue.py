@@ -12,6 +12,7 @@ from goaly.backlog.backlog import Backlog
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.settings import BacklogSettings
 from goaly.reward.settings import AdvantageSettings
+from goaly.telemetry import spans
 from goaly.trajectory import Group, PackedRows
 
 
@@ -81,6 +82,7 @@ class TrajectoryQueue(Actor):
     @concurrent_endpoint
     async def settle(self) -> dict[str, int]:
         """Close, account for every ticket that nobody will report on any more, and give the final counts."""
+        spans.flush()
         return self._backlog.settle()
 
     @concurrent_endpoint

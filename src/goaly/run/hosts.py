@@ -27,7 +27,7 @@ from goaly.run.settings import ROLES, HostSettings
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 5.0
+STOP_SECONDS = 3.0
 
 
 class Hosts:

@@ -21,6 +21,7 @@ class Backlog:
 
     def __init__(self, queue: Any):
         self.queue = queue
+        self.final_counts: dict[str, int] = {}
 
     async def tickets(self) -> AsyncIterator[Ticket]:
         """A ticket for each group, as soon as it may start, until the run has admitted all it will train."""
@@ -44,9 +45,9 @@ class Backlog:
         """Groups admitted and in each state."""
         return await self.queue.counts.call_one()
 
-    async def settle(self) -> dict[str, int]:
-        """End the accounting: what nobody will report on is rejected; the final counts."""
-        return await self.queue.settle.call_one()
+    async def close(self) -> None:
+        """End the accounting: what nobody will report on any more is rejected."""
+        self.final_counts = await self.queue.settle.call_one()
 
 
 class Trainer:
@@ -107,7 +108,15 @@ class Rollouts:
 
     async def group(self, ticket: Ticket, prompt: Prompt) -> None:
         """Run the group's episodes on the least busy worker; it ends in the backlog, whatever happens."""
-        summary = await self._on_least_busy(lambda worker: worker.run_group.call_one(ticket, prompt))
+
+        async def run(worker: Any) -> Any:
+            try:
+                return await worker.run_group.call_one(ticket, prompt)
+            except asyncio.CancelledError:
+                worker.cancel.broadcast([ticket.index])  # Monarch does not pass a cancellation on
+                raise
+
+        summary = await self._on_least_busy(run)
         if summary.failed is None:
             self._failures = 0
             return

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,24 @@ from goaly.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 3.0
+CLOSE_SECONDS = 2.0
+"""A stage that takes longer to close is left to die with the controller: Ctrl-C ends a run within ten seconds."""
 
 Episode = Callable[..., Awaitable[Any]]
+Closers = dict[str, Callable[[], Awaitable[None]]]
+"""How to close the stages that are up, by name."""
 
 
 @asynccontextmanager
 async def started(config: RunConfig, episode: Episode, run_dir: Path) -> AsyncIterator[Run]:
     """A run whose actors are up and whose generators serve the newest policy."""
     run = Run(config, run_dir)
+    closers: Closers = {}
     actors: set[str] = set()
 
     def on_failure(mesh_name: str, report: str) -> None:
         actor = mesh_of(mesh_name)
-        if actor in actors and not run.generators.lost(actor, report):
+        if actor in actors and not ("generators" in closers and run.generators.lost(actor, report)):
             run.lost(actor, report)  # RN-2
 
     hosts = Hosts(config.hosts, run_dir, on_failure, trace=config.telemetry.trace)
@@ -57,7 +61,7 @@ async def started(config: RunConfig, episode: Episode, run_dir: Path) -> AsyncIt
     try:
         async with asyncio.TaskGroup() as owned:  # RN-1
             watch = owned.create_task(run.alive())
-            await _bring_up(run, hosts, episode, actors)
+            await _bring_up(run, hosts, episode, actors, closers)
             supervision = owned.create_task(run.generators.supervise())
             yield run
             supervision.cancel()
@@ -67,10 +71,10 @@ async def started(config: RunConfig, episode: Episode, run_dir: Path) -> AsyncIt
         status = "interrupted"
         raise
     finally:
-        await _take_down(run, hosts, status)
+        await _take_down(run, hosts, status, closers)
 
 
-async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str]) -> None:
+async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], closers: Closers) -> None:
     config = run.config
 
     def spawn(mesh: Any, name: str, kind: type, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +97,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str]) 
         config.steps,
     )
     run.backlog = Backlog(queue)
+    closers["backlog"] = run.backlog.close
 
     trainer_mesh = hosts.spawn("trainer", "trainer", config.trainer.ranks, config.trainer.threads)
     await setup_torch_elastic_env_async(trainer_mesh)
@@ -100,6 +105,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str]) 
         spawn(trainer_mesh, "trainer", PolicyTrainer, config.trainer, config.model, config.loss, config.weights, store),
         queue,
     )
+    closers["trainer"] = run.trainer.close
 
     def spawn_worker(name: str) -> Any:
         return spawn(
@@ -120,6 +126,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str]) 
         )
 
     run.rollouts = Rollouts([spawn_worker(f"rollout-{index}") for index in range(config.rollout.workers)])
+    closers["rollouts"] = run.rollouts.close
 
     async def spawn_generator(name: str) -> Any:
         mesh = hosts.spawn("generator", name, config.generator.tp, config.generator.threads)
@@ -130,6 +137,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str]) 
     run.generators = GeneratorService(
         replicas=config.generator.replicas, spawn=spawn_generator, retire=hosts.stop, announce=run.rollouts.use
     )
+    closers["generators"] = run.generators.close
     async with asyncio.TaskGroup() as starts:
         starts.create_task(_until_answered(rewards.start))
         starts.create_task(run.trainer.start())
@@ -140,6 +148,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str]) 
             run.reference = Reference(
                 spawn(mesh, "reference", ReferenceModel, config.reference, config.trainer, config.model), queue
             )
+            closers["reference"] = run.reference.close
             starts.create_task(run.reference.start())
 
 
@@ -147,38 +156,33 @@ async def _until_answered(endpoint: Any) -> None:
     await endpoint.call()
 
 
-async def _take_down(run: Run, hosts: Hosts, status: str) -> None:
+async def _take_down(run: Run, hosts: Hosts, status: str, closers: Closers) -> None:
     run.progress.note("stopping")
-    counts: dict[str, int] = {}
-    with suppress(Exception):  # whatever is dead by now can't be asked; what can be, is
-        async with asyncio.timeout(CLOSE_SECONDS):
-            counts = await run.backlog.settle()
-    await _close_actors(run)
+    for first in ("rollouts", "backlog"):  # what the workers cancel is accounted for, then the accounting ends
+        await _close(first, closers.pop(first, None))
+    await asyncio.gather(*(_close(stage, close) for stage, close in closers.items()))
     await hosts.stop_all()
     run.metrics.close()
     spans.flush()
     if run.config.telemetry.trace:
         merge(run.run_dir)
-    write_summary(run, status, counts)
+    write_summary(run, status)
     run.progress.close()
 
 
-async def _close_actors(run: Run) -> None:
-    stages = [run.rollouts, run.generators, run.trainer, *([run.reference] if run.reference else [])]
-    results = await asyncio.gather(*(_within(stage.close()) for stage in stages), return_exceptions=True)
-    for stage, result in zip(stages, results, strict=True):
-        if isinstance(result, Exception):
-            logger.info("closing %s: %s", type(stage).__name__, result)
+async def _close(stage: str, close: Callable[[], Awaitable[None]] | None) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            if close is not None:
+                await close()
+    except Exception as error:  # a stage that died can't be closed, and need not be
+        logger.info("closing %s: %s", stage, error)
 
 
-async def _within(closing: Awaitable[None]) -> None:
-    async with asyncio.timeout(CLOSE_SECONDS):
-        await closing
-
-
-def write_summary(run: Run, status: str, counts: dict[str, int]) -> None:
+def write_summary(run: Run, status: str) -> None:
     """Write `summary.json`: how the run ended, what it learned, and where every prompt went."""
     before, after = (*run.pass_at_1, None, None)[:2]
+    counts = run.backlog.final_counts if hasattr(run, "backlog") else {}
     summary = {
         "status": status,
         "pass_at_1_before": before,
