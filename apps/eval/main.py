@@ -7,7 +7,7 @@ Generates with goaly's own engine, in this process.
 
 import asyncio
 import json
-import logging
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 from apps.eval.config import EvalConfig
 from goaly.config import Loaded, run_cli, to_yaml
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings go to stdout, where the table belongs
 
 if TYPE_CHECKING:
     from goaly.prompts.evaluation import Answered, EvalResult, SampleFunction, Verifier
@@ -41,10 +43,13 @@ async def evaluation(config: EvalConfig) -> "list[Answered]":
 @asynccontextmanager
 async def policy(config: EvalConfig) -> "AsyncIterator[SampleFunction]":
     """The policy's engine, as a function that samples."""
-    from goaly.generate.engine import Engine
-    from goaly.generate.loop import EngineLoop
+    from apps.eval.quiet import hushed
 
-    engine = await asyncio.to_thread(Engine, config.generator, config.model, seed=config.generator.seed)
+    with hushed():
+        from goaly.generate.engine import Engine
+        from goaly.generate.loop import EngineLoop
+
+        engine = await asyncio.to_thread(Engine, config.generator, config.model, seed=config.generator.seed)
     loop = EngineLoop(engine, apply_mode=config.generator.apply, fill=lambda: 0)
     numbers = count()
     try:
@@ -106,7 +111,6 @@ def main(loaded: Loaded[EvalConfig]) -> int:
 
     from goaly.prompts.evaluation import summaries_by, summary
 
-    logging.getLogger("vllm").setLevel(logging.ERROR)
     torch.set_num_threads(config.generator.threads)
     started = time.monotonic()
     answered = asyncio.run(evaluation(config))
