@@ -31,7 +31,8 @@ class SftFolder:
         self.run = self.model.with_name(f"{self.model.name}.run")
         self._config = config
         self._fingerprint = fingerprint(config)
-        if self.model.exists() and any(self.model.iterdir()) and not (self.model / MARK).is_file():
+        ours = (self.model / MARK).is_file() or (self.run / "config.yaml").is_file()
+        if self.model.exists() and any(self.model.iterdir()) and not ours:
             raise ConfigError([f"output={config.output}: holds something that no supervised run made"])  # SF-2
 
     @property

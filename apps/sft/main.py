@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apps.sft.config import SftConfig
+from apps.sft.ranks import is_first_rank, join_ranks, wait_for_all_ranks
 from goaly.config import Loaded, run_cli, to_yaml
 from goaly.models.settings import ModelSettings
 
@@ -29,6 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while t
 
 def sft(config: SftConfig, folder: "SftFolder") -> dict[str, Any]:
     """Train, save the model, and say how it went."""
+    from apps.sft.report import Report
     from goaly.prompts.supervised import row_stream
     from goaly.prompts.tokenizer import ChatTokenizer
     from goaly.train.engine import TrainEngine
@@ -80,64 +82,6 @@ def resume(folder: "SftFolder", engine: "TrainEngine", rows: "RowStream") -> Non
 def share(batch: "PackedRows", dp_rank: int, dp_ranks: int) -> "PackedRows":
     """The rows of a batch that this rank trains."""
     return replace(batch, rows=batch.rows[dp_rank::dp_ranks])
-
-
-class Report:
-    """Writes and shows a run's steps, on the first rank."""
-
-    def __init__(self, config: SftConfig, folder: "SftFolder"):
-        from goaly.telemetry.metrics import MetricsWriter
-        from goaly.telemetry.progress import Progress
-
-        self._metrics = MetricsWriter(folder.run, config.telemetry) if is_first_rank() else None
-        self._progress = Progress(config.steps, config.telemetry) if is_first_rank() else None
-        self._stepped = time.monotonic()
-
-    def step(self, policy_version: int, batch: "PackedRows", metrics: dict[str, float]) -> None:
-        """Record and show a step."""
-        now = time.monotonic()
-        seconds, self._stepped = now - self._stepped, now
-        tokens = int((batch.rows["positions"].diff(dim=1) > 0).sum())
-        if self._metrics is None or self._progress is None:
-            return
-        step = {
-            **metrics,
-            "trained_tokens": float(batch.batch_trained_tokens),
-            "documents": float(batch.batch_sequences),
-            "step/seconds": seconds,
-            "step/tokens_per_second": tokens / seconds,
-        }
-        self._metrics.step(policy_version, step)
-        self._progress.step(policy_version, step)
-
-    def close(self) -> None:
-        """Leave the last state on the screen."""
-        if self._metrics is not None and self._progress is not None:
-            self._metrics.close()
-            self._progress.close()
-
-
-def is_first_rank() -> bool:
-    """Whether this process writes the files."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def wait_for_all_ranks() -> None:
-    """Return once every rank is here."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def join_ranks(config: SftConfig) -> None:
-    """Meet the other ranks that torchrun started, if there are any."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(config.trainer.threads)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
 
 def main(loaded: Loaded[SftConfig]) -> int:

@@ -1,0 +1,28 @@
+"""The processes of a supervised run: one, or those that torchrun started."""
+
+import os
+
+from apps.sft.config import SftConfig
+
+
+def is_first_rank() -> bool:
+    """Whether this process writes the files."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def wait_for_all_ranks() -> None:
+    """Return once every rank is here."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def join_ranks(config: SftConfig) -> None:
+    """Meet the other ranks that torchrun started, if there are any."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(config.trainer.threads)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
