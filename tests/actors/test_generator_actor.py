@@ -1,0 +1,110 @@
+"""Generator actors over a real weight store: versions arrive, requests see them, ranks stay in step."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import write_tiny_model
+
+from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.settings import GeneratorSettings
+from goaly.models.settings import ModelSettings
+from goaly.weights.settings import WeightSettings
+
+PROMPT = [(3 * j) % 30 + 2 for j in range(40)]
+GREEDY = Sampling(max_tokens=24, temperature=0.0)
+
+pytestmark = pytest.mark.timeout(240)
+
+
+async def procs(count: int) -> Any:
+    from monarch.actor import this_host
+    from monarch.spmd import setup_torch_elastic_env_async
+
+    mesh = this_host().spawn_procs(per_host={"procs": count})
+    if count > 1:
+        await setup_torch_elastic_env_async(mesh)
+    return mesh
+
+
+def greedy_of_transformers(folder: Path) -> list[int]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    out = model.generate(
+        torch.tensor([PROMPT]), max_new_tokens=GREEDY.max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return out[0, len(PROMPT) :].tolist()
+
+
+async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder, tmp_path):
+    """A life in one go, for each start costs seconds: catch up, hold back, update midway, cancel, close."""
+    from goaly.generate.actor import Generator
+    from goaly.models.hf import native_tensors
+    from goaly.models.spec import model_spec
+    from goaly.weights.publisher import Publisher
+    from goaly.weights.store import WeightStore
+
+    folders = [tiny_model_folder, write_tiny_model(tmp_path / "other", seed=1)]
+    weights = [native_tensors(model_spec(folder), folder) for folder in folders]
+    greedy = [greedy_of_transformers(folder) for folder in folders]
+    live = {name: tensor.clone() for name, tensor in weights[1].items()}
+    hub, first, second = [await procs(count) for count in (1, 1, 2)]
+    store = hub.spawn("store", WeightStore, WeightSettings())
+    publisher = Publisher(store, 0, 1, live, WeightSettings())
+
+    async def publish(which: int, version: int) -> None:
+        for name, tensor in live.items():
+            tensor.copy_(weights[which][name])
+        await publisher.publish(version)
+
+    await publish(1, 1)
+    model = ModelSettings(path=str(tiny_model_folder))
+    size = {"max_running": 32, "max_context": 512, "kv_cache_gib": 0.02}
+    one = first.spawn("one", Generator, GeneratorSettings(**size), model, store)
+    two = second.spawn("two", Generator, GeneratorSettings(tp=2, **size), model, store)
+    leader = two.slice(procs=0)
+
+    async def ask(replica: Any, name: str, sampling: Sampling = GREEDY, min_version: int = 0) -> Sample:
+        return await replica.generate.call_one(name, PROMPT, sampling, min_version)
+
+    versions = await asyncio.gather(one.start.call(), two.start.call())
+    assert [version.item(procs=0) for version in versions] == [1, 1]  # GE-1
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(("goaly-", "psm_"))]  # RK-3
+    samples = await asyncio.gather(*(ask(replica, f"{n}") for replica in (one, leader) for n in range(8)))
+    assert [sample.tokens.tolist() for sample in samples] == [greedy[1]] * 16
+    assert {int(version) for sample in samples for version in sample.versions} == {1}
+
+    held = [asyncio.ensure_future(ask(replica, "held back", min_version=3)) for replica in (one, leader)]
+    await publish(0, 2)
+    assert await one.version_at_least.call_one(2) == 2
+    assert (await ask(one, "version 2")).tokens.tolist() == greedy[0]
+    assert not any(request.done() for request in held)
+    await publish(1, 3)
+    for sample in await asyncio.gather(*held):
+        assert (sample.tokens.tolist(), set(sample.versions.tolist())) == (greedy[1], {3})  # GE-2
+
+    midway = asyncio.ensure_future(ask(one, "midway", Sampling(max_tokens=400)))
+    endless = asyncio.ensure_future(ask(one, "endless", Sampling(max_tokens=10**6)))
+    await ask(one, "meanwhile", Sampling(max_tokens=3))
+    await publish(0, 4)
+    await one.version_at_least.call_one(4)
+    await one.cancel.call_one(["endless", "unknown"])
+    assert (await endless).finish in (Finish.CANCELLED, Finish.LENGTH)
+    sample = await midway
+    assert sample.versions.unique_consecutive().tolist() == [3, 4]
+    assert len(sample.tokens) == 400
+    assert (await ask(leader, "the ranks agree", min_version=4)).tokens.tolist() == greedy[0]
+    stats = await leader.stats.call_one()
+    assert (stats.version, stats.running, stats.waiting) == (4, 0, 0)
+
+    with pytest.raises(Exception, match="max_context=512"):
+        await one.generate.call_one("too long", [3] * 512, GREEDY)
+
+    await asyncio.gather(one.close.call(), two.close.call())
+    with pytest.raises(Exception, match="closed"):
+        await ask(one, "after the end")
+    await asyncio.gather(*(mesh.stop() for mesh in (first, second, hub)))
