@@ -161,6 +161,7 @@ class TrainEngine:
     def _check_finite(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             if not math.isfinite(value):
+                self._model.zero_grad()
                 raise FloatingPointError(f"train {name} is {value} at policy version {self.policy_version}")  # TE-2
 
 

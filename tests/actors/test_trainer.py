@@ -1,0 +1,152 @@
+"""Trainer and reference in real processes: two FSDP ranks, one reference rank for both, a real weight store."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from monarch.actor import Actor, concurrent_endpoint, this_host
+from monarch.spmd import setup_torch_elastic_env
+from torch.distributed.tensor import DTensor
+
+from goaly.backlog.batch import BatchHandle
+from goaly.models.settings import ModelSettings
+from goaly.train.engine import TrainEngine
+from goaly.train.losses import policy_loss
+from goaly.train.reference import ReferenceModel
+from goaly.train.settings import LossSettings, OptimizerSettings, ReferenceSettings, TrainerSettings
+from goaly.train.trainer import PolicyTrainer
+from goaly.trajectory import PackedRows
+from goaly.weights.settings import WeightSettings
+from goaly.weights.store import WeightStore
+from goaly.weights.subscriber import Subscriber
+from tests.unit.train import batches
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = pytest.mark.timeout(300)  # the first test waits for three processes to import torchtitan
+
+SETTINGS = TrainerSettings(fsdp=2, optimizer=OptimizerSettings(lr=1e-2), microbatch_rows=1)
+LOSS = LossSettings(kl_coef=0.05)
+
+
+class Shares(Actor):
+    """Stands in for the trajectory queue: two shares of one batch, without reference log-probs."""
+
+    def __init__(self, shares: list[PackedRows]):
+        self._shares = shares
+
+    @concurrent_endpoint
+    async def rows(self, batch_id: int, dp_rank: int) -> PackedRows:
+        """A rank's share."""
+        return self._shares[dp_rank]
+
+    @concurrent_endpoint
+    async def annotate(self, batch_id: int, dp_rank: int, key: str, column: torch.Tensor) -> None:
+        """Keep a column."""
+        self._shares[dp_rank].rows[key] = column
+
+    @concurrent_endpoint
+    async def fill_advantages(self, value: float) -> None:
+        """Replace all advantages."""
+        for share in self._shares:
+            share.rows["advantages"].fill_(value)
+
+
+@dataclass(frozen=True)
+class Actors:
+    """What a test talks to."""
+
+    trainer: Any
+    reference: Any
+    queue: Any
+    store: Any
+    handle: BatchHandle
+
+
+def one_thread() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def batch() -> PackedRows:
+    packed = batches.pack(batches.documents(10), rows=4, row_length=160)
+    del packed.rows["reference_logprobs"]
+    return packed
+
+
+@pytest.fixture(scope="module")
+def actors(tiny_model_folder: Path) -> Iterator[Actors]:
+    model = ModelSettings(path=str(tiny_model_folder))
+    trainers = this_host().spawn_procs(per_host={"procs": 2}, bootstrap=one_thread)
+    setup_torch_elastic_env(trainers)
+    alone = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=one_thread)
+    store = alone.spawn("store", WeightStore, WeightSettings())
+    packed = batch()
+    shares = [
+        PackedRows(
+            rows=packed.rows[rank::2],
+            batch_trained_tokens=packed.batch_trained_tokens,
+            batch_sequences=packed.batch_sequences,
+        )
+        for rank in range(2)
+    ]
+    queue = alone.spawn("queue", Shares, shares)
+    trainer = trainers.spawn("trainer", PolicyTrainer, SETTINGS, model, LOSS, WeightSettings(), store)
+    reference = alone.spawn("reference", ReferenceModel, ReferenceSettings(), SETTINGS, model)
+    trainer_starts, reference_starts = trainer.start.call(), reference.start.call()
+    assert list(trainer_starts.get().values()) == [0, 0]
+    reference_starts.get()
+    handle = BatchHandle(id=0, sequences=10, trained_tokens=packed.batch_trained_tokens, tokens=640, metrics={})
+    yield Actors(trainer=trainer, reference=reference, queue=queue, store=store, handle=handle)
+    trainer.close.call().get()
+    reference.close.call().get()
+    alone.stop().get()
+    trainers.stop().get()
+
+
+async def first(answers: Any) -> Any:
+    return next(iter((await answers).values()))
+
+
+async def test_a_step_and_a_publish_over_two_ranks_are_those_of_one_engine(
+    actors: Actors, tiny_model_folder: Path, tmp_path: Path
+):
+    await actors.reference.annotate.call(actors.queue, actors.handle)
+    metrics = await first(actors.trainer.step.call(actors.queue, actors.handle))
+    alone = TrainEngine(ModelSettings(path=str(tiny_model_folder)), TrainerSettings(optimizer=SETTINGS.optimizer))
+    packed = batch()
+    packed.rows["reference_logprobs"] = alone.logprobs(packed.rows)
+    expected = alone.train_step(packed, policy_loss(LOSS))
+    assert expected["kl_reference"] == pytest.approx(0, abs=1e-9)
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+    assert await first(actors.trainer.publish.call()) == 1
+    pulled = {name: torch.zeros_like(tensor) for name, tensor in alone.named_tensors().items()}
+    subscriber = Subscriber(actors.store, pulled, reader="test")
+    assert await subscriber.newest(0) == 1
+    assert await subscriber.prefetch(1)
+    assert subscriber.apply() == 1
+    await subscriber.close()
+
+    await actors.trainer.save.call(str(tmp_path / "policy"))
+    saved = TrainEngine(ModelSettings(path=str(tmp_path / "policy")), TrainerSettings(), trains=False).named_tensors()
+    assert not any(isinstance(tensor, DTensor) for tensor in saved.values())
+    for name, tensor in alone.named_tensors().items():
+        assert torch.equal(pulled[name], saved[name])
+        torch.testing.assert_close(pulled[name], tensor, atol=2e-3, rtol=1e-3)
+
+
+async def test_a_step_that_is_not_finite_names_the_metric_and_leaves_a_trainer_that_can_step(actors: Actors):
+    await actors.reference.annotate.call(actors.queue, actors.handle)
+    await actors.queue.fill_advantages.call(float("nan"))
+    with pytest.raises(Exception, match="train loss is nan at policy version"):
+        await actors.trainer.step.call(actors.queue, actors.handle)
+    await actors.queue.fill_advantages.call(1.0)
+    async with asyncio.timeout(60):
+        metrics = await first(actors.trainer.step.call(actors.queue, actors.handle))
+    assert metrics["grad_norm"] > 0
