@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from tests.loop.conftest import LaunchedRun, gone_within
+from launched import LaunchedRun, gone_within
 
 pytestmark = pytest.mark.timeout(180)
 

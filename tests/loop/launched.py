@@ -1,0 +1,120 @@
+"""A GRPO run as a user starts it: a process of its own, whose children tests look at and kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "backlog.groups_per_step=2",
+    "backlog.group_size=4",
+    "backlog.window=2",
+    "backlog.row_length=128",
+    "sampling.max_tokens=24",
+    "generator.max_context=64",
+    "generator.max_running=16",
+    "generator.kv_cache_gib=0.05",
+    "evaluation.prompts=4",
+    "hosts.bind={}",
+]
+
+
+def alive(pid: int) -> bool:
+    """Whether this process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below this one."""
+    found = []
+    for child in Path(f"/proc/{pid}/task").glob("*/children"):
+        for number in map(int, child.read_text().split()):
+            found += [number, *descendants(number)]
+    return found
+
+
+def named(pid: int) -> str:
+    """The name under which the run spawned this process."""
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    names = [
+        entry.partition(b"=")[2].decode() for entry in environment if entry.startswith(b"HYPERACTOR_PROCESS_NAME=")
+    ]
+    return names[0] if names else ""
+
+
+class LaunchedRun:
+    """`python -m apps.grpo.main` on the tests' tiny model."""
+
+    def __init__(self, folder: Path, model: Path, *overrides: str):
+        self.folder = folder
+        self.output = folder.with_suffix(".out")
+        command = [sys.executable, "-m", "apps.grpo.main", "--config", "configs/grpo/tiny.yaml"]
+        command += [f"model.path={model}", f"run_dir={folder}", *SMALL, *overrides]
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+
+    def wait_for_steps(self, count: int, seconds: float = 90) -> None:
+        """Until so many steps are in `metrics.jsonl`."""
+        self._until(lambda: self.steps() >= count, seconds, f"{count} steps")
+
+    def wait_for_text(self, text: str, seconds: float = 10) -> None:
+        """Until it has said this."""
+        self._until(lambda: text in self.text(), seconds, repr(text))
+
+    def steps(self) -> int:
+        """How many steps were recorded."""
+        metrics = self.folder / "metrics.jsonl"
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def processes(self) -> dict[int, str]:
+        """The run's processes and the names they were spawned under."""
+        return {pid: named(pid) for pid in descendants(self.process.pid)}
+
+    def kill(self, name: str) -> None:
+        """`kill -9` of the process spawned under a name that starts so."""
+        (pid,) = [pid for pid, known in self.processes().items() if known.startswith(name)]
+        os.kill(pid, signal.SIGKILL)
+
+    def wait(self, seconds: float) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s\n{self.text()}") from None
+
+    def text(self) -> str:
+        """What it said."""
+        return self.output.read_text()
+
+    def summary(self) -> dict[str, Any]:
+        """Its `summary.json`."""
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """The records of a JSONL file of the run folder."""
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+    def _until(self, holds: Callable[[], bool], seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not holds():
+            assert self.process.poll() is None, f"ended before {what}\n{self.text()}"
+            assert time.monotonic() < deadline, f"no {what} within {seconds} s\n{self.text()}"
+            time.sleep(0.05)
+
+
+def gone_within(pids: list[int], seconds: float) -> list[int]:
+    """Those of these processes that are still alive after so many seconds."""
+    deadline = time.monotonic() + seconds
+    left = pids
+    while (left := [pid for pid in left if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left

@@ -1,0 +1,101 @@
+"""`max_staleness=0` is synchronous RL: the same parameters, bit for bit, as a plain loop over the same trajectories."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launched import LaunchedRun
+from safetensors.torch import load_file
+
+from goaly.backlog.batch import build_batch
+from goaly.backlog.settings import BacklogSettings
+from goaly.models.settings import ModelSettings
+from goaly.reward.settings import AdvantageSettings
+from goaly.train.engine import TrainEngine
+from goaly.train.losses import policy_loss
+from goaly.train.settings import LossSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
+from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
+
+STEPS = 10
+BACKLOG = BacklogSettings(groups_per_step=2, group_size=4, max_staleness=0, window=2, row_length=128)
+TRAINER = TrainerSettings(optimizer=OptimizerSettings(lr=1e-3), schedule=ScheduleSettings(warmup_steps=5))
+
+
+def groups_of(rollouts: list[dict[str, Any]]) -> Iterator[Group]:
+    """The journal's groups, in order of admission."""
+    by_ticket: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for entry in rollouts:
+        by_ticket[entry["ticket"]].append(entry)
+    for ticket in sorted(by_ticket):
+        entries = sorted(by_ticket[ticket], key=lambda entry: entry["sample"])
+        samples = tuple(trajectory(entry) for entry in entries)
+        yield Group(ticket=ticket, prompt_id=entries[0]["prompt_id"], source="arithmetic", samples=samples)
+
+
+def trajectory(entry: dict[str, Any]) -> Trajectory:
+    versions = [version for version, count in entry["versions"] for _ in range(count)]
+    rewards = torch.zeros(len(entry["tokens"]))
+    for position, reward in entry["rewards"]:
+        rewards[position] = reward
+    columns = {
+        "tokens": torch.tensor(entry["tokens"]),
+        "trained": torch.tensor([version >= 0 for version in versions]),
+        "sampler_logprobs": torch.tensor(entry["logprobs"]),
+        "sampler_versions": torch.tensor(versions, dtype=torch.int32),
+        "rewards": rewards,
+    }
+    return Trajectory(
+        tokens=token_data(columns),
+        prompt_id=entry["prompt_id"],
+        sample_index=entry["sample"],
+        turns=tuple(Turn(author=author, start=start, stop=stop) for author, start, stop in entry["turns"]),
+        environment=entry["environment"],
+        outcome=Outcome(entry["outcome"]),
+    )
+
+
+def plain_loop(groups: list[Group], model: Path, output: Path) -> None:
+    """Synchronous GRPO without queue, actors or weight store: take the next groups, step, repeat."""
+    engine = TrainEngine(ModelSettings(path=str(model)), TRAINER)
+    loss = policy_loss(LossSettings())
+    for step in range(STEPS):
+        of_step = groups[step * BACKLOG.groups_per_step : (step + 1) * BACKLOG.groups_per_step]
+        batch = build_batch(
+            step, of_step, settings=BACKLOG, advantage_settings=AdvantageSettings(), dp_ranks=1, pad_token=0
+        )
+        engine.train_step(batch.ranks[0], loss)
+    engine.save_hf(output)
+
+
+@pytest.mark.timeout(240)
+def test_staleness_zero_equals_a_plain_loop_to_the_last_bit(
+    launch: Callable[..., LaunchedRun], tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    run = launch(
+        f"steps={STEPS}",
+        "backlog.max_staleness=0",
+        "reward.verifier=tests.loop.verifiers:share_of_digits",
+        "telemetry.journal_tokens=true",
+        f"trainer.optimizer.lr={TRAINER.optimizer.lr}",
+        f"trainer.schedule.warmup_steps={TRAINER.schedule.warmup_steps}",
+    )
+    assert run.wait(200) == 0, run.text()
+    rollouts = run.lines("rollouts.jsonl")
+    for entry in rollouts:
+        step = entry["ticket"] // BACKLOG.groups_per_step
+        written = {version for version, _ in entry["versions"] if version >= 0}
+        assert written == {step}  # no generation started before its weights were in
+    assert all(step["age/max"] == 0 for step in run.lines("metrics.jsonl"))
+    assert all(step["grad_norm"] > 0 for step in run.lines("metrics.jsonl"))
+
+    plain_loop(list(groups_of(rollouts)), tiny_model_folder, tmp_path / "plain")
+    ours = load_file(run.folder / "policy" / "model.safetensors")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    start = load_file(tiny_model_folder / "model.safetensors")
+    assert ours.keys() == plain.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, plain[name]), name
+        assert not torch.equal(tensor, start[name]), name
