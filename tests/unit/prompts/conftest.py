@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.prompts.tokenizer import ChatTokenizer
+
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 
 @pytest.fixture(scope="session")
