@@ -64,7 +64,9 @@ class Router:
         while True:
             index, replica = await self._choose(session)
             call_id = request_id if attempt == 0 else f"{request_id}.{attempt}"
-            call = asyncio.ensure_future(_await(replica.handle.generate.call_one(call_id, tokens, sampling, min_version)))
+            call = asyncio.ensure_future(
+                _await(replica.handle.generate.call_one(call_id, tokens, sampling, min_version))
+            )
             replica.calls.add(call)
             try:
                 return await call

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from goaly.errors import RunFailed

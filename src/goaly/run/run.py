@@ -52,6 +52,7 @@ class Run:
         self.pass_at_1.append(result.pass_at_1)
         self.progress.note(f"held-out pass@1 at policy version {self.policy_version}: {result.pass_at_1:.3f}")
         self._stepped = time.monotonic()
+        self.progress.begin()
         return result.pass_at_1
 
     async def report(self, batch: BatchHandle, metrics: dict[str, float]) -> None:

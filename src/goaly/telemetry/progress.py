@@ -53,6 +53,10 @@ class Progress:
         self._curve: deque[float] = deque(maxlen=CURVE_STEPS)
         self._last_line = float("-inf")
 
+    def begin(self) -> None:
+        """Steps begin now: the ETA leaves out what came before."""
+        self._finished = deque([(self._clock(), 0)], maxlen=RECENT_STEPS + 1)
+
     def step(self, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step."""
         now = self._clock()
