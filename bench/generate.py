@@ -2,10 +2,11 @@
 
     python -m bench.generate [--requests N] [--model FOLDER] [--json FILE]
 
-The same requests of heavy-tailed length, one engine at a time, each in a process of its own with one thread: sent from
-this process through the actor, as in a run (`actor`); given directly to vLLM's engine around the same model definition
-(`bare`); and to vLLM around its own model (`native`). All requests are there at once and each writes exactly its number
-of tokens. `ratio` is actor / bare, `native_ratio` is actor / native. Each side runs several times, taking turns.
+The same requests of heavy-tailed length, one engine at a time, each in a process of its own, one thread on one core:
+sent from this process through the actor, as in a run (`actor`); given directly to vLLM's engine around the same model
+definition (`bare`); and to vLLM around its own model (`native`). All requests are there at once and each writes exactly
+its number of tokens. `ratio` is actor / bare, `native_ratio` is actor / native: medians over rounds in which each side
+runs once.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import write_tiny_model
 
-ROUNDS = 3
+ROUNDS = 5
 MAX_TOKENS = 384
 
 
@@ -86,6 +87,7 @@ def _sampling(request: Request) -> Sampling:
 
 def _one_thread() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     from goaly.telemetry import logs
 
     logs.quiet(Path(tempfile.gettempdir()) / "goaly-bench-generate.log")

@@ -5,7 +5,9 @@ Shape suffix: N tokens that the policy wrote, the stop token included.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from goaly.errors import GoalyError
@@ -49,6 +51,23 @@ class Sample:
     versions: Tensor
     """i32 `[N]`: the policy version whose weights produced the token's logits."""
     finish: Finish
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As plain bytes: pickling three small tensors takes longer than decoding some tokens.
+        columns = (self.tokens, self.logprobs, self.versions)
+        return _unpickled, (*(column.numpy().tobytes() for column in columns), self.finish.value)
+
+
+def _unpickled(tokens: bytes, logprobs: bytes, versions: bytes, finish: str) -> Sample:
+    def column(raw: bytes, dtype: torch.dtype) -> Tensor:
+        return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+
+    return Sample(
+        tokens=column(tokens, torch.int64),
+        logprobs=column(logprobs, torch.float32),
+        versions=column(versions, torch.int32),
+        finish=Finish(finish),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
