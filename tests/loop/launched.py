@@ -35,11 +35,13 @@ def alive(pid: int) -> bool:
 
 def descendants(pid: int) -> list[int]:
     """All processes below this one."""
-    found = []
-    for child in Path(f"/proc/{pid}/task").glob("*/children"):
-        for number in map(int, child.read_text().split()):
-            found += [number, *descendants(number)]
-    return found
+    return [found for child in children(pid) for found in (child, *descendants(child))]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that this one started and that live."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(number) for child_list in lists for number in child_list.read_text().split()]
 
 
 def named(pid: int) -> str:
@@ -81,7 +83,7 @@ class LaunchedRun:
 
     def kill(self, name: str) -> None:
         """`kill -9` of the process spawned under a name that starts so."""
-        (pid,) = [pid for pid, known in self.processes().items() if known.startswith(name)]
+        (pid,) = [pid for pid in children(self.process.pid) if named(pid).startswith(name)]
         os.kill(pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> int:

@@ -11,13 +11,16 @@ Invariants
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from goaly.errors import RunFailed
+from goaly.generate.request import GeneratorStats
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_REPLACEMENTS = 5
 
@@ -55,10 +58,6 @@ class GeneratorService:
                 starts.create_task(self._bring_up(index))
         await self._announce(self._serving)
 
-    def handles(self) -> Mapping[int, Any]:
-        """The replicas that serve at present, by index."""
-        return dict(self._serving)
-
     def lost(self, mesh_name: str, report: str) -> bool:
         """Take note that this mesh died; True if it was one of the replicas."""
         if mesh_name not in self._names:
@@ -82,9 +81,14 @@ class GeneratorService:
                 logger.warning("generator %d died and is being replaced: %s", index, _last_line(report))
                 replacements.create_task(self._replace(index, name))
 
+    async def stats(self) -> list[GeneratorStats]:
+        """The counts of the replicas that answer."""
+        asked = [_unless_dead(handle.stats.call_one()) for handle in self._serving.values()]
+        return [stats for stats in await asyncio.gather(*asked) if stats is not None]
+
     async def close(self) -> None:
         """Let go of what the replicas hold."""
-        await asyncio.gather(*(handle.close.call_one() for handle in self._serving.values()))
+        await asyncio.gather(*(_unless_dead(handle.close.call_one()) for handle in self._serving.values()))
 
     async def _replace(self, index: int, dead: str) -> None:
         await self._retire(dead)
@@ -105,6 +109,13 @@ class GeneratorService:
             return False  # it died while starting, and its own replacement is under way
         self._serving[index] = ranks.slice(procs=0)  # the rank that takes requests
         return True
+
+
+async def _unless_dead(answer: Awaitable[T]) -> T | None:
+    try:
+        return await answer
+    except SupervisionError:
+        return None  # `lost` hears of it
 
 
 def mesh_of(failure_name: str) -> str:

@@ -19,11 +19,14 @@ from typing import Any
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")  # HO-2; Monarch reads it at import
 
 import monarch.actor
+from monarch._src.actor import config as monarch_config
 from monarch.actor import ProcMesh, current_rank
 from monarch.job import JobTrait, LocalJob
 
 from goaly.errors import ConfigError
 from goaly.run.settings import ROLES, HostSettings
+
+monarch_config.prefix_python_logs_with_actor = False  # the controller's log is the controller's
 
 logger = logging.getLogger(__name__)
 

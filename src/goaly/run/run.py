@@ -58,7 +58,7 @@ class Run:
     async def report(self, batch: BatchHandle, metrics: dict[str, float]) -> None:
         """Record a step's metrics and show its progress."""
         counts = await self.backlog.counts()
-        replicas = await asyncio.gather(*(handle.stats.call_one() for handle in self.generators.handles().values()))
+        replicas = await self.generators.stats()
         now = time.monotonic()
         seconds, self._stepped = now - self._stepped, now
         self.policy_version = batch.id + 1
