@@ -2,11 +2,10 @@
 
     python -m bench.generate [--requests N] [--model FOLDER] [--json FILE]
 
-The same requests of heavy-tailed length, one engine at a time, each in a process of its own, one thread on one core:
-sent from this process through the actor, as in a run (`actor`); given directly to vLLM's engine around the same model
-definition (`bare`); and to vLLM around its own model (`native`). All requests are there at once and each writes exactly
-its number of tokens. `ratio` is actor / bare, `native_ratio` is actor / native: medians over rounds in which each side
-runs once.
+The same requests of heavy-tailed length, all there at once, each writing exactly its number of tokens, on one thread of
+one core: sent from this process through the actor, as in a run (`actor`); given directly to the same engine, in the
+same process, while the actor rests (`bare`); and given directly to vLLM around its own model (`native`). The sides take
+turns. `ratio` is actor / bare, `native_ratio` is actor / native, each the median over the rounds.
 """
 
 import argparse
@@ -14,14 +13,14 @@ import asyncio
 import json
 import os
 import random
-import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, cast
 
-from monarch.actor import Actor, endpoint, this_host
+from monarch.actor import Actor, concurrent_endpoint, endpoint, this_host
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +29,9 @@ from goaly.generate.request import Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import write_tiny_model
+
+if TYPE_CHECKING:
+    from goaly.generate.engine import Engine
 
 ROUNDS = 5
 MAX_TOKENS = 384
@@ -44,24 +46,35 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The seconds of each side, measured one after the other."""
+
+    bare: float
+    actor: float
+    native: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Tokens per second of each side, and what they come to."""
+    """What was measured."""
 
     requests: int
     tokens: int
-    actor: float
-    bare: float
-    native: float
+    rounds: list[Round]
 
-    @property
-    def ratio(self) -> float:
-        """Through the actor, over the bare engine around the same model."""
-        return self.actor / self.bare
-
-    @property
-    def native_ratio(self) -> float:
-        """Through the actor, over the bare engine around vLLM's own model."""
-        return self.actor / self.native
+    def numbers(self) -> dict[str, float]:
+        """Tokens per second and ratios, by name, for the table and the file."""
+        sides = {
+            side: self.tokens / median(getattr(one, side) for one in self.rounds)
+            for side in ("actor", "bare", "native")
+        }
+        return {
+            "requests": self.requests,
+            "tokens": self.tokens,
+            **{f"{side}_tokens_per_second": speed for side, speed in sides.items()},
+            "ratio": median(one.bare / one.actor for one in self.rounds),
+            "native_ratio": median(one.native / one.actor for one in self.rounds),
+        }
 
 
 def heavy_tailed(count: int) -> list[Request]:
@@ -81,10 +94,6 @@ def settings(engine: str) -> GeneratorSettings:
     return GeneratorSettings(engine=engine, max_running=128, max_context=512, kv_cache_gib=0.5)
 
 
-def _sampling(request: Request) -> Sampling:
-    return Sampling(max_tokens=request.tokens)
-
-
 def _one_thread() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -93,78 +102,90 @@ def _one_thread() -> None:
     logs.quiet(Path(tempfile.gettempdir()) / "goaly-bench-generate.log")
 
 
-class Bare(Actor):
-    """A process that holds nothing but vLLM's engine, and times it from inside: asking it costs nothing."""
+class Measured(Generator):
+    """A generator whose engine can also be timed without the actor around it."""
 
-    def __init__(self, engine: str, model: ModelSettings):
+    @concurrent_endpoint
+    async def bare_seconds(self, requests: list[Request]) -> float:
+        """The time that the engine alone takes; the actor's own thread sleeps meanwhile."""
+        engine = cast("Engine", self._running()._engine)
+        return await asyncio.to_thread(bare_seconds, engine, requests)
+
+
+class Native(Actor):
+    """A process that holds nothing but vLLM's engine around its own model."""
+
+    def __init__(self, model: ModelSettings):
         from goaly.generate.engine import Engine
 
-        self._vllm = Engine(settings(engine), model)._vllm
+        self._engine = Engine(settings("native"), model)
 
     @endpoint
-    def seconds(self, requests: list[Request]) -> float:
-        """The time that the engine takes to end all requests."""
-        from vllm import SamplingParams
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
+    def bare_seconds(self, requests: list[Request]) -> float:
+        """The time that the engine takes."""
+        return bare_seconds(self._engine, requests)
 
-        started = time.perf_counter()
-        for number, request in enumerate(requests):
-            parameters = SamplingParams(
-                max_tokens=request.tokens,
-                ignore_eos=True,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            self._vllm.add_request(str(number), tokens_input(request.prompt), parameters)
-        written = 0
-        while self._vllm.has_unfinished_requests():
-            written += sum(len(output.outputs[0].token_ids) for output in self._vllm.step())
-        assert written == sum(request.tokens for request in requests)
-        return time.perf_counter() - started
+
+def bare_seconds(engine: "Engine", requests: list[Request]) -> float:
+    """How long vLLM's engine takes to end all requests: nothing of ours runs."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    vllm = engine._vllm
+    started = time.perf_counter()
+    for number, request in enumerate(requests):
+        parameters = SamplingParams(
+            max_tokens=request.tokens,
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        vllm.add_request(str(number), tokens_input(request.prompt), parameters)
+    written = 0
+    while vllm.has_unfinished_requests():
+        written += sum(len(output.outputs[0].token_ids) for output in vllm.step())
+    seconds = time.perf_counter() - started
+    assert written == sum(request.tokens for request in requests)
+    return seconds
 
 
 async def measure(folder: Path, count: int) -> Result:
-    """Run every side in turns; medians."""
+    """Run the sides in turns."""
     requests, model = heavy_tailed(count), ModelSettings(path=str(folder))
-    tokens = sum(request.tokens for request in requests)
-    procs = [this_host().spawn_procs(per_host={"procs": 1}, bootstrap=_one_thread) for _ in range(3)]
-    generator = procs[0].spawn("generator", Generator, settings("torchtitan"), model)
-    bare = procs[1].spawn("bare", Bare, "torchtitan", model)
-    native = procs[2].spawn("native", Bare, "native", model)
+    procs = [this_host().spawn_procs(per_host={"procs": 1}, bootstrap=_one_thread) for _ in range(2)]
+    generator = procs[0].spawn("generator", Measured, settings("torchtitan"), model)
+    native = procs[1].spawn("native", Native, model)
     await generator.start.call_one()
 
     async def through_the_actor(batch: list[Request], label: str) -> float:
         started = time.perf_counter()
         samples = await asyncio.gather(
             *(
-                generator.generate.call_one(f"{label} {number}", request.prompt, _sampling(request))
+                generator.generate.call_one(f"{label} {number}", request.prompt, Sampling(max_tokens=request.tokens))
                 for number, request in enumerate(batch)
             )
         )
+        seconds = time.perf_counter() - started
         assert sum(len(sample.tokens) for sample in samples) == sum(request.tokens for request in batch)
-        return time.perf_counter() - started
+        return seconds
 
     warm_up = requests[:64]
     await through_the_actor(warm_up, "warm-up")
-    await bare.seconds.call_one(warm_up)
-    await native.seconds.call_one(warm_up)
-    seconds: dict[str, list[float]] = {"actor": [], "bare": [], "native": []}
-    for turn in range(ROUNDS):
-        seconds["bare"].append(await bare.seconds.call_one(requests))
-        seconds["actor"].append(await through_the_actor(requests, str(turn)))
-        seconds["native"].append(await native.seconds.call_one(requests))
+    await native.bare_seconds.call_one(warm_up)
+    rounds = [
+        Round(
+            bare=await generator.bare_seconds.call_one(requests),
+            actor=await through_the_actor(requests, str(turn)),
+            native=await native.bare_seconds.call_one(requests),
+        )
+        for turn in range(ROUNDS)
+    ]
     await generator.close.call_one()
     await asyncio.gather(*(mesh.stop() for mesh in procs))
-    speeds = {side: tokens / statistics.median(taken) for side, taken in seconds.items()}
-    return Result(requests=count, tokens=tokens, **speeds)
-
-
-def report(result: Result) -> dict[str, Any]:
-    """Numbers by name, for the table and the file."""
-    return {**asdict(result), "ratio": result.ratio, "native_ratio": result.native_ratio}
+    return Result(requests=count, tokens=sum(request.tokens for request in requests), rounds=rounds)
 
 
 def main() -> None:
@@ -178,7 +199,7 @@ def main() -> None:
         if arguments.model is None:
             write_tiny_model(folder)
         result = asyncio.run(measure(arguments.model or Path(folder), arguments.requests))
-    numbers = report(result)
+    numbers = result.numbers()
     table = Table("", "value", title="generation, one thread")
     for name, value in numbers.items():
         table.add_row(name, f"{value:,.3f}" if "ratio" in name else f"{value:,.0f}")
