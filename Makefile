@@ -6,6 +6,9 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed-$(EXTRA)
 SETTINGS ?=
 
+# A run imports torch in half a dozen processes: with bytecode on disk that takes a third of the time.
+unexport PYTHONDONTWRITEBYTECODE
+
 # uv does not read pip's own find-links setting. Where none is set, PyTorch's CPU builds come from PyTorch's own index.
 UV_SOURCES := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)",$(if $(filter cpu,$(EXTRA)),UV_TORCH_BACKEND=cpu))
 UV_OVERRIDES := $(wildcard constraints/$(EXTRA)-overrides.txt)

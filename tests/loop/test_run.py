@@ -14,32 +14,43 @@ pytestmark = pytest.mark.timeout(180)
 
 Launch = Callable[..., LaunchedRun]
 
+STEPS = 200
+"""Enough that a replica can die and be replaced before the run ends."""
+
 
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def shared_memory_gone(before: set[str], seconds: float) -> bool:
+    """Whether nothing new is left in time; what libraries name there is unlinked as their last process ends."""
+    deadline = time.monotonic() + seconds
+    while shared_memory() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not shared_memory() - before
+
+
 def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(launch: Launch) -> None:
     before = shared_memory()
-    run = launch("steps=30", "generator.replicas=2")
+    run = launch(f"steps={STEPS}", "generator.replicas=2", "backlog.max_staleness=2")
     run.wait_for_steps(2)
     children = list(run.processes())
     run.kill("generator-0")
-    assert run.wait(150) == 0, run.text()
+    run.wait_for_text("generator 0 serves again", 60)
     assert run.text().count("generator 0 died and is being replaced") == 1
-    assert "generator 0 serves again" in run.text()
+    assert run.wait(100) == 0, run.text()
 
     summary = run.summary()
-    assert summary["policy_version"] == 30
-    assert summary["admitted"] == summary["trained"] == 60  # nobody's request was lost, and nothing failed
+    assert summary["policy_version"] == STEPS
+    assert summary["admitted"] == summary["trained"] == 2 * STEPS  # nobody's request was lost, and nothing failed
     assert (summary["rejected"], summary["failed"]) == (0, 0)
     assert run.text().splitlines()[-1].startswith(f"held-out pass@1: {summary['pass_at_1_before']:.2f} -> ")
 
     steps = run.lines("metrics.jsonl")
-    assert [step["policy_version"] for step in steps] == list(range(1, 31))
-    assert all(step["age/max"] <= 8 + 1 for step in steps)
+    assert [step["policy_version"] for step in steps] == list(range(1, STEPS + 1))
+    assert all(step["age/max"] <= 2 + 1 for step in steps)
     rollouts = run.lines("rollouts.jsonl")
-    assert len(rollouts) == 60 * 4
+    assert len(rollouts) == 2 * STEPS * 4
     assert {"prompt", "response", "reward", "versions"} <= set(rollouts[0])
 
     events = json.loads((run.folder / "trace.json").read_text())
@@ -51,7 +62,7 @@ def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(la
     assert list((run.folder / "tensorboard").iterdir())
     assert (run.folder / "policy" / "model.safetensors").exists()
     assert gone_within(children, 5) == []
-    assert shared_memory() == before
+    assert shared_memory_gone(before, 5)
 
 
 def test_ctrl_c_stops_a_run_cleanly_within_ten_seconds(launch: Launch) -> None:
@@ -68,7 +79,7 @@ def test_ctrl_c_stops_a_run_cleanly_within_ten_seconds(launch: Launch) -> None:
     assert summary["admitted"] == summary["trained"] + summary["rejected"] + summary["failed"]
     assert (run.folder / "trace.json").exists()
     assert gone_within(children, 5) == []
-    assert shared_memory() == before
+    assert shared_memory_gone(before, 5)
 
 
 def test_a_second_ctrl_c_stops_a_run_at_once(launch: Launch) -> None:
@@ -90,7 +101,7 @@ def test_nothing_outlives_a_controller_that_is_killed(launch: Launch) -> None:
     assert len(children) >= 4
     run.process.kill()
     assert gone_within(children, 10) == []
-    assert shared_memory() == before
+    assert shared_memory_gone(before, 5)
 
 
 def test_a_killed_trainer_ends_the_run_with_an_error_that_names_it(launch: Launch) -> None:
@@ -106,10 +117,10 @@ def test_a_killed_trainer_ends_the_run_with_an_error_that_names_it(launch: Launc
 
 
 def test_bad_settings_are_told_all_at_once_and_nothing_is_spawned(launch: Launch, tmp_path: Path) -> None:
-    run = launch("backlog.grops_per_step=2", "steps=0", "trainer.tp=3", "sampling.temperature=hot")
+    run = launch("backlog.grops_per_step=2", "trainer.tp=0", "sampling.temperature=hot", "evaluation.prompts=0")
     assert run.wait(30) == 2
     text = run.text()
-    for key in ("backlog.grops_per_step", "steps=0", "sampling.temperature"):
+    for key in ("backlog.grops_per_step", "trainer.tp=0", "sampling.temperature=hot", "evaluation.prompts=0"):
         assert key in text
     assert "did you mean backlog.groups_per_step" in text
     assert not run.folder.exists()

@@ -11,7 +11,6 @@ Invariants
     EN-3  A request that was under way at an update goes on with the tokens it has: none is lost or drawn again.
 """
 
-import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,11 +28,10 @@ from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
-from vllm.v1.executor import uniproc_executor
 from vllm.v1.sample import sampler
 
 from goaly.errors import ConfigError
-from goaly.generate.ranks import name_shared_memory_for_this_run, unlink_what_all_hold_open
+from goaly.generate.ranks import name_shared_memory_for_this_run, unlink_what_all_hold_open, unname_semaphores
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
@@ -68,7 +66,7 @@ class Engine:
 
             vllm_model.register()
             overrides["hf_overrides"] = {"architectures": [vllm_model.ARCHITECTURE]}
-        uniproc_executor.Lock = multiprocessing.get_context("fork").Lock  # it leaves no named semaphore behind
+        unname_semaphores()
         if not on_cuda:
             sampler.batched_count_greater_than = _ranks  # vLLM compiles these two operators, for seconds
         if settings.tp > 1:

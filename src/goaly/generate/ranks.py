@@ -3,10 +3,12 @@
 Invariants
     RK-1  Every rank's engine gets the same commands in the same order: rank 0 broadcasts a round before acting on it.
     RK-2  An idle rank blocks in a receive; it neither spins nor wakes.
-    RK-3  No named shared memory outlives the start of the engines: names are unlinked once all ranks hold them open.
+    RK-3  No named shared memory or semaphore outlives the start of the engines: what needs a name to be opened by
+          the other ranks is unlinked once they have it, so a killed run leaves nothing behind.
 """
 
 import glob
+import multiprocessing
 import uuid
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +43,20 @@ class Link:
         vote = torch.tensor([int(yes)])
         dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group)
         return bool(vote.item())
+
+
+def unname_semaphores() -> None:
+    """Before an engine's start: give vLLM and its progress bars locks that have no name to leave behind (RK-3).
+
+    Under the start method "spawn", which Monarch's processes have, a lock keeps its name until its process ends well.
+    """
+    from tqdm.std import TqdmDefaultWriteLock
+    from vllm.v1.executor import uniproc_executor
+
+    nameless = multiprocessing.get_context("fork")
+    uniproc_executor.Lock = nameless.Lock
+    if not hasattr(TqdmDefaultWriteLock, "mp_lock"):
+        TqdmDefaultWriteLock.mp_lock = nameless.RLock()
 
 
 def unlink_what_all_hold_open() -> None:

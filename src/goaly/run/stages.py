@@ -3,7 +3,10 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
 
 from goaly.backlog.admission import Ticket
 from goaly.backlog.batch import BatchHandle
@@ -11,6 +14,8 @@ from goaly.errors import RunFailed
 from goaly.prompts.prompt import Prompt
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FAILURES_IN_A_ROW = 16
 """So many groups failing one after the other end the run."""
@@ -25,25 +30,25 @@ class Backlog:
 
     async def tickets(self) -> AsyncIterator[Ticket]:
         """A ticket for each group, as soon as it may start, until the run has admitted all it will train."""
-        while (ticket := await self.queue.admit.call_one()) is not None:
+        while (ticket := await _ask("queue.admit", self.queue.admit.call_one())) is not None:
             yield ticket
 
     async def batches(self, steps: int) -> AsyncIterator[BatchHandle]:
         """The batches of so many steps, each as soon as its groups are complete. Ends admission when it ends."""
         for _ in range(steps):
-            batch = await self.queue.next_batch.call_one()
+            batch = await _ask("queue.next_batch", self.queue.next_batch.call_one())
             if batch is None:
                 raise RunFailed("the trajectory queue closed before the run's last step")
             yield batch
-        await self.queue.close.call_one()
+        await _ask("queue.close", self.queue.close.call_one())
 
     async def trained(self, batch: BatchHandle, policy_version: int) -> None:
         """Account for a batch: an optimizer step consumed it and made this version."""
-        await self.queue.trained.call_one(batch.id, policy_version)
+        await _ask("queue.trained", self.queue.trained.call_one(batch.id, policy_version))
 
     async def counts(self) -> dict[str, int]:
         """Groups admitted and in each state."""
-        return await self.queue.counts.call_one()
+        return await _ask("queue.counts", self.queue.counts.call_one())
 
     async def close(self) -> None:
         """End the accounting: what nobody will report on any more is rejected."""
@@ -59,19 +64,19 @@ class Trainer:
 
     async def start(self) -> int:
         """Build and load the model on every rank; its policy version."""
-        return _first(await self._actors.start.call())
+        return _first(await _ask("trainer.start", self._actors.start.call()))
 
     async def step(self, batch: BatchHandle) -> dict[str, float]:
         """One optimizer step on this batch; its metrics."""
-        return _first(await self._actors.step.call(self._queue, batch))
+        return _first(await _ask("trainer.step", self._actors.step.call(self._queue, batch)))
 
     async def publish(self) -> int:
         """Make the new weights readable by generators; their version."""
-        return _first(await self._actors.publish.call())
+        return _first(await _ask("trainer.publish", self._actors.publish.call()))
 
     async def save(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder."""
-        await self._actors.save.call(folder)
+        await _ask("trainer.save", self._actors.save.call(folder))
 
     async def close(self) -> None:
         """Let go of what the actors hold."""
@@ -87,11 +92,11 @@ class Reference:
 
     async def start(self) -> None:
         """Build and load the frozen model on every rank."""
-        await self._actors.start.call()
+        await _ask("reference.start", self._actors.start.call())
 
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `reference_logprobs` to the batch's rows."""
-        await self._actors.annotate.call(self._queue, batch)
+        await _ask("reference.annotate", self._actors.annotate.call(self._queue, batch))
 
     async def close(self) -> None:
         """Let go of what the actors hold."""
@@ -111,7 +116,7 @@ class Rollouts:
 
         async def run(worker: Any) -> Any:
             try:
-                return await worker.run_group.call_one(ticket, prompt)
+                return await _ask("rollout.run_group", worker.run_group.call_one(ticket, prompt))
             except asyncio.CancelledError:
                 worker.cancel.broadcast([ticket.index])  # Monarch does not pass a cancellation on
                 raise
@@ -132,7 +137,10 @@ class Rollouts:
 
         async def ask(prompt: Prompt) -> list[float]:
             return await self._on_least_busy(
-                lambda worker: worker.evaluate.call_one(prompt, samples_per_prompt, temperature, policy_version)
+                lambda worker: _ask(
+                    "rollout.evaluate",
+                    worker.evaluate.call_one(prompt, samples_per_prompt, temperature, policy_version),
+                )
             )
 
         async with asyncio.TaskGroup() as asked:
@@ -154,6 +162,17 @@ class Rollouts:
             return await call(self._workers[index])
         finally:
             self._running[index] -= 1
+
+
+async def _ask(endpoint: str, answer: Awaitable[T]) -> T:
+    """The answer of an actor; its failure as a RunFailed that names actor, endpoint and cause."""
+    try:
+        return await answer
+    except SupervisionError as error:
+        raise RunFailed(f"{endpoint.partition('.')[0]} died during {endpoint}: {error}") from error
+    except ActorError as error:
+        cause = error.exception
+        raise RunFailed(f"{endpoint} failed: {type(cause).__name__}: {cause}") from error
 
 
 def _first(results: Any) -> Any:
