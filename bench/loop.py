@@ -63,7 +63,7 @@ def measure_arm(config: RunConfig, max_staleness: int, folder: Path) -> Arm:
 
 def measure_alone(config: RunConfig, folder: Path) -> tuple[float, float]:
     """T_gen and T_train: seconds a step of each half without the other."""
-    config.backlog = replace(config.backlog, max_staleness=max(STALENESS))
+    config.backlog = replace(config.backlog, max_staleness=config.steps)  # no update comes that could be waited for
     seconds: dict[str, float] = {}
 
     async def generate_only(run: Run) -> None:
@@ -78,7 +78,7 @@ def measure_alone(config: RunConfig, folder: Path) -> tuple[float, float]:
                     train_seconds.append(time.monotonic() - begun)
                 seconds["train"] = statistics.fmean(train_seconds[WARM_STEPS:])
             await run.backlog.trained(batch, batch.id + 1)
-        steady = finished[WARM_STEPS : len(finished) - max(STALENESS)]
+        steady = finished[WARM_STEPS : len(finished) - max(STALENESS)]  # at the end, few requests are left
         seconds["generate"] = (steady[-1] - steady[0]) / (len(steady) - 1)
 
     async def script(run: Run) -> None:
