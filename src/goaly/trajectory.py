@@ -17,7 +17,7 @@ Invariants
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -96,6 +96,41 @@ class Group:
     prompt_id: str
     source: str
     samples: tuple[Trajectory, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels as one buffer a column: pickling each sample's tensors by themselves takes ten times as long."""
+        keys = [str(key) for key in self.samples[0].tokens.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
+        columns = {key: torch.cat([sample.tokens[key] for sample in self.samples]) for key in keys}
+        buffers = {key: (column.dtype, column.numpy().tobytes()) for key, column in columns.items()}
+        facts = [
+            (len(sample), sample.prompt_id, sample.sample_index, sample.turns, sample.environment, sample.outcome)
+            for sample in self.samples
+        ]
+        return _received_group, (self.ticket, self.prompt_id, self.source, facts, buffers)
+
+
+def _received_group(
+    ticket: int,
+    prompt_id: str,
+    source: str,
+    facts: list[tuple[int, str, int, tuple[Turn, ...], str, Outcome]],
+    buffers: dict[str, tuple[torch.dtype, bytes]],
+) -> Group:
+    lengths = [length for length, *_ in facts]
+    columns = {
+        key: torch.frombuffer(bytearray(buffer), dtype=dtype).split(lengths) for key, (dtype, buffer) in buffers.items()
+    }
+    samples = []
+    for place, (length, *known) in enumerate(facts):
+        tokens = TensorDict({key: parts[place] for key, parts in columns.items()}, batch_size=[length])
+        sample = object.__new__(Trajectory)  # checked when it was made, and again by who receives it
+        for name, value in zip(_FACTS, (tokens, *known), strict=True):
+            object.__setattr__(sample, name, value)
+        samples.append(sample)
+    return Group(ticket=ticket, prompt_id=prompt_id, source=source, samples=tuple(samples))
+
+
+_FACTS = tuple(field.name for field in fields(Trajectory))
 
 
 def token_data(columns: Mapping[str, torch.Tensor]) -> TensorDict:

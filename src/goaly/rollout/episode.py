@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from goaly.errors import EpisodeError
 from goaly.generate.request import Finish
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.policy import Completion, Policy
-from goaly.trajectory import NO_VERSION, Outcome, Trajectory, Turn, token_data
+from goaly.trajectory import NO_VERSION, Outcome, Trajectory, Turn
 
 PROMPT, POLICY, ENVIRONMENT = "prompt", "policy", "environment"
 """Authors of turns."""
@@ -91,7 +92,7 @@ class Episode:
         written = columns["trained"].nonzero()
         columns["rewards"][int(written[-1]) if len(written) else -1] = reward
         return Trajectory(
-            tokens=token_data(columns),
+            tokens=TensorDict(columns, batch_size=[len(self._tokens)]),
             prompt_id=self._prompt.id,
             sample_index=self._sample_index,
             turns=tuple(self._turns),

@@ -193,6 +193,8 @@ class GroupRunner:
             trajectory = await self._episode(prompt, context)
         if not isinstance(trajectory, Trajectory):
             raise EpisodeError(f"the episode returned {type(trajectory).__name__}, must be a Trajectory")
+        if trajectory.sample_index == context.sample_index:
+            return trajectory
         return replace(trajectory, sample_index=context.sample_index)
 
     async def _score(self, prompt: Prompt, response: str) -> float:
