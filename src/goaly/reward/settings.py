@@ -10,8 +10,11 @@ class RewardSettings:
 
     verifier: str = "goaly.prompts.tasks.arithmetic:verify"
     """Function that scores one response, as `package.module:function`; it takes a Prompt and the response's text."""
+    placement: Literal["worker", "hub"] = "worker"
+    """Who owns the processes: each rollout worker its own, with no message between actors for a score (0.5 ms and
+    more), or the hub one pool that all workers share, for verifiers that hold much memory."""
     workers: int = 1
-    """Child processes that run the verifier."""
+    """Child processes that run the verifier, in each place."""
     time_limit_seconds: float = 10.0
     """Longest time for one score; the child that exceeds it is killed and replaced."""
     on_time_limit: Literal["zero", "fail"] = "zero"

@@ -22,6 +22,8 @@ from goaly.generate.router import Router
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.reward.settings import RewardSettings
+from goaly.reward.verifiers import VerifierPool
 from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.group import CANCELLED, GroupRunner, GroupSummary
 from goaly.rollout.settings import RolloutSettings
@@ -53,7 +55,8 @@ class RolloutWorker(Actor):
         journal: Path | None = None,
         journal_tokens: bool = False,
     ):
-        """`episode` is `packed(…)`; `queue` and `rewards` are the hub's actors; `tokenizer` is a model folder.
+        """`episode` is `packed(…)`; `queue` is the hub's actor, and `rewards` too, or the settings of a pool of the
+        worker's own; `tokenizer` is a model folder.
 
         `max_context` bounds prompt and answer together: the least of the generator's and a packed row's.
         """
@@ -61,13 +64,14 @@ class RolloutWorker(Actor):
         self._router = Router()
         self._journal = Journal(journal, tokens=journal_tokens)
         self._queue = _Queue(queue)
+        self._verifiers = VerifierPool(rewards) if isinstance(rewards, RewardSettings) else None
         self._running: dict[int, asyncio.Task[GroupSummary]] = {}
         self._runner = GroupRunner(
             cloudpickle.loads(episode),
             name=name,
             sampler=_Sampler(self._router),
             queue=self._queue,
-            rewards=_Rewards(rewards),
+            rewards=self._verifiers or _Rewards(rewards),
             chat=self._chat,
             sampling=Sampling(
                 max_tokens=sampling.max_tokens,
@@ -81,6 +85,12 @@ class RolloutWorker(Actor):
             concurrency=settings.concurrency,
             record=self._write,
         )
+
+    @concurrent_endpoint
+    async def start(self) -> None:
+        """Start the worker's own verifiers, where it has some; they are ready on return."""
+        if self._verifiers is not None:
+            await self._verifiers.start()
 
     @concurrent_endpoint
     async def replicas(self, handles: Mapping[int, Any]) -> None:
@@ -118,6 +128,8 @@ class RolloutWorker(Actor):
     async def close(self) -> None:
         """End all groups, and write what is held."""
         await self._end(list(self._running))
+        if self._verifiers is not None:
+            await self._verifiers.close()
         self._journal.close()
         spans.flush()
 

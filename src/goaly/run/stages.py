@@ -111,6 +111,10 @@ class Rollouts:
         self._running = [0] * len(self._workers)
         self._failures = 0
 
+    async def start(self) -> None:
+        """Have every worker ready to judge."""
+        await asyncio.gather(*(_ask("rollout.start", worker.start.call_one()) for worker in self._workers))
+
     async def group(self, ticket: Ticket, prompt: Prompt) -> None:
         """Run the group's episodes on the least busy worker; it ends in the backlog, whatever happens."""
 

@@ -85,7 +85,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
     hub = hosts.spawn("hub", "hub", 1, threads=1)
     tokenizer = ChatTokenizer(config.model.path)
     store = spawn(hub, "store", WeightStore, config.weights)
-    rewards = spawn(hub, "rewards", RewardPool, config.reward)
+    shared_rewards = spawn(hub, "rewards", RewardPool, config.reward) if config.reward.placement == "hub" else None
     queue = spawn(
         hub,
         "queue",
@@ -116,7 +116,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
             config.rollout,
             packed(episode),
             queue=queue,
-            rewards=rewards,
+            rewards=shared_rewards or config.reward,
             tokenizer=config.model.path,
             sampling=config.sampling,
             group_size=config.backlog.group_size,
@@ -139,7 +139,9 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
     )
     closers["generators"] = run.generators.close
     async with asyncio.TaskGroup() as starts:
-        starts.create_task(_until_answered(rewards.start))
+        if shared_rewards is not None:
+            starts.create_task(_until_answered(shared_rewards.start))
+        starts.create_task(run.rollouts.start())
         starts.create_task(run.trainer.start())
         starts.create_task(run.generators.start())
         if config.loss.kl_coef > 0:
