@@ -9,6 +9,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from pathlib import Path
 
 import pytest
+from monarch._src.actor import config as monarch_config
+
+monarch_config.prefix_python_logs_with_actor = False  # once Monarch is up, it would prefix this process's records
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = list("0123456789+-*=|,.:;?! abcdefgh")

@@ -45,7 +45,7 @@ def test_the_controller_shows_our_warnings_and_all_errors_and_files_everything(t
     with logs.controller(tmp_path / "logs" / "controller.log"):
         logging.getLogger("goaly.run").info("quiet fact")
         logging.getLogger("goaly.run").warning("replica %s lost", "[bold]generator-0")
-        logging.getLogger("transformers").warning("not for people")
+        logging.getLogger("some.library").warning("not for people")
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.warn("nor this", UserWarning, stacklevel=1)
