@@ -69,6 +69,11 @@ class RunConfig:
     hosts: HostSettings = field(default_factory=HostSettings)
     """Which hosts and cores its processes use."""
 
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a prompt and its answer together: a generator and a packed row must both hold them."""
+        return min(self.generator.max_context, self.backlog.row_length)
+
     def problems(self, prefix: str) -> list[str]:
         """What only the combination of stages can get wrong, a line each."""
         found = []
@@ -85,11 +90,10 @@ class RunConfig:
                 f"{prefix}sampling.top_p={sampling.top_p}: must be 1 and top_k ({sampling.top_k}) -1 in a run that "
                 "trains: the trainer's log-probabilities are over all tokens"
             )
-        context = min(self.generator.max_context, self.backlog.row_length)
-        if sampling.max_tokens >= context:
+        if sampling.max_tokens >= self.max_context:
             found.append(
-                f"{prefix}sampling.max_tokens={sampling.max_tokens}: must leave room for a prompt in {context} tokens, "
-                f"the least of {prefix}generator.max_context and {prefix}backlog.row_length"
+                f"{prefix}sampling.max_tokens={sampling.max_tokens}: must leave room for a prompt in "
+                f"{self.max_context} tokens, the least of {prefix}generator.max_context and {prefix}backlog.row_length"
             )
         if not self.model.problems(""):
             found += self._shape_problems(prefix)

@@ -49,16 +49,14 @@ class Hosts:
             self._state = self._job.state(cached_path=None)
         monarch.actor.unhandled_fault_hook = self._fault
 
-    def spawn(
-        self, role: str, name: str, procs: int, threads: int, environment: dict[str, str] | None = None
-    ) -> ProcMesh:
+    def spawn(self, role: str, name: str, procs: int, threads: int) -> ProcMesh:
         """`procs` processes of this role, each with so many threads; logs go to the run folder under `name`."""
         bootstrap = _bootstrap(
             name=name,
             run_dir=self._run_dir.absolute(),
             cpus=self._settings.bind.get(role),
             trace=self._trace,
-            environment={"OMP_NUM_THREADS": str(threads), **(environment or {})},
+            threads=threads,
             module_path=list(sys.path),
         )
         mesh = getattr(self._state, role).spawn_procs(per_host={"procs": procs}, name=name, bootstrap=bootstrap)
@@ -107,13 +105,13 @@ def _bootstrap(
     run_dir: Path,
     cpus: list[int] | None,
     trace: bool,
-    environment: dict[str, str],
+    threads: int,
     module_path: list[str],
 ) -> Callable[[], None]:
     def bootstrap() -> None:
         sys.path.extend(path for path in module_path if path not in sys.path)  # where a user's script lives
         os.setpgid(0, 0)  # HO-1
-        os.environ.update(environment)  # before torch is imported
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
         from goaly.telemetry import logs, spans

@@ -120,7 +120,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
             tokenizer=config.model.path,
             sampling=config.sampling,
             group_size=config.backlog.group_size,
-            max_context=min(config.generator.max_context, config.backlog.row_length),
+            max_context=config.max_context,
             journal=run.run_dir / "rollouts.jsonl" if config.telemetry.journal else None,
             journal_tokens=config.telemetry.journal_tokens,
         )
