@@ -7,6 +7,7 @@ Invariants
 """
 
 import asyncio
+import atexit
 import contextlib
 import importlib
 import logging
@@ -20,7 +21,7 @@ os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")  # 
 
 import monarch.actor
 from monarch._src.actor import config as monarch_config
-from monarch.actor import ProcMesh, current_rank
+from monarch.actor import ProcMesh, current_rank, shutdown_context
 from monarch.job import JobTrait, LocalJob
 
 from goaly.errors import ConfigError
@@ -31,6 +32,7 @@ monarch_config.prefix_python_logs_with_actor = False  # the controller's log is 
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 3.0
+EXIT_SECONDS = 3.0
 
 
 class Hosts:
@@ -47,6 +49,8 @@ class Hosts:
         with _stderr_to(run_dir / "logs" / "monarch.log"):  # it announces its log file there
             self._job = _job(settings.job)
             self._state = self._job.state(cached_path=None)
+        atexit.unregister(_leave)
+        atexit.register(_leave)  # after Monarch's own: handlers run last in, first out
         monarch.actor.unhandled_fault_hook = self._fault
 
     def spawn(self, role: str, name: str, procs: int, threads: int) -> ProcMesh:
@@ -79,6 +83,13 @@ class Hosts:
     def _fault(self, failure: Any) -> None:
         name, report = failure.mesh_name, failure.report()
         self._loop.call_soon_threadsafe(self._on_failure, name, report)
+
+
+def _leave() -> None:
+    """Shut Monarch's client down at exit. Its own handler allows a second and then ends the user's output with a
+    traceback; on a busy machine that is too little, and what has not followed by then dies with this process (HO-1)."""
+    with contextlib.suppress(TimeoutError):
+        shutdown_context(host_timeout=0.3).get(timeout=EXIT_SECONDS)
 
 
 async def _stop(name: str, mesh: ProcMesh) -> None:
