@@ -66,7 +66,7 @@ def start_engines(folders: list[Path]) -> None:
 def steps(engine: Any, count: int | None = None) -> dict[str, Sample]:
     """The samples that ended within `count` steps, or until nothing is under way."""
     ended: dict[str, Sample] = {}
-    while engine.busy and count != 0:
+    while engine.under_way and count != 0:
         ended |= dict(engine.step())
         count = None if count is None else count - 1
     return ended
@@ -106,7 +106,7 @@ def cancel_midway() -> tuple[list[tuple[str, Sample]], list[str], bool]:
     steps(engine, 10)
     cancelled = engine.cancel(["a", "c", "unknown"])
     rest = steps(engine)
-    return cancelled, list(rest), engine.busy
+    return cancelled, list(rest), bool(engine.under_way)
 
 
 def count_preemptions(requests: int, sampling: Sampling) -> tuple[int, list[Sample]]:

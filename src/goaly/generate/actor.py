@@ -9,6 +9,7 @@ Invariants
 
 import asyncio
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 from monarch.actor import Actor, concurrent_endpoint
@@ -49,14 +50,15 @@ class Generator(Actor):
         engine = await asyncio.to_thread(Engine, settings, self._model, seed=settings.seed + self._replica)
         commands = Link() if settings.tp > 1 else None
         announcements = Link() if settings.tp > 1 else None
+        loop = partial(EngineLoop, engine, apply_mode=settings.apply, max_running=settings.max_running, link=commands)
         if self._store is None:
-            self._engine_loop = EngineLoop(engine, apply_mode=settings.apply, fill=_no_weights, link=commands)
+            self._engine_loop = loop(fill=_no_weights)
             return 0
         from goaly.weights.subscriber import Subscriber
 
         rank = int(os.environ["RANK"]) if settings.tp > 1 else 0
         subscriber = Subscriber(self._store, engine.named_tensors(), reader=f"generator-{self._replica}.{rank}")
-        self._engine_loop = EngineLoop(engine, apply_mode=settings.apply, fill=subscriber.apply, link=commands)
+        self._engine_loop = loop(fill=subscriber.apply)
         follower = WeightFollower(subscriber, self._engine_loop, announcements)
         if rank == 0:
             await self._catch_up(follower, subscriber)  # GE-1

@@ -3,7 +3,8 @@
 Invariants
     CO-1  A request reaches the engine only when its weights are at least of the version that the request asks for.
     CO-2  In mode `drain`, weights are applied when no request is under way, and nothing is taken up before that.
-    CO-3  Requests that may start do so in the order in which they came.
+    CO-3  Requests that may start do so in the order in which they came, as many as there is room for: what waits, waits
+          here, where a weight update costs it nothing.
     CO-4  Weights are applied before the requests that wait for them are added, in the same round.
 """
 
@@ -48,24 +49,29 @@ Command = Add | Cancel | Apply | Stop
 class Sequencer:
     """Decides round by round what the engine does next, out of what was asked."""
 
-    def __init__(self, apply_mode: str):
+    def __init__(self, apply_mode: str, *, max_running: int):
         self._drains = apply_mode == "drain"
+        self._max_running = max_running
         self._version = 0
         self._update: Apply | None = None
-        self._waiting: deque[Add] = deque()
+        self._may_start: deque[tuple[int, Add]] = deque()
+        self._too_early: list[tuple[int, Add]] = []
+        self._asked = 0
         self._to_cancel: list[str] = []
         self._stopping = False
 
     @property
     def waiting(self) -> int:
         """How many requests are held back."""
-        return len(self._waiting)
+        return len(self._may_start) + len(self._too_early)
 
     def ask(self, command: Command) -> None:
         """Take note of a command; a newer version's update replaces an older one's."""
         match command:
             case Add():
-                self._waiting.append(command)
+                waiting = self._may_start if command.min_version <= self._version else self._too_early  # CO-1
+                waiting.append((self._asked, command))
+                self._asked += 1
             case Cancel(names):
                 self._to_cancel.extend(names)
             case Apply():
@@ -73,11 +79,12 @@ class Sequencer:
             case Stop():
                 self._stopping = True
 
-    def ready(self, busy: bool) -> bool:
+    def ready(self, under_way: int) -> bool:
         """Whether a round now would do anything: a thread with nothing ready sleeps."""
-        return busy or self._stopping or bool(self._to_cancel) or self._may_apply(busy) or self._may_add()
+        acts = under_way > 0 or self._stopping or bool(self._to_cancel)
+        return acts or self._may_apply(under_way) or self._room(under_way) > 0
 
-    def next(self, busy: bool) -> tuple[list[Command], list[str]]:
+    def next(self, under_way: int) -> tuple[list[Command], list[str]]:
         """This round's commands for the engine, and the requests that were cancelled before it saw them."""
         if self._stopping:
             return [Stop()], []
@@ -86,26 +93,35 @@ class Sequencer:
         if self._to_cancel:
             commands.append(Cancel(tuple(self._to_cancel)))
             self._to_cancel = []
-        if self._update is not None and self._may_apply(busy):  # CO-2
+        if self._update is not None and self._may_apply(under_way):  # CO-2
             commands.append(self._update)  # CO-4
-            self._version = self._update.version
+            self._turn(self._update.version)
             self._update = None
-        if self._may_add():
-            commands.extend(add for add in self._waiting if add.min_version <= self._version)  # CO-1, CO-3
-            self._waiting = deque(add for add in self._waiting if add.min_version > self._version)
+        commands.extend(self._may_start.popleft()[1] for _ in range(self._room(under_way)))  # CO-3
         return commands, never_begun
 
-    def _may_apply(self, busy: bool) -> bool:
-        return self._update is not None and not (self._drains and busy)
+    def _turn(self, version: int) -> None:
+        self._version = version
+        started = [held for held in self._too_early if held[1].min_version <= version]
+        if started:
+            self._too_early = [held for held in self._too_early if held[1].min_version > version]
+            self._may_start = deque(sorted([*self._may_start, *started], key=lambda held: held[0]))  # CO-3
 
-    def _may_add(self) -> bool:
-        draining = self._drains and self._update is not None
-        return not draining and any(add.min_version <= self._version for add in self._waiting)
+    def _may_apply(self, under_way: int) -> bool:
+        return self._update is not None and not (self._drains and under_way)
+
+    def _room(self, under_way: int) -> int:
+        if self._drains and self._update is not None:  # CO-2
+            return 0
+        return max(0, min(len(self._may_start), self._max_running - under_way))
 
     def _withdraw(self) -> list[str]:
         cancelled = set(self._to_cancel)
-        never_begun = [add.name for add in self._waiting if add.name in cancelled]
+        if not cancelled:
+            return []
+        never_begun = [add.name for _, add in (*self._may_start, *self._too_early) if add.name in cancelled]
         if never_begun:
-            self._waiting = deque(add for add in self._waiting if add.name not in cancelled)
+            self._may_start = deque(held for held in self._may_start if held[1].name not in cancelled)
+            self._too_early = [held for held in self._too_early if held[1].name not in cancelled]
             self._to_cancel = [name for name in self._to_cancel if name not in never_begun]
         return never_begun

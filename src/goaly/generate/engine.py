@@ -5,7 +5,7 @@ and all of them must be given the same calls in the same order.
 
 Invariants
     EN-1  A token's version is that of the weights that produced its logits: the weights change only between two steps
-          (no asynchronous scheduling), and vLLM stamps what a step samples with the version set before it.
+          (no asynchronous scheduling), and what a step samples is stamped with the version set before it.
     EN-2  No KV block that was cached under other weights is reused after a weight update, in any mode; with `keep`,
           only requests that were under way keep the blocks they have.
     EN-3  A request that was under way at an update goes on with the tokens it has: none is lost or drawn again.
@@ -13,7 +13,7 @@ Invariants
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.inputs import tokens_input
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.sample import sampler
 
@@ -37,17 +36,42 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import prepare_torchtitan
 
-FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.CANCELLED}
+FINISHES = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
 GIB = 1 << 30
 CPU_BLOCK_TOKENS = 32
 """The smallest that the CPU kernels take (vLLM would take 128): prefixes are shared by whole blocks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Request:
+    """A request under way, and what was sampled for it so far."""
+
     name: str
     prompt: list[int]
     sampling: Sampling
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stretches: list[tuple[int, int]] = field(default_factory=list)
+    """Where the tokens of a version begin, and which it is."""
+
+    def wrote(self, tokens: list[int], logprobs: list[float], version: int) -> None:
+        """Take note of what a step sampled."""
+        if not self.stretches or self.stretches[-1][1] != version:
+            self.stretches.append((len(self.tokens), version))
+        self.tokens += tokens
+        self.logprobs += logprobs
+
+    def sample(self, finish: Finish) -> Sample:
+        """All of it, as the answer."""
+        versions = torch.empty(len(self.tokens), dtype=torch.int32)
+        for start, version in self.stretches:
+            versions[start:] = version
+        return Sample(
+            tokens=torch.tensor(self.tokens, dtype=torch.int64),
+            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            versions=versions,
+            finish=finish,
+        )
 
 
 class Engine:
@@ -98,8 +122,9 @@ class Engine:
         self._vllm = LLMEngine.from_engine_args(arguments)
         if settings.tp > 1:
             unlink_what_all_hold_open()
-        self._scheduler = self._vllm.engine_core.engine_core.scheduler
-        self._vllm.set_weight_version("0")
+        self._core: Any = self._vllm.engine_core
+        self._scheduler = self._core.engine_core.scheduler
+        self._supported_tasks = self._vllm.get_supported_tasks()
 
     @property
     def version(self) -> int:
@@ -107,9 +132,9 @@ class Engine:
         return self._version
 
     @property
-    def busy(self) -> bool:
-        """Whether any request has not ended."""
-        return bool(self._requests)
+    def under_way(self) -> int:
+        """How many requests have not ended."""
+        return len(self._requests)
 
     def counts(self) -> tuple[int, int]:
         """Requests under way, and requests that wait for room."""
@@ -124,19 +149,19 @@ class Engine:
     def cancel(self, names: list[str]) -> list[tuple[str, Sample]]:
         """End these requests; their samples so far. Names of requests that have ended are ignored."""
         keys = [self._names[name] for name in names if name in self._names]
-        samples = [(self._requests[key].name, self._so_far(key)) for key in keys]
-        self._vllm.abort_request(keys, internal=True)
-        for key in keys:
-            self._forget(key)
-        return samples
+        self._core.abort_requests(keys)
+        return [(request.name, request.sample(Finish.CANCELLED)) for request in map(self._forget, keys)]
 
     def step(self) -> list[tuple[str, Sample]]:
         """Compute one step; the samples that it ended, by request name."""
+        # Straight from vLLM's core: what its front end makes of a token is text and nested records, of no use here.
         ended = []
-        for output in self._vllm.step():
-            name = output.request_id
-            self._forget(self._names[name])
-            ended.append((name, _sample(output.outputs[0])))
+        for output in self._core.get_output().outputs:
+            request = self._requests[output.request_id]
+            request.wrote(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), self._version)  # EN-1
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+                ended.append((request.name, request.sample(FINISHES[output.finish_reason])))
         return ended
 
     def apply(self, fill: Callable[[], int]) -> int:
@@ -152,7 +177,6 @@ class Engine:
                 if not self._vllm.reset_prefix_cache():
                     raise AssertionError("weights were applied in mode `drain` with requests under way")
         self._version = version
-        self._vllm.set_weight_version(str(version))  # EN-1
         return version
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
@@ -175,36 +199,36 @@ class Engine:
             stop_token_ids=list(sampling.stop_token_ids),
             seed=sampling.seed,
             logprobs=0,
-            flat_logprobs=True,
             ignore_eos=True,  # only what the caller names stops an answer
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
         salt = f"version {self._version}" if self._settings.apply == "keep" else None  # EN-2
-        key = self._vllm.add_request(request.name, tokens_input(request.prompt, cache_salt=salt), parameters)
-        self._requests[key] = request
-        self._names[request.name] = key
+        inputs = self._vllm.input_processor
+        core_request = inputs.process_inputs(
+            request.name,
+            tokens_input(request.prompt, cache_salt=salt),
+            parameters,
+            supported_tasks=self._supported_tasks,
+        )
+        inputs.assign_request_id(core_request)
+        self._core.add_request(core_request)
+        self._requests[core_request.request_id] = request
+        self._names[request.name] = core_request.request_id
 
-    def _forget(self, key: str) -> None:
-        del self._names[self._requests.pop(key).name]
+    def _forget(self, key: str) -> _Request:
+        request = self._requests.pop(key)
+        del self._names[request.name]
+        return request
 
     def _restart_those_that_wait(self) -> None:
         """Hand requests that vLLM has not begun to it anew: they would find blocks of the version they came at."""
         fresh = [
             r.request_id for r in self._scheduler.waiting if r.num_computed_tokens == 0 and r.num_output_tokens == 0
         ]
-        restarted = [self._requests[key] for key in fresh]
-        self._vllm.abort_request(fresh, internal=True)
-        for key in fresh:
-            self._forget(key)
-        for request in restarted:
+        self._core.abort_requests(fresh)
+        for request in [self._forget(key) for key in fresh]:
             self._add(request)
-
-    def _so_far(self, key: str) -> Sample:
-        state = self._vllm.output_processor.request_states[key]
-        output = state.make_request_output([], None, FinishReason.ABORT, None)
-        return _sample(output.outputs[0])
 
     def _model(self) -> Any:
         return self._vllm.model_executor.driver_worker.worker.get_model()
@@ -215,12 +239,3 @@ class Engine:
 
 def _ranks(logprobs_TV: torch.Tensor, sampled_T1: torch.Tensor) -> torch.Tensor:
     return (logprobs_TV >= sampled_T1).sum(-1)
-
-
-def _sample(output: Any) -> Sample:
-    tokens = torch.tensor(output.token_ids, dtype=torch.int64)
-    versions = torch.empty(len(tokens), dtype=torch.int32)
-    for span in output.weight_versions or ():
-        versions[span.start : span.end] = int(span.version)
-    logprobs = torch.tensor(output.logprobs.logprobs, dtype=torch.float32)
-    return Sample(tokens=tokens, logprobs=logprobs, versions=versions, finish=FINISHES[output.finish_reason])

@@ -30,7 +30,7 @@ class SteppingEngine(Protocol):
     """What the thread needs of an engine."""
 
     @property
-    def busy(self) -> bool: ...
+    def under_way(self) -> int: ...
     @property
     def version(self) -> int: ...
     def counts(self) -> tuple[int, int]: ...
@@ -48,6 +48,7 @@ class EngineLoop:
         engine: SteppingEngine,
         *,
         apply_mode: str,
+        max_running: int,
         fill: Callable[[], int],
         link: Link | None = None,
     ):
@@ -56,7 +57,7 @@ class EngineLoop:
         self._fill = fill
         self._link = link
         self._follows = link is not None and link.rank > 0
-        self._sequencer = Sequencer(apply_mode)
+        self._sequencer = Sequencer(apply_mode, max_running=max_running)
         self._work = threading.Condition()
         self._events = asyncio.get_running_loop()
         self._futures: dict[str, asyncio.Future[Sample]] = {}
@@ -166,7 +167,7 @@ class EngineLoop:
                         self._post(self._end, [(name, error)])
                 case Cancel(names):
                     self._post(self._end, self._engine.cancel(list(names)))
-        if self._engine.busy:
+        if self._engine.under_way:
             started = time.perf_counter()
             ended = self._engine.step()
             self._busy_seconds += time.perf_counter() - started
@@ -178,8 +179,8 @@ class EngineLoop:
 
     def _lead(self) -> list[Command]:
         with self._work:
-            self._work.wait_for(lambda: self._sequencer.ready(self._engine.busy))  # LO-3: `_ask` notifies
-            commands, never_begun = self._sequencer.next(self._engine.busy)
+            self._work.wait_for(lambda: self._sequencer.ready(self._engine.under_way))  # LO-3: `_ask` notifies
+            commands, never_begun = self._sequencer.next(self._engine.under_way)
         if self._link is not None:
             self._link.send(commands)
         if never_begun:

@@ -14,7 +14,7 @@ def add(name: str, min_version: int = 0) -> Add:
 
 
 def ask(mode: str, *commands: Command) -> Sequencer:
-    sequencer = Sequencer(mode)
+    sequencer = Sequencer(mode, max_running=64)
     for command in commands:
         sequencer.ask(command)
     return sequencer
@@ -22,40 +22,51 @@ def ask(mode: str, *commands: Command) -> Sequencer:
 
 def test_a_request_waits_for_its_version_and_starts_in_the_round_that_applies_it():
     sequencer = ask("recompute", add("new", min_version=2), add("any"))
-    assert sequencer.next(busy=False) == ([add("any")], [])  # CO-1
-    assert not sequencer.ready(busy=False)
+    assert sequencer.next(under_way=0) == ([add("any")], [])  # CO-1
+    assert not sequencer.ready(under_way=0)
     sequencer.ask(Apply(1))
-    assert sequencer.next(busy=True) == ([Apply(1)], [])
+    assert sequencer.next(under_way=1) == ([Apply(1)], [])
     sequencer.ask(Apply(2))
-    assert sequencer.next(busy=True) == ([Apply(2), add("new", min_version=2)], [])  # CO-4
+    assert sequencer.next(under_way=1) == ([Apply(2), add("new", min_version=2)], [])  # CO-4
 
 
 def test_draining_holds_everything_back_until_the_engine_is_idle():
     sequencer = ask("drain", add("first"))
-    sequencer.next(busy=False)
+    sequencer.next(under_way=0)
     sequencer.ask(Apply(1))
     sequencer.ask(add("second"))
-    assert sequencer.next(busy=True) == ([], [])  # CO-2
-    assert sequencer.next(busy=False) == ([Apply(1), add("second")], [])
+    assert sequencer.next(under_way=1) == ([], [])  # CO-2
+    assert sequencer.next(under_way=0) == ([Apply(1), add("second")], [])
 
 
 def test_a_newer_update_replaces_one_that_was_not_applied_yet():
     sequencer = ask("drain", Apply(1), Apply(3))
-    assert sequencer.next(busy=True) == ([], [])
-    assert sequencer.next(busy=False) == ([Apply(3)], [])
-    assert not sequencer.ready(busy=False)
+    assert sequencer.next(under_way=1) == ([], [])
+    assert sequencer.next(under_way=0) == ([Apply(3)], [])
+    assert not sequencer.ready(under_way=0)
 
 
 def test_a_request_that_is_cancelled_before_it_starts_never_reaches_the_engine():
     sequencer = ask("keep", add("held", min_version=9), Cancel(("held", "running")))
-    assert sequencer.ready(busy=False)
-    assert sequencer.next(busy=True) == ([Cancel(("running",))], ["held"])
+    assert sequencer.ready(under_way=0)
+    assert sequencer.next(under_way=1) == ([Cancel(("running",))], ["held"])
     assert sequencer.waiting == 0
+
+
+def test_what_there_is_no_room_for_waits_and_starts_in_the_order_it_came():
+    sequencer = Sequencer("keep", max_running=2)
+    for command in (add("late", min_version=1), add("a"), add("b"), add("c")):
+        sequencer.ask(command)
+    assert sequencer.next(under_way=0) == ([add("a"), add("b")], [])
+    assert sequencer.next(under_way=2) == ([], [])
+    sequencer.ask(Apply(1))
+    assert sequencer.next(under_way=1) == ([Apply(1), add("late", min_version=1)], [])  # CO-3
+    assert sequencer.next(under_way=1) == ([add("c")], [])
 
 
 def test_stopping_comes_before_everything_else():
     sequencer = ask("keep", add("one"), Apply(1), Stop())
-    assert sequencer.next(busy=False) == ([Stop()], [])
+    assert sequencer.next(under_way=0) == ([Stop()], [])
 
 
 @given(
@@ -65,26 +76,28 @@ def test_stopping_comes_before_everything_else():
             st.tuples(st.just("add"), st.integers(0, 4)),
             st.tuples(st.just("apply"), st.integers(1, 4)),
             st.tuples(st.just("cancel"), st.integers(0, 20)),
-            st.tuples(st.just("round"), st.booleans()),
+            st.tuples(st.just("round"), st.integers(0, 3)),
         ),
         max_size=40,
     ),
 )
 def test_every_request_starts_once_or_is_withdrawn_once_and_never_under_older_weights(mode, events):
-    sequencer = Sequencer(mode)
+    room = 3
+    sequencer = Sequencer(mode, max_running=room)
     version, asked, newest = 0, 0, 0
     begun: list[str] = []
     withdrawn: list[str] = []
 
-    def play_round(busy: bool) -> None:
+    def play_round(under_way: int) -> None:
         nonlocal version
-        commands, never_begun = sequencer.next(busy)
+        commands, never_begun = sequencer.next(under_way)
+        assert sum(isinstance(command, Add) for command in commands) <= room - under_way
         withdrawn.extend(never_begun)
         for command in commands:
             match command:
                 case Apply(new):
                     assert new > version
-                    assert not (mode == "drain" and busy)
+                    assert not (mode == "drain" and under_way)
                     version = new
                 case Add():
                     assert command.min_version <= version
@@ -102,6 +115,7 @@ def test_every_request_starts_once_or_is_withdrawn_once_and_never_under_older_we
         else:
             play_round(value)
     sequencer.ask(Apply(newest + 5))
-    play_round(False)
-    assert not sequencer.ready(busy=False)
+    while sequencer.ready(under_way=0):
+        play_round(0)
+    assert not sequencer.ready(under_way=0)
     assert sorted(begun + withdrawn, key=int) == [str(i) for i in range(asked)]

@@ -20,8 +20,8 @@ class CountingEngine:
         self._wanted: dict[str, int] = {}
 
     @property
-    def busy(self) -> bool:
-        return bool(self._written)
+    def under_way(self) -> int:
+        return len(self._written)
 
     def counts(self) -> tuple[int, int]:
         return len(self._written), 0
@@ -61,7 +61,7 @@ async def engine():
 @pytest.fixture
 async def loop(engine):
     weights = iter(range(1, 100))
-    loop = EngineLoop(engine, apply_mode="keep", fill=lambda: next(weights))
+    loop = EngineLoop(engine, apply_mode="keep", max_running=1000, fill=lambda: next(weights))
     yield loop
     await loop.stop()
 
@@ -109,7 +109,7 @@ async def test_giving_up_a_call_ends_its_request_in_the_engine(loop, engine):
     with pytest.raises(asyncio.CancelledError):
         await call
     await ask(loop, "after it")
-    assert not engine.busy
+    assert not engine.under_way
 
 
 @pytest.mark.timeout(20)
@@ -135,7 +135,7 @@ async def test_an_engine_that_breaks_fails_every_request_with_the_cause_and_take
 
 @pytest.mark.timeout(20)
 async def test_closing_fails_what_is_still_under_way(engine):
-    loop = EngineLoop(engine, apply_mode="keep", fill=lambda: 1)
+    loop = EngineLoop(engine, apply_mode="keep", max_running=1000, fill=lambda: 1)
     call = asyncio.ensure_future(loop.generate("endless", [1], ENDLESS, min_version=0))
     await asyncio.sleep(0)
     await loop.stop()
