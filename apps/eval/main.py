@@ -50,10 +50,11 @@ async def policy(config: EvalConfig) -> "AsyncIterator[SampleFunction]":
         from goaly.generate.loop import EngineLoop
 
         engine = await asyncio.to_thread(Engine, config.generator, config.model, seed=config.generator.seed)
-    loop = EngineLoop(engine, apply_mode=config.generator.apply, fill=lambda: 0)
+    generator = config.generator
+    loop = EngineLoop(engine, apply_mode=generator.apply, max_running=generator.max_running, fill=lambda: 0)
     numbers = count()
     try:
-        yield lambda tokens, sampling: loop.generate(f"sample-{next(numbers)}", tokens, sampling, min_version=0)
+        yield lambda tokens, sampling: loop.generate(f"sample-{next(numbers)}", tokens, sampling)
     finally:
         await loop.stop()
         engine.close()

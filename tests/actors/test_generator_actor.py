@@ -43,6 +43,7 @@ def greedy_of_transformers(folder: Path) -> list[int]:
 async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder, tmp_path):
     """A life in one go, for each start costs seconds: catch up, hold back, update midway, cancel, close."""
     from goaly.generate.actor import Generator
+    from goaly.generate.line import Line
     from goaly.models.hf import native_tensors
     from goaly.models.spec import model_spec
     from goaly.weights.publisher import Publisher
@@ -68,8 +69,10 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     two = second.spawn("two", Generator, GeneratorSettings(tp=2, **size), model, store)
     leader = two.slice(procs=0)
 
+    lines = {id(replica): Line(replica) for replica in (one, leader)}
+
     async def ask(replica: Any, name: str, sampling: Sampling = GREEDY, min_version: int = 0) -> Sample:
-        return await replica.generate.call_one(name, PROMPT, sampling, min_version)
+        return await lines[id(replica)].ask(name, PROMPT, sampling, min_version)
 
     named_before = set(os.listdir("/dev/shm"))
     versions = await asyncio.gather(one.start.call(), two.start.call())
@@ -104,7 +107,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     assert (stats.version, stats.running, stats.waiting) == (4, 0, 0)
 
     with pytest.raises(Exception, match="max_context=512"):
-        await one.generate.call_one("too long", [3] * 512, GREEDY)
+        await lines[id(one)].ask("too long", [3] * 512, GREEDY)
 
     await asyncio.gather(one.close.call(), two.close.call())
     with pytest.raises(Exception, match="closed"):

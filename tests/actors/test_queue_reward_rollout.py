@@ -15,6 +15,7 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host
 
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
+from goaly.generate.line import Switchboard
 from goaly.generate.request import Finish, Sample
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Message, Prompt
@@ -50,17 +51,28 @@ class FakeGenerator(Actor):
         self.under_way: set[str] = set()
         self.cancelled: list[str] = []
         self._changed = asyncio.Event()
+        self._switchboard = Switchboard()
+        self._answering: set[asyncio.Task[None]] = set()
 
     @concurrent_endpoint
-    async def generate(self, request_id, prompt, sampling, min_version=0) -> Sample:
-        self.under_way.add(request_id)
+    async def connect(self, client, samples) -> None:
+        self._switchboard.connect(client, samples)
+
+    @concurrent_endpoint
+    async def submit(self, client, requests) -> None:
+        for asked in requests:
+            self._answering.add(asyncio.create_task(self._answer(client, asked)))
+
+    async def _answer(self, client, asked) -> None:
+        self.under_way.add(asked.request_id)
         self._wake()
-        while sampling.max_tokens == 7 and request_id not in self.cancelled:
+        while asked.sampling.max_tokens == 7 and asked.request_id not in self.cancelled:
             await self._changed.wait()
-        self.under_way.discard(request_id)
+        self.under_way.discard(asked.request_id)
         tokens = torch.tensor([4, 4, 1])
-        versions = torch.full((3,), min_version, dtype=torch.int32)
-        return Sample(tokens=tokens, logprobs=torch.full((3,), -0.5), versions=versions, finish=Finish.STOP)
+        versions = torch.full((3,), asked.min_version, dtype=torch.int32)
+        sample = Sample(tokens=tokens, logprobs=torch.full((3,), -0.5), versions=versions, finish=Finish.STOP)
+        self._switchboard.deliver(client, asked.request_id, sample)
 
     @concurrent_endpoint
     async def cancel(self, request_ids) -> None:

@@ -9,14 +9,16 @@ Invariants
 
 import asyncio
 import os
+import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from goaly.generate.follow import WeightFollower
+from goaly.generate.line import Asked, Switchboard
 from goaly.generate.loop import EngineLoop
-from goaly.generate.request import EngineFailed, GeneratorStats, Sample, Sampling
+from goaly.generate.request import EngineFailed, GeneratorStats, Sample
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
@@ -39,6 +41,8 @@ class Generator(Actor):
         self._replica = replica
         self._engine_loop: EngineLoop | None = None
         self._following: asyncio.Task[None] | None = None
+        self._switchboard = Switchboard()
+        self._closed = asyncio.Event()
 
     @concurrent_endpoint
     async def start(self) -> int:
@@ -66,23 +70,31 @@ class Generator(Actor):
         return self._engine_loop.version
 
     @concurrent_endpoint
-    async def generate(self, request_id: str, prompt: list[int], sampling: Sampling, min_version: int = 0) -> Sample:
-        """Sample an answer to these tokens, held back until the weights are at least `min_version` (GE-2)."""
-        if not prompt:
-            raise ValueError(f"request {request_id}: the prompt is empty, must have at least one token")
-        if len(prompt) >= self._settings.max_context:
-            raise ValueError(
-                f"request {request_id}: the prompt has {len(prompt)} tokens, must have fewer than "
-                f"generate.max_context={self._settings.max_context}"
-            )
-        with spans.span("generation", request=request_id) as noted:
-            sample = await self._running().generate(request_id, prompt, sampling, min_version=min_version)
-            noted.note(tokens=len(sample.tokens))
-        return sample
+    async def connect(self, client: str, samples: Any) -> None:
+        """Send this client's samples to the port `samples` for as long as the engine runs; see `Line`."""
+        self._switchboard.connect(client, samples)
+        try:
+            await self._closed.wait()  # `close` sets it
+        finally:
+            self._switchboard.disconnect(client)
+
+    @concurrent_endpoint
+    async def submit(self, client: str, requests: list[Asked]) -> None:
+        """Sample answers to these requests, each held back until the weights are at least its `min_version` (GE-2).
+
+        Never raises: a request's own fault, and the engine's, go where its sample would go.
+        """
+        for asked in requests:
+            deliver = partial(self._deliver, client, time.time_ns())
+            try:
+                self._check(asked)
+                self._running().submit(asked.request_id, asked.prompt, asked.sampling, asked.min_version, deliver)
+            except (ValueError, EngineFailed) as error:
+                deliver(asked.request_id, error)
 
     @concurrent_endpoint
     async def cancel(self, request_ids: list[str]) -> None:
-        """End these requests; their calls return what was sampled so far. Unknown and ended ones are ignored."""
+        """End these requests, with what was sampled so far. Unknown and ended ones are ignored."""
         self._running().cancel(request_ids)
 
     @concurrent_endpoint
@@ -103,7 +115,22 @@ class Generator(Actor):
             await asyncio.wait([self._following])
         if self._engine_loop is not None:
             await self._engine_loop.stop()
+        self._closed.set()
         spans.flush()
+
+    def _check(self, asked: Asked) -> None:
+        if not asked.prompt:
+            raise ValueError(f"request {asked.request_id}: the prompt is empty, must have at least one token")
+        if len(asked.prompt) >= self._settings.max_context:
+            raise ValueError(
+                f"request {asked.request_id}: the prompt has {len(asked.prompt)} tokens, must have fewer than "
+                f"generate.max_context={self._settings.max_context}"
+            )
+
+    def _deliver(self, client: str, started_ns: int, request_id: str, result: Sample | Exception) -> None:
+        self._switchboard.deliver(client, request_id, result)
+        noted = {"tokens": len(result.tokens)} if isinstance(result, Sample) else {"error": type(result).__name__}
+        spans.record("generation", started_ns, time.time_ns(), request=request_id, **noted)
 
     async def _catch_up(self, follower: WeightFollower, subscriber: "Subscriber") -> None:
         assert self._store is not None

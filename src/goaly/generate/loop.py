@@ -2,8 +2,8 @@
 
 Invariants
     LO-1  Only this thread touches the engine once it runs.
-    LO-2  Every submitted request's future ends: with a sample, or, if the thread breaks, with an error that has the
-          cause; after that no request is taken.
+    LO-2  Every submitted request ends once: with a sample, or, if the thread breaks, with an error that has the cause;
+          after that no request is taken.
     LO-3  The thread sleeps on a condition while there is nothing to do.
 """
 
@@ -24,6 +24,8 @@ from goaly.generate.request import EngineFailed, Finish, GeneratorStats, Sample,
 logger = logging.getLogger(__name__)
 
 Ended = list[tuple[str, Sample | Exception]]
+Deliver = Callable[[str, Sample | Exception], None]
+"""Takes what became of a request, in the event loop."""
 
 
 class SteppingEngine(Protocol):
@@ -41,7 +43,7 @@ class SteppingEngine(Protocol):
 
 
 class EngineLoop:
-    """Steps an engine in a thread of its own; made and used in the event loop that its futures belong to."""
+    """Steps an engine in a thread of its own; made and used in the event loop that it delivers to."""
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class EngineLoop:
         self._sequencer = Sequencer(apply_mode, max_running=max_running)
         self._work = threading.Condition()
         self._events = asyncio.get_running_loop()
-        self._futures: dict[str, asyncio.Future[Sample]] = {}
+        self._under_way: dict[str, Deliver] = {}
         self._version = engine.version
         self._version_changed = asyncio.Event()
         self._failure: EngineFailed | None = None
@@ -77,22 +79,38 @@ class EngineLoop:
         """The version that decodes, as known in the event loop."""
         return self._version
 
-    async def generate(self, name: str, prompt: list[int], sampling: Sampling, *, min_version: int) -> Sample:
-        """The sample of this request; cancelling the call cancels the request."""
+    def submit(self, name: str, prompt: list[int], sampling: Sampling, min_version: int, deliver: Deliver) -> None:
+        """Take a request up; `deliver` is called once, with its sample or its error."""
         if self._failure is not None:
-            raise self._failure
-        if name in self._futures:
-            raise ValueError(f"request_id={name!r}: a request of that id is under way here; ids must be unique")
-        future = self._futures[name] = self._events.create_future()
-        self._ask(Add(name, prompt, sampling, min_version))
+            deliver(name, self._failure)
+        elif name in self._under_way:
+            error = ValueError(f"request_id={name!r}: a request of that id is under way here; ids must be unique")
+            deliver(name, error)
+        else:
+            self._under_way[name] = deliver
+            self._ask(Add(name, prompt, sampling, min_version))
+
+    async def generate(self, name: str, prompt: list[int], sampling: Sampling, *, min_version: int = 0) -> Sample:
+        """The sample of this request; cancelling the call cancels the request."""
+        future: asyncio.Future[Sample] = self._events.create_future()
+
+        def deliver(_: str, result: Sample | Exception) -> None:
+            if future.done():
+                return
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self.submit(name, prompt, sampling, min_version, deliver)
         try:
             return await future  # a step, a cancel or a failure of the thread unblocks it (LO-2)
         except asyncio.CancelledError:
-            self._ask(Cancel((name,)))
+            self.cancel([name])
             raise
 
     def cancel(self, names: list[str]) -> None:
-        """End these requests; their calls return what was sampled so far."""
+        """End these requests, with what was sampled so far."""
         self._ask(Cancel(tuple(names)))
 
     async def apply(self, version: int) -> None:
@@ -199,13 +217,9 @@ class EngineLoop:
 
     def _end(self, ended: Ended) -> None:
         for name, result in ended:
-            future = self._futures.pop(name, None)
-            if future is None or future.done():
-                continue
-            if isinstance(result, Exception):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
+            deliver = self._under_way.pop(name, None)
+            if deliver is not None:
+                deliver(name, result)
 
     def _turn(self, version: int) -> None:
         self._version = version
@@ -213,10 +227,9 @@ class EngineLoop:
 
     def _fail(self, failure: EngineFailed) -> None:
         self._failure = self._failure or failure
-        futures, self._futures = self._futures, {}
-        for future in futures.values():
-            if not future.done():
-                future.set_exception(failure)
+        under_way, self._under_way = self._under_way, {}
+        for name, deliver in under_way.items():
+            deliver(name, failure)
         self._wake_version_waiters()
 
     def _wake_version_waiters(self) -> None:

@@ -12,11 +12,12 @@ Invariants
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
+from goaly.generate.line import Line
 from goaly.generate.request import Sample, Sampling
 
 logger = logging.getLogger(__name__)
@@ -25,18 +26,21 @@ SESSIONS_REMEMBERED = 65_536
 
 
 class _Replica:
-    """One replica as seen from here: its handle and the calls under way."""
+    """One replica as seen from here: the line to it and the requests under way."""
 
-    def __init__(self, handle: Any):
+    def __init__(self, handle: Any, line: Line):
         self.handle = handle
-        self.calls: set[asyncio.Future[Sample]] = set()
+        self.line = line
+        self.requests: set[str] = set()
         self.lost = False
 
 
 class Router:
     """Sends each request to one of the replicas that serve at present."""
 
-    def __init__(self) -> None:
+    def __init__(self, connect: Callable[[Any], Line] = Line):
+        """`connect` makes the line to a replica of this handle."""
+        self._connect = connect
         self._replicas: dict[int, _Replica] = {}
         self._sessions: dict[str, int] = {}
         self._some_replica = asyncio.Event()
@@ -50,7 +54,7 @@ class Router:
             if known is None or known.handle is not handle:
                 if known is not None:
                     self._lose(index)
-                self._replicas[index] = _Replica(handle)
+                self._replicas[index] = _Replica(handle, self._connect(handle))
         if self._replicas:
             self._some_replica.set()
         else:
@@ -64,22 +68,18 @@ class Router:
         while True:
             index, replica = await self._choose(session)
             call_id = request_id if attempt == 0 else f"{request_id}.{attempt}"
-            call = asyncio.ensure_future(
-                _await(replica.handle.generate.call_one(call_id, tokens, sampling, min_version))
-            )
-            replica.calls.add(call)
+            replica.requests.add(call_id)
             try:
-                return await call
+                return await replica.line.ask(call_id, tokens, sampling, min_version)
             except asyncio.CancelledError:
                 if not replica.lost or _being_cancelled():
-                    if not replica.lost:
-                        replica.handle.cancel.broadcast([call_id])  # RO-3
+                    replica.line.cancel(call_id)  # RO-3
                     raise
             except SupervisionError:
                 if self._replicas.get(index) is replica:
                     self._lose(index)
             finally:
-                replica.calls.discard(call)
+                replica.requests.discard(call_id)
             attempt += 1
             logger.warning("request %s moves on: generator replica %d is lost", request_id, index)
 
@@ -88,7 +88,7 @@ class Router:
             await self._some_replica.wait()  # RO-2: the service's `update` sets it
         index = self._sessions.get(session) if session is not None else None
         if index is None or index not in self._replicas:
-            index = min(self._replicas, key=lambda i: (len(self._replicas[i].calls), i))
+            index = min(self._replicas, key=lambda i: (len(self._replicas[i].requests), i))
             if session is not None:
                 self._remember(session, index)
         return index, self._replicas[index]
@@ -102,14 +102,9 @@ class Router:
     def _lose(self, index: int) -> None:
         replica = self._replicas.pop(index)
         replica.lost = True
-        for call in list(replica.calls):
-            call.cancel()
+        replica.line.close()
         if not self._replicas:
             self._some_replica.clear()
-
-
-async def _await(call: Any) -> Any:
-    return await call
 
 
 def _being_cancelled() -> bool:

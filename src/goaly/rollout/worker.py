@@ -17,7 +17,7 @@ import cloudpickle
 from monarch.actor import Actor, ActorError, concurrent_endpoint
 
 from goaly.backlog.admission import Ticket
-from goaly.generate.request import Sample, Sampling
+from goaly.generate.request import Sampling
 from goaly.generate.router import Router
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Prompt
@@ -69,7 +69,7 @@ class RolloutWorker(Actor):
         self._runner = GroupRunner(
             cloudpickle.loads(episode),
             name=name,
-            sampler=_Sampler(self._router),
+            sampler=self._router,
             queue=self._queue,
             rewards=self._verifiers or _Rewards(rewards),
             chat=self._chat,
@@ -128,6 +128,7 @@ class RolloutWorker(Actor):
     async def close(self) -> None:
         """End all groups, and write what is held."""
         await self._end(list(self._running))
+        self._router.update({})
         if self._verifiers is not None:
             await self._verifiers.close()
         self._journal.close()
@@ -180,18 +181,6 @@ class _Rewards:
 
     async def score(self, prompt: Prompt, response: str) -> float:
         return await _answer(self._rewards.score.call_one(prompt, response))
-
-
-class _Sampler:
-    """The router, as a group runner speaks to it."""
-
-    def __init__(self, router: Router):
-        self._router = router
-
-    async def generate(
-        self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int = 0, session: str | None = None
-    ) -> Sample:
-        return await _answer(self._router.generate(request_id, tokens, sampling, min_version, session))
 
 
 async def _answer(call: Awaitable[Any]) -> Any:
