@@ -8,7 +8,8 @@ Invariants
           same name and global position.
     WL-2  After `share`, the layouts hold what they held before, and rectangles that were held several times are held
           once. Two ranks that held the same rectangles are left with the same number of bytes, but for one granule:
-          `SPLIT_BYTES`, or one index of the dim that a larger rectangle was cut along, whichever is more.
+          `SPLIT_BYTES`, or one index of the dim that a larger rectangle was cut along, whichever is more. Where what
+          they keep is ten granules or more, they are within a tenth of even.
     WL-3  Both depend on their arguments only: every process that computes them finds the same.
 
 Readers that each read everything once therefore load such ranks evenly, too. What a reader's ranks hold several times
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from goaly.errors import WeightsError
-from goaly.weights.rectangle import Extent, Rectangle, cover, minus, sliced
+from goaly.weights.rectangle import Extent, Rectangle, along, cover, minus, sliced
 
 SPLIT_BYTES = 1 << 20
 """A rectangle that several sources hold is divided among them where it is larger."""
@@ -58,6 +59,11 @@ class Shard:
     def bytes(self) -> int:
         """How many bytes its elements take."""
         return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def place(self) -> Rectangle:
+        """Which rectangle of the local tensor it is."""
+        return (self.start, self.shape) if self.dims is None else along(self.dims, self.start, self.shape)
 
     def part(self, rectangle: Rectangle) -> "Shard":
         """What it holds of this rectangle of the global tensor, which lies within it."""
@@ -100,12 +106,10 @@ def region(tensor: torch.Tensor, offset: Extent, shape: Extent) -> torch.Tensor:
 
 def view(tensors: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
     """The shard's elements within its rank's local tensors, in the order of the global tensor's dims."""
-    tensor = tensors[shard.tensor or shard.name]
+    held = region(tensors[shard.tensor or shard.name], *shard.place)
     if shard.dims is None:
-        return region(tensor, shard.start, shard.shape)
-    lengths = {dim: length for dim, length in zip(shard.dims, shard.shape, strict=True) if dim is not None}
-    held = region(tensor, shard.start, tuple(lengths[dim] for dim in range(tensor.dim())))
-    return held.permute(*lengths).view(shard.shape)
+        return held
+    return held.permute([dim for dim in shard.dims if dim is not None]).view(shard.shape)
 
 
 class _Piece(NamedTuple):

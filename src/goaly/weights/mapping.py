@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout, Shard
-from goaly.weights.rectangle import Extent, Rectangle, common, minus, plus, tile
+from goaly.weights.rectangle import Extent, Rectangle, along, common, minus, plus, tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,7 @@ class Part:
     @property
     def place(self) -> Rectangle:
         """The rectangle of the tensor that it is a part of."""
-        lengths = {dim: length for dim, length in zip(self.dims, self.shape, strict=True) if dim is not None}
-        return self.start, tuple(lengths[dim] for dim in range(len(self.start)))
+        return along(self.dims, self.start, self.shape)
 
 
 Parts = tuple[Part, ...]

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout, Shard
-from goaly.weights.rectangle import Extent
+from goaly.weights.rectangle import Extent, Rectangle, tile
 
 Run = tuple[int, int]
 """A stretch of indices of one dim: where it begins, and its length."""
@@ -51,6 +51,20 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
             held = shards_of(name, tensor.dtype, tuple(tensor.shape), (), (), ())
         shards.extend(held)
     return tuple(shards)
+
+
+def check_filled(tensors: Mapping[str, torch.Tensor], layout: Layout) -> None:
+    """Raise unless the layout has every element of each local tensor that it names once."""
+    places: dict[str, list[Rectangle]] = {}
+    for shard in layout:
+        places.setdefault(shard.tensor or shard.name, []).append(shard.place)
+    for name, rectangles in places.items():
+        if name not in tensors:
+            raise WeightsError(f"`{name}` is in the layout, this rank has no such tensor")
+        shape = tuple(local(tensors[name]).shape)
+        if not tile(tuple(rectangles), shape):
+            shown = ", ".join(f"{lengths} at {start}" for start, lengths in rectangles[:4])
+            raise WeightsError(f"`{name}` has shape {shape} here, which the layout doesn't cover once: {shown}")
 
 
 def shards_of(

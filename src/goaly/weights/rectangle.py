@@ -65,6 +65,12 @@ def sliced(rectangle: Rectangle, dim: int, begin: int, end: int) -> Rectangle:
     )
 
 
+def along(dims: tuple[int | None, ...], start: Extent, shape: Extent) -> Rectangle:
+    """The rectangle at `start` that has this shape along these dims, of which None is one that its tensor lacks."""
+    lengths = {dim: length for dim, length in zip(dims, shape, strict=True) if dim is not None}
+    return start, tuple(lengths[dim] for dim in range(len(start)))
+
+
 @lru_cache(maxsize=1024)
 def tile(rectangles: tuple[Rectangle, ...], shape: Extent) -> bool:
     """Whether they make up the whole tensor, each element once."""

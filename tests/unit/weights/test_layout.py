@@ -194,6 +194,11 @@ def test_holders_of_uneven_shapes_stay_within_a_tenth_of_even(holders: int) -> N
     assert min(loads) >= 0.9 * sum(loads) / holders
 
 
+def test_what_one_rank_holds_twice_is_not_divided() -> None:
+    (held,) = shards_of("w", torch.float32, (1024, 1024), (), (), ())
+    assert share([(held, held)]) == ((held,),)
+
+
 def test_a_plan_spreads_what_was_not_shared_over_its_holders() -> None:
     layout = shards_of("w", torch.float32, (1024, 1024), (), (), ())
     assert [(copy.source, copy.offset, copy.shape) for copy in plan([layout, layout], layout)] == [

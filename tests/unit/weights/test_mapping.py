@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout, plan, region, share, view
 from goaly.weights.mapping import Naming, concatenated, fused, one_of, renamed, same, transposed
-from goaly.weights.placement import layout_of, shards_of
+from goaly.weights.placement import check_filled, layout_of, shards_of
 
 HEAD_DIM, DIM = 3, 5
 
@@ -65,6 +65,7 @@ def move(
 
 
 def assert_moved(sources, held, destination, wanted) -> None:
+    check_filled(destination, wanted)
     received = move(sources, held, destination, wanted)
     for name, tensor in destination.items():
         assert torch.equal(received[name], tensor), name
@@ -200,3 +201,21 @@ def test_parts_that_do_not_cover_a_tensor_once_are_refused(parts) -> None:  # WM
 def test_groups_that_do_not_divide_a_part_are_refused() -> None:
     with pytest.raises(WeightsError, match="`k` has 3 indices in dim 0: must be a multiple of 2"):
         fused({"q": (4, 1), "k": (3, 1)}, dim=0, groups=2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            3,
+            r"`qkv` has shape \(3, 3\) here, which the layout doesn't cover once: \(2, 3\) at \(0, 0\), \(2,",
+        ),
+        (5, r"`qkv` has shape \(5, 3\) here, which the layout doesn't cover once"),
+        (None, "`qkv` is in the layout, this rank has no such tensor"),
+    ],
+)
+def test_a_layout_that_leaves_a_local_tensor_unwritten_is_refused(rows, said) -> None:
+    part = shards_of("q", torch.float32, (2, 3), (), (), ())
+    layout = concatenated("qkv", [part, part], dim=0)
+    with pytest.raises(WeightsError, match=said):
+        check_filled({} if rows is None else {"qkv": torch.zeros(rows, 3)}, layout)
