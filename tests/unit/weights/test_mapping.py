@@ -1,5 +1,6 @@
 """Names that differ between trainer and generator: WM-1, and that every element still arrives."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -190,8 +191,9 @@ def test_rectangles_of_grouped_heads_are_where_they_were_worked_out_by_hand() ->
         fused({"q": (2, 3), "k": (1, 3)}, dim=0),
         fused({"q": (4, 3), "k": (1, 3)}, dim=0),
         fused({"q": (2, 3)}, dim=0) * 2,
+        tuple(replace(part, start=(1, 0)) for part in same("q", (4, 3))),
     ],
-    ids=["a gap", "beyond the end", "twice"],
+    ids=["a gap", "more", "twice", "beyond the end"],
 )
 def test_parts_that_do_not_cover_a_tensor_once_are_refused(parts) -> None:  # WM-1
     with pytest.raises(WeightsError, match=r"`qkv` has shape \(4, 3\), which its parts don't cover once"):
