@@ -7,28 +7,36 @@ Invariants
     WL-1  The copies of a plan write every element of the destination exactly once, from the source element of the
           same name and global position.
     WL-2  After `share`, the layouts hold what they held before, and rectangles that were held several times are held
-          once, their bytes spread evenly over the holders.
+          once. Two ranks that held the same rectangles are left with the same number of bytes, but for one granule:
+          `SPLIT_BYTES`, or one index of the dim that a larger rectangle was cut along, whichever is more. Where what
+          they keep is ten granules or more, they are within a tenth of even.
     WL-3  Both depend on their arguments only: every process that computes them finds the same.
+
+Readers that each read everything once therefore load such ranks evenly, too. What a reader's ranks hold several times
+(a norm under tensor parallelism) counts as often as it is read.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 from goaly.errors import WeightsError
+from goaly.weights.rectangle import Extent, Rectangle, along, cover, minus, sliced
 
 SPLIT_BYTES = 1 << 20
 """A rectangle that several sources hold is divided among them where it is larger."""
 
-Extent = tuple[int, ...]
+EVEN_ENOUGH = 1.02
+"""A rectangle is cut along its first dim where the largest slice is at most this much larger than an even one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One rectangle of a named global tensor, and where it begins in the local tensor of the rank that holds it."""
+    """One rectangle of a named global tensor, and where it lies in the local tensors of the rank that holds it."""
 
     name: str
     dtype: torch.dtype
@@ -36,6 +44,11 @@ class Shard:
     offset: Extent
     shape: Extent
     start: Extent
+    """Where it begins in the local tensor, in that tensor's dims."""
+    tensor: str | None = None
+    """The local tensor's own name, where that is another (see `mapping.py`)."""
+    dims: tuple[int | None, ...] | None = None
+    """The local tensor's dim that each dim runs along, None for one that it lacks; None if all are the same."""
 
     @property
     def elements(self) -> int:
@@ -45,7 +58,23 @@ class Shard:
     @property
     def bytes(self) -> int:
         """How many bytes its elements take."""
-        return self.elements * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def place(self) -> Rectangle:
+        """Which rectangle of the local tensor it is."""
+        return (self.start, self.shape) if self.dims is None else along(self.dims, self.start, self.shape)
+
+    def part(self, rectangle: Rectangle) -> "Shard":
+        """What it holds of this rectangle of the global tensor, which lies within it."""
+        offset, shape = rectangle
+        if offset == self.offset:
+            return self if shape == self.shape else replace(self, shape=shape)
+        start = list(self.start)
+        for dim, moved in zip(self.dims or range(len(offset)), minus(offset, self.offset), strict=True):
+            if dim is not None:
+                start[dim] += moved
+        return replace(self, offset=offset, shape=shape, start=tuple(start))
 
 
 Layout = tuple[Shard, ...]
@@ -75,130 +104,156 @@ def region(tensor: torch.Tensor, offset: Extent, shape: Extent) -> torch.Tensor:
     return tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """A rectangle that has to come from one of its holders, each a (rank, index of shard)."""
+def view(tensors: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
+    """The shard's elements within its rank's local tensors, in the order of the global tensor's dims."""
+    held = region(tensors[shard.tensor or shard.name], *shard.place)
+    if shard.dims is None:
+        return held
+    return held.permute([dim for dim in shard.dims if dim is not None]).view(shard.shape)
+
+
+class _Piece(NamedTuple):
+    """A rectangle that has to come from one of its holders."""
 
     shard: int
-    offset: Extent
-    shape: Extent
+    rectangle: Rectangle
     itemsize: int
-    holders: tuple[tuple[int, int], ...]
+    holders: Sequence["_Holder"]
 
     @property
     def bytes(self) -> int:
-        return prod(self.shape) * self.itemsize
+        return prod(self.rectangle[1]) * self.itemsize
+
+
+class _Holder(NamedTuple):
+    rank: int
+    index: int
+
+
+@dataclass(slots=True)
+class _Held:
+    """All that the sources hold of one name: its distinct rectangles, each with the ranks that hold it."""
+
+    first: Shard
+    holders: dict[Rectangle, list[_Holder]] = field(default_factory=dict)
 
 
 def share(sources: Sequence[Layout]) -> tuple[Layout, ...]:
     """The layouts that remain when each rectangle that several sources hold is kept by one of them (WL-2)."""
     pieces = [
-        _Piece(shard=0, offset=offset, shape=shape, itemsize=sources[rank][index].dtype.itemsize, holders=holders)
-        for rectangles in _rectangles(sources).values()
-        for (offset, shape), holders in rectangles.items()
-        for rank, index in holders[:1]
+        _Piece(0, rectangle, held.first.dtype.itemsize, holders)
+        for held in _held(sources).values()
+        for rectangle, holders in held.holders.items()
     ]
-    kept: list[list[tuple[int, Extent, Shard]]] = [[] for _ in sources]
+    kept: list[list[tuple[int, Shard]]] = [[] for _ in sources]
     for piece, (rank, index) in _spread(pieces, len(sources)):
-        whole = sources[rank][index]
-        start = _plus(whole.start, _minus(piece.offset, whole.offset))
-        kept[rank].append((index, piece.offset, replace(whole, offset=piece.offset, shape=piece.shape, start=start)))
-    return tuple(tuple(shard for _, _, shard in sorted(mine, key=lambda one: one[:2])) for mine in kept)
+        kept[rank].append((index, sources[rank][index].part(piece.rectangle)))
+    return tuple(tuple(shard for _, shard in sorted(mine, key=lambda one: (one[0], one[1].offset))) for mine in kept)
 
 
 def plan(sources: Sequence[Layout], destination: Layout) -> tuple[Copy, ...]:
     """The copies that fill the destination (WL-1); a WeightsError names what no source has."""
-    rectangles = _rectangles(sources)
+    found = _held(sources, {shard.name for shard in destination})
     pieces: list[_Piece] = []
+    # The layers of a model pose the same few problems again and again: each is solved once.
+    divisions: dict[tuple[Rectangle, ...], int] = {}
+    division_of = {
+        name: divisions.setdefault(tuple(sorted(held.holders)), len(divisions)) for name, held in found.items()
+    }
+    rectangles_of = list(divisions)
+    covers: dict[tuple[int, Rectangle], tuple[list[tuple[int, Rectangle]], list[Rectangle]]] = {}
     for position, shard in enumerate(destination):
-        held = rectangles.get(shard.name)
+        held = found.get(shard.name)
         if held is None:
-            raise WeightsError(f"`{shard.name}` is held by no source; they hold {_some(rectangles)}")
-        missing = [(shard.offset, shard.shape)]
-        for (offset, shape), holders in held.items():
-            _check_same(sources[holders[0][0]][holders[0][1]], shard)
-            left = []
-            for rectangle in missing:
-                common = _common(rectangle, (offset, shape))
-                if common is None:
-                    left.append(rectangle)
-                    continue
-                left.extend(_without(rectangle, common))
-                pieces.append(
-                    _Piece(
-                        shard=position,
-                        offset=common[0],
-                        shape=common[1],
-                        itemsize=shard.dtype.itemsize,
-                        holders=holders,
-                    )
-                )
-            missing = left
-            if not missing:
-                break
+            raise WeightsError(f"`{shard.name}` is held by no source; they hold {_some(_names(sources))}")
+        _check_same(held.first, shard)
+        problem = (division_of[shard.name], (shard.offset, shard.shape))
+        if problem not in covers:
+            covers[problem] = cover(problem[1], rectangles_of[problem[0]])
+        parts, missing = covers[problem]
         if missing:
             offset, shape = missing[0]
             raise WeightsError(f"`{shard.name}`: the {shape} elements at {offset} are held by no source")
+        rectangles = rectangles_of[problem[0]]
+        for index, part in parts:
+            pieces.append(_Piece(position, part, shard.dtype.itemsize, held.holders[rectangles[index]]))
     copies = [
         Copy(
             source=rank,
             source_shard=index,
-            source_offset=_minus(piece.offset, sources[rank][index].offset),
+            source_offset=minus(piece.rectangle[0], sources[rank][index].offset),
             shard=piece.shard,
-            offset=_minus(piece.offset, destination[piece.shard].offset),
-            shape=piece.shape,
+            offset=minus(piece.rectangle[0], destination[piece.shard].offset),
+            shape=piece.rectangle[1],
         )
         for piece, (rank, index) in _spread(pieces, len(sources))
     ]
     return tuple(sorted(copies, key=lambda copy: (copy.shard, copy.offset)))
 
 
-def _rectangles(
-    sources: Sequence[Layout],
-) -> dict[str, dict[tuple[Extent, Extent], tuple[tuple[int, int], ...]]]:
-    """By name, every distinct rectangle and who holds it."""
-    found: dict[str, dict[tuple[Extent, Extent], tuple[tuple[int, int], ...]]] = {}
+def _held(sources: Sequence[Layout], names: Collection[str] | None = None) -> dict[str, _Held]:
+    """By name, every distinct rectangle and who holds it; of these names only, if any are given."""
+    found: dict[str, _Held] = {}
     for rank, layout in enumerate(sources):
         for index, shard in enumerate(layout):
-            holders = found.setdefault(shard.name, {})
-            key = (shard.offset, shard.shape)
-            holders[key] = (*holders.get(key, ()), (rank, index))
+            name = shard.name
+            if names is not None and name not in names:
+                continue
+            held = found.get(name)
+            if held is None:
+                held = found[name] = _Held(shard)
+            elif held.first.global_shape != shard.global_shape or held.first.dtype != shard.dtype:
+                raise WeightsError(
+                    f"`{name}` is {held.first.dtype} {held.first.global_shape} at one source and {shard.dtype} "
+                    f"{shard.global_shape} at source {rank}; all must hold parts of one tensor"
+                )
+            holders = held.holders.setdefault((shard.offset, shard.shape), [])
+            if not holders or holders[-1].rank != rank:
+                holders.append(_Holder(rank, index))
     return found
 
 
-def _spread(pieces: Sequence[_Piece], ranks: int) -> list[tuple[_Piece, tuple[int, int]]]:
-    """A holder for each piece, the largest first to the holder with the least so far; large ones are divided."""
+def _spread(pieces: Sequence[_Piece], ranks: int) -> list[tuple[_Piece, _Holder]]:
+    """A holder for each piece; of a large piece, each holder has a slice (WL-2).
+
+    Two ranks with the same rectangles stay within a granule of each other: of each large one, the rank with less has
+    the larger slice, by at most one index; each small one goes to the rank with less.
+    """
     loads = [0] * ranks
-    chosen: list[tuple[_Piece, tuple[int, int]]] = []
-    contested: list[_Piece] = []
-    for piece in pieces:
-        if len(piece.holders) > 1:
-            contested.extend(_divided(piece))
-        else:
-            loads[piece.holders[0][0]] += piece.bytes
-            chosen.append((piece, piece.holders[0]))
-    for piece in sorted(contested, key=lambda piece: -piece.bytes):
-        holder = min(piece.holders, key=lambda holder: loads[holder[0]])
-        loads[holder[0]] += piece.bytes
+    chosen: list[tuple[_Piece, _Holder]] = []
+    small: list[_Piece] = []
+
+    def choose(piece: _Piece, holder: _Holder) -> None:
+        loads[holder.rank] += piece.bytes
         chosen.append((piece, holder))
+
+    def load(holder: _Holder) -> int:
+        return loads[holder.rank]
+
+    for piece in pieces:
+        if len(piece.holders) == 1:
+            choose(piece, piece.holders[0])
+        elif piece.bytes > SPLIT_BYTES:
+            slices = sorted(_slices(piece), key=lambda slice: -slice.bytes)
+            for part, holder in zip(slices, sorted(piece.holders, key=load), strict=False):
+                choose(part, holder)
+        else:
+            small.append(piece)
+    for piece in sorted(small, key=lambda piece: -piece.bytes):
+        choose(piece, min(piece.holders, key=load))
     return chosen
 
 
-def _divided(piece: _Piece) -> list[_Piece]:
-    """The piece in as many slices as it has holders, if it is large; slices of the first dim that is long enough."""
-    parts = len(piece.holders)
-    dim = next((dim for dim, length in enumerate(piece.shape) if length >= parts), None)
-    if piece.bytes <= SPLIT_BYTES or dim is None:
-        return [piece]
-    cuts = [piece.shape[dim] * part // parts for part in range(parts + 1)]
-    return [
-        replace(
-            piece,
-            offset=(*piece.offset[:dim], piece.offset[dim] + begin, *piece.offset[dim + 1 :]),
-            shape=(*piece.shape[:dim], end - begin, *piece.shape[dim + 1 :]),
-        )
-        for begin, end in pairwise(cuts)
-    ]
+def _slices(piece: _Piece) -> list[_Piece]:
+    """The piece in as many slices as it has holders, or in fewer if no dim is that long."""
+    parts, shape = len(piece.holders), piece.rectangle[1]
+    dim = next(
+        (dim for dim, length in enumerate(shape) if -(-length // parts) * parts <= EVEN_ENOUGH * length),
+        max(range(len(shape)), key=lambda dim: shape[dim]),
+    )
+    cuts = [shape[dim] * part // parts for part in range(parts + 1)]
+    rectangles = [sliced(piece.rectangle, dim, begin, end) for begin, end in pairwise(cuts) if begin < end]
+    return [piece._replace(rectangle=rectangle) for rectangle in rectangles]
 
 
 def _check_same(source: Shard, destination: Shard) -> None:
@@ -212,36 +267,10 @@ def _check_same(source: Shard, destination: Shard) -> None:
         raise WeightsError(f"`{destination.name}` is {destination.dtype}, its sources are {source.dtype}")
 
 
-def _common(one: tuple[Extent, Extent], other: tuple[Extent, Extent]) -> tuple[Extent, Extent] | None:
-    """The rectangle that both contain, if any."""
-    offset = tuple(max(a, b) for a, b in zip(one[0], other[0], strict=True))
-    ends = (min(a + n, b + m) for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True))
-    shape = tuple(end - begin for begin, end in zip(offset, ends, strict=True))
-    return None if any(length <= 0 for length in shape) else (offset, shape)
+def _names(sources: Sequence[Layout]) -> list[str]:
+    return list(dict.fromkeys(shard.name for layout in sources for shard in layout))
 
 
-def _without(rectangle: tuple[Extent, Extent], hole: tuple[Extent, Extent]) -> list[tuple[Extent, Extent]]:
-    """The rectangles that remain of one when a part of it is taken out."""
-    offset, shape = list(rectangle[0]), list(rectangle[1])
-    left: list[tuple[Extent, Extent]] = []
-    for dim, (hole_begin, hole_length) in enumerate(zip(*hole, strict=True)):
-        begin, end = offset[dim], offset[dim] + shape[dim]
-        for part_begin, part_end in ((begin, hole_begin), (hole_begin + hole_length, end)):
-            if part_begin < part_end:
-                part_offset = (*offset[:dim], part_begin, *offset[dim + 1 :])
-                left.append((part_offset, (*shape[:dim], part_end - part_begin, *shape[dim + 1 :])))
-        offset[dim], shape[dim] = hole_begin, hole_length
-    return left
-
-
-def _plus(one: Extent, other: Extent) -> Extent:
-    return tuple(a + b for a, b in zip(one, other, strict=True))
-
-
-def _minus(one: Extent, other: Extent) -> Extent:
-    return tuple(a - b for a, b in zip(one, other, strict=True))
-
-
-def _some(names: Mapping[str, object]) -> str:
-    shown = ", ".join(f"`{name}`" for name in list(names)[:5])
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"

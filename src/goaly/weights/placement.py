@@ -4,11 +4,13 @@ Kept apart from `layout.py`, so that the weight store, which only compares layou
 
 Invariants
     WA-1  The rectangles of all ranks of a mesh are what torch itself puts there, for any mix of sharded and replicated
-          axes, uneven and strided ones (FSDP over TP on one dim) included.
+          axes, uneven and strided ones included. Of FSDP over TP on one dim, that is FSDP's chunk of the TP shard:
+          where sizes are uneven, `_StridedShard` alone, read from left to right, says otherwise.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from math import prod
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,7 +18,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, _Stri
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from goaly.errors import WeightsError
-from goaly.weights.layout import Extent, Layout, Shard
+from goaly.weights.layout import Layout, Shard
+from goaly.weights.rectangle import Extent, Rectangle, tile
 
 Run = tuple[int, int]
 """A stretch of indices of one dim: where it begins, and its length."""
@@ -50,6 +53,20 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
     return tuple(shards)
 
 
+def check_filled(tensors: Mapping[str, torch.Tensor], layout: Layout) -> None:
+    """Raise unless the layout has every element of each local tensor that it names once."""
+    places: dict[str, list[Rectangle]] = {}
+    for shard in layout:
+        places.setdefault(shard.tensor or shard.name, []).append(shard.place)
+    for name, rectangles in places.items():
+        if name not in tensors:
+            raise WeightsError(f"`{name}` is in the layout, this rank has no such tensor")
+        shape = tuple(local(tensors[name]).shape)
+        if not tile(tuple(rectangles), shape):
+            shown = ", ".join(f"{lengths} at {start}" for start, lengths in rectangles[:4])
+            raise WeightsError(f"`{name}` has shape {shape} here, which the layout doesn't cover once: {shown}")
+
+
 def shards_of(
     name: str,
     dtype: torch.dtype,
@@ -60,14 +77,12 @@ def shards_of(
 ) -> Layout:
     """The rectangles that the rank at this mesh coordinate holds of a tensor with these placements."""
     runs: list[list[Run]] = [[(0, size)] for size in global_shape]
-    for ranks, rank, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if isinstance(placement, _StridedShard):
+    for axis in _in_order(name, mesh_shape, placements):
+        ranks, rank, placement = mesh_shape[axis], coordinate[axis], placements[axis]
+        strides = [runs[placement.dim]]
+        if isinstance(placement, _StridedShard) and not _is_outer(axis, mesh_shape, placements):
             strides = _chunks(runs[placement.dim], placement.split_factor)
-            runs[placement.dim] = _joined(run for stride in strides for run in _chunks(stride, ranks)[rank])
-        elif isinstance(placement, ShardPlacement):
-            runs[placement.dim] = _chunks(runs[placement.dim], ranks)[rank]
-        elif not isinstance(placement, Replicate):
-            raise WeightsError(f"`{name}` is placed as {placement}; weights must be sharded or replicated")
+        runs[placement.dim] = _joined(run for stride in strides for run in _chunks(stride, ranks)[rank])
     placed = [_placed(dim_runs) for dim_runs in runs]
     shards = [
         Shard(
@@ -81,6 +96,27 @@ def shards_of(
         for rectangle in product(*placed)
     ]
     return tuple(shard for shard in shards if shard.elements)
+
+
+def _in_order(name: str, mesh_shape: Sequence[int], placements: Sequence[Placement]) -> list[int]:
+    """The axes that shard, in the order in which they do: outer ones after those that were there before them."""
+    axes = [axis for axis, placement in enumerate(placements) if not isinstance(placement, Replicate)]
+    for axis in axes:
+        if not isinstance(placements[axis], ShardPlacement | _StridedShard):
+            raise WeightsError(f"`{name}` is placed as {placements[axis]}; weights must be sharded or replicated")
+    outer = [axis for axis in axes if _is_outer(axis, mesh_shape, placements)]
+    return [axis for axis in axes if axis not in outer] + outer[::-1]
+
+
+def _is_outer(axis: int, mesh_shape: Sequence[int], placements: Sequence[Placement]) -> bool:
+    """Whether the axis divides what all later axes left of a dim, as FSDP does with what tensor parallelism left."""
+    placement = placements[axis]
+    if not isinstance(placement, _StridedShard):
+        return False
+    later = zip(mesh_shape[axis + 1 :], placements[axis + 1 :], strict=True)
+    return placement.split_factor == prod(
+        ranks for ranks, other in later if getattr(other, "dim", None) == placement.dim
+    )
 
 
 def _chunks(runs: Sequence[Run], count: int) -> list[list[Run]]:

@@ -18,7 +18,7 @@ import torch
 
 from goaly.telemetry.spans import span
 from goaly.weights.copying import Copier, Pair
-from goaly.weights.layout import region
+from goaly.weights.layout import view
 from goaly.weights.liveness import this_process
 from goaly.weights.placement import layout_of, local
 from goaly.weights.ring import UNSEALED, Ring, in_dtype
@@ -82,8 +82,7 @@ class Publisher:
         with span("stage", version=version, rank=self._rank) as stage:
             held = {name: local(tensor) for name, tensor in self._tensors.items()}
             pairs: list[Pair] = [
-                (view, region(held[shard.name], shard.start, shard.shape))
-                for shard, view in zip(ring.layout, ring.views(slot), strict=True)
+                (staged, view(held, shard)) for shard, staged in zip(ring.layout, ring.views(slot), strict=True)
             ]
             ring.seal(slot, UNSEALED)
             self._copier.copy(pairs)

@@ -22,7 +22,7 @@ import torch
 from goaly.errors import WeightsError
 from goaly.telemetry.spans import span
 from goaly.weights.copying import Copier, Pair
-from goaly.weights.layout import plan, region
+from goaly.weights.layout import plan, region, view
 from goaly.weights.liveness import this_process
 from goaly.weights.placement import layout_of, local
 from goaly.weights.ring import Ring
@@ -97,7 +97,7 @@ class Subscriber:
                 raise WeightsError(f"reader {self._reader} has nothing to apply: `prefetch` comes first")
             with span("apply", version=version), torch.no_grad():
                 held = {name: local(tensor) for name, tensor in self._tensors.items()}
-                targets = [region(held[shard.name], shard.start, shard.shape) for shard in self._layout]
+                targets = [view(held, shard) for shard in self._layout]
                 torch._foreach_copy_(targets, self._buffers)
         return version
 

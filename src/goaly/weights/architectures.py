@@ -1,0 +1,102 @@
+"""Names and shapes of well-known models' parameters, as torchtitan defines them, from a few public numbers.
+
+For planning on paper: nothing here builds a model.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from goaly.weights.rectangle import Extent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter, and how parallelism divides it."""
+
+    name: str
+    shape: Extent
+    tp_dim: int | None = None
+    """The dim that tensor parallelism shards; None: every rank has all of it."""
+    expert: bool = False
+    """A stack of experts, whose first dim expert parallelism shards."""
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """The numbers that make a decoder's shapes. With experts, `hidden_dim` is that of one expert."""
+
+    layers: int
+    dim: int
+    hidden_dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    experts: int = 0
+    qk_norm: bool = True
+    tied: bool = False
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All parameters; a tied output is the embedding and has no name of its own."""
+        found = [Parameter(name="tok_embeddings.weight", shape=(self.vocab_size, self.dim), tp_dim=0)]
+        for layer in range(self.layers):
+            found.extend(self._attention(f"layers.{layer}."))
+            found.extend(self._experts(f"layers.{layer}.moe.") if self.experts else self._mlp(f"layers.{layer}."))
+        found.append(Parameter(name="norm.weight", shape=(self.dim,)))
+        if not self.tied:
+            found.append(Parameter(name="lm_head.weight", shape=(self.vocab_size, self.dim), tp_dim=0))
+        return tuple(found)
+
+    def _attention(self, prefix: str) -> Iterator[Parameter]:
+        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
+        attention = f"{prefix}attention."
+        yield Parameter(name=f"{attention}qkv_linear.wqkv.weight", shape=(rows, self.dim), tp_dim=0)
+        yield Parameter(name=f"{attention}wo.weight", shape=(self.dim, self.heads * self.head_dim), tp_dim=1)
+        if self.qk_norm:
+            yield Parameter(name=f"{attention}q_norm.weight", shape=(self.head_dim,))
+            yield Parameter(name=f"{attention}k_norm.weight", shape=(self.head_dim,))
+        yield Parameter(name=f"{prefix}attention_norm.weight", shape=(self.dim,))
+        yield Parameter(name=f"{prefix}ffn_norm.weight", shape=(self.dim,))
+
+    def _mlp(self, prefix: str) -> Iterator[Parameter]:
+        for name, shape, tp_dim in self._projections():
+            yield Parameter(name=f"{prefix}feed_forward.{name}.weight", shape=shape, tp_dim=tp_dim)
+
+    def _experts(self, prefix: str) -> Iterator[Parameter]:
+        for name, shape, tp_dim in self._projections():
+            yield Parameter(
+                name=f"{prefix}routed_experts.inner_experts.{name}_{'EDF' if name == 'w2' else 'EFD'}",
+                shape=(self.experts, *shape),
+                tp_dim=tp_dim + 1,
+                expert=True,
+            )
+        yield Parameter(name=f"{prefix}router.gate.weight", shape=(self.experts, self.dim))
+
+    def _projections(self) -> tuple[tuple[str, Extent, int], ...]:
+        """Gate, down and up projection: name, shape, and the dim of `hidden_dim`."""
+        inner, outer = (self.hidden_dim, self.dim), (self.dim, self.hidden_dim)
+        return ("w1", inner, 0), ("w2", outer, 1), ("w3", inner, 0)
+
+
+MODELS = {
+    "qwen3-0.6b": Decoder(
+        layers=28, dim=1024, hidden_dim=3072, heads=16, kv_heads=8, head_dim=128, vocab_size=151936, tied=True
+    ),
+    "qwen3-8b": Decoder(layers=36, dim=4096, hidden_dim=12288, heads=32, kv_heads=8, head_dim=128, vocab_size=151936),
+    "qwen3-32b": Decoder(layers=64, dim=5120, hidden_dim=25600, heads=64, kv_heads=8, head_dim=128, vocab_size=151936),
+    "qwen3-30b-a3b": Decoder(
+        layers=48, dim=2048, hidden_dim=768, heads=32, kv_heads=4, head_dim=128, vocab_size=151936, experts=128
+    ),
+    "qwen3-235b-a22b": Decoder(
+        layers=94, dim=4096, hidden_dim=1536, heads=64, kv_heads=4, head_dim=128, vocab_size=151936, experts=128
+    ),
+    "llama3-70b": Decoder(
+        layers=80, dim=8192, hidden_dim=28672, heads=64, kv_heads=8, head_dim=128, vocab_size=128256, qk_norm=False
+    ),
+}

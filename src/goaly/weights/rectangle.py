@@ -1,0 +1,92 @@
+"""Rectangles of tensors: where one begins in each dim, and how long it is there."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import combinations
+from math import prod
+
+Extent = tuple[int, ...]
+Rectangle = tuple[Extent, Extent]
+"""Offset and shape."""
+
+
+def common(one: Rectangle, other: Rectangle) -> Rectangle | None:
+    """The rectangle that both contain, if any."""
+    offset, shape = [], []
+    for begin_one, length_one, begin_other, length_other in zip(*one, *other, strict=True):
+        begin = max(begin_one, begin_other)
+        length = min(begin_one + length_one, begin_other + length_other) - begin
+        if length <= 0:
+            return None
+        offset.append(begin)
+        shape.append(length)
+    return tuple(offset), tuple(shape)
+
+
+def without(rectangle: Rectangle, hole: Rectangle) -> list[Rectangle]:
+    """The rectangles that remain of one when a part of it is taken out."""
+    offset, shape = list(rectangle[0]), list(rectangle[1])
+    left: list[Rectangle] = []
+    for dim, (hole_begin, hole_length) in enumerate(zip(*hole, strict=True)):
+        begin, end = offset[dim], offset[dim] + shape[dim]
+        for part_begin, part_end in ((begin, hole_begin), (hole_begin + hole_length, end)):
+            if part_begin < part_end:
+                part_offset = (*offset[:dim], part_begin, *offset[dim + 1 :])
+                left.append((part_offset, (*shape[:dim], part_end - part_begin, *shape[dim + 1 :])))
+        offset[dim], shape[dim] = hole_begin, hole_length
+    return left
+
+
+def cover(rectangle: Rectangle, others: Sequence[Rectangle]) -> tuple[list[tuple[int, Rectangle]], list[Rectangle]]:
+    """Disjoint parts of the rectangle, each with the index of one that contains it; and what none contains."""
+    parts: list[tuple[int, Rectangle]] = []
+    missing = [rectangle]
+    for index, other in enumerate(others):
+        left = []
+        for hole in missing:
+            part = common(hole, other)
+            if part is None:
+                left.append(hole)
+            else:
+                parts.append((index, part))
+                left.extend(without(hole, part))
+        missing = left
+        if not missing:
+            break
+    return parts, missing
+
+
+def sliced(rectangle: Rectangle, dim: int, begin: int, end: int) -> Rectangle:
+    """The part of it from its `begin`-th to before its `end`-th index along the dim."""
+    offset, shape = rectangle
+    return (
+        (*offset[:dim], offset[dim] + begin, *offset[dim + 1 :]),
+        (*shape[:dim], end - begin, *shape[dim + 1 :]),
+    )
+
+
+def along(dims: tuple[int | None, ...], start: Extent, shape: Extent) -> Rectangle:
+    """The rectangle at `start` that has this shape along these dims, of which None is one that its tensor lacks."""
+    lengths = {dim: length for dim, length in zip(dims, shape, strict=True) if dim is not None}
+    return start, tuple(lengths[dim] for dim in range(len(start)))
+
+
+@lru_cache(maxsize=1024)
+def tile(rectangles: tuple[Rectangle, ...], shape: Extent) -> bool:
+    """Whether they make up the whole tensor, each element once."""
+    whole = (tuple(0 for _ in shape), shape)
+    return (
+        all(common(one, whole) == one for one in rectangles)
+        and sum(prod(lengths) for _, lengths in rectangles) == prod(shape)
+        and all(common(one, other) is None for one, other in combinations(rectangles, 2))
+    )
+
+
+def plus(one: Extent, other: Extent) -> Extent:
+    """The sum, dim by dim."""
+    return tuple(a + b for a, b in zip(one, other, strict=True))
+
+
+def minus(one: Extent, other: Extent) -> Extent:
+    """The difference, dim by dim."""
+    return tuple(a - b for a, b in zip(one, other, strict=True))

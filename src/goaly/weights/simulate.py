@@ -1,0 +1,275 @@
+"""What one update of a model's weights moves between which ranks, before any of them exists.
+
+    python -m goaly.weights.simulate --model qwen3-235b-a22b --trainer fsdp=32,ep=8 --generator tp=8,replicas=4
+
+Runs the real planner on shapes alone. Trainer ranks are numbered first, generator ranks after them, and
+`--ranks-per-host` of them in a row share a host. Times are lower bounds: every rank's network card carries its bytes
+to and from other hosts in both directions at once, every rank moves bytes within its host at the memory's speed, and
+nothing else takes time.
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from goaly.errors import ConfigError
+from goaly.weights.architectures import MODELS, Parameter
+from goaly.weights.layout import Copy, Layout, plan, share
+from goaly.weights.parallelism import Parallelism
+from goaly.weights.rectangle import Extent
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Where ranks are, and how fast bytes move between them."""
+
+    ranks_per_host: int
+    nic_gbps: float
+    """Gigabits a second of one rank's network card, each way."""
+    memory_gbps: float
+    """Gigabits a second at which one rank copies within its host."""
+
+    def problems(self) -> list[str]:
+        """What can't work, a line each."""
+        sizes = {"ranks-per-host": self.ranks_per_host, "nic-gbps": self.nic_gbps, "memory-gbps": self.memory_gbps}
+        return [f"--{name}={size:g}: must be above 0" for name, size in sizes.items() if size <= 0]
+
+
+@dataclass(slots=True, kw_only=True)
+class Link:
+    """What one generator rank pulls from one trainer rank."""
+
+    trainer: int
+    generator: int
+    in_host: bool
+    bytes: int = 0
+    messages: int = 0
+    """Rectangles to copy."""
+    stretches: int = 0
+    """Contiguous stretches of the trainer's memory that these are: the messages of a transport that can't gather."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Bytes of all ranks of one side."""
+
+    total: int
+    largest: int
+    even: float
+    """What each would have if all had the same."""
+
+    @property
+    def imbalance(self) -> float:
+        """The largest as a multiple of the even one."""
+        return self.largest / self.even if self.even else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One update on paper."""
+
+    model: str
+    trainer: str
+    generator: str
+    dtype: str
+    parameters: int
+    tensors: int
+    share_seconds: float
+    plan_seconds: float
+    """The longest that planning for one generator rank took here."""
+    staged: Load
+    sent: Load
+    received: Load
+    stage_seconds: float
+    pull_seconds: float
+    slowest: str
+    """What the pull waits for."""
+    links: list[Link]
+
+
+def simulate(model: str, trainer: Parallelism, generator: Parallelism, cluster: Cluster, dtype: str) -> Update:
+    """Plan one update of the model from the trainer's ranks to all replicas of the generator."""
+    parameters = MODELS[model].parameters()
+    layouts = [trainer.layout(parameters, rank, DTYPES[dtype]) for rank in range(trainer.ranks)]
+    begun = time.perf_counter()
+    sources = share(layouts)
+    share_seconds = time.perf_counter() - begun
+    links: list[Link] = []
+    plan_seconds = 0.0
+    for rank in range(generator.fsdp * generator.tp):
+        destination = generator.layout(parameters, rank, DTYPES[dtype])
+        begun = time.perf_counter()
+        copies = plan(sources, destination)
+        plan_seconds = max(plan_seconds, time.perf_counter() - begun)
+        for replica in range(generator.replicas):  # all hold the same, so all have the same plan
+            number = replica * generator.fsdp * generator.tp + rank
+            links.extend(_links(sources, copies, number, trainer.ranks, cluster.ranks_per_host))
+    staged = _load([sum(shard.bytes for shard in mine) for mine in sources])
+    pull_seconds, slowest = _pull(links, cluster)
+    return Update(
+        model=model,
+        trainer=str(trainer),
+        generator=str(generator),
+        dtype=dtype,
+        parameters=sum(parameter.elements for parameter in parameters),
+        tensors=len(parameters),
+        share_seconds=share_seconds,
+        plan_seconds=plan_seconds,
+        staged=staged,
+        sent=_load(_sums(links, "trainer", trainer.ranks)),
+        received=_load(_sums(links, "generator", generator.ranks)),
+        stage_seconds=staged.largest * 8e-9 / cluster.memory_gbps,
+        pull_seconds=pull_seconds,
+        slowest=slowest,
+        links=links,
+    )
+
+
+def _links(
+    sources: Sequence[Layout], copies: Sequence[Copy], generator: int, trainers: int, ranks_per_host: int
+) -> list[Link]:
+    """The links of one generator rank."""
+    host = (trainers + generator) // ranks_per_host
+    links: dict[int, Link] = {}
+    for copy in copies:
+        link = links.get(copy.source)
+        if link is None:
+            in_host = copy.source // ranks_per_host == host
+            link = links[copy.source] = Link(trainer=copy.source, generator=generator, in_host=in_host)
+        shard = sources[copy.source][copy.source_shard]
+        link.bytes += prod(copy.shape) * shard.dtype.itemsize
+        link.messages += 1
+        link.stretches += stretches(copy.shape, shard.shape)
+    return list(links.values())
+
+
+def stretches(shape: Extent, within: Extent) -> int:
+    """Of how many contiguous stretches of memory a rectangle of this shape is, within a contiguous tensor."""
+    length = 1
+    for part, whole in zip(reversed(shape), reversed(within), strict=True):
+        length *= part
+        if part < whole:
+            break
+    return prod(shape) // length
+
+
+def _sums(links: Sequence[Link], side: str, ranks: int, in_host: bool | None = None) -> list[int]:
+    """Bytes of each rank of one side; of the links within hosts, or across, or both."""
+    sums = [0] * ranks
+    for link in links:
+        if in_host is None or link.in_host == in_host:
+            sums[getattr(link, side)] += link.bytes
+    return sums
+
+
+def _load(sums: Sequence[int]) -> Load:
+    return Load(total=sum(sums), largest=max(sums), even=sum(sums) / len(sums))
+
+
+def _pull(links: Sequence[Link], cluster: Cluster) -> tuple[float, str]:
+    """How long the busiest rank needs for its bytes, and which that is."""
+    busy: dict[tuple[str, int, str], float] = defaultdict(float)
+    for link in links:
+        seconds = link.bytes * 8e-9 / (cluster.memory_gbps if link.in_host else cluster.nic_gbps)
+        if link.in_host:
+            busy["generator", link.generator, "memory"] += seconds
+        else:
+            busy["trainer", link.trainer, "network card, out"] += seconds
+            busy["generator", link.generator, "network card, in"] += seconds
+    (side, rank, what), seconds = max(busy.items(), key=lambda one: one[1])
+    return seconds, f"{side} rank {rank}'s {what}"
+
+
+def report(update: Update) -> str:
+    """The update as a table."""
+    lines = [
+        f"model      {update.model}: {update.parameters / 1e9:.1f} B parameters in {update.tensors} tensors, "
+        f"{update.dtype}",
+        f"trainer    {update.trainer}: {_loads(update.staged)} staged, {_loads(update.sent)} sent",
+        f"generator  {update.generator}: {_loads(update.received)} received",
+        f"planned    in {update.plan_seconds:.2f} s for one rank, after {update.share_seconds:.2f} s for all sources",
+    ]
+    for in_host, where in ((True, "in-host"), (False, "cross-host")):
+        links = [link for link in update.links if link.in_host == in_host]
+        if links:
+            total, largest = sum(link.bytes for link in links), max(link.bytes for link in links)
+            lines.append(
+                f"{where:10s} {len(links)} links, {_size(total)}: {_size(total / len(links))} a link, "
+                f"{_size(largest)} at most; {sum(link.messages for link in links):,} messages, "
+                f"{sum(link.stretches for link in links):,} contiguous stretches"
+            )
+    lines.append(
+        f"seconds    {update.stage_seconds:.3f} to stage, {update.pull_seconds:.3f} to pull ({update.slowest})"
+    )
+    return "\n".join(lines)
+
+
+def _loads(load: Load) -> str:
+    return f"{_size(load.largest)} a rank at most ({load.imbalance:.3f} x even)"
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def parallelism(text: str) -> Parallelism:
+    """`fsdp=32,ep=8` as a Parallelism; a ConfigError says what is wrong with it."""
+    known = tuple(Parallelism.__dataclass_fields__)
+    sizes = {}
+    for item in text.split(","):
+        axis, _, size = item.strip().partition("=")
+        if axis not in known or axis in sizes or not size.isdecimal():
+            raise ConfigError([f"{item}: must be one of {', '.join(known)}, once, with a number, as in fsdp=32,ep=8"])
+        sizes[axis] = int(size)
+    return Parallelism(**sizes)
+
+
+def _problems(
+    parameters: Sequence[Parameter], trainer: Parallelism, generator: Parallelism, cluster: Cluster
+) -> list[str]:
+    return [
+        *trainer.problems("--trainer ", parameters),
+        *generator.problems("--generator ", parameters),
+        *cluster.problems(),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line, simulate, print the table."""
+    parser = argparse.ArgumentParser(prog="python -m goaly.weights.simulate", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", required=True, choices=sorted(MODELS))
+    parser.add_argument(
+        "--trainer", required=True, help="axes of its ranks, as fsdp=32,ep=8 or replicas=2,fsdp=16,tp=2"
+    )
+    parser.add_argument("--generator", required=True, help="axes of its ranks, as tp=8,replicas=4 or tp=8,ep=8")
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES), help="what weights are sent as")
+    parser.add_argument("--ranks-per-host", type=int, default=8)
+    parser.add_argument("--nic-gbps", type=float, default=400.0, help="gigabits a second of a rank's network card")
+    parser.add_argument("--memory-gbps", type=float, default=400.0, help="gigabits a second of a rank's copies in-host")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it, each link included")
+    chosen = parser.parse_args(arguments)
+    cluster = Cluster(ranks_per_host=chosen.ranks_per_host, nic_gbps=chosen.nic_gbps, memory_gbps=chosen.memory_gbps)
+    try:
+        trainer, generator = parallelism(chosen.trainer), parallelism(chosen.generator)
+        problems = _problems(MODELS[chosen.model].parameters(), trainer, generator, cluster)
+        if problems:
+            raise ConfigError(problems)
+    except ConfigError as error:
+        parser.error(str(error))
+    update = simulate(chosen.model, trainer, generator, cluster, chosen.dtype)
+    print(report(update))
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(asdict(update), indent=1))
+
+
+if __name__ == "__main__":
+    main()

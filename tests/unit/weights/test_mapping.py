@@ -1,0 +1,223 @@
+"""Names that differ between trainer and generator: WM-1, and that every element still arrives."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+
+from goaly.errors import WeightsError
+from goaly.weights.layout import Layout, plan, region, share, view
+from goaly.weights.mapping import Naming, concatenated, fused, one_of, renamed, same, transposed
+from goaly.weights.placement import check_filled, layout_of, shards_of
+
+HEAD_DIM, DIM = 3, 5
+
+
+def numbered(first: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(first, first + prod(shape), dtype=torch.float64).reshape(shape)
+
+
+def whole(tensors: dict[str, torch.Tensor]) -> Layout:
+    return layout_of(tensors)
+
+
+def sharded(
+    tensors: dict[str, torch.Tensor], placements: dict[str, Shard], ranks: int
+) -> tuple[list[dict[str, torch.Tensor]], list[Layout]]:
+    """What each rank holds: its local tensors and their layout."""
+    locals_, layouts = [], []
+    for rank in range(ranks):
+        mine, layout = {}, ()
+        for name, tensor in tensors.items():
+            placement = placements.get(name, Replicate())
+            held = shards_of(name, tensor.dtype, tuple(tensor.shape), (ranks,), (rank,), (placement,))
+            layout += held
+            mine[name] = tensor if isinstance(placement, Replicate) else _chunk(tensor, ranks, rank, placement.dim)
+        locals_.append(mine)
+        layouts.append(layout)
+    return locals_, layouts
+
+
+def _chunk(tensor: torch.Tensor, ranks: int, rank: int, dim: int) -> torch.Tensor:
+    chunks = tensor.chunk(ranks, dim)
+    return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
+
+
+def move(
+    sources: list[dict[str, torch.Tensor]],
+    held: list[Layout],
+    destination: dict[str, torch.Tensor],
+    wanted: Layout,
+) -> dict[str, torch.Tensor]:
+    """Stage what `share` leaves, then copy it into NaNs as the plan says; every element is written once."""
+    shared = share(held)
+    staged = [[view(tensors, shard).clone() for shard in mine] for tensors, mine in zip(sources, shared, strict=True)]
+    received = {name: torch.full_like(tensor, torch.nan) for name, tensor in destination.items()}
+    for copy in plan(shared, wanted):
+        source = region(staged[copy.source][copy.source_shard], copy.source_offset, copy.shape)
+        target = region(view(received, wanted[copy.shard]), copy.offset, copy.shape)
+        assert target.isnan().all()
+        target.copy_(source)
+    return received
+
+
+def assert_moved(sources, held, destination, wanted) -> None:
+    check_filled(destination, wanted)
+    received = move(sources, held, destination, wanted)
+    for name, tensor in destination.items():
+        assert torch.equal(received[name], tensor), name
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    kv_heads=st.integers(1, 3),
+    heads_per_kv=st.integers(1, 3),
+    trainers=st.integers(1, 4),
+    generators=st.integers(1, 4),
+)
+def test_grouped_heads_arrive_in_fused_local_shards(kv_heads, heads_per_kv, trainers, generators) -> None:
+    """torchtitan's [group: q.., k, v] rows, over FSDP, into vLLM's [q heads | k heads | v heads] of each rank."""
+    heads, tp = kv_heads * heads_per_kv, generators * kv_heads
+    shapes = {"q": (heads * HEAD_DIM, DIM), "k": (kv_heads * HEAD_DIM, DIM), "v": (kv_heads * HEAD_DIM, DIM)}
+    q, k, v = (numbered(1000 * index, shape) for index, shape in enumerate(shapes.values()))
+    groups = [tensor.view(kv_heads, -1, HEAD_DIM, DIM) for tensor in (q, k, v)]
+    wqkv = torch.cat(groups, dim=1).reshape(-1, DIM)
+    sources, held = sharded({"wqkv": wqkv}, {"wqkv": Shard(0)}, trainers)
+    naming = {"wqkv": fused(shapes, dim=0, groups=kv_heads)}
+    held = [renamed(layout, naming) for layout in held]
+    for rank in range(tp):  # `generators` ranks hold each kv head, as where there are more ranks than kv heads
+        of_q = shards_of("q", q.dtype, shapes["q"], (tp,), (rank,), (Shard(0),))
+        on_kv = (kv_heads, generators), (rank // generators, rank % generators), (Shard(0), Replicate())
+        wanted = concatenated(
+            "qkv_proj", [of_q, *(shards_of(name, q.dtype, shapes[name], *on_kv) for name in "kv")], dim=0
+        )
+        kv = rank // generators
+        local = torch.cat([_chunk(q, tp, rank, 0), _chunk(k, kv_heads, kv, 0), _chunk(v, kv_heads, kv, 0)])
+        assert_moved(sources, held, {"qkv_proj": local}, wanted)
+
+
+@pytest.mark.parametrize(("trainers", "tp"), [(1, 1), (1, 2), (3, 1), (3, 2)])
+def test_gate_and_up_are_fused_within_each_expert_and_rank(trainers: int, tp: int) -> None:
+    shape = (4, 6, 5)
+    gate, up = numbered(0, shape), numbered(500, shape)
+    sources, held = sharded({"w1": gate, "w3": up}, {"w1": Shard(0), "w3": Shard(0)}, trainers)
+    for rank in range(tp):
+        parts = [shards_of(name, gate.dtype, shape, (tp,), (rank,), (Shard(1),)) for name in ("w1", "w3")]
+        local = torch.cat([_chunk(gate, tp, rank, 1), _chunk(up, tp, rank, 1)], dim=1)
+        assert_moved(sources, held, {"w13": local}, concatenated("w13", parts, dim=1))
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3])
+def test_one_tensor_an_expert_and_a_stack_fill_each_other(trainers: int) -> None:
+    stack = numbered(0, (4, 6, 5))
+    separate = {f"expert.{index}": stack[index] for index in range(4)}
+    naming = {name: one_of("stack", index=i, count=4, shape=(6, 5)) for i, name in enumerate(separate)}
+    sources, held = sharded({"stack": stack}, {"stack": Shard(1)}, trainers)
+    assert_moved(sources, held, separate, renamed(whole(separate), naming))
+    sources, held = sharded(separate, {name: Shard(1) for name in separate}, trainers)
+    assert_moved(sources, [renamed(layout, naming) for layout in held], {"stack": stack}, whole({"stack": stack}))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.permutations(range(3)), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2))
+def test_permuted_dims_arrive_in_order(dims, trainers, generators, source_dim, destination_dim) -> None:
+    shape = (4, 3, 5)
+    tensor = numbered(0, shape)
+    permuted = tensor.permute(*dims).contiguous()
+    sources, held = sharded({"w": tensor}, {"w": Shard(source_dim)}, trainers)
+    locals_, wanted = sharded({"w_permuted": permuted}, {"w_permuted": Shard(destination_dim)}, generators)
+    naming = {"w_permuted": transposed(same("w", shape), tuple(dims))}
+    for local, layout in zip(locals_, wanted, strict=True):
+        assert_moved(sources, held, local, renamed(layout, naming))
+
+
+def test_a_fused_stack_of_transposed_experts_arrives() -> None:
+    gate, up = numbered(0, (2, 3, 4)), numbered(100, (2, 3, 4))
+    destination = {"gate_up_EDF": torch.cat([gate, up], dim=1).transpose(1, 2).contiguous()}
+    naming = {"gate_up_EDF": transposed(fused({"w1": (2, 3, 4), "w3": (2, 3, 4)}, dim=1), (0, 2, 1))}
+    sources, held = sharded({"w1": gate, "w3": up}, {"w1": Shard(1), "w3": Shard(2)}, 2)
+    assert_moved(sources, held, destination, renamed(whole(destination), naming))
+
+
+def test_renaming_twice_is_one_renaming_after_the_other() -> None:
+    stack = numbered(0, (2, 3, 4))
+    destination = {"mine": stack[1].T.contiguous()}
+    once = renamed(whole(destination), {"mine": transposed(same("expert.1", (3, 4)), (1, 0))})
+    wanted = renamed(once, {"expert.1": one_of("stack", index=1, count=2, shape=(3, 4))})
+    assert_moved([{"stack": stack}], [whole({"stack": stack})], destination, wanted)
+
+
+def test_a_tied_output_is_filled_from_the_embedding_and_published_once() -> None:
+    embedding = numbered(0, (4, 3))
+    naming: Naming = {"lm_head": same("embedding", (4, 3))}
+    both = {"embedding": embedding, "lm_head": embedding}
+    assert_moved([{"embedding": embedding}], [whole({"embedding": embedding})], both, renamed(whole(both), naming))
+    (published,) = share([renamed(whole(both), naming)])
+    assert [(shard.name, shard.tensor) for shard in published] == [("embedding", None)]
+
+
+def test_float32_masters_arrive_as_bfloat16() -> None:
+    held, wanted = whole({"w": torch.tensor([1.001, 2.0])}), whole({"w": torch.zeros(2, dtype=torch.bfloat16)})
+    (copy,) = plan([held], wanted)
+    target = torch.zeros(2, dtype=torch.bfloat16)
+    region(target, copy.offset, copy.shape).copy_(torch.tensor([1.001, 2.0]))
+    assert target.tolist() == [1.0, 2.0]
+
+
+def test_a_tensor_without_parts_is_not_moved() -> None:
+    assert renamed(whole({"cache": torch.zeros(2), "w": torch.zeros(1)}), {"cache": ()}) == whole({"w": torch.zeros(1)})
+
+
+def test_rectangles_of_grouped_heads_are_where_they_were_worked_out_by_hand() -> None:
+    """Two groups of two q heads, one k, one v, each of one row: rows q0 q1 k0 v0 q2 q3 k1 v1."""
+    parts = fused({"q": (4, 1), "k": (2, 1), "v": (2, 1)}, dim=0, groups=2)
+    assert [(part.name, part.offset[0], part.shape[0], part.start[0]) for part in parts] == [
+        ("q", 0, 2, 0),
+        ("k", 0, 1, 2),
+        ("v", 0, 1, 3),
+        ("q", 2, 2, 4),
+        ("k", 1, 1, 6),
+        ("v", 1, 1, 7),
+    ]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        fused({"q": (2, 3), "k": (1, 3)}, dim=0),
+        fused({"q": (4, 3), "k": (1, 3)}, dim=0),
+        fused({"q": (2, 3)}, dim=0) * 2,
+        tuple(replace(part, start=(1, 0)) for part in same("q", (4, 3))),
+    ],
+    ids=["a gap", "more", "twice", "beyond the end"],
+)
+def test_parts_that_do_not_cover_a_tensor_once_are_refused(parts) -> None:  # WM-1
+    with pytest.raises(WeightsError, match=r"`qkv` has shape \(4, 3\), which its parts don't cover once"):
+        renamed(whole({"qkv": torch.zeros(4, 3)}), {"qkv": parts})
+
+
+def test_groups_that_do_not_divide_a_part_are_refused() -> None:
+    with pytest.raises(WeightsError, match="`k` has 3 indices in dim 0: must be a multiple of 2"):
+        fused({"q": (4, 1), "k": (3, 1)}, dim=0, groups=2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            3,
+            r"`qkv` has shape \(3, 3\) here, which the layout doesn't cover once: \(2, 3\) at \(0, 0\), \(2,",
+        ),
+        (5, r"`qkv` has shape \(5, 3\) here, which the layout doesn't cover once"),
+        (None, "`qkv` is in the layout, this rank has no such tensor"),
+    ],
+)
+def test_a_layout_that_leaves_a_local_tensor_unwritten_is_refused(rows, said) -> None:
+    part = shards_of("q", torch.float32, (2, 3), (), (), ())
+    layout = concatenated("qkv", [part, part], dim=0)
+    with pytest.raises(WeightsError, match=said):
+        check_filled({} if rows is None else {"qkv": torch.zeros(rows, 3)}, layout)
