@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from goaly.backlog.outcomes import PASS_REWARD, Passes
+from goaly.backlog.outcomes import PASS_REWARD
 from goaly.backlog.packing import assign, pack
 from goaly.backlog.settings import BacklogSettings
+from goaly.prompts.curriculum import Passes
 from goaly.reward.advantages import advantages, has_signal, spread
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, PackedRows, Trajectory, lengths

@@ -10,10 +10,10 @@ Invariants
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed
+from goaly.prompts.curriculum import Passes
 from goaly.reward.advantages import has_signal
 from goaly.trajectory import Group
 
@@ -22,19 +22,6 @@ PASS_REWARD = 1.0
 """A sample passes at this reward or above."""
 RECENT_STEPS = 16
 """The share of groups without signal is that of the last so many steps' worth of finished groups."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
-    """How many samples finished, and how many of them passed."""
-
-    samples: int
-    passed: int
-
-    @property
-    def rate(self) -> float:
-        """The share that passed."""
-        return self.passed / self.samples
 
 
 class Outcomes:

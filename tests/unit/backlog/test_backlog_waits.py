@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from goaly.backlog.backlog import Backlog
-from goaly.backlog.outcomes import RECENT_STEPS, Passes
+from goaly.backlog.outcomes import RECENT_STEPS
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed, SchemaError
+from goaly.prompts.curriculum import Passes
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
 
