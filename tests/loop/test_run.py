@@ -59,7 +59,7 @@ def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(la
     assert all("kl_reference" in step for step in steps)
     assert all(step["mix/short"] + step["mix/long"] == pytest.approx(1) for step in steps)
     assert steps[-1]["distribution/tv"] <= 1 / (2 * steps[-1]["distribution/known_step"])  # a window of 2
-    assert steps[-1]["distribution/source_total/short"] == pytest.approx(0.75, abs=0.01)
+    assert steps[-1]["distribution/source_total/short"] == pytest.approx(0.75, abs=0.05)
     rollouts = run.lines("rollouts.jsonl")
     assert len(rollouts) == 2 * STEPS * 4
     assert {"prompt", "response", "reward", "versions"} <= set(rollouts[0])
