@@ -9,7 +9,7 @@ Invariants
           state gives exactly the prompts that would have come.
     MX-2  With n sources, none set to 0 meanwhile, each has given less than n prompts more or fewer than its shares of
           all prompts so far add up to.
-    MX-3  A source of weight 0 gives nothing.
+    MX-3  A source of weight 0 gives nothing; what it is owed waits until it has a weight again.
     MX-4  A state of other sources is refused.
 """
 
@@ -74,7 +74,8 @@ class Mixture:
         """The next prompt."""
         for source, share in self._shares.items():
             self._credits[source] += share
-        source = max((name for name, share in self._shares.items() if share > 0), key=self._credits.__getitem__)
+        mixed = [name for name, share in self._shares.items() if share > 0]  # MX-3
+        source = max(mixed, key=self._credits.__getitem__)
         self._credits[source] -= 1  # MX-2
         prompt = self._streams[source].next()
         return prompt if len(self._streams) == 1 else replace(prompt, source=source)
@@ -110,9 +111,6 @@ class Mixture:
         weights = {name: self._weights[name] * factors[name] for name in self._streams}
         total = sum(weights.values())
         self._shares = {name: weight / total for name, weight in weights.items()}
-        for name, share in self._shares.items():
-            if share == 0:
-                self._credits[name] = 0.0  # MX-3: what it was owed is forfeited
 
 
 def prompt_mixture(settings: PromptSettings, split: Split = Split.TRAIN) -> Mixture:

@@ -31,7 +31,8 @@ def test_sources_come_in_their_shares_and_under_their_names() -> None:
     mixture = prompt_mixture(THREE)
     assert mixture.shares == {"easy": 0.5, "middle": 0.25, "hard": 0.25}
     assert drawn(mixture, 8) == {"easy": 4, "middle": 2, "hard": 2}
-    assert mixture.position == 8
+    assert drawn(mixture, 400) == {"easy": 200, "middle": 100, "hard": 100}
+    assert mixture.position == 408
 
 
 def test_one_source_is_the_plain_stream() -> None:
@@ -67,12 +68,12 @@ def test_a_resumed_mixture_gives_the_prompts_that_would_have_come(config, before
 
 def test_weights_set_live_act_from_the_next_prompt_on() -> None:
     mixture = prompt_mixture(THREE)
-    drawn(mixture, 5)
-    mixture.set_weights({"easy": 0.0, "hard": 3.0})
-    assert mixture.shares == {"easy": 0.0, "middle": 0.25, "hard": 0.75}
+    assert drawn(mixture, 2) == {"easy": 1, "middle": 1}
+    mixture.set_weights({"easy": 3.0, "hard": 0.0})
+    assert mixture.shares == {"easy": 0.75, "middle": 0.25, "hard": 0.0}
     counts = drawn(mixture, 40)
-    assert counts["easy"] == 0  # MX-3
-    assert abs(counts["hard"] - 30) <= 1
+    assert counts["hard"] == 0  # MX-3: also while half a prompt is owed
+    assert abs(counts["easy"] - 30) <= 1
 
 
 @pytest.mark.parametrize(
