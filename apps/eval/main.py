@@ -30,7 +30,7 @@ async def evaluation(config: EvalConfig) -> "list[Answered]":
     """Ask the policy the held-out prompts, and judge what it says."""
     from goaly.generate.request import Sampling
     from goaly.prompts.evaluation import ask
-    from goaly.prompts.stream import held_out
+    from goaly.prompts.mixture import held_out
     from goaly.prompts.tokenizer import ChatTokenizer
 
     tokenizer = ChatTokenizer(config.model.path)

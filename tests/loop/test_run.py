@@ -17,6 +17,13 @@ Launch = Callable[..., LaunchedRun]
 STEPS = 200
 """Enough that a replica can die and be replaced before the run ends."""
 
+TWO_SOURCES = (
+    "prompts.task=null",
+    "prompts.sources=[{name: short, task: arithmetic, arithmetic: {max_digits: 3}, weight: 3}, "
+    "{name: long, task: arithmetic}]",
+    "prompts.curriculum={}",
+)
+
 
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
@@ -32,7 +39,7 @@ def shared_memory_gone(before: set[str], seconds: float) -> bool:
 
 def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(launch: Launch) -> None:
     before = shared_memory()
-    run = launch(f"steps={STEPS}", "generator.replicas=2", "backlog.max_staleness=2", "loss.kl_coef=0.01")
+    run = launch(f"steps={STEPS}", "generator.replicas=2", "backlog.max_staleness=2", "loss.kl_coef=0.01", *TWO_SOURCES)
     run.wait_for_steps(2)
     children = list(run.processes())
     run.kill("generator-0")
@@ -43,13 +50,16 @@ def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(la
     summary = run.summary()
     assert summary["policy_version"] == STEPS
     assert summary["admitted"] == summary["trained"] == 2 * STEPS  # nobody's request was lost, and nothing failed
-    assert (summary["rejected"], summary["failed"]) == (0, 0)
+    assert (summary["rejected"], summary["failed"], summary["reasons"]) == (0, 0, {})
     assert run.text().splitlines()[-1].startswith(f"held-out pass@1: {summary['pass_at_1_before']:.2f} -> ")
 
     steps = run.lines("metrics.jsonl")
     assert [step["policy_version"] for step in steps] == list(range(1, STEPS + 1))
     assert all(step["age/max"] <= 2 + 1 for step in steps)
     assert all("kl_reference" in step for step in steps)
+    assert all(step["mix/short"] + step["mix/long"] == pytest.approx(1) for step in steps)
+    assert steps[-1]["distribution/tv"] <= 1 / (2 * steps[-1]["distribution/known_step"])  # a window of 2
+    assert steps[-1]["distribution/source_total/short"] == pytest.approx(0.75, abs=0.05)
     rollouts = run.lines("rollouts.jsonl")
     assert len(rollouts) == 2 * STEPS * 4
     assert {"prompt", "response", "reward", "versions"} <= set(rollouts[0])

@@ -13,6 +13,8 @@ Invariants
           waiter has taken nothing, a cancelled report has happened or has not.
     BL-5  A run of known length admits no more than it will train.
     BL-6  A group with a trained token older than its ticket allows is refused: the age bound is checked, not believed.
+    BL-7  With dynamic sampling no group without signal is queued: it is rejected, and admission lets another start.
+          When that becomes hopeless (OU-1), every waiter gets the error.
 """
 
 import asyncio
@@ -24,10 +26,12 @@ from torch import Tensor
 
 from goaly.backlog.admission import Admission, Ticket
 from goaly.backlog.batch import Batch, BatchHandle, build_batch
+from goaly.backlog.distribution import LengthDistribution, SourceShares
 from goaly.backlog.ledger import Ledger, State
-from goaly.backlog.order import WindowedOrder
+from goaly.backlog.order import order_of
+from goaly.backlog.outcomes import NO_SIGNAL, Outcomes
 from goaly.backlog.settings import BacklogSettings
-from goaly.errors import SchemaError
+from goaly.errors import RunFailed, SchemaError
 from goaly.reward.settings import AdvantageSettings
 from goaly.telemetry import spans
 from goaly.trajectory import LATER, Group, PackedRows, check_tokens
@@ -54,8 +58,12 @@ class Backlog:
         self._dp_ranks = dp_ranks
         self._pad_token = pad_token
         self._admission = Admission.of(settings, steps)
-        self._order = WindowedOrder(settings.window)
+        self._order = order_of(settings)
         self._ledger = Ledger()
+        self._distribution = LengthDistribution(settings)
+        self._outcomes = Outcomes(settings)
+        self._shares = SourceShares()
+        self._hopeless: RunFailed | None = None
         self._min_versions: dict[int, int] = {}
         self._groups: dict[int, Group] = {}
         self._queued_ns: dict[int, int] = {}
@@ -74,6 +82,7 @@ class Backlog:
         min_version = self._admission.min_version(self._ledger.live)
         ticket = Ticket(index=self._ledger.admit(), min_version=min_version)
         self._order.admit(ticket.index)
+        self._distribution.admit(ticket.index)
         self._min_versions[ticket.index] = min_version
         return ticket
 
@@ -85,7 +94,7 @@ class Backlog:
         return True
 
     def put(self, group: Group) -> bool:
-        """A complete group. False: its ticket has ended already, or the run has; the group is not trained."""
+        """A complete group. False: it is not trained: its ticket or the run has ended already, or it has no signal."""
         state = self._ledger.state(group.ticket)
         if state.ended:
             return False
@@ -95,9 +104,14 @@ class Backlog:
         if self._closed:
             self._ledger.move(group.ticket, State.REJECTED, RUN_ENDED)  # BL-3
             return False
+        if not self._outcomes.saw(group) and self._settings.dynamic_sampling:
+            self._hopeless = self._hopeless or self._outcomes.hopeless()
+            self._drop(group.ticket, State.REJECTED, NO_SIGNAL)  # BL-7
+            return False
         self._ledger.move(group.ticket, State.QUEUED)
         del self._min_versions[group.ticket]
         self._order.finish(group.ticket)
+        self._distribution.finish(group.ticket, [sample.trained_tokens for sample in group.samples])
         self._groups[group.ticket] = group
         self._queued_ns[group.ticket] = time.time_ns()
         self._wake()
@@ -118,17 +132,28 @@ class Backlog:
         tickets = None if self._closed else self._order.take(self._settings.groups_per_step)
         if tickets is None:
             return None
+        groups = [self._groups.pop(ticket) for ticket in tickets]
         batch = build_batch(
             self._next_batch,
-            [self._groups.pop(ticket) for ticket in tickets],
+            groups,
             settings=self._settings,
             advantage_settings=self._advantage_settings,
             dp_ranks=self._dp_ranks,
             pad_token=self._pad_token,
+            weights=self._distribution.deliver(tickets),
+            passes=self._outcomes.take(),
         )
         self._next_batch += 1
         self._batches[batch.handle.id] = batch
-        batch.handle.metrics.update(self._queue_waits(tickets))
+        batch.handle.metrics.update(
+            {
+                **self._queue_waits(tickets),
+                **self._distribution.metrics(),
+                **self._shares.metrics([group.source for group in groups]),
+                "groups/no_signal_share": self._outcomes.no_signal_share,
+                "groups/rejected_no_signal": float(self._ledger.reasons[f"{State.REJECTED}: {NO_SIGNAL}"]),
+            }
+        )
         return batch.handle
 
     def rows(self, batch_id: int, dp_rank: int) -> PackedRows:
@@ -191,7 +216,11 @@ class Backlog:
         return dict(self._ledger.reasons)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        while not (self._closed or holds()):
+        while not self._closed:
+            if self._hopeless is not None:
+                raise self._hopeless  # BL-7
+            if holds():
+                return
             await self._changed.wait()
 
     def _wake(self) -> None:
@@ -204,6 +233,7 @@ class Backlog:
             logger.info("ticket %d is %s already; not %s: %s", ticket, state, to, why)
             return False
         self._order.drop(ticket)
+        self._distribution.drop(ticket)
         self._min_versions.pop(ticket, None)
         self._ledger.move(ticket, to, why)
         self._wake()

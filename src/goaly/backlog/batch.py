@@ -4,19 +4,18 @@ Consumes groups in delivery order, adds each sample's advantages, and says what 
 travels through the controller; the rows stay here until their rank pulls them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from goaly.backlog.outcomes import PASS_REWARD
 from goaly.backlog.packing import assign, pack
 from goaly.backlog.settings import BacklogSettings
+from goaly.prompts.curriculum import Passes
 from goaly.reward.advantages import advantages, has_signal, spread
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, PackedRows, Trajectory, lengths
-
-PASS_REWARD = 1.0
-"""A sample passes at this reward or above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +28,8 @@ class BatchHandle:
     trained_tokens: int
     tokens: int
     metrics: dict[str, float]
+    passes: Mapping[str, Passes] = field(default_factory=dict)
+    """By prompt source, how the groups did that finished since the batch before, trained or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +49,20 @@ def build_batch(
     advantage_settings: AdvantageSettings,
     dp_ranks: int,
     pad_token: int,
+    weights: Sequence[float] | None = None,
+    passes: Mapping[str, Passes] | None = None,
 ) -> Batch:
-    """The batch of these groups; the same groups in the same order give the same rows."""
+    """The batch of these groups; the same groups in the same order give the same rows.
+
+    A group's weight multiplies the advantages of all its samples; None weighs all alike.
+    """
     samples = [sample for group in groups for sample in group.samples]
     sequences = []
-    for group in groups:
+    for group, weight in zip(groups, weights or [1.0] * len(groups), strict=True):
         rewards = [sample.reward for sample in group.samples]
         for sample, advantage in zip(group.samples, advantages(rewards, advantage_settings), strict=True):
             columns = sample.tokens.copy()
-            columns["advantages"] = spread(sample.tokens["trained"], advantage)
+            columns["advantages"] = spread(sample.tokens["trained"], weight * advantage)
             sequences.append(columns)
     rows_by_rank = assign(lengths(samples), settings.row_length, dp_ranks)
     trained_tokens = sum(sample.trained_tokens for sample in samples)
@@ -75,7 +81,12 @@ def build_batch(
         sequences=len(samples),
         trained_tokens=trained_tokens,
         tokens=tokens,
-        metrics={**batch_metrics(batch_id, groups), "batch/fill": tokens / capacity},
+        metrics={
+            **batch_metrics(batch_id, groups),
+            **{f"reward/pass_rate/{source}": found.rate for source, found in (passes or {}).items()},
+            "batch/fill": tokens / capacity,
+        },
+        passes=passes or {},
     )
     return Batch(handle=handle, tickets=tuple(group.ticket for group in groups), ranks=ranks)
 

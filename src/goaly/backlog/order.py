@@ -1,15 +1,56 @@
-"""In which order finished groups reach the trainer: windowed FIFO. Pure.
+"""In which order finished groups reach the trainer: windowed FIFO, or as they finish. Pure.
 
-Short groups finish first. Training them as they come would train more short groups than were launched, so the order
-of arrival counts only inside a window: ahead of the oldest ticket still under way, at most `window - 1` others pass.
+Short groups finish first. Training them as they come trains the long ones later than they were launched, and under
+much older weights, so by default the order of arrival counts only inside a window: ahead of the oldest ticket still
+under way, at most `window - 1` others pass. `docs/schedule.md` has the proofs.
 
-Invariants
+Invariants of both orders
+    WO-2  A ticket is delivered at most once, and never after it was dropped.
+    WO-4  `take` gives all the groups asked for or none, so what it gives depends on what has finished by then only.
+
+Invariants of windowed FIFO
     WO-1  A finished ticket i is deliverable iff i < head + window, head being the oldest ticket neither delivered nor
           dropped. Of the deliverable ones the oldest goes first.
-    WO-2  A ticket is delivered at most once, and never after it was dropped.
     WO-3  At most window - 1 tickets admitted after i are delivered before i: none starves, short ones don't crowd out.
-    WO-4  `take` gives all the groups asked for or none, so what it gives depends on what has finished by then only.
+
+Invariant of completion order
+    WO-5  Of two finished tickets the one that finished first is delivered first: a finished ticket is never overtaken.
 """
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Protocol
+
+from goaly.backlog.settings import BacklogSettings
+
+
+class Order(Protocol):
+    """Tickets that are under way or finished, and which of them go next."""
+
+    def admit(self, index: int) -> None:
+        """Ticket `index` is under way. Indices only go up."""
+        ...
+
+    def finish(self, index: int) -> None:
+        """Its group is complete."""
+        ...
+
+    def drop(self, index: int) -> None:
+        """It will never be delivered."""
+        ...
+
+    def ready(self, count: int) -> bool:
+        """Whether `take(count)` would give them."""
+        ...
+
+    def take(self, count: int) -> Sequence[int] | None:
+        """The next `count` tickets in delivery order, or None while they are not there (WO-4)."""
+        ...
+
+
+def order_of(settings: BacklogSettings) -> Order:
+    """The order that the settings ask for."""
+    return WindowedOrder(settings.window) if settings.order == "windowed" else CompletionOrder()
 
 
 class WindowedOrder:
@@ -57,4 +98,41 @@ class WindowedOrder:
             if place is None:
                 return None
             chosen.append(remaining.pop(place)[0])
+        return chosen
+
+
+class CompletionOrder:
+    """Finished tickets, in the order in which they finished. Nothing ever waits for a ticket still under way."""
+
+    def __init__(self) -> None:
+        self._under_way: set[int] = set()
+        self._finished: dict[int, None] = {}  # in the order of finishing
+
+    def admit(self, index: int) -> None:
+        """Ticket `index` is under way."""
+        self._under_way.add(index)
+
+    def finish(self, index: int) -> None:
+        """Its group is complete."""
+        self._under_way.remove(index)
+        self._finished[index] = None
+
+    def drop(self, index: int) -> None:
+        """It will never be delivered."""
+        if index in self._finished:
+            del self._finished[index]  # WO-2
+        else:
+            self._under_way.remove(index)
+
+    def ready(self, count: int) -> bool:
+        """Whether `take(count)` would give them."""
+        return len(self._finished) >= count
+
+    def take(self, count: int) -> list[int] | None:
+        """The `count` tickets that finished first, or None while there are fewer (WO-4, WO-5)."""
+        if not self.ready(count):
+            return None
+        chosen = list(islice(self._finished, count))
+        for index in chosen:
+            del self._finished[index]
         return chosen

@@ -41,7 +41,7 @@ class TrajectoryQueue(Actor):
 
     @concurrent_endpoint
     async def put(self, group: Group) -> bool:
-        """A complete group; False: it came too late to be trained."""
+        """A complete group; False: it is not trained: it came too late, or has no signal."""
         return self._backlog.put(group)
 
     @concurrent_endpoint

@@ -30,16 +30,65 @@ class ArithmeticSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSettings:
+    """One of several sources of prompts."""
+
+    name: str
+    """What its prompts carry as their source; metrics are reported by it."""
+    weight: float = 1.0
+    """Its share of the prompts, in proportion to the other sources' weights."""
+    task: str | None = None
+    """The built-in task that makes its prompts; null when they come from `files`."""
+    arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
+    """The addition task, where `task` is arithmetic."""
+    files: tuple[str, ...] = ()
+    """JSONL or Parquet files of prompts."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """What can't work, a line each. `prefix` is the section's dotted path with its dot."""
+        found = source_problems(self.task, self.files, prefix)
+        if not self.name:
+            found.append(f"{prefix}name={self.name}: must not be empty")
+        if not 0 <= self.weight < float("inf"):
+            found.append(f"{prefix}weight={self.weight}: must be a number of at least 0")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumSettings:
+    """Weighs sources by how much the policy can learn from them: by p * (1 - p), p being the recent pass rate."""
+
+    floor: float = 0.1
+    """Least factor of a source's weight, where 1 is that of a source that every other sample passes."""
+    half_life_samples: float = 512.0
+    """A sample counts half as much in its source's pass rate as soon as so many newer ones finished."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """What can't work, a line each. `prefix` is the section's dotted path with its dot."""
+        found = []
+        if not 0 < self.floor <= 1:
+            found.append(f"{prefix}floor={self.floor}: must be above 0 and at most 1")
+        if not 0 < self.half_life_samples < float("inf"):
+            found.append(f"{prefix}half_life_samples={self.half_life_samples}: must be a number above 0")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSettings:
-    """Where prompts come from: a built-in task, or files."""
+    """Where prompts come from: a built-in task, files, or several such sources."""
 
     task: str | None = "arithmetic"
-    """The built-in task that makes the prompts; null when they come from `files`."""
+    """The built-in task that makes the prompts; null when they come from `files` or `sources`."""
     arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
     """The addition task, where `task` is arithmetic."""
     files: tuple[str, ...] = ()
     """JSONL or Parquet files of prompts: `messages` or `prompt` in each record, and what the verifier needs
     (`answer`); other columns become the prompt's metadata."""
+    sources: tuple[SourceSettings, ...] = ()
+    """Several sources and their shares, such as `[{name: sums, task: arithmetic}, {name: own, files: [a.jsonl]}]`. A
+    script may change the shares while the run goes on: `run.prompts.set_weights({"own": 2})`."""
+    curriculum: CurriculumSettings | None = None
+    """Let the policy's pass rates move the shares of `sources`."""
     held_out_fraction: float = 0.1
     """Share of the problems that is never trained on: evaluations draw from it. Chosen by a hash of the problem."""
     seed: int = 0
@@ -47,9 +96,24 @@ class PromptSettings:
 
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `prompts.`."""
-        found = source_problems(self.task, self.files, prefix)
+        found = self._mixture_problems(prefix) if self.sources else source_problems(self.task, self.files, prefix)
+        if self.curriculum is not None and len(self.sources) < 2:
+            found.append(f"{prefix}curriculum: needs at least two {prefix}sources to choose between")
         if not 0 <= self.held_out_fraction < 1:
             found.append(f"{prefix}held_out_fraction={self.held_out_fraction}: must be at least 0 and below 1")
+        return found
+
+    def _mixture_problems(self, prefix: str) -> list[str]:
+        found = []
+        if self.task is not None:
+            found.append(f"{prefix}task={self.task}: must be null where {prefix}sources are given")
+        if self.files:
+            found.append(f"{prefix}files: must be empty where {prefix}sources are given")
+        names = [source.name for source in self.sources]
+        if double := sorted({name for name in names if names.count(name) > 1}):
+            found.append(f"{prefix}sources: each must have a name of its own; more than one is {', '.join(double)}")
+        if not any(source.weight for source in self.sources):
+            found.append(f"{prefix}sources: one must have a weight above 0")
         return found
 
 

@@ -142,11 +142,5 @@ def prompt_source(settings: PromptSettings) -> PromptSource:
 
 
 def prompt_stream(settings: PromptSettings, split: Split = Split.TRAIN) -> PromptStream:
-    """The stream that the settings describe."""
+    """The stream of the one source that the settings describe."""
     return PromptStream(prompt_source(settings), settings.seed, split)
-
-
-def held_out(settings: PromptSettings, count: int) -> tuple[Prompt, ...]:
-    """The first `count` held-out prompts: the same ones in every run of these settings."""
-    stream = prompt_stream(settings, Split.HELD_OUT)
-    return tuple(stream.next() for _ in range(count))

@@ -45,7 +45,7 @@ class Queue(Protocol):
         ...
 
     async def put(self, group: Group) -> bool:
-        """A complete group; False: it came too late to be trained."""
+        """A complete group; False: it is not trained: it came too late, or has no signal."""
         ...
 
     async def reject(self, ticket: int, why: str) -> bool:
@@ -123,7 +123,7 @@ class GroupRunner:
                 samples = await self._sample_group(ticket, prompt)
                 group = Group(ticket=ticket.index, prompt_id=prompt.id, source=prompt.source, samples=samples)
                 if not await self._queue.put(group):
-                    rejected = "it came too late"
+                    rejected = "it came too late, or has no signal"
         except asyncio.CancelledError:
             await asyncio.shield(asyncio.ensure_future(self._queue.fail(ticket.index, CANCELLED)))  # RG-1
             raise

@@ -9,7 +9,7 @@ from goaly.backlog.batch import BatchHandle
 from goaly.errors import RunFailed
 from goaly.generate.service import GeneratorService
 from goaly.prompts.evaluation import EvalResult
-from goaly.prompts.stream import held_out, prompt_stream
+from goaly.prompts.mixture import held_out, prompt_mixture
 from goaly.run.config import RunConfig
 from goaly.run.stages import Backlog, Reference, Rollouts, Trainer
 from goaly.telemetry.metrics import MetricsWriter
@@ -30,7 +30,7 @@ class Run:
     def __init__(self, config: RunConfig, run_dir: Path):
         self.config = config
         self.run_dir = run_dir
-        self.prompts = prompt_stream(config.prompts)
+        self.prompts = prompt_mixture(config.prompts)
         self.reference = None
         self.policy_version = 0
         self.conclusion = ""
@@ -62,9 +62,12 @@ class Run:
         now = time.monotonic()
         seconds, self._stepped = now - self._stepped, now
         self.policy_version = batch.id + 1
+        self.prompts.learn(batch.passes)
+        shares = self.prompts.shares if len(self.prompts.shares) > 1 else {}
         step = {
             **batch.metrics,
             **metrics,
+            **{f"mix/{source}": share for source, share in shares.items()},
             "step/seconds": seconds,
             "step/tokens": float(batch.tokens),
             "step/tokens_per_second": batch.tokens / seconds,

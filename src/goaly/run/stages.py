@@ -27,6 +27,7 @@ class Backlog:
     def __init__(self, queue: Any):
         self.queue = queue
         self.final_counts: dict[str, int] = {}
+        self.final_reasons: dict[str, int] = {}
 
     async def tickets(self) -> AsyncIterator[Ticket]:
         """A ticket for each group, as soon as it may start, until the run has admitted all it will train."""
@@ -53,6 +54,7 @@ class Backlog:
     async def close(self) -> None:
         """End the accounting: what nobody will report on any more is rejected."""
         self.final_counts = await self.queue.settle.call_one()
+        self.final_reasons = await self.queue.reasons.call_one()
 
 
 class Trainer:

@@ -192,5 +192,6 @@ def write_summary(run: Run, status: str) -> None:
         "seconds": round(time.monotonic() - run.started, 1),
         "policy_version": run.policy_version,
         **{key: counts.get(key) for key in ("admitted", "trained", "rejected", "failed")},
+        "reasons": run.backlog.final_reasons if hasattr(run, "backlog") else {},
     }
     (run.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -1,13 +1,16 @@
 """The backlog's waits, batches and end, driven on a plain event loop."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
 
 from goaly.backlog.backlog import Backlog
+from goaly.backlog.outcomes import RECENT_STEPS
 from goaly.backlog.settings import BacklogSettings
-from goaly.errors import SchemaError
+from goaly.errors import RunFailed, SchemaError
+from goaly.prompts.curriculum import Passes
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
 
@@ -117,17 +120,20 @@ async def test_batch_metrics_by_hand():
         queue.put(group(index, rewards=rewards, length=length, version=version))
     batch = await queue.next_batch()
     assert (batch.id, batch.sequences, batch.tokens, batch.trained_tokens) == (1, 4, 20, 16)
-    metrics = {key: value for key, value in batch.metrics.items() if not key.startswith("queue/")}
+    metrics = {key: value for key, value in batch.metrics.items() if not key.startswith(("queue/", "distribution/"))}
     assert metrics == pytest.approx(
         {
             "reward/mean": 0.625,
             "reward/std": 0.41457809879,
             "reward/pass_rate": 0.5,
+            "reward/pass_rate/test": 0.5,
             "length/mean": 4.0,
             "length/max": 5.0,
             "age/mean": 10 / 16,
             "age/max": 1.0,
             "groups/without_signal": 1.0,
+            "groups/no_signal_share": 0.5,
+            "groups/rejected_no_signal": 0.0,
             "batch/fill": 20 / 32,
         }
     )
@@ -274,3 +280,66 @@ async def test_a_group_comes_once_and_only_from_a_running_ticket():
     queue.put(group(0))
     with pytest.raises(ValueError, match="ticket 0 is queued"):
         queue.put(group(0))
+
+
+DYNAMIC = replace(SETTINGS, dynamic_sampling=True, max_no_signal_share=0.5)
+
+
+async def test_dynamic_sampling_rejects_a_group_without_signal_and_lets_another_start():
+    queue = backlog(DYNAMIC)
+    for _ in range(2):
+        queue.started((await queue.admit()).index)
+    third = asyncio.create_task(queue.admit())
+    assert await waiting(third)
+    assert queue.put(group(0, rewards=(1.0, 1.0))) is False  # BL-7
+    assert queue.put(group(1)) is True
+    assert (await third).min_version == 0
+    assert queue.reasons() == {"rejected: no_signal": 1}
+    queue.started(2)
+    queue.put(group(2))
+    batch = await queue.next_batch()
+    assert (batch.metrics["groups/rejected_no_signal"], batch.metrics["groups/without_signal"]) == (1.0, 0.0)
+    assert batch.metrics["groups/no_signal_share"] == pytest.approx(1 / 3)
+    assert batch.passes == {"test": Passes(samples=6, passed=4)}  # rejected groups count
+    queue.trained(0, 1)
+    assert (queue.counts()["trained"], queue.counts()["rejected"]) == (2, 1)
+
+
+async def test_without_dynamic_sampling_a_group_without_signal_is_trained():
+    queue = backlog()
+    for _ in range(2):
+        await complete(queue, rewards=(1.0, 1.0))
+    assert (await queue.next_batch()).metrics["groups/without_signal"] == 2.0
+
+
+async def test_dynamic_sampling_ends_with_an_error_when_no_group_has_a_signal():
+    queue = backlog(DYNAMIC)
+    batch = asyncio.create_task(queue.next_batch())
+    for _ in range(RECENT_STEPS * DYNAMIC.groups_per_step):
+        index = (await queue.admit()).index
+        queue.started(index)
+        assert not queue.put(group(index, rewards=(0.0, 0.0)))
+    said = "32 of the last 32 groups had no signal .*, more than backlog.max_no_signal_share=0.5"
+    with pytest.raises(RunFailed, match=said):
+        await batch  # OU-1
+    with pytest.raises(RunFailed, match=said):
+        await queue.admit()
+    assert queue.settle()["rejected"] == 32
+
+
+async def test_length_weights_multiply_the_advantages_of_their_group():
+    settings = replace(SETTINGS, max_staleness=3, order="completion", length_correction="inverse_propensity")
+    queue = backlog(settings)
+    for ticket in [(await queue.admit()).index for _ in range(8)]:
+        queue.started(ticket)
+    for ticket in (1, 2, 4, 5):
+        queue.put(group(ticket, length=3))
+    await queue.next_batch()
+    await queue.next_batch()
+    queue.put(group(0, length=13))
+    queue.put(group(6, length=3))
+    rows = queue.rows((await queue.next_batch()).id, 0).rows
+    # Known of what was launched are tickets 0, 1, 2: one of 3 is long. Of what is trained, one of 6: weights 2 and 4/5.
+    sizes = {position.item() for position in rows["advantages"].abs().unique()}
+    assert sorted(sizes) == pytest.approx([0.0, 4 / 7, 10 / 7], abs=1e-5)
+    assert rows["advantages"][rows["positions"] > 3].abs().max() == pytest.approx(10 / 7, abs=1e-5)

@@ -1,11 +1,11 @@
-"""Windowed FIFO and the ledger, by hand."""
+"""Windowed FIFO, completion order and the ledger, by hand."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goaly.backlog.ledger import Ledger, State
-from goaly.backlog.order import WindowedOrder
+from goaly.backlog.order import CompletionOrder, WindowedOrder
 
 
 def order_of(window: int, admitted: int, finished: list[int]) -> WindowedOrder:
@@ -54,6 +54,21 @@ def test_a_window_below_one_is_refused():
         WindowedOrder(0)
 
 
+def test_completion_order_gives_the_first_to_finish_and_waits_for_none_under_way():
+    order = CompletionOrder()
+    for index in range(5):
+        order.admit(index)
+    for index in (3, 1, 4):
+        order.finish(index)
+    order.drop(1)
+    assert order.take(3) is None
+    assert order.take(2) == [3, 4]  # WO-5
+    order.drop(2)
+    order.finish(0)
+    assert order.take(1) == [0]
+    assert not order.ready(1)  # WO-2
+
+
 def test_a_ticket_ends_exactly_once():
     ledger = Ledger()
     ledger.admit()
@@ -81,6 +96,7 @@ def test_reasons_belong_to_rejections_and_failures_only():
         ledger.move(0, State.FAILED)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.sampled_from(list(State))), max_size=60))
 def test_the_identity_holds_whatever_is_tried(attempts):
     ledger = Ledger()

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from goaly.prompts.mixture import held_out
 from goaly.prompts.prompt import Message, Prompt, Split, split_of
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings
-from goaly.prompts.stream import held_out, prompt_stream
+from goaly.prompts.stream import prompt_stream
 from goaly.prompts.tasks.arithmetic import addition
 
 TASK = PromptSettings(arithmetic=ArithmeticSettings(min_digits=1, max_digits=3))

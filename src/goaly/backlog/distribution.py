@@ -1,0 +1,193 @@
+"""How far the lengths of what was trained are from the lengths of what was launched, and what would correct it. Pure.
+
+Let G be `groups_per_step`. *Launched* up to step k are the first k * G tickets, in order of admission, that were not
+dropped: the very groups that k steps of strict FIFO would have trained. *Trained* up to step k are the groups of the
+first k batches. Both hold k * G groups, so their length histograms compare as they are, with nothing estimated and
+nothing left out because it is still under way: the distance is stated for the newest k whose launched groups have all
+finished, which lags behind the newest batch while a long group is under way.
+
+A length is the number of a sample's trained tokens. Bins are `BINS_PER_OCTAVE` to a doubling of the length.
+
+Invariants
+    DI-1  In windowed FIFO the total variation after k steps is at most (window - 1) / (k * G); `docs/schedule.md` has
+          the proof. In strict FIFO every distance is exactly 0.
+    DI-2  What is kept: the bins of each group, and a histogram for each step, since the oldest ticket under way.
+    DI-3  Weights have a mean of 1 over the groups of a batch, and are exactly 1 where there is nothing to correct.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from goaly.backlog.settings import BacklogSettings
+
+BINS_PER_OCTAVE = 4
+
+Histogram = NDArray[np.float64]
+Bins = NDArray[np.int64]
+"""The length bin of each sample of a group."""
+
+
+def length_bins(lengths: Sequence[int]) -> Bins:
+    """The bin of each length; a length of 0 counts as 1."""
+    return np.floor(BINS_PER_OCTAVE * np.log2(np.maximum(lengths, 1))).astype(np.int64)
+
+
+def bin_count(longest: int) -> int:
+    """How many bins hold the lengths up to this one."""
+    return int(length_bins([longest])[0]) + 1
+
+
+def total_variation(first: Histogram, second: Histogram) -> float:
+    """Half the summed difference of the two distributions: the share that would have to change its bin."""
+    return float(np.abs(first / first.sum() - second / second.sum()).sum() / 2)
+
+
+def wasserstein(first: Histogram, second: Histogram) -> float:
+    """Wasserstein-1 in tokens: how far a token count moves on average, each bin standing at its geometric middle."""
+    middles = 2 ** ((np.arange(len(first)) + 0.5) / BINS_PER_OCTAVE)
+    cumulative = np.cumsum(first / first.sum() - second / second.sum())
+    return float(np.abs(cumulative[:-1]) @ np.diff(middles))
+
+
+def inverse_propensity(launched: Histogram, trained: Histogram, bins: Bins, most: float) -> NDArray[np.float64]:
+    """A weight for each group of a batch that brings what was trained so far back to what was launched (DI-3).
+
+    `launched` and `trained` count groups by bin, the latter each with the weight it was trained with; `bins` are the
+    batch's groups. The propensity of a bin is its share of what was trained, this batch included, over its share of
+    what was launched; a bin of which no launched group is known yet has propensity 1. Weights are the inverse, at most
+    `most` and at least 1 / `most`, scaled to a mean of 1.
+    """
+    with_batch = trained + np.bincount(bins, minlength=len(trained))
+    if not launched.any():
+        return np.ones(len(bins))
+    wanted = (launched / launched.sum())[bins]
+    got = (with_batch / with_batch.sum())[bins]
+    weights = np.clip(np.where(wanted > 0, wanted / got, 1.0), 1 / most, most)
+    return weights / weights.mean()
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """What the first steps hold, by sample bins: as counted, and with the weights they were trained with."""
+
+    counted: Histogram
+    weighted: Histogram
+
+
+class LengthDistribution:
+    """Follows a run's tickets and says how far what was trained is from what was launched."""
+
+    def __init__(self, settings: BacklogSettings):
+        self._groups_per_step = settings.groups_per_step
+        self._most = settings.max_length_weight if settings.length_correction == "inverse_propensity" else None
+        self._count = bin_count(settings.row_length)
+        self._octaves = (self._count - 1) // BINS_PER_OCTAVE + 1
+        self._ahead: deque[int] = deque()  # tickets that are not known to the launched totals yet
+        self._dropped: set[int] = set()
+        self._finished: dict[int, Bins] = {}  # of tickets in `_ahead`
+        self._deliverable: dict[int, Bins] = {}
+        self._launched = np.zeros(self._count)
+        self._launched_groups = 0
+        self._launched_octaves = np.zeros(self._octaves)
+        self._trained = _Totals(np.zeros(self._count), np.zeros(self._count))
+        self._trained_octaves = np.zeros(self._octaves)
+        self._launched_steps: deque[Histogram] = deque()
+        self._trained_steps: deque[_Totals] = deque()
+        self._last = (np.zeros(self._count), np.zeros(self._count))
+        self._known_step = 0
+        self._distances: dict[str, float] = {}
+
+    def admit(self, index: int) -> None:
+        """A ticket is under way."""
+        self._ahead.append(index)
+
+    def finish(self, index: int, lengths: Sequence[int]) -> None:
+        """Its group is complete, with samples of these lengths."""
+        self._finished[index] = self._deliverable[index] = length_bins(lengths)
+        self._advance()
+
+    def drop(self, index: int) -> None:
+        """It will never be trained."""
+        self._dropped.add(index)
+        self._advance()
+
+    def deliver(self, tickets: Sequence[int]) -> list[float]:
+        """These tickets make the next batch; the weight with which each is to be trained."""
+        groups = [self._deliverable.pop(ticket) for ticket in tickets]
+        octaves = np.array([_octave(bins) for bins in groups])
+        weights = np.ones(len(groups))
+        if self._most is not None:
+            weights = inverse_propensity(self._launched_octaves, self._trained_octaves, octaves, self._most)
+        self._trained_octaves += np.bincount(octaves, weights, self._octaves)
+        counted, weighted = self._trained.counted.copy(), self._trained.weighted.copy()
+        for bins, weight in zip(groups, weights, strict=True):
+            histogram = np.bincount(bins, minlength=self._count)
+            counted += histogram
+            weighted += weight * histogram
+        self._trained = _Totals(counted, weighted)
+        self._trained_steps.append(self._trained)
+        self._compare()
+        return weights.tolist()
+
+    def metrics(self) -> dict[str, float]:
+        """The newest distances that are known, and the step they speak of; empty before the first."""
+        return dict(self._distances)
+
+    def _advance(self) -> None:
+        while self._ahead and (self._ahead[0] in self._finished or self._ahead[0] in self._dropped):
+            index = self._ahead.popleft()
+            if index in self._dropped:
+                self._dropped.remove(index)
+                continue
+            bins = self._finished.pop(index)
+            self._launched = self._launched + np.bincount(bins, minlength=self._count)
+            self._launched_octaves[_octave(bins)] += 1
+            self._launched_groups += 1
+            if self._launched_groups % self._groups_per_step == 0:
+                self._launched_steps.append(self._launched)
+        self._compare()
+
+    def _compare(self) -> None:
+        while self._launched_steps and self._trained_steps:
+            launched, trained = self._launched_steps.popleft(), self._trained_steps.popleft()
+            launched_before, trained_before = self._last
+            self._last = (launched, trained.counted)
+            self._known_step += 1
+            step = (launched - launched_before, trained.counted - trained_before)
+            self._distances = {
+                "distribution/known_step": float(self._known_step),
+                "distribution/w1": wasserstein(launched, trained.counted),
+                "distribution/tv": total_variation(launched, trained.counted),
+                "distribution/step_w1": wasserstein(*step),
+                "distribution/step_tv": total_variation(*step),
+            }
+            if self._most is not None:
+                self._distances["distribution/weighted_w1"] = wasserstein(launched, trained.weighted)
+                self._distances["distribution/weighted_tv"] = total_variation(launched, trained.weighted)
+
+
+class SourceShares:
+    """Follows which prompt sources the trained groups came from."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def metrics(self, sources: Sequence[str]) -> dict[str, float]:
+        """Each source's share of a batch of groups with these sources, and of all batches so far."""
+        batch = Counter(sources)
+        self._counts.update(batch)
+        total = self._counts.total()
+        found = {}
+        for source, count in self._counts.items():
+            found[f"distribution/source/{source}"] = batch[source] / len(sources)
+            found[f"distribution/source_total/{source}"] = count / total
+        return found
+
+
+def _octave(bins: Bins) -> int:
+    """The octave of a group's longest sample, which is when the group was complete."""
+    return int(bins.max()) // BINS_PER_OCTAVE

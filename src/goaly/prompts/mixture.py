@@ -1,0 +1,144 @@
+"""Prompts of several sources, in shares that can be changed while they come.
+
+Each source is a stream with a position of its own. Shares are kept by credit: with every prompt each source earns its
+share, and the one with the most credit gives the prompt and pays 1. So a mixture needs no randomness, and any stretch
+of it has the shares it should.
+
+Invariants
+    MX-1  What comes next depends on the seed and on the weights set so far alone; a mixture that goes on from a saved
+          state gives exactly the prompts that would have come.
+    MX-2  With n sources, none set to 0 meanwhile, each has given less than n prompts more or fewer than its shares of
+          all prompts so far add up to.
+    MX-3  A source of weight 0 gives nothing; what it is owed waits until it has a weight again.
+    MX-4  A state of other sources is refused.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+from goaly.prompts.curriculum import Curriculum, Passes
+from goaly.prompts.prompt import Prompt, Split
+from goaly.prompts.settings import PromptSettings
+from goaly.prompts.stream import PromptStream, prompt_stream
+
+
+class Mixture:
+    """The prompts of one split, from one source or several, without end."""
+
+    def __init__(
+        self,
+        streams: Mapping[str, PromptStream],
+        weights: Mapping[str, float],
+        curriculum: Curriculum | None = None,
+    ):
+        self._streams = dict(streams)
+        self._curriculum = curriculum
+        self._credits = dict.fromkeys(streams, 0.0)
+        self._weights: dict[str, float] = dict.fromkeys(streams, 0.0)
+        self._shares: dict[str, float] = {}
+        self.set_weights(weights)
+
+    @property
+    def position(self) -> int:
+        """How many prompts were given."""
+        return sum(stream.position for stream in self._streams.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each source in the prompts to come, the curriculum's judgement included."""
+        return dict(self._shares)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Mix the sources in these proportions from the next prompt on; a source that is not named keeps its weight."""
+        for source, weight in weights.items():
+            if source not in self._streams:
+                raise ValueError(f"weight of {source}: no such prompt source; there are {', '.join(self._streams)}")
+            if not 0 <= weight < math.inf:
+                raise ValueError(f"weight of {source}={weight}: must be a number of at least 0")
+        wanted = {**self._weights, **weights}
+        if not any(wanted.values()):
+            raise ValueError(f"weights of {', '.join(wanted)}: one must be above 0")
+        self._weights = wanted
+        self._share()
+
+    def learn(self, passes: Mapping[str, Passes]) -> None:
+        """Tell the curriculum, where there is one, how samples of each source did."""
+        if self._curriculum is not None:
+            self._curriculum.observe(passes)
+            self._share()
+
+    def next(self) -> Prompt:
+        """The next prompt."""
+        for source, share in self._shares.items():
+            self._credits[source] += share
+        mixed = [name for name, share in self._shares.items() if share > 0]  # MX-3
+        source = max(mixed, key=self._credits.__getitem__)
+        self._credits[source] -= 1  # MX-2
+        prompt = self._streams[source].next()
+        return prompt if len(self._streams) == 1 else replace(prompt, source=source)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where every source is, and the state of the mixing."""
+        return {
+            "streams": {name: stream.state_dict() for name, stream in self._streams.items()},
+            "weights": dict(self._weights),
+            "credits": dict(self._credits),
+            "curriculum": None if self._curriculum is None else self._curriculum.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state of these same sources."""
+        if list(state["streams"]) != list(self._streams):  # MX-4
+            raise ValueError(
+                f"prompt sources are {', '.join(self._streams)}, but the saved state has {', '.join(state['streams'])}"
+            )
+        if (state["curriculum"] is None) != (self._curriculum is None):
+            there = "none" if state["curriculum"] is None else "one"
+            raise ValueError(f"prompts.curriculum: the saved state has {there}, a resumed run must have the same")
+        for name, stream in self._streams.items():
+            stream.load_state_dict(state["streams"][name])
+        self._weights = {name: float(state["weights"][name]) for name in self._streams}
+        if self._curriculum is not None:
+            self._curriculum.load_state_dict(state["curriculum"])
+        self._share()
+        self._credits = {name: float(state["credits"][name]) for name in self._streams}  # MX-1
+
+    def _share(self) -> None:
+        factors = {name: self._curriculum.factor(name) if self._curriculum else 1.0 for name in self._streams}
+        weights = {name: self._weights[name] * factors[name] for name in self._streams}
+        total = sum(weights.values())
+        self._shares = {name: weight / total for name, weight in weights.items()}
+
+
+def prompt_mixture(settings: PromptSettings, split: Split = Split.TRAIN) -> Mixture:
+    """The prompts that the settings describe; their one source, where they list none, is called `prompts`."""
+    if not settings.sources:
+        return Mixture({"prompts": prompt_stream(settings, split)}, {"prompts": 1.0})
+    streams = {}
+    for source in settings.sources:
+        alone = replace(
+            settings,
+            task=source.task,
+            arithmetic=source.arithmetic,
+            files=source.files,
+            sources=(),
+            curriculum=None,
+            seed=_seed(settings.seed, source.name),
+        )
+        streams[source.name] = prompt_stream(alone, split)
+    curriculum = Curriculum(streams, settings.curriculum) if settings.curriculum and split is Split.TRAIN else None
+    return Mixture(streams, {source.name: source.weight for source in settings.sources}, curriculum)
+
+
+def held_out(settings: PromptSettings, count: int) -> tuple[Prompt, ...]:
+    """The first `count` held-out prompts: the same ones in every run of these settings."""
+    prompts = prompt_mixture(settings, Split.HELD_OUT)
+    return tuple(prompts.next() for _ in range(count))
+
+
+def _seed(seed: int, source: str) -> int:
+    """A seed of the source's own: two sources of the same kind don't draw alike."""
+    return int.from_bytes(blake2b(f"{seed}/{source}".encode(), digest_size=6).digest(), "big")

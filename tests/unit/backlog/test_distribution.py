@@ -1,0 +1,147 @@
+"""How far what is trained is from what was launched: by hand, and the bound of windowed FIFO over random schedules."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from goaly.backlog.distribution import (
+    BINS_PER_OCTAVE,
+    LengthDistribution,
+    SourceShares,
+    bin_count,
+    inverse_propensity,
+    length_bins,
+    total_variation,
+    wasserstein,
+)
+from goaly.backlog.order import order_of
+from goaly.backlog.settings import BacklogSettings
+
+SHORT, LONG = 4, 512
+
+
+def followed(config: BacklogSettings, lengths: list[int], finishing: list[int], dropped=()) -> list[dict[str, float]]:
+    """The metrics of every batch, when tickets finish in this order and batches are formed as soon as they can be."""
+    order, distribution, metrics = order_of(config), LengthDistribution(config), []
+    for index in range(len(lengths)):
+        order.admit(index)
+        distribution.admit(index)
+    for index in finishing:
+        if index in dropped:
+            order.drop(index)
+            distribution.drop(index)
+        else:
+            order.finish(index)
+            distribution.finish(index, [lengths[index]])
+        while (tickets := order.take(config.groups_per_step)) is not None:
+            distribution.deliver(tickets)
+            metrics.append(distribution.metrics())
+    return metrics
+
+
+def test_bins_double_in_four_steps_and_hold_every_length_up_to_the_longest():
+    assert length_bins([0, 1, 2, 3, 4, 512]).tolist() == [0, 0, 4, 6, 8, 36]
+    assert bin_count(512) == 37
+    assert BINS_PER_OCTAVE == 4
+
+
+def test_distances_by_hand():
+    first, second = np.array([3.0, 1.0, 0.0]), np.array([1.0, 0.0, 1.0])
+    assert total_variation(first, second) == pytest.approx(0.5)
+    steps = np.diff(2 ** ((np.arange(3) + 0.5) / 4))
+    assert wasserstein(first, second) == pytest.approx(0.25 * steps[0] + 0.5 * steps[1])
+    assert wasserstein(first, 2 * first) == total_variation(first, 2 * first) == 0
+
+
+def test_strict_fifo_trains_exactly_what_was_launched():
+    config = BacklogSettings(groups_per_step=2, window=1)
+    metrics = followed(config, [LONG, SHORT, SHORT, LONG, SHORT, SHORT], [5, 4, 3, 2, 1, 0])
+    assert metrics[-1]["distribution/known_step"] == 3
+    assert {value for key, value in metrics[-1].items() if key != "distribution/known_step"} == {0.0}  # DI-1
+
+
+def test_the_distance_is_told_once_the_long_groups_have_finished_and_names_its_step():
+    config = BacklogSettings(groups_per_step=2, order="completion")
+    metrics = followed(config, [LONG, SHORT, SHORT, SHORT, SHORT, SHORT], [1, 2, 3, 4, 0, 5])
+    assert metrics[:2] == [{}, {}]  # ticket 0 was launched and its length is not known
+    assert metrics[2]["distribution/known_step"] == 3
+    assert metrics[2]["distribution/tv"] == 0
+    assert metrics[2]["distribution/step_tv"] == 0.5  # the last batch holds the long one, its place is in the first
+
+
+def test_dropped_tickets_were_launched_in_vain_and_do_not_count():
+    config = BacklogSettings(groups_per_step=2, window=1)
+    metrics = followed(config, [LONG, LONG, SHORT, LONG, SHORT], [1, 2, 0, 3, 4], dropped=(0, 3))
+    assert [step["distribution/tv"] for step in metrics] == [0.0]
+
+
+@st.composite
+def finishes(draw):
+    count = draw(st.integers(1, 40))
+    return (
+        BacklogSettings(groups_per_step=draw(st.integers(1, 5)), window=draw(st.integers(1, 12))),
+        draw(st.lists(st.sampled_from([SHORT, 40, LONG]), min_size=count, max_size=count)),
+        draw(st.permutations(range(count))),
+        draw(st.sets(st.integers(0, count - 1), max_size=count // 4)),
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(finishes())
+def test_in_windowed_order_the_total_variation_is_at_most_the_window_over_what_was_trained(schedule):
+    config, lengths, finishing, dropped = schedule
+    for metrics in followed(config, lengths, finishing, dropped):
+        if metrics:
+            groups = metrics["distribution/known_step"] * config.groups_per_step
+            assert metrics["distribution/tv"] <= (config.window - 1) / groups + 1e-12  # DI-1
+
+
+def test_the_bound_on_the_total_variation_is_reached():
+    distribution = LengthDistribution(BacklogSettings(groups_per_step=1, window=2))
+    for index in range(2):
+        distribution.admit(index)
+    distribution.finish(1, [SHORT])
+    distribution.deliver([1])
+    distribution.finish(0, [LONG])
+    assert distribution.metrics()["distribution/tv"] == 1.0  # (window - 1) / 1 group
+
+
+def test_weights_bring_the_rare_back_by_hand():
+    launched, trained = np.array([8.0, 2.0]), np.array([8.0, 0.0])
+    weights = inverse_propensity(launched, trained, np.array([0, 1]), 4.0)
+    # with the batch, 9 of 10 are short and 1 is long: 0.8 / 0.9 and 0.2 / 0.1
+    assert weights == pytest.approx(np.array([8 / 9, 2.0]) / ((8 / 9 + 2.0) / 2))
+    clipped = inverse_propensity(launched, trained, np.array([0, 1]), 1.5)
+    assert clipped == pytest.approx(np.array([8 / 9, 1.5]) / ((8 / 9 + 1.5) / 2))
+
+
+def test_weights_are_one_where_nothing_is_known_or_nothing_is_amiss():
+    nothing, even = np.zeros(2), np.array([4.0, 4.0])
+    assert inverse_propensity(nothing, even, np.array([0, 1, 1]), 4.0).tolist() == [1.0, 1.0, 1.0]
+    assert inverse_propensity(even, even, np.array([0, 1]), 4.0).tolist() == [1.0, 1.0]
+    assert inverse_propensity(np.array([8.0, 0.0]), even, np.array([1, 1]), 4.0).tolist() == [1.0, 1.0]  # DI-3
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 50), min_size=3, max_size=3),
+    st.lists(st.floats(0, 50), min_size=3, max_size=3),
+    st.lists(st.integers(0, 2), min_size=1, max_size=12),
+)
+def test_weights_have_a_mean_of_one_and_never_turn_an_advantage(launched, trained, bins):
+    weights = inverse_propensity(np.array(launched, dtype=float), np.array(trained), np.array(bins), 4.0)
+    assert weights.mean() == pytest.approx(1.0)  # DI-3
+    assert (weights > 0).all()
+    assert weights.max() <= 16 * weights.min() * (1 + 1e-9)
+
+
+def test_source_shares_of_a_batch_and_of_all_so_far():
+    shares = SourceShares()
+    assert shares.metrics(["a", "a"]) == {"distribution/source/a": 1.0, "distribution/source_total/a": 1.0}
+    assert shares.metrics(["b", "b"]) == {
+        "distribution/source/a": 0.0,
+        "distribution/source_total/a": 0.5,
+        "distribution/source/b": 1.0,
+        "distribution/source_total/b": 0.5,
+    }
