@@ -128,7 +128,7 @@ def main() -> None:
     """Measure, print, and write the numbers where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/grpo/tiny.yaml")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=72)
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", help="key=value settings of the run")
     arguments = parser.parse_args()
