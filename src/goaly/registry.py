@@ -92,7 +92,10 @@ class Registry(Generic[F]):
             for option, parameter in taken.items()
             if parameter.default is parameter.empty and option not in options
         ]
-        annotations = typing.get_type_hints(function, include_extras=True)
+        try:
+            annotations = typing.get_type_hints(function, include_extras=True) if options else {}
+        except Exception as error:  # an annotation may be any expression
+            return [f"{prefix}name={name}: its annotations can't be read ({type(error).__name__}: {error})"]
         for option, value in options.items():
             key = f"{prefix}options.{option}={show(value)}"
             if option not in taken:

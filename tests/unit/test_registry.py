@@ -12,6 +12,11 @@ def own(argument: object, *, needed: NotNegative, flag: bool = False, word: str 
     return argument, needed, flag, word
 
 
+def hidden(argument: "Nowhere", *, flag: bool = False) -> bool:  # type: ignore[name-defined]  # noqa: F821
+    """Annotated with what only a type checker sees."""
+    return flag
+
+
 def greedy(one: int, two: int) -> None:
     """Takes too much."""
 
@@ -64,6 +69,14 @@ def test_options_are_checked_against_the_signature(registry: Registry, options: 
     assert registry.problems("x.", name, options) == [f"x.{problem.format(own=name)}"]  # RG-1
     with pytest.raises(ValueError, match="options"):
         registry.bound(name, options)
+
+
+def test_annotations_that_can_not_be_read_are_told_only_where_they_are_needed(registry: Registry):
+    name = f"{__name__}:hidden"
+    assert registry.problems("x.", name, {}) == []
+    assert registry.problems("x.", name, {"flag": True}) == [
+        f"x.name={name}: its annotations can't be read (NameError: name 'Nowhere' is not defined)"
+    ]
 
 
 def test_an_option_that_others_take_says_which(registry: Registry):

@@ -89,10 +89,8 @@ class PolicyObjective:
     ) -> Contribution:
         """A microbatch's share."""
         settings = self._settings
-        tokens = self._tokens(logprobs_P, columns, policy_version)
-        output = self._loss(tokens)
-        if isinstance(output, torch.Tensor):
-            output = LossOutput(loss_P=output)
+        tokens = self._tokens(logprobs_P, entropies_P, columns, policy_version)
+        output = self._output(tokens)
         loss_P, mean = output.loss_P, {"entropy": entropies_P, **_distance(tokens), **output.mean}
         if settings.proximal != "sampler":  # else the weight is 1
             weight_P, cut_P = importance_weights(
@@ -125,11 +123,23 @@ class PolicyObjective:
             maximum={"ratio_max": importance_P, **output.maximum},
         )
 
-    def _tokens(self, logprobs_P: torch.Tensor, columns: Columns, policy_version: int) -> Tokens:
+    def _output(self, tokens: Tokens) -> LossOutput:
+        output = self._loss(tokens)
+        if isinstance(output, torch.Tensor):
+            output = LossOutput(loss_P=output)
+        found, due = tuple(output.loss_P.shape), tuple(tokens.logprobs_P.shape)
+        if found != due:
+            raise ValueError(f"loss {self._settings.name}: gave a tensor {found}, must be one value a token, {due}")
+        return output
+
+    def _tokens(
+        self, logprobs_P: torch.Tensor, entropies_P: torch.Tensor, columns: Columns, policy_version: int
+    ) -> Tokens:
         sampler_P = self._column(columns, "sampler_logprobs")
         ages_P = policy_version - self._column(columns, "sampler_versions").long()
         return Tokens(
             logprobs_P=logprobs_P,
+            entropies_P=entropies_P,
             proximal_logprobs_P=proximal_logprobs(self._settings.proximal, logprobs_P, sampler_P, ages_P),
             sampler_logprobs_P=sampler_P,
             advantages_P=self._column(columns, "advantages"),

@@ -16,10 +16,12 @@ Columns = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Trained tokens. Only `logprobs_P`, and what is computed from it, has a gradient."""
+    """Trained tokens. `logprobs_P` and `entropies_P` have a gradient, the others have none."""
 
     logprobs_P: torch.Tensor
     """The current policy's log-probability of each token."""
+    entropies_P: torch.Tensor
+    """The current policy's entropy where it drew the token."""
     proximal_logprobs_P: torch.Tensor
     """That of the policy from which the step may not go far."""
     sampler_logprobs_P: torch.Tensor

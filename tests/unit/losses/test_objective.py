@@ -23,6 +23,11 @@ def share_clipped(tokens: Tokens, *, most: float = 1.5) -> torch.Tensor:
     return -tokens.ratio_P.clamp(max=most) * tokens.advantages_P
 
 
+def meaned(tokens: Tokens) -> torch.Tensor:
+    """A user's mistake: the mean is the aggregation's business."""
+    return -(tokens.ratio_P * tokens.advantages_P).mean()
+
+
 def test_grpo_is_the_clipped_surrogate_and_a_plain_sum():
     # ratios 1.5 and 0.5 with A = 2: -2 * 1.2 and -2 * 0.5
     part, gradient = objective(LossSettings(), [1.5, 0.5], columns([1, 1], [2.0, 2.0]))
@@ -171,6 +176,11 @@ def test_a_loss_of_ones_own_is_found_by_its_path_and_takes_its_options():
     part, gradient = objective(settings, [2.0, 0.5], columns([2], [1.0, 1.0]))
     close(gradient, torch.tensor([0.0, -0.25]))
     assert {"ratio_mean", "sampler_kl", "entropy"} <= part.mean.keys()
+
+
+def test_a_loss_that_is_not_one_value_a_token_is_refused():
+    with pytest.raises(ValueError, match=r"meaned: gave a tensor \(\), must be one value a token, \(2,\)"):
+        objective(LossSettings(name=f"{__name__}:meaned"), [1.0, 1.0], columns([2], [1.0, 1.0]))
 
 
 def test_a_missing_column_is_named_with_what_the_batch_holds():

@@ -25,6 +25,7 @@ def tokens(ratios: Sequence[float], advantages: Sequence[float], *, lengths: Seq
     sampler_P = torch.full((len(ratios),), log(SAMPLED))
     return Tokens(
         logprobs_P=torch.tensor([log(SAMPLED * ratio) for ratio in ratios], requires_grad=True),
+        entropies_P=torch.zeros(len(ratios)),
         proximal_logprobs_P=sampler_P,
         sampler_logprobs_P=sampler_P,
         advantages_P=torch.tensor(advantages),
