@@ -88,40 +88,40 @@ class PolicyObjective:
         self, logprobs_P: torch.Tensor, entropies_P: torch.Tensor, columns: Columns, policy_version: int
     ) -> Contribution:
         """A microbatch's share."""
-        settings = self._settings
         tokens = self._tokens(logprobs_P, entropies_P, columns, policy_version)
         output = self._output(tokens)
-        loss_P, mean = output.loss_P, {"entropy": entropies_P, **_distance(tokens), **output.mean}
+        loss_P, terms = self._with_terms(output.loss_P, tokens)
+        kept_P, shares = self._kept(tokens)
+        if shares:
+            loss_P = torch.where(kept_P, loss_P, 0.0)  # OB-2
+        after = self._settings.denominator == "after"
+        counted_P = kept_P if after else torch.ones_like(kept_P)
+        weights_P = aggregations.token_weights(
+            self._aggregation, tokens.documents_P, counted_P, self._settings.constant_length
+        )
+        distance = _distance(tokens)
+        return Contribution(
+            total=(weights_P * loss_P).sum(),
+            count=aggregations.counted(self._aggregation, tokens.documents_P, counted_P) if after else None,
+            mean={"entropy": entropies_P, **distance, **output.mean, **terms, **shares},
+            maximum={"ratio_max": distance["ratio_mean"], **output.maximum},
+        )
+
+    def _with_terms(self, loss_P: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss times its importance weight, plus the KL term; and what to report of both."""
+        settings, mean = self._settings, {}
         if settings.proximal != "sampler":  # else the weight is 1
+            proximal_P, sampler_P = tokens.proximal_logprobs_P, tokens.sampler_logprobs_P
             weight_P, cut_P = importance_weights(
-                tokens.proximal_logprobs_P,
-                tokens.sampler_logprobs_P,
-                tokens.documents_P,
-                settings.importance,
-                settings.importance_cap,
+                proximal_P, sampler_P, tokens.documents_P, settings.importance, settings.importance_cap
             )
             loss_P = weight_P * loss_P  # OB-1
             mean |= {"importance_mean": weight_P, "importance_truncated": cut_P.float()}
         if settings.kl_coef > 0:
-            kl_P = divergence(settings.kl_estimator, logprobs_P, self._column(columns, "reference_logprobs"))
-            loss_P = loss_P + settings.kl_coef * kl_P
-            mean["kl_reference"] = kl_P
-        kept_P, shares = self._kept(tokens)
-        if shares:
-            loss_P = torch.where(kept_P, loss_P, 0.0)  # OB-2
-            mean |= shares
-        after = settings.denominator == "after"
-        counted_P = kept_P if after else torch.ones_like(kept_P)
-        weights_P = aggregations.token_weights(
-            self._aggregation, tokens.documents_P, counted_P, settings.constant_length
-        )
-        importance_P = (logprobs_P.detach() - tokens.sampler_logprobs_P).exp()
-        return Contribution(
-            total=(weights_P * loss_P).sum(),
-            count=aggregations.counted(self._aggregation, tokens.documents_P, counted_P) if after else None,
-            mean=mean,
-            maximum={"ratio_max": importance_P, **output.maximum},
-        )
+            reference_P = self._column(tokens.columns, "reference_logprobs")
+            mean["kl_reference"] = divergence(settings.kl_estimator, tokens.logprobs_P, reference_P)
+            loss_P = loss_P + settings.kl_coef * mean["kl_reference"]
+        return loss_P, mean
 
     def _output(self, tokens: Tokens) -> LossOutput:
         output = self._loss(tokens)
