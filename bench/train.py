@@ -28,9 +28,10 @@ from rich.table import Table
 from tensordict import TensorDict
 
 from goaly.backlog.batch import BatchHandle
+from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import write_tiny_model
-from goaly.train.settings import LossSettings, OptimizerSettings, TrainerSettings
+from goaly.train.settings import OptimizerSettings, TrainerSettings
 from goaly.train.trainer import PolicyTrainer
 from goaly.trajectory import PackedRows
 from goaly.weights.settings import WeightSettings

@@ -31,23 +31,22 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while t
 def sft(config: SftConfig, folder: "SftFolder") -> dict[str, Any]:
     """Train, save the model, and say how it went."""
     from apps.sft.report import Report
+    from goaly.losses.objective import Likelihood
     from goaly.prompts.supervised import row_stream
     from goaly.prompts.tokenizer import ChatTokenizer
     from goaly.train.engine import TrainEngine
-    from goaly.train.losses import policy_loss
-    from goaly.train.settings import LossSettings
 
     started = time.monotonic()
     model = starting_model(config, folder.run)
     rows = row_stream(config.data, ChatTokenizer(model.path))
     engine = TrainEngine(model, config.trainer)
-    loss = policy_loss(LossSettings(name="nll"))
+    likelihood = Likelihood()
     report = Report(config, folder)
     resume(folder, engine, rows)
     metrics = {}
     while engine.policy_version < config.steps:
         batch = rows.next()
-        metrics = engine.train_step(share(batch, engine.dp_rank, config.trainer.fsdp), loss)
+        metrics = engine.train_step(share(batch, engine.dp_rank, config.trainer.fsdp), likelihood)
         report.step(engine.policy_version, batch, metrics)
         if config.checkpoint_every and engine.policy_version % config.checkpoint_every == 0:
             folder.save_checkpoint({"engine": engine.state_dict(), "rows": rows.state_dict()})

@@ -16,11 +16,12 @@ from monarch.spmd import setup_torch_elastic_env
 from torch.distributed.tensor import DTensor
 
 from goaly.backlog.batch import BatchHandle
+from goaly.losses.objective import policy_loss
+from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.train.engine import TrainEngine
-from goaly.train.losses import policy_loss
 from goaly.train.reference import ReferenceModel
-from goaly.train.settings import LossSettings, OptimizerSettings, ReferenceSettings, TrainerSettings
+from goaly.train.settings import OptimizerSettings, ReferenceSettings, TrainerSettings
 from goaly.train.trainer import PolicyTrainer
 from goaly.trajectory import PackedRows
 from goaly.weights.settings import WeightSettings

@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 
 from goaly.backlog.batch import build_batch
 from goaly.backlog.settings import BacklogSettings
+from goaly.losses.objective import policy_loss
+from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.reward.settings import AdvantageSettings
 from goaly.train.engine import TrainEngine
-from goaly.train.losses import policy_loss
-from goaly.train.settings import LossSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
+from goaly.train.settings import OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
 
 STEPS = 10

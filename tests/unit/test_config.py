@@ -232,6 +232,35 @@ def test_a_missing_file_is_a_problem(tmp_path: Path):
     assert problems("name=x", "--config") == ["--config: names no file, write --config FILE"]
 
 
+def test_a_file_based_on_another_starts_from_its_keys(tmp_path: Path):
+    (tmp_path / "deep.yaml").write_text("name: deep\nseed: 1\nmixture: {hard: 1}\ntrain: {threads: 2}\n")
+    (tmp_path / "middle.yaml").write_text("base: deep.yaml\nname: middle\nlengths: [1, 2]\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "top.yaml").write_text(
+        "base: ../middle.yaml\nmixture: {easy: 2}\nlengths: [3]\ntrain: {optimizer: {lr: 2}}\n"
+    )
+    config = read("--config", str(tmp_path / "sub" / "top.yaml"), "seed=5")
+    assert (config.name, config.seed, config.lengths, config.mixture) == ("middle", 5, [3], {"easy": 2.0})
+    assert (config.train.threads, config.train.optimizer.lr) == (2, 2.0)
+
+
+def test_a_problem_in_a_base_names_that_file(tmp_path: Path):
+    (tmp_path / "deep.yaml").write_text("name: x\nseed: x\nlengths: x\n")
+    (tmp_path / "top.yaml").write_text("base: deep.yaml\nlengths: y\n")
+    assert problems("--config", str(tmp_path / "top.yaml")) == [
+        f"seed=x: must be an integer or null ({tmp_path / 'deep.yaml'})",
+        f"lengths=y: must be a list, each an integer ({tmp_path / 'top.yaml'})",
+    ]
+
+
+def test_a_base_that_is_missing_or_leads_back_is_a_problem(tmp_path: Path):
+    top, other = tmp_path / "top.yaml", tmp_path / "other.yaml"
+    top.write_text("base: other.yaml\nname: x\n")
+    assert problems("--config", str(top)) == [f"--config={other}: can't be read: No such file or directory"]
+    other.write_text("base: top.yaml\n")
+    assert problems("--config", str(top)) == [f"base={top}: is based on itself ({other})"]
+
+
 def test_loaded_says_which_file_and_whether_it_is_a_dry_run(yaml_file):
     file = yaml_file("name: x\n")
     loaded = load(Config, [f"--config={file}", "--dry-run"], prog="prog", description="")

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from goaly.backlog.admission import Admission, Ticket
-from goaly.backlog.batch import Batch, BatchHandle, build_batch
+from goaly.backlog.batch import Batch, BatchHandle, add_advantages, build_batch
 from goaly.backlog.distribution import LengthDistribution, SourceShares
 from goaly.backlog.ledger import Ledger, State
 from goaly.backlog.order import order_of
@@ -174,6 +174,9 @@ class Backlog:
                 f"must be {LATER[key]} {tuple(rows.batch_size)}"
             )
         rows[key] = column_RL
+        batch = self._batches[batch_id]
+        if self._advantage_settings.kl_coef > 0 and all("reference_logprobs" in rank.rows for rank in batch.ranks):
+            add_advantages(batch, self._advantage_settings)
 
     def trained(self, batch_id: int, policy_version: int) -> None:
         """An optimizer step consumed the batch and made this version."""

@@ -1,19 +1,20 @@
 """A batch: the groups of one training step as packed rows of every data-parallel rank. Pure.
 
-Consumes groups in delivery order, adds each sample's advantages, and says what the batch is like. The handle is what
-travels through the controller; the rows stay here until their rank pulls them.
+Consumes groups in delivery order, adds advantages, and says what the batch is like. The handle is what travels through
+the controller; the rows stay here until their rank pulls them. Advantages with a KL term in the reward are added once
+the reference model has put its log-probs into all rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from goaly.backlog.outcomes import PASS_REWARD
-from goaly.backlog.packing import assign, pack
+from goaly.backlog.packing import Row, assign, pack, spans
 from goaly.backlog.settings import BacklogSettings
 from goaly.prompts.curriculum import Passes
-from goaly.reward.advantages import advantages, has_signal, spread
+from goaly.reward.advantages import advantages, has_signal
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, PackedRows, Trajectory, lengths
 
@@ -37,8 +38,17 @@ class Batch:
     """A batch with its rows, one `PackedRows` a data-parallel rank."""
 
     handle: BatchHandle
-    tickets: tuple[int, ...]
+    groups: tuple[Group, ...]
+    weights: tuple[float, ...]
+    """What multiplies each group's advantages."""
+    placement: tuple[tuple[Row, ...], ...]
+    """Each rank's rows, as the sequences that lie in them."""
     ranks: tuple[PackedRows, ...]
+
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        """The tickets of its groups."""
+        return tuple(group.ticket for group in self.groups)
 
 
 def build_batch(
@@ -57,13 +67,7 @@ def build_batch(
     A group's weight multiplies the advantages of all its samples; None weighs all alike.
     """
     samples = [sample for group in groups for sample in group.samples]
-    sequences = []
-    for group, weight in zip(groups, weights or [1.0] * len(groups), strict=True):
-        rewards = [sample.reward for sample in group.samples]
-        for sample, advantage in zip(group.samples, advantages(rewards, advantage_settings), strict=True):
-            columns = sample.tokens.copy()
-            columns["advantages"] = spread(sample.tokens["trained"], weight * advantage)
-            sequences.append(columns)
+    sequences = [sample.tokens for sample in samples]
     rows_by_rank = assign(lengths(samples), settings.row_length, dp_ranks)
     trained_tokens = sum(sample.trained_tokens for sample in samples)
     ranks = tuple(
@@ -88,7 +92,39 @@ def build_batch(
         },
         passes=passes or {},
     )
-    return Batch(handle=handle, tickets=tuple(group.ticket for group in groups), ranks=ranks)
+    batch = Batch(
+        handle=handle,
+        groups=tuple(groups),
+        weights=tuple(weights or [1.0] * len(groups)),
+        placement=rows_by_rank,
+        ranks=ranks,
+    )
+    if advantage_settings.kl_coef == 0:
+        add_advantages(batch, advantage_settings)
+    return batch
+
+
+def add_advantages(batch: Batch, settings: AdvantageSettings) -> None:
+    """Add `advantages` to all rows; with a KL term the rows must hold `reference_logprobs`."""
+    samples = [sample for group in batch.groups for sample in group.samples]
+    references: list[torch.Tensor] | None = None
+    if settings.kl_coef > 0:
+        references = [torch.empty(0)] * len(samples)
+        for rank, row, span, place in _spans(batch, samples):
+            references[place] = batch.ranks[rank].rows["reference_logprobs"][row, span]
+    weights = [weight for weight, group in zip(batch.weights, batch.groups, strict=True) for _ in group.samples]
+    values = advantages(batch.groups, settings, references)
+    columns = [torch.zeros(packed.rows.batch_size) for packed in batch.ranks]
+    for rank, row, span, place in _spans(batch, samples):
+        columns[rank][row, span] = weights[place] * values[place]
+    for packed, column_RL in zip(batch.ranks, columns, strict=True):
+        packed.rows["advantages"] = column_RL
+
+
+def _spans(batch: Batch, samples: Sequence[Trajectory]) -> Iterator[tuple[int, int, slice, int]]:
+    for rank, rows in enumerate(batch.placement):
+        for place, row, span in spans(lengths(samples), rows):
+            yield rank, row, span, place
 
 
 def batch_metrics(policy_version: int, groups: Sequence[Group]) -> dict[str, float]:

@@ -9,7 +9,7 @@ Invariants
     PK-4  Padding stands at a row's end, is never trained, and counts its own positions from 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from tensordict import TensorDict
@@ -74,17 +74,24 @@ def pack(sequences: Sequence[TensorDict], rows: Sequence[Row], row_length: int, 
     packed["tokens"].fill_(pad_token)
     packed["sampler_versions"].fill_(NO_VERSION)
     positions_RL = torch.zeros(len(rows), row_length, dtype=torch.int64)
+    used = [0] * len(rows)
+    for place, row, span in spans([sequence.batch_size[0] for sequence in sequences], rows):
+        for key, column in packed.items():
+            column[row, span] = sequences[place][key]
+        positions_RL[row, span] = torch.arange(span.stop - span.start)
+        used[row] = span.stop
+    for row, stop in enumerate(used):
+        positions_RL[row, stop:] = torch.arange(row_length - stop)  # PK-4
+    return TensorDict({**packed, "positions": positions_RL}, batch_size=[len(rows), row_length])
+
+
+def spans(lengths: Sequence[int], rows: Sequence[Row]) -> Iterator[tuple[int, int, slice]]:
+    """`(place in the batch, row, columns)` of each sequence in these rows."""
     for row, places in enumerate(rows):
         start = 0
         for place in places:
-            sequence = sequences[place]
-            stop = start + sequence.batch_size[0]
-            for key, column in packed.items():
-                column[row, start:stop] = sequence[key]
-            positions_RL[row, start:stop] = torch.arange(stop - start)
-            start = stop
-        positions_RL[row, start:] = torch.arange(row_length - start)  # PK-4
-    return TensorDict({**packed, "positions": positions_RL}, batch_size=[len(rows), row_length])
+            yield place, row, slice(start, start + lengths[place])
+            start += lengths[place]
 
 
 def columns_of(sequences: Sequence[TensorDict]) -> dict[str, torch.dtype]:

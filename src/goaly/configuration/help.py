@@ -37,7 +37,8 @@ def help_text(schema: type, *, prog: str, description: str, width: int | None = 
 
 
 _OVERRIDES = (
-    "A key=value on the command line wins over the file, the file over the defaults. Values are YAML: "
+    "A key=value on the command line wins over the file, the file over the one that its `base: FILE` names, that over "
+    "the defaults. Values are YAML: "
     "names=[a,b] is a list, key=null is no value, and ${other.key} stands for another key's value."
 )
 

@@ -1,4 +1,4 @@
-"""Where settings come from: a YAML file and `key=value` overrides, read and merged by OmegaConf.
+"""Where settings come from: a YAML file, perhaps based on others, and `key=value` overrides, merged by OmegaConf.
 
 The schema's own defaults lie beneath both, so that `${train.lr}` refers to a value whether or not anyone wrote it down.
 """
@@ -17,6 +17,8 @@ from goaly.configuration.schema import join, show
 
 OVERRIDE = "override"
 DEFAULT = "default"
+BASE = "base"
+"""The key by which a file names another one, relative to itself, whose keys it starts from."""
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
@@ -61,7 +63,7 @@ def read(
     mappings: set[str],
     sections: set[str],
 ) -> Given:
-    """Merge defaults, file and overrides.
+    """Merge defaults, the file's bases, the file and the overrides.
 
     What a file gives for one of `mappings` (keys whose value is a dict) replaces the default instead of joining it; one
     of `sections` with nothing below it in the file is as good as not written.
@@ -69,16 +71,35 @@ def read(
     given = Given()
     tree = OmegaConf.create(defaults)
     if file is not None:
-        written = _without_empty(_read_file(Path(file), given), "", sections)
-        _note_sources(written, "", str(file), given)
-        for path in mappings & given.sources.keys():
-            OmegaConf.update(tree, path, {}, merge=False)
-        tree = OmegaConf.merge(tree, OmegaConf.create(written))
+        for source, content in _with_bases(Path(file), given):
+            written = _without_empty(content, "", sections)
+            own = Given()
+            _note_sources(written, "", source, own)
+            given.sources.update(own.sources)
+            for path in mappings & own.sources.keys():
+                OmegaConf.update(tree, path, {}, merge=False)
+            tree = OmegaConf.merge(tree, OmegaConf.create(written))
     assert isinstance(tree, DictConfig)
     for override in overrides:
         _apply(tree, override, given)
     given.values.update(_resolve(tree, "", given))
     return given
+
+
+def _with_bases(file: Path, given: Given) -> list[tuple[str, dict[Any, Any]]]:
+    """The file and those it is based on, the farthest first: `base: other.yaml` stands beside the keys."""
+    chain: list[tuple[str, dict[Any, Any]]] = []
+    seen: list[Path] = []
+    while file.resolve() not in seen:
+        seen.append(file.resolve())
+        content = _read_file(file, given)
+        base = content.pop(BASE, None)
+        chain.insert(0, (str(file), content))
+        if base is None:
+            return chain
+        file = file.parent / str(base)
+    given.problems.append(f"{BASE}={file}: is based on itself ({chain[0][0]})")
+    return chain
 
 
 def _read_file(file: Path, given: Given) -> dict[Any, Any]:

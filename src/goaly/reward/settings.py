@@ -1,7 +1,7 @@
 """Who judges a finished sequence, for how long, and what its group makes of the reward."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +34,52 @@ class RewardSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageSettings:
-    """How the rewards of a group become the advantages of its samples."""
+class OverlongSettings:
+    """Lowers the reward of long answers, linearly over the last tokens before the limit (DAPO's soft punishment)."""
 
-    name: str = "group"
-    """`group`: (reward - mean) / (std + epsilon) over the group; `group_mean`: reward - mean."""
-    epsilon: float = 1e-6
-    """Added to the group's standard deviation."""
+    limit: int
+    """Trained tokens from which on the whole penalty is taken off."""
+    buffer: int
+    """Tokens before the limit over which the penalty rises from 0."""
+    penalty: float = 1.0
+    """What an answer at the limit loses."""
 
     def problems(self, prefix: str) -> list[str]:
-        """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `advantages.`."""
+        """What can't work, a line each."""
         found = []
-        if self.name not in ADVANTAGE_NAMES:
-            found.append(f"{prefix}name={self.name}: must be one of {', '.join(ADVANTAGE_NAMES)}")
-        if self.epsilon < 0:
-            found.append(f"{prefix}epsilon={self.epsilon}: must be at least 0")
+        if self.buffer < 1:
+            found.append(f"{prefix}buffer={self.buffer}: must be at least 1")
+        if self.limit <= self.buffer:
+            found.append(f"{prefix}limit={self.limit}: must be above {prefix}buffer={self.buffer}")
+        if self.penalty <= 0:
+            found.append(f"{prefix}penalty={self.penalty}: must be above 0")
         return found
 
 
-ADVANTAGE_NAMES = ("group", "group_mean")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSettings:
+    """How the rewards of a batch become the advantages of its tokens; `docs/algorithms.md` has the formulas."""
+
+    name: str = "group"
+    """group, group_mean, rloo, reinforce_pp, reinforce_pp_baseline, process, or a function of your own as
+    `package.module:function`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the function takes after `*` in its signature, such as epsilon."""
+    overlong: OverlongSettings | None = None
+    """Lowers the reward of long answers; null leaves rewards as they are."""
+    kl_coef: float = 0.0
+    """Weight of the KL divergence from the reference model that is taken off the reward of each token; 0 needs no
+    reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """How that divergence is estimated at each token."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `advantages.`."""
+        from goaly.reward.advantages import ESTIMATORS  # imports torch, which `--help` can do without
+
+        found = ESTIMATORS.problems(prefix, self.name, self.options)
+        if self.kl_coef < 0:
+            found.append(f"{prefix}kl_coef={self.kl_coef}: must be at least 0")
+        if self.kl_coef == 0 and self.kl_estimator != "k1":
+            found.append(f"{prefix}kl_estimator={self.kl_estimator}: has no effect, {prefix}kl_coef is 0")
+        return found

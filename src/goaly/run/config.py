@@ -4,13 +4,14 @@ from dataclasses import dataclass, field
 
 from goaly.backlog.settings import BacklogSettings
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
+from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.prompts.settings import PromptSettings
 from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.settings import RolloutSettings
 from goaly.run.settings import EvaluationSettings, HostSettings
 from goaly.telemetry.settings import TelemetrySettings
-from goaly.train.settings import LossSettings, ReferenceSettings, TrainerSettings
+from goaly.train.settings import ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings
 
 
@@ -55,7 +56,8 @@ class RunConfig:
     """How the policy is trained."""
 
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)
-    """The frozen model of the KL term; it runs only where `loss.kl_coef` is not 0."""
+    """The frozen model of the KL term; it runs only where `loss.kl_coef` or
+    `advantages.kl_coef` is not 0."""
 
     weights: WeightSettings = field(default_factory=WeightSettings)
     """How new weights reach the generators."""
@@ -68,6 +70,11 @@ class RunConfig:
 
     hosts: HostSettings = field(default_factory=HostSettings)
     """Which hosts and cores its processes use."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether anything asks for the reference model's log-probs."""
+        return self.loss.kl_coef > 0 or self.advantages.kl_coef > 0
 
     @property
     def max_context(self) -> int:

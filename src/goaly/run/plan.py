@@ -60,7 +60,7 @@ def placements(config: RunConfig) -> Iterator[Placement]:
         needs=f"state {_gib(state)}, ring {_gib(ring)}, activations {_gib(activations)}",
         gib=(state + ring + activations) / GIB,
     )
-    if config.loss.kl_coef > 0:
+    if config.uses_reference:
         ranks = config.reference.fsdp * config.reference.tp
         yield Placement(
             name="reference",

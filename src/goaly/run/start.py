@@ -144,7 +144,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
         starts.create_task(run.rollouts.start())
         starts.create_task(run.trainer.start())
         starts.create_task(run.generators.start())
-        if config.loss.kl_coef > 0:
+        if config.uses_reference:
             mesh = hosts.spawn("reference", "reference", config.reference.ranks, config.reference.threads)
             await setup_torch_elastic_env_async(mesh)
             run.reference = Reference(

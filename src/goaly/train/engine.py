@@ -4,8 +4,8 @@ Consumes packed rows, produces parameters. All ranks call the same methods in th
 data-parallel ranks, and are the same on tensor-parallel ranks.
 
 Invariants
-    TE-1  The gradient is that of (sum of per-token losses) / (trained tokens of the global batch), whatever the
-          packing, the microbatches and the ranks.
+    TE-1  The gradient is that of (sum of the objective over the global batch) / (its denominator over the global
+          batch), whatever the packing, the microbatches and the ranks.
     TE-2  A loss or gradient that isn't finite raises and changes no parameter.
     TE-3  The same inputs give bit-identical parameters.
     TE-4  `policy_version` is the number of optimizer steps done.
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from goaly.losses.objective import Contribution, Objective, finish
 from goaly.models.settings import ModelSettings
-from goaly.train.losses import BoundLoss, LossOutput, finish
 from goaly.train.microbatch import Microbatch, microbatch, split_rows
 from goaly.train.parallel import build_parallel
 from goaly.train.settings import TrainerSettings
@@ -55,32 +55,38 @@ class TrainEngine:
         """Whether this is the one, of the ranks that share its rows, that reports for them."""
         return self._parallel.leads
 
-    def train_step(self, packed: PackedRows, loss: BoundLoss) -> dict[str, float]:
+    def train_step(self, packed: PackedRows, objective: Objective) -> dict[str, float]:
         """One optimizer step on this rank's share of a batch; returns the global batch's metrics."""
         metrics = self.forward_backward(
-            split_rows(packed.rows, self._settings.microbatch_rows), loss, packed.batch_trained_tokens
+            split_rows(packed.rows, self._settings.microbatch_rows), objective, objective.denominator(packed)
         )
         return metrics | self.optimizer_step()
 
     def forward_backward(
-        self, microbatches: Iterable[TensorDict], loss: BoundLoss, normalizer: int
+        self, microbatches: Iterable[TensorDict], objective: Objective, denominator: int
     ) -> dict[str, float]:
-        """Add to the gradients; `normalizer` is the number of trained tokens in the global batch (TE-1)."""
-        if normalizer < 1:
-            raise ValueError(f"normalizer={normalizer}: the batch must hold at least one trained token")
-        sums: list[tuple[list[str], torch.Tensor]] = []
-        tops: list[tuple[list[str], torch.Tensor]] = []
+        """Add to the gradients; `denominator` is the objective's for the global batch (TE-1).
+
+        Begins without gradients: where the objective counts only what it keeps, all of them are scaled at the end, once
+        the counts of all microbatches and ranks are known.
+        """
+        if denominator < 1:
+            raise ValueError(f"denominator={denominator}: the batch must hold at least one trained token")
+        sums: list[dict[str, torch.Tensor]] = []
+        maxima: list[dict[str, torch.Tensor]] = []
         for rows in microbatches:
             batch = self._microbatch(rows)
             logprobs_P, entropies_P = self._logprobs(batch)
-            output = loss(logprobs_P, entropies_P, batch.columns)
-            total = output.loss_P.sum() / normalizer
-            total.backward()
-            sums.append(_reduced(output, total, normalizer))
-            if output.maximum and len(logprobs_P):
-                tops.append((list(output.maximum), torch.stack([v.detach().amax() for v in output.maximum.values()])))
-        metrics = self._across_ranks(sums, dist.ReduceOp.SUM) | self._across_ranks(tops, dist.ReduceOp.MAX)
+            part = objective(logprobs_P, entropies_P, batch.columns, self.policy_version)
+            loss = part.total / denominator
+            loss.backward()
+            sums.append(_sums(part, loss, len(logprobs_P)))
+            maxima.append({name: _greatest(values_P) for name, values_P in part.maximum.items()})
+        summed = self._across_ranks(sums, dist.ReduceOp.SUM)
+        metrics = _means(summed) | self._across_ranks(maxima, dist.ReduceOp.MAX)
         self._check_finite(metrics)
+        if COUNT in summed:
+            metrics["loss"] *= self._divide_by(summed[COUNT], instead_of=denominator)
         return finish(metrics)
 
     def optimizer_step(self) -> dict[str, float]:
@@ -147,16 +153,22 @@ class TrainEngine:
             hidden_1TD, batch.predicting_P, batch.targets_P, self._settings.logprob_chunk, self._settings.temperature
         )
 
-    def _across_ranks(self, parts: list[tuple[list[str], torch.Tensor]], operation: Any) -> dict[str, float]:
+    def _divide_by(self, count: float, *, instead_of: int) -> float:
+        """Scale the gradients to another denominator; the factor. Nothing counted leaves gradients of 0 as they are."""
+        factor = instead_of / count if count else 1.0
+        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        torch._foreach_mul_(gradients, factor)
+        return factor
+
+    def _across_ranks(self, parts: list[dict[str, torch.Tensor]], operation: Any) -> dict[str, float]:
         """Join the microbatches' values and those of the ranks with other rows."""
-        if not parts:
+        if not parts or not parts[0]:
             return {}
-        names = parts[0][0]
-        stacked = torch.stack([values for _, values in parts])
+        stacked = torch.stack([torch.stack([value.double() for value in part.values()]) for part in parts])
         joined = stacked.sum(0) if operation == dist.ReduceOp.SUM else stacked.amax(0)
         if self._parallel.dp_group is not None:
             dist.all_reduce(joined, operation, self._parallel.dp_group)
-        return dict(zip(names, joined.tolist(), strict=True))
+        return dict(zip(parts[0], joined.tolist(), strict=True))
 
     def _check_finite(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -165,7 +177,25 @@ class TrainEngine:
                 raise FloatingPointError(f"train {name} is {value} at policy version {self.policy_version}")  # TE-2
 
 
-def _reduced(output: LossOutput, total: torch.Tensor, normalizer: int) -> tuple[list[str], torch.Tensor]:
-    """This microbatch's share of the global means."""
-    values = [total.detach()] + [value.detach().sum() / normalizer for value in output.mean.values()]
-    return ["loss", *output.mean], torch.stack(values)
+TOKENS, COUNT = "tokens", "count"
+"""Sums beside the loss and the metrics: trained tokens, and what the objective counts of them."""
+
+
+def _sums(part: Contribution, loss: torch.Tensor, tokens: int) -> dict[str, torch.Tensor]:
+    """What this microbatch adds to the global batch's loss, counts and means."""
+    sums = {TOKENS: loss.new_tensor(tokens), "loss": loss.detach()}
+    sums |= {name: values_P.detach().sum() for name, values_P in part.mean.items()}
+    return sums if part.count is None else sums | {COUNT: part.count}
+
+
+def _means(sums: Mapping[str, float]) -> dict[str, float]:
+    """The loss, and the means over the global batch's trained tokens."""
+    tokens = max(sums[TOKENS], 1)
+    return {
+        name: value if name == "loss" else value / tokens for name, value in sums.items() if name not in (TOKENS, COUNT)
+    }
+
+
+def _greatest(values_P: torch.Tensor) -> torch.Tensor:
+    """The greatest value; where there is none, one that every value exceeds."""
+    return values_P.detach().amax() if len(values_P) else values_P.new_tensor(-math.inf)

@@ -1,4 +1,4 @@
-"""How the policy is trained: layout, optimizer, schedule, loss."""
+"""How the policy is trained: layout, optimizer, schedule, reference."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -110,43 +110,6 @@ class TrainerSettings:
         lines += self.optimizer.problems(f"{prefix}optimizer.")
         lines += self.schedule.problems(f"{prefix}schedule.")
         return lines
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSettings:
-    """The loss, by name, and what it reads."""
-
-    name: str = "grpo"
-    """`grpo` (clipped policy gradient on group advantages) or `nll` (negative log-likelihood)."""
-    clip_low: float = 0.2
-    """The ratio's gradient stops below 1 - clip_low where the advantage is negative."""
-    clip_high: float = 0.2
-    """The ratio's gradient stops above 1 + clip_high where the advantage is positive."""
-    proximal: Literal["sampler", "trainer"] = "sampler"
-    """Whose log-probs the ratio is taken against: the sampler's, or the trainer's own at the start of the step. Then
-    the distance from the sampler is a truncated importance weight."""
-    importance_cap: float | None = 2.0
-    """Upper bound of the importance weight from sampler to proximal policy; null doesn't bound it."""
-    kl_coef: float = 0.0
-    """Weight of the KL divergence from the reference model; 0 needs no reference."""
-
-    def problems(self, prefix: str) -> list[str]:
-        """What can't work, a line each."""
-        lines = []
-        if not 0 <= self.clip_low <= 1:
-            lines.append(f"{prefix}clip_low={self.clip_low}: must be between 0 and 1")
-        if self.clip_high < 0:
-            lines.append(f"{prefix}clip_high={self.clip_high}: must be at least 0")
-        if self.importance_cap is not None and self.importance_cap <= 0:
-            lines.append(f"{prefix}importance_cap={self.importance_cap}: must be above 0, or null")
-        if self.kl_coef < 0:
-            lines.append(f"{prefix}kl_coef={self.kl_coef}: must be at least 0")
-        if self.name not in LOSS_NAMES:
-            lines.append(f"{prefix}name={self.name}: must be one of {', '.join(LOSS_NAMES)}")
-        return lines
-
-
-LOSS_NAMES = ("grpo", "nll")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

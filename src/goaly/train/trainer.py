@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
 from goaly.train.rank import RankThread
-from goaly.train.settings import LossSettings, TrainerSettings
+from goaly.train.settings import TrainerSettings
 from goaly.weights.settings import WeightSettings
 
 if TYPE_CHECKING:
     from goaly.backlog.batch import BatchHandle
-    from goaly.train.losses import BoundLoss
+    from goaly.losses.objective import Objective
     from goaly.trajectory import PackedRows
     from goaly.weights.publisher import Publisher
     from goaly.weights.store import WeightStore
@@ -47,7 +48,7 @@ class PolicyTrainer(Actor):
         self._weight_settings = weights
         self._store = store
         self._thread = RankThread("train")
-        self._loss: BoundLoss | None = None
+        self._objective: Objective | None = None
         self._publisher: Publisher | None = None
         self._parameters_at_rest = asyncio.Lock()
 
@@ -55,9 +56,9 @@ class PolicyTrainer(Actor):
     async def start(self) -> int:
         """Build and load the model; its policy version."""
         await self._thread.build(self._model, self._settings, trains=True)
-        from goaly.train.losses import policy_loss
+        from goaly.losses.objective import policy_loss
 
-        self._loss = policy_loss(self._loss_settings)
+        self._objective = policy_loss(self._loss_settings)
         if self._store is not None:
             from goaly.weights.publisher import Publisher
 
@@ -115,6 +116,6 @@ class PolicyTrainer(Actor):
 
     def _train(self, rows: "PackedRows", batch_id: int) -> dict[str, float]:
         engine = self._thread.engine
-        assert self._loss is not None, "start builds engine and loss together"
+        assert self._objective is not None, "start builds engine and objective together"
         with spans.span("train", version=engine.policy_version, batch=batch_id):
-            return engine.train_step(rows, self._loss)
+            return engine.train_step(rows, self._objective)

@@ -166,6 +166,25 @@ async def test_a_later_stage_adds_a_column_of_the_right_kind_only():
         queue.annotate(0, 0, "values", torch.zeros(2, 16))
 
 
+async def test_with_a_kl_term_advantages_come_with_the_last_ranks_reference_logprobs():
+    settings = AdvantageSettings(name="group_mean", kl_coef=0.5)
+    queue = Backlog(SETTINGS, settings, dp_ranks=2, pad_token=0)
+    await complete(queue)
+    await complete(queue, rewards=(3.0, 3.0))
+    await queue.next_batch()
+    # sampled at -0.5; the reference has -0.5 for the first rank's tokens, -1.5 for the second's: k1 is 0 and 1
+    for rank, logprob in enumerate((-0.5, -1.5)):
+        assert "advantages" not in queue.rows(0, rank).rows
+        rows = queue.rows(0, rank).rows
+        queue.annotate(0, rank, "reference_logprobs", logprob * rows["trained"].float())
+    # each rank holds one sample of each group, of three trained tokens: the second rank's lose 0.5 * 3 = 1.5.
+    # group 0: rewards 0 and 1 - 1.5, group 1: 3 and 3 - 1.5, less their means
+    found = [queue.rows(0, rank).rows for rank in range(2)]
+    each = [sorted(set(rows["advantages"][rows["trained"]].tolist())) for rows in found]
+    assert each == [[0.25, 0.75], [-0.75, -0.25]]
+    assert all((rows["advantages"][~rows["trained"]] == 0).all() for rows in found)
+
+
 async def test_close_gives_every_waiter_none_and_accounts_for_what_was_queued():
     queue = backlog()
     await complete(queue)

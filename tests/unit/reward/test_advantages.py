@@ -1,41 +1,232 @@
-"""Advantages, by hand."""
+"""Advantages by hand, for whole batches."""
+
+import re
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from goaly.reward.advantages import advantages, spread
-from goaly.reward.settings import AdvantageSettings, RewardSettings
+from goaly.reward.advantages import ESTIMATORS, advantages, spread
+from goaly.reward.gae import gae
+from goaly.reward.scored import Scored, less_divergence, less_overlong, scored
+from goaly.reward.settings import AdvantageSettings, OverlongSettings, RewardSettings
+from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
+
+close = torch.testing.assert_close
+RELATIVE = ["group", "group_mean", "rloo", "process"]
+"""Estimators that compare a sample with its own group alone."""
 
 
-def test_the_group_estimator_counts_in_standard_deviations():
-    assert advantages([0.0, 0.0, 0.0, 1.0], AdvantageSettings(name="group", epsilon=0.0)) == pytest.approx(
-        [-0.57735, -0.57735, -0.57735, 1.73205], abs=1e-5
+def sample(reward: float, trained: int = 1, *, credits: dict[int, float] | None = None, turns: str = "") -> Trajectory:
+    """One token of prompt and so many of answer, or turns such as `p2a1p2`; credits by position."""
+    turns = turns or f"p{trained}"
+    made, start = [], 1
+    for author, length in re.findall(r"([pa])(\d+)", turns):
+        made.append(Turn(author={"p": "policy", "a": "environment"}[author], start=start, stop=start + int(length)))
+        start += int(length)
+    mask = torch.tensor([False] + [turn.author == "policy" for turn in made for _ in range(turn.start, turn.stop)])
+    rewards = torch.zeros(start)
+    rewards[int(mask.nonzero()[-1]) if mask.any() else -1] = reward
+    for position, credit in (credits or {}).items():
+        rewards[position] = credit
+    tokens = {
+        "tokens": torch.zeros(start, dtype=torch.int64),
+        "trained": mask,
+        "sampler_logprobs": -0.5 * mask.float(),
+        "sampler_versions": torch.where(mask, 0, -1).int(),
+        "rewards": rewards,
+    }
+    return Trajectory(
+        tokens=token_data(tokens),
+        prompt_id="x",
+        sample_index=0,
+        turns=tuple(made),
+        environment="test",
+        outcome=Outcome.COMPLETE,
     )
 
 
+def groups(*rewards: list[float]) -> list[Group]:
+    """Groups of one-token answers."""
+    return [grouped(*(sample(reward) for reward in of_group)) for of_group in rewards]
+
+
+def grouped(*samples: Trajectory) -> Group:
+    return Group(ticket=0, prompt_id="x", source="test", samples=samples)
+
+
+def values(name: str, batch: list[Group], **options: float) -> list[float]:
+    """Each sample's advantage at its last token."""
+    found = advantages(batch, AdvantageSettings(name=name, options=options))
+    return [float(advantage_T[-1]) for advantage_T in found]
+
+
+def only_positive(batch: Scored, *, above: float) -> torch.Tensor:
+    """A user's own estimator."""
+    return (batch.totals_S - above).clamp(min=0)
+
+
+def test_the_group_estimator_counts_in_standard_deviations():
+    # mean 1/4, deviation sqrt(3)/4; the other group is judged by itself
+    found = values("group", groups([0, 0, 0, 1], [5, 5, 5, 9]), epsilon=0)
+    assert found == pytest.approx([-0.57735, -0.57735, -0.57735, 1.73205] * 2, abs=1e-5)
+
+
 def test_the_mean_estimator_keeps_the_scale():
-    assert advantages([0.0, 2.0, 4.0], AdvantageSettings(name="group_mean")) == [-2.0, 0.0, 2.0]
+    assert values("group_mean", groups([0, 2, 4], [1, 1])) == [-2, 0, 2, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["group", "group_mean"])
-@pytest.mark.parametrize("rewards", [[0.1] * 3, [0.7] * 7, [1.0]])
-def test_equal_rewards_give_exactly_zero_whatever_the_rounding(name, rewards):
-    assert advantages(rewards, AdvantageSettings(name=name)) == [0.0] * len(rewards)  # AV-1
+def test_leave_one_out_compares_with_the_mean_of_the_others():
+    # 0 - (2 + 4) / 2, 2 - (0 + 4) / 2, 4 - (0 + 2) / 2; alone there is nothing to compare with
+    assert values("rloo", groups([0, 2, 4], [7])) == pytest.approx([-3, 0, 3, 0])
 
 
-def test_only_trained_tokens_carry_the_advantage():
-    assert spread(torch.tensor([False, True, False, True]), -1.5).tolist() == [0.0, -1.5, 0.0, -1.5]
-    assert spread(torch.tensor([True]), 1.0).dtype == torch.float32
+def test_reinforce_pp_normalizes_over_all_trained_tokens_of_the_batch():
+    # token returns 0 (three times) and 4 (once): mean 1, deviation sqrt(3)
+    batch = [grouped(sample(0.0, 3), sample(4.0, 1))]
+    assert values("reinforce_pp", batch, epsilon=0) == pytest.approx([-1 / 3**0.5, 3 / 3**0.5])
 
 
-def test_an_unknown_estimator_is_refused_with_the_known_ones():
-    settings = AdvantageSettings(name="gae", epsilon=-1.0)
-    with pytest.raises(ValueError, match="advantages name=gae: must be one of group, group_mean"):
-        advantages([0.0, 1.0], settings)
-    assert settings.problems("advantages.") == [
-        "advantages.name=gae: must be one of group, group_mean",
-        "advantages.epsilon=-1.0: must be at least 0",
+def test_reinforce_pp_gives_each_token_the_rewards_from_there_on():
+    # credits 1 at the first and 2 at the last of three tokens: returns 3, 2, 2; mean 7/3, deviation sqrt(2)/3
+    (found,) = advantages([grouped(sample(2.0, 3, credits={1: 1.0}))], AdvantageSettings(name="reinforce_pp"))
+    close(found, torch.tensor([0.0, 2, -1, -1]) / 2**0.5, atol=1e-5, rtol=1e-5)
+
+
+def test_reinforce_pp_with_baseline_takes_off_the_groups_mean_first():
+    # distances -1, 1 | -2, 2 with one token each: mean 0, deviation sqrt(10 / 4)
+    found = values("reinforce_pp_baseline", groups([0, 2], [10, 14]), epsilon=0)
+    assert found == pytest.approx([value / 2.5**0.5 for value in (-1, 1, -2, 2)])
+
+
+def test_process_rewards_add_up_from_each_step_on():
+    # steps of the first sample 1 and 3 (the credit while the environment speaks is the first step's), of the second 2
+    # and 2: mean 2, deviation sqrt(1/2); scaled -s, s | 0, 0 with s = sqrt(2); from each step on: 0, s | 0, 0
+    first = sample(3.0, turns="p2a1p2", credits={3: 1.0})
+    second = sample(2.0, turns="p1a1p1", credits={1: 2.0})
+    settings = AdvantageSettings(name="process", options={"epsilon": 0.0})
+    one, other = advantages([grouped(first, second)], settings)
+    close(one, torch.tensor([0, 0, 0, 0, 2**0.5, 2**0.5]))
+    assert other.tolist() == [0] * 4
+
+
+def test_process_rewards_of_a_single_step_are_the_group_estimator():
+    batch = groups([0, 1, 5], [2, 3, 3])
+    assert values("process", batch) == pytest.approx(values("group", batch))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS.names)
+@pytest.mark.parametrize("rewards", [[0.0] * 3, [0.7] * 7, [1.0]])
+def test_equal_rewards_give_exactly_zero_whatever_the_rounding(name: str, rewards: list[float]):
+    # shaping makes them doubles, whose mean is not exact: 0.1 + 0.1 + 0.1 is not 3 * 0.1
+    shaped = AdvantageSettings(name=name, overlong=OverlongSettings(limit=2, buffer=1, penalty=0.1))
+    batch = [grouped(*(sample(reward, 3) for reward in rewards))]
+    assert all((advantage_T == 0).all() for advantage_T in advantages(batch, shaped))  # AV-1
+
+
+@settings(max_examples=20, deadline=None)
+@given(rewards=st.lists(st.floats(-9, 9), min_size=2, max_size=6), equal=st.floats(-9, 9))
+@pytest.mark.parametrize("name", RELATIVE)
+def test_a_group_of_equal_rewards_has_no_signal_beside_one_that_has(name: str, rewards: list[float], equal: float):
+    found = values(name, groups([equal] * 3, rewards))
+    assert found[:3] == [0.0] * 3  # AV-1
+    assert sum(found) == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS.names)
+def test_adding_a_constant_to_all_rewards_changes_nothing(name: str):
+    assert values(name, groups([3, 4, 6], [4, 4])) == pytest.approx(values(name, groups([0, 1, 3], [1, 1])), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS.names)
+def test_only_trained_tokens_carry_an_advantage(name: str):
+    batch = [grouped(sample(1.0, turns="p1a2p1"), sample(0.0, turns="p1a1p2"))]
+    for made, advantage_T in zip(batch[0].samples, advantages(batch, AdvantageSettings(name=name)), strict=True):
+        assert advantage_T.dtype == torch.float32
+        assert (advantage_T[~made.tokens["trained"]] == 0).all()  # AV-2
+        assert (advantage_T[made.tokens["trained"]] != 0).all()
+
+
+def test_one_value_goes_to_every_trained_token():
+    assert spread(torch.tensor([False, True, False, True]), torch.tensor(-1.5)).tolist() == [0.0, -1.5, 0.0, -1.5]
+
+
+def test_a_sample_without_a_trained_token_is_carried_along():
+    for name in ESTIMATORS.names:
+        found = advantages([grouped(sample(0.0, turns="a2"), sample(1.0))], AdvantageSettings(name=name))
+        assert found[0].tolist() == [0.0] * 3
+
+
+def test_long_answers_lose_more_the_closer_they_come_to_the_limit():
+    # free up to 6, all gone from 10 on: 8 loses half of the penalty of 2
+    batch = scored([grouped(*(sample(1.0, length) for length in (6, 8, 10, 12)))])
+    shaped = less_overlong(batch, OverlongSettings(limit=10, buffer=4, penalty=2.0))
+    assert shaped.totals_S.tolist() == [1.0, 0.0, -1.0, -1.0]
+    assert float(shaped.rewards[1][-1]) == 0.0
+    through = AdvantageSettings(name="group_mean", overlong=OverlongSettings(limit=10, buffer=4))
+    found = advantages([grouped(sample(1.0, 6), sample(1.0, 10))], through)
+    assert [float(advantage_T[-1]) for advantage_T in found] == [0.5, -0.5]
+
+
+def test_the_divergence_from_the_reference_is_taken_off_token_by_token():
+    # sampled at -0.5; the reference has -1.5 and -0.5: k1 is 1 and 0; the prompt's token is not the policy's
+    batch = [grouped(sample(1.0, 2), sample(0.0, 2))]
+    references = [torch.tensor([-9.0, -1.5, -0.5]), torch.tensor([-9.0, -0.5, -0.5])]
+    shaped = less_divergence(scored(batch), references, 0.5, "k1")
+    close(shaped.rewards[0], torch.tensor([0, -0.5, 1.0], dtype=torch.float64))
+    assert shaped.totals_S.tolist() == [0.5, 0.0]
+    found = advantages(batch, AdvantageSettings(name="group_mean", kl_coef=0.5), references)
+    assert [float(advantage_T[-1]) for advantage_T in found] == [0.25, -0.25]
+
+
+def test_generalized_advantages_by_hand():
+    # deltas: 0 + 0.5*2 - 1 = 0; 0 + 0.5*4 - 2 = 0; 8 - 4 = 4; discount * smoothing = 0.25: 4, 1, 0.25
+    found, returns = gae(torch.tensor([0.0, 0, 8]), torch.tensor([1.0, 2, 4]), discount=0.5, smoothing=0.5)
+    assert found.tolist() == [0.25, 1.0, 4.0]
+    assert returns.tolist() == [1.25, 3.0, 8.0]
+    # what follows is worth 10: the last delta is 8 + 5 - 4 = 9
+    found, _ = gae(torch.tensor([8.0]), torch.tensor([4.0]), discount=0.5, last_value=10.0)
+    assert found.tolist() == [9.0]
+    assert gae(torch.zeros(0), torch.zeros(0))[0].shape == (0,)
+
+
+def test_generalized_advantages_are_returns_less_values_or_one_step_errors_at_the_ends_of_smoothing():
+    rewards, worth = torch.tensor([1.0, 0, -2, 5]), torch.tensor([0.5, 1, 2, 3])
+    close(gae(rewards, worth, smoothing=1.0)[1], rewards.flip(0).cumsum(0).flip(0))
+    close(gae(rewards, worth, smoothing=0.0)[0], rewards + torch.tensor([1.0, 2, 3, 0]) - worth)
+
+
+def test_an_estimator_of_ones_own_is_found_by_its_path_and_takes_its_options():
+    mine = AdvantageSettings(name=f"{__name__}:only_positive", options={"above": 1.0})
+    assert mine.problems("advantages.") == []
+    assert [float(found[-1]) for found in advantages(groups([0, 3], [2]), mine)] == [0, 2, 1]
+
+
+def test_settings_that_can_not_work_are_refused_with_the_known_names():
+    known = "group, group_mean, rloo, reinforce_pp, reinforce_pp_baseline, process"
+    with pytest.raises(ValueError, match=f"there is no such advantage; known are {known}"):
+        advantages(groups([0.0, 1.0]), AdvantageSettings(name="gea"))
+    assert AdvantageSettings(name="rloo", options={"epsilon": 0.1}, kl_estimator="k3").problems("advantages.") == [
+        "advantages.options.epsilon=0.1: the advantage rloo does not take it, it has no options; group, reinforce_pp, "
+        "reinforce_pp_baseline, process would",
+        "advantages.kl_estimator=k3: has no effect, advantages.kl_coef is 0",
     ]
+    assert AdvantageSettings(options={"epsilon": -1.0}, kl_coef=-1).problems("advantages.") == [
+        "advantages.options.epsilon=-1.0: must be at least 0",
+        "advantages.kl_coef=-1: must be at least 0",
+    ]
+    assert OverlongSettings(limit=4, buffer=4, penalty=0).problems("o.") == [
+        "o.limit=4: must be above o.buffer=4",
+        "o.penalty=0: must be above 0",
+    ]
+    assert OverlongSettings(limit=4, buffer=0).problems("o.") == ["o.buffer=0: must be at least 1"]
+
+
+def test_the_help_of_the_setting_names_every_estimator():
+    from goaly.configuration.schema import attribute_docs
+
+    assert all(name in attribute_docs(AdvantageSettings)["name"] for name in ESTIMATORS.names)
 
 
 def test_reward_settings_that_cannot_work_are_listed_with_their_keys():

@@ -7,15 +7,25 @@ import pytest
 import torch
 
 from goaly.errors import ConfigError
+from goaly.losses.objective import policy_loss
+from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings
 from goaly.train.engine import TrainEngine
-from goaly.train.losses import policy_loss
 from goaly.train.microbatch import split_rows
-from goaly.train.settings import LossSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
+from goaly.train.settings import OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.trajectory import PackedRows
 from tests.unit.train.batches import documents, pack
 
 LOSS = LossSettings(kl_coef=0.05)
+REJECTION = Rejection(measure="ratio", level="token", low=0.3, high=3.0)
+"""Leaves out about half of the tokens that `documents` makes."""
+OBJECTIVES = {
+    "token_mean": LOSS,
+    "sequence_mean": LossSettings(name="gspo", options={"clip_low": 0.5, "clip_high": 0.5}),
+    "sequence_sum": LossSettings(name="dr_grpo", constant_length=60, proximal="interpolated", importance="sequence"),
+    "tokens_kept": LossSettings(rejections=(REJECTION,), denominator="after"),
+    "sequences_kept": LossSettings(aggregation="sequence_mean", rejections=(REJECTION,), denominator="after"),
+}
 SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=50)
 
 
@@ -24,8 +34,11 @@ def engine(tiny_model_folder: Path):
     return lambda settings=SETTINGS, **more: TrainEngine(ModelSettings(path=str(tiny_model_folder)), settings, **more)
 
 
-def gradients(engine: TrainEngine, packed: PackedRows, microbatch_rows: int) -> dict[str, torch.Tensor]:
-    engine.forward_backward(split_rows(packed.rows, microbatch_rows), policy_loss(LOSS), packed.batch_trained_tokens)
+def gradients(
+    engine: TrainEngine, packed: PackedRows, microbatch_rows: int, loss: LossSettings = LOSS
+) -> dict[str, torch.Tensor]:
+    objective = policy_loss(loss)
+    engine.forward_backward(split_rows(packed.rows, microbatch_rows), objective, objective.denominator(packed))
     found = {name: parameter.grad for name, parameter in engine._model.named_parameters()}
     engine._optimizer._optimizers.zero_grad()
     return found
@@ -38,11 +51,34 @@ def assert_same_gradients(ones: dict[str, torch.Tensor], others: dict[str, torch
         torch.testing.assert_close(others[name], one, atol=2e-6 * one.abs().max().item() + 1e-8, rtol=2e-4, msg=name)
 
 
-def test_the_gradient_is_the_same_for_any_packing_and_any_microbatches(engine):
+@pytest.mark.parametrize("loss", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_the_gradient_is_the_same_for_any_packing_and_any_microbatches(engine, loss: LossSettings):
     made, sequences = engine(), documents(8)
-    one = gradients(made, pack(sequences, rows=4, row_length=128), 4)
-    assert_same_gradients(one, gradients(made, pack(sequences, rows=4, row_length=128), 1))
-    assert_same_gradients(one, gradients(made, pack(sequences[::-1], rows=2, row_length=300), 1))
+    one = gradients(made, pack(sequences, rows=4, row_length=128), 4, loss)  # TE-1
+    assert_same_gradients(one, gradients(made, pack(sequences, rows=4, row_length=128), 1, loss))
+    assert_same_gradients(one, gradients(made, pack(sequences[::-1], rows=2, row_length=300), 1, loss))
+
+
+def test_counting_what_is_kept_divides_gradient_and_loss_by_that_count(engine):
+    made, packed = engine(), pack(documents(8), rows=4, row_length=128)
+    found = {}
+    for count in ("before", "after"):
+        objective = policy_loss(LossSettings(rejections=(REJECTION,), denominator=count))
+        metrics = made.forward_backward(split_rows(packed.rows, 1), objective, objective.denominator(packed))
+        found[count] = metrics, {name: parameter.grad for name, parameter in made._model.named_parameters()}
+        made._optimizer._optimizers.zero_grad()
+    (before, gradients_before), (after, gradients_after) = found["before"], found["after"]
+    kept = 1 - before["rejected"]
+    assert 0.2 < kept < 0.8
+    assert after["loss"] == pytest.approx(before["loss"] / kept, rel=1e-5)
+    assert_same_gradients({name: gradient / kept for name, gradient in gradients_before.items()}, gradients_after)
+
+
+def test_a_batch_of_which_nothing_is_kept_has_no_gradient(engine):
+    made, packed = engine(), pack(documents(4), rows=2, row_length=128)
+    nothing = Rejection(measure="k2", level="token", high=-1.0)
+    metrics = made.train_step(packed, policy_loss(LossSettings(rejections=(nothing,), denominator="after")))
+    assert (metrics["rejected"], metrics["loss"], metrics["grad_norm"]) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("how", ["selective", "full"])
@@ -135,7 +171,7 @@ def test_what_can_not_work_is_refused_with_its_key(engine):
         engine(TrainerSettings(compile=True))
     with pytest.raises(ConfigError, match=r"fsdp=2 \* tp=1 must be the number of ranks, 1"):
         engine(TrainerSettings(fsdp=2))
-    with pytest.raises(ValueError, match="normalizer=0"):
+    with pytest.raises(ValueError, match="denominator=0"):
         engine().forward_backward([], policy_loss(LOSS), 0)
     assert TrainerSettings(tp=2, compile=True, temperature=0, schedule=ScheduleSettings(decay="linear")).problems(
         "trainer."

@@ -9,14 +9,22 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from goaly.losses.objective import policy_loss
+from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings
 from goaly.train.engine import TrainEngine
-from goaly.train.losses import policy_loss
 from goaly.train.microbatch import split_rows
-from goaly.train.settings import LossSettings, OptimizerSettings, TrainerSettings
+from goaly.train.settings import OptimizerSettings, TrainerSettings
 from tests.unit.train.batches import documents, pack
 
-LOSS = LossSettings(kl_coef=0.05)
+REJECTION = Rejection(measure="ratio", level="token", low=0.3, high=3.0)
+OBJECTIVES = {
+    "token_mean": LossSettings(kl_coef=0.05),
+    "sequence_mean": LossSettings(name="gspo", options={"clip_low": 0.5, "clip_high": 0.5}),
+    "sequence_sum": LossSettings(name="dr_grpo", constant_length=60, proximal="trainer", importance="sequence"),
+    "kept": LossSettings(aggregation="sequence_mean", rejections=(REJECTION,), denominator="after"),
+    "lopsided": LossSettings(rejections=(REJECTION,), denominator="after"),
+}
 SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=50, microbatch_rows=1)
 LAYOUTS = {"fsdp": {"fsdp": 2}, "tp": {"tp": 2}}
 TIED = {"fsdp": False, "tp": True}
@@ -35,10 +43,18 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
     logprobs = engine.logprobs(rows)
-    metrics = engine.forward_backward(
-        split_rows(rows, settings.microbatch_rows), policy_loss(LOSS), batch.batch_trained_tokens
-    )
-    gradients = {name: whole(parameter.grad) for name, parameter in engine._model.named_parameters()}
+    metrics, gradients = {}, {}
+    for name, loss in OBJECTIVES.items():
+        if name == "lopsided":  # all that is trained lies on the first of two data-parallel ranks
+            batch.rows["trained"][1::2] = False
+            rows = batch.rows[engine.dp_rank :: settings.fsdp]
+        engine._optimizer._optimizers.zero_grad()
+        objective = policy_loss(loss)
+        found = engine.forward_backward(
+            split_rows(rows, settings.microbatch_rows), objective, objective.denominator(batch)
+        )
+        metrics |= {f"{name}/{metric}": value for metric, value in found.items()}
+        gradients |= {f"{name}/{key}": whole(parameter.grad) for key, parameter in engine._model.named_parameters()}
     metrics |= engine.optimizer_step()
     parameters = {name: whole(tensor) for name, tensor in engine.named_tensors().items()}
     state = engine.state_dict()

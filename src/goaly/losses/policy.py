@@ -1,0 +1,136 @@
+"""The policy losses: one value a token, from the ratio current / proximal and the advantage. Pure.
+
+`docs/algorithms.md` has the formula and the reference of each. A loss knows nothing of sums, means, importance weights,
+rejections and KL terms: those are the same for all of them (`objective.py`). To add one, write a function of `Tokens`
+that returns `[P]` values (or a `LossOutput`, to report something too) and decorate it, or name it by its path.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from goaly.losses.aggregation import Aggregation
+from goaly.losses.tokens import LossOutput, Tokens
+from goaly.registry import AtLeastOne, NotNegative, Positive, Registry, Share
+
+PolicyLoss = Callable[..., torch.Tensor | LossOutput]
+"""Function of `Tokens`, with options after `*`."""
+
+LOSSES: Registry[PolicyLoss] = Registry("loss")
+_OWN_AGGREGATION: dict[str, Aggregation] = {}
+
+
+def loss(name: str, *, aggregation: Aggregation = "token_mean") -> Callable[[PolicyLoss], PolicyLoss]:
+    """Register a loss, with the aggregation that belongs to it."""
+    _OWN_AGGREGATION[name] = aggregation
+    return LOSSES.register(name)
+
+
+def own_aggregation(name: str) -> Aggregation:
+    """The aggregation that a loss asks for unless the settings say otherwise."""
+    return _OWN_AGGREGATION.get(name, "token_mean")
+
+
+@loss("ppo")
+def ppo(
+    tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2, dual_clip: AtLeastOne | None = None
+) -> LossOutput:
+    """Clipped surrogate: `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, where A < 0 at most `-dual_clip A`."""
+    output = clipped(tokens.ratio_P, tokens.advantages_P, clip_low, clip_high)
+    if dual_clip is None:
+        return output
+    ceiling_P = -dual_clip * tokens.advantages_P
+    above_P = (tokens.advantages_P < 0) & (output.loss_P.detach() > ceiling_P)
+    return LossOutput(
+        loss_P=torch.where(above_P, ceiling_P, output.loss_P),
+        mean={**output.mean, "clip_fraction_dual": above_P.float()},
+    )
+
+
+@loss("grpo")
+def grpo(tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> LossOutput:
+    """PPO's surrogate; what makes it GRPO is the group's advantage."""
+    return clipped(tokens.ratio_P, tokens.advantages_P, clip_low, clip_high)
+
+
+@loss("dr_grpo", aggregation="sequence_sum")
+def dr_grpo(tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> LossOutput:
+    """PPO's surrogate over a constant length; the advantage that belongs to it has no standard deviation."""
+    return clipped(tokens.ratio_P, tokens.advantages_P, clip_low, clip_high)
+
+
+@loss("dapo")
+def dapo(tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.28) -> LossOutput:
+    """PPO's surrogate with more room above, as a mean over tokens."""
+    return clipped(tokens.ratio_P, tokens.advantages_P, clip_low, clip_high)
+
+
+@loss("cispo")
+def cispo(tokens: Tokens, *, clip_low: Share = 1.0, clip_high: NotNegative = 4.0) -> LossOutput:
+    """`-stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p`: the weight is clipped, every token has a gradient."""
+    ratio_P = tokens.ratio_P.detach()
+    weight_P = ratio_P.clamp(1 - clip_low, 1 + clip_high)
+    mean = {
+        "clip_fraction_low": (ratio_P < 1 - clip_low).float(),
+        "clip_fraction_high": (ratio_P > 1 + clip_high).float(),
+    }
+    return LossOutput(loss_P=-weight_P * tokens.advantages_P * tokens.logprobs_P, mean=mean)
+
+
+@loss("gspo", aggregation="sequence_mean")
+def gspo(tokens: Tokens, *, clip_low: Share = 3e-4, clip_high: NotNegative = 4e-4) -> LossOutput:
+    """PPO's surrogate with one ratio a sequence: the geometric mean of its tokens' ratios."""
+    ratio_P = tokens.sequence_mean(tokens.logprobs_P - tokens.proximal_logprobs_P).exp()
+    return clipped(ratio_P, tokens.advantages_P, clip_low, clip_high)
+
+
+@loss("sapo")
+def sapo(tokens: Tokens, *, positive: Positive = 1.0, negative: Positive = 1.05) -> torch.Tensor:
+    """`-4 / t sigmoid(t (r - 1)) A`: a soft gate instead of a clip; t is `positive` where A > 0, else `negative`."""
+    temperature_P = torch.where(tokens.advantages_P > 0, positive, negative)
+    gate_P = (temperature_P * (tokens.ratio_P - 1)).sigmoid() * 4 / temperature_P
+    return -gate_P * tokens.advantages_P
+
+
+@loss("reinforce")
+def reinforce(tokens: Tokens) -> torch.Tensor:
+    """`-r A`: the importance-weighted policy gradient, never clipped."""
+    return -tokens.ratio_P * tokens.advantages_P
+
+
+@loss("dppo")
+def dppo(
+    tokens: Tokens, *, divergence: Literal["total_variation", "kl"] = "total_variation", threshold: Positive = 0.15
+) -> LossOutput:
+    """`-r A`, without the tokens whose probability is already further than the threshold in A's direction.
+
+    The divergence is that of two outcomes, this token or another.
+    """
+    ratio_P, advantages_P = tokens.ratio_P, tokens.advantages_P
+    distance_P = binary_divergence(divergence, tokens.proximal_logprobs_P, tokens.logprobs_P.detach())
+    onward_P = torch.where(advantages_P > 0, ratio_P > 1, (advantages_P < 0) & (ratio_P < 1))
+    masked_P = onward_P & (distance_P > threshold)
+    return LossOutput(
+        loss_P=torch.where(masked_P, 0.0, -ratio_P * advantages_P), mean={"clip_fraction": masked_P.float()}
+    )
+
+
+def clipped(ratio_P: torch.Tensor, advantages_P: torch.Tensor, clip_low: float, clip_high: float) -> LossOutput:
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, and how often each side of the clip stopped the gradient."""
+    clipped_P = ratio_P.clamp(1 - clip_low, 1 + clip_high)
+    mean = {
+        "clip_fraction_low": ((advantages_P < 0) & (ratio_P < 1 - clip_low)).float(),
+        "clip_fraction_high": ((advantages_P > 0) & (ratio_P > 1 + clip_high)).float(),
+    }
+    return LossOutput(loss_P=-torch.minimum(ratio_P * advantages_P, clipped_P * advantages_P), mean=mean)
+
+
+def binary_divergence(kind: str, proximal_P: torch.Tensor, current_P: torch.Tensor) -> torch.Tensor:
+    """How far two policies are apart in whether they draw this token: total variation, or KL(proximal || current)."""
+    old_P, new_P = proximal_P.exp(), current_P.exp()
+    if kind == "total_variation":
+        return (new_P - old_P).abs()
+    rest_old_P, rest_new_P = -torch.expm1(proximal_P), -torch.expm1(current_P)
+    others_P = torch.xlogy(rest_old_P, rest_old_P) - torch.xlogy(rest_old_P, rest_new_P)
+    return old_P * (proximal_P - current_P) + others_P

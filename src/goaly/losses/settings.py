@@ -1,0 +1,115 @@
+"""What the trainer minimizes: the loss, its aggregation, its corrections and its KL term."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Level = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """Tokens that are left out because the trainer and the sampler disagree about them."""
+
+    measure: Literal["ratio", "k1", "k2", "k3"]
+    """`ratio` is current / sampler; k1, k2, k3 are estimates of KL(sampler || current)."""
+    level: Literal["token", "sequence", "veto"]
+    """`token` judges each token; `sequence` each sequence by its mean (of ratios the geometric one); `veto` each
+    sequence by its worst token."""
+    low: float | None = None
+    """Reject what is below; null has no bound."""
+    high: float | None = None
+    """Reject what is above; null has no bound."""
+
+    @property
+    def name(self) -> str:
+        """What metrics call it."""
+        return f"{self.measure}_{self.level}"
+
+    def problems(self, prefix: str) -> list[str]:
+        """What can't work, a line each."""
+        if self.low is None and self.high is None:
+            return [f"{prefix}high: is not set, and neither is {prefix}low: one is needed"]
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            return [f"{prefix}low={self.low}: must be below {prefix}high={self.high}"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """What the trainer minimizes; `docs/algorithms.md` has the formulas."""
+
+    name: str = "grpo"
+    """ppo, grpo, dr_grpo, dapo, cispo, gspo, sapo, reinforce, dppo, or a function of your own as
+    `package.module:function`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the loss takes after `*` in its signature, such as clip_low and clip_high."""
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] | None = None
+    """How tokens become one number; null is the loss's own: sequence_mean of gspo, sequence_sum of dr_grpo, token_mean
+    of all others."""
+    constant_length: int | None = None
+    """Tokens by which sequence_sum divides each sequence's sum: the longest answer there can be."""
+    proximal: Literal["sampler", "trainer", "interpolated"] = "sampler"
+    """Whose log-probs the ratio is taken against: the sampler's, the trainer's own at the start of the step, or between
+    the two by age. Then the distance from the sampler is an importance weight."""
+    importance: Level = "token"
+    """Whether the weight from sampler to proximal policy is each token's own, or the product over its sequence."""
+    importance_cap: float | None = 2.0
+    """Upper bound of the importance weight; null doesn't bound it."""
+    rejections: tuple[Rejection, ...] = ()
+    """Rules by which tokens are left out."""
+    max_age: int | None = None
+    """Leave out tokens drawn by weights more than so many versions old; null leaves none out."""
+    denominator: Literal["before", "after"] = "before"
+    """Whether the aggregation counts tokens and sequences before or after what is left out."""
+    kl_coef: float = 0.0
+    """Weight of the KL divergence from the reference model in the loss; 0 needs no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How that divergence is estimated at each token."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `loss.`."""
+        from goaly.losses.policy import LOSSES  # imports torch, which `--help` can do without
+
+        lines = LOSSES.problems(prefix, self.name, self.options)
+        lines += self._aggregation_problems(prefix) + self._correction_problems(prefix)
+        if self.kl_coef < 0:
+            lines.append(f"{prefix}kl_coef={self.kl_coef}: must be at least 0")
+        if self.kl_coef == 0 and self.kl_estimator != _default("kl_estimator"):
+            lines.append(f"{prefix}kl_estimator={self.kl_estimator}: has no effect, {prefix}kl_coef is 0")
+        return lines
+
+    def _aggregation_problems(self, prefix: str) -> list[str]:
+        from goaly.losses.policy import own_aggregation
+
+        aggregation = self.aggregation or own_aggregation(self.name)
+        if aggregation == "sequence_sum" and self.constant_length is None:
+            return [f"{prefix}constant_length: is not set, the aggregation sequence_sum needs it"]
+        if aggregation != "sequence_sum" and self.constant_length is not None:
+            return [f"{prefix}constant_length={self.constant_length}: has no effect, the aggregation is {aggregation}"]
+        if self.constant_length is not None and self.constant_length < 1:
+            return [f"{prefix}constant_length={self.constant_length}: must be at least 1"]
+        return []
+
+    def _correction_problems(self, prefix: str) -> list[str]:
+        lines = []
+        if self.importance_cap is not None and self.importance_cap <= 0:
+            lines.append(f"{prefix}importance_cap={self.importance_cap}: must be above 0, or null")
+        for key in ("importance", "importance_cap"):
+            if self.proximal == "sampler" and getattr(self, key) != _default(key):
+                lines.append(
+                    f"{prefix}{key}={getattr(self, key)}: has no effect, with {prefix}proximal=sampler the weight is 1"
+                )
+        names = [rule.name for rule in self.rejections]
+        for at, rule in enumerate(self.rejections):
+            lines += rule.problems(f"{prefix}rejections.{at}.")
+            if rule.name in names[:at]:
+                lines.append(f"{prefix}rejections.{at}: {rule.measure} by {rule.level} is there already")
+        if self.max_age is not None and self.max_age < 0:
+            lines.append(f"{prefix}max_age={self.max_age}: must be at least 0, or null")
+        if self.denominator == "after" and not self.rejections and self.max_age is None:
+            lines.append(f"{prefix}denominator=after: has no effect, nothing is left out")
+        return lines
+
+
+def _default(key: str) -> Any:
+    return LossSettings.__dataclass_fields__[key].default

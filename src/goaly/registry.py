@@ -1,0 +1,152 @@
+"""Functions that settings choose, by name or by path, with options that their signatures state.
+
+A built-in function is found by the name under which it was registered, a user's own by `package.module:function`. What
+it takes after `*` are its options; annotations say what they may be, and `Must` says it more closely:
+
+    Share = Annotated[float, Must("be between 0 and 1", lambda value: 0 <= value <= 1)]
+
+    def clipped(tokens, *, clip_low: Share = 0.2): ...
+
+Invariants
+    RG-1  An option that the chosen function does not take is an error that names who takes it; none is ignored.
+    RG-2  What can't be found, or can't have these options, is told before anything runs.
+"""
+
+import functools
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+from goaly.configuration.schema import members, show, wording
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Must:
+    """What an option's value must be, beyond its type: in words, and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+Share = Annotated[float, Must("be between 0 and 1", lambda value: 0 <= value <= 1)]
+NotNegative = Annotated[float, Must("be at least 0", lambda value: value >= 0)]
+Positive = Annotated[float, Must("be above 0", lambda value: value > 0)]
+AtLeastOne = Annotated[float, Must("be at least 1", lambda value: value >= 1)]
+
+
+class Registry(Generic[F]):
+    """The functions of one kind."""
+
+    def __init__(self, kind: str):
+        """`kind` is what messages call one of them, such as `loss`."""
+        self._kind = kind
+        self._functions: dict[str, F] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, in the order of registration."""
+        return tuple(self._functions)
+
+    def register(self, name: str) -> Callable[[F], F]:
+        """Decorate a function so that `name` finds it."""
+
+        def registered(function: F) -> F:
+            assert name not in self._functions, f"two are named {name}"
+            self._functions[name] = function
+            return function
+
+        return registered
+
+    def find(self, name: str) -> F:
+        """The function of this name or path; a ValueError lists the names."""
+        if name in self._functions:
+            return self._functions[name]
+        known = f"known are {', '.join(self._functions)}, and your own as package.module:function"
+        if ":" not in name:
+            raise ValueError(f"there is no such {self._kind}; {known}")
+        try:
+            return typing.cast(F, imported(name))
+        except Exception as error:  # whatever a user's module raises when it is imported
+            raise ValueError(f"can't be had ({type(error).__name__}: {error}); {known}") from error
+
+    def bound(self, name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+        """The function with its options filled in; a ValueError with every problem if that can't be."""
+        if problems := self.problems("", name, options):
+            raise ValueError("; ".join(problems))
+        return functools.partial(self.find(name), **options)
+
+    def problems(self, prefix: str, name: str, options: Mapping[str, Any]) -> list[str]:
+        """Why this choice can't work, a line each; keys are `<prefix>name` and `<prefix>options.<option>`."""
+        try:
+            function = self.find(name)
+            taken = _options(function)
+        except ValueError as error:
+            return [f"{prefix}name={name}: {error}"]
+        found = [
+            f"{prefix}options.{option}: missing, the {self._kind} {name} needs it"
+            for option, parameter in taken.items()
+            if parameter.default is parameter.empty and option not in options
+        ]
+        try:
+            annotations = typing.get_type_hints(function, include_extras=True) if options else {}
+        except Exception as error:  # an annotation may be any expression
+            return [f"{prefix}name={name}: its annotations can't be read ({type(error).__name__}: {error})"]
+        for option, value in options.items():
+            key = f"{prefix}options.{option}={show(value)}"
+            if option not in taken:
+                found.append(f"{key}: {self._untaken(name, option, taken)}")  # RG-1
+            elif complaint := _complaint(annotations.get(option, Any), value):
+                found.append(f"{key}: {complaint}")
+        return found
+
+    def _untaken(self, name: str, option: str, taken: Mapping[str, Any]) -> str:
+        takers = [other for other, function in self._functions.items() if option in _options(function)]
+        has = f"its options are {', '.join(taken)}" if taken else "it has no options"
+        others = f"; {', '.join(takers)} would" if takers else ""
+        return f"the {self._kind} {name} does not take it, {has}{others}"
+
+
+def imported(path: str) -> Callable[..., Any]:
+    """The function that `package.module:function` names."""
+    module, _, name = path.partition(":")
+    function = getattr(importlib.import_module(module), name, None)
+    if not callable(function):
+        raise ValueError(f"module {module} has no function {name!r}")
+    return function
+
+
+def _options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    if len(needed) != 1:
+        raise ValueError(f"must take one argument, and its options after `*`; it takes {inspect.signature(function)}")
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _complaint(annotation: Any, value: Any) -> str | None:
+    """What the value must be; None if it is."""
+    for member in members(annotation):
+        annotated = typing.get_origin(member) is Annotated
+        if _is(member.__origin__ if annotated else member, value):
+            musts = [must for must in (member.__metadata__ if annotated else ()) if isinstance(must, Must)]
+            return next((f"must {must.words}" for must in musts if not must.holds(value)), None)
+    return f"must be {wording(_plain(annotation))}"
+
+
+def _is(kind: Any, value: Any) -> bool:
+    if typing.get_origin(kind) is typing.Literal:
+        return any(type(value) is type(choice) and value == choice for choice in typing.get_args(kind))
+    if kind is float:
+        return type(value) in (int, float)
+    return kind is Any or type(value) is kind
+
+
+def _plain(annotation: Any) -> Any:
+    """The annotation without what `Must` adds."""
+    stripped = tuple(m.__origin__ if typing.get_origin(m) is Annotated else m for m in members(annotation))
+    return typing.Union[stripped]  # noqa: UP007 - a union of so many members as there are

@@ -1,0 +1,99 @@
+"""KL estimates, proximal policies, importance weights and rejections by hand."""
+
+import math
+
+import pytest
+import torch
+
+from goaly.losses.corrections import importance_weights, rejected, too_old
+from goaly.losses.kl import divergence, k1, k2, k3
+from goaly.losses.proximal import proximal_logprobs
+from goaly.losses.settings import Rejection
+from tests.unit.losses.tokens_by_hand import documents
+
+close = torch.testing.assert_close
+
+
+def logs(*ratios: float) -> torch.Tensor:
+    return torch.tensor([math.log(ratio) for ratio in ratios])
+
+
+def test_k1_k2_k3_by_hand():
+    # drawn at 0.5, 0.25 under the other: difference -log 2
+    drawn, other = logs(0.5), logs(0.25)
+    assert k1(drawn, other).item() == pytest.approx(math.log(2))
+    assert k2(drawn, other).item() == pytest.approx(math.log(2) ** 2 / 2)
+    assert k3(drawn, other).item() == pytest.approx(0.5 - 1 + math.log(2))
+    assert divergence("k2", drawn, other) == k2(drawn, other)
+
+
+@pytest.mark.parametrize("estimate", [k1, k3])
+def test_k1_and_k3_average_to_the_divergence_over_what_was_drawn(estimate):
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    close((p * estimate(p.log(), q.log())).sum(), (p * (p / q).log()).sum())
+
+
+@pytest.mark.parametrize(("estimate", "of_the_divergence"), [(k1, 0.0), (k2, 1.0)])
+def test_trained_through_the_drawing_policy_k2_has_the_gradient_of_the_divergence_and_k1_none(
+    estimate, of_the_divergence: float
+):
+    logits, q = torch.tensor([0.3, -0.2, 0.9], requires_grad=True), torch.tensor([0.2, 0.2, 0.6])
+    p = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((p.exp() * (p - q.log())).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((p.exp().detach() * estimate(p, q.log())).sum(), logits)
+    close(expected, of_the_divergence * exact, atol=1e-6, rtol=1e-5)
+
+
+def test_the_proximal_policy_is_the_sampler_the_trainer_or_in_between_by_age():
+    current, sampler, ages = logs(0.4, 0.4, 0.4), logs(0.1, 0.1, 0.1), torch.tensor([0, 1, 3])
+    assert torch.equal(proximal_logprobs("sampler", current, sampler, ages), sampler)
+    assert torch.equal(proximal_logprobs("trainer", current, sampler, ages), current)
+    # a = 0: 0.1; a = 1: half of the way, sqrt(0.1 * 0.4) = 0.2; a = 3: three quarters, 0.1^(1/4) 0.4^(3/4)
+    close(proximal_logprobs("interpolated", current, sampler, ages).exp(), torch.tensor([0.1, 0.2, 0.282843]))
+    assert not proximal_logprobs("trainer", current.requires_grad_(), sampler, ages).requires_grad
+
+
+def test_token_weights_are_capped_one_by_one_and_sequence_weights_as_a_product():
+    proximal, sampler = logs(0.4, 0.1, 0.6), logs(0.1, 0.2, 0.2)  # ratios 4, 0.5 | 3
+    weights, cut = importance_weights(proximal, sampler, documents([2, 1]), "token", 3.5)
+    close(weights, torch.tensor([3.5, 0.5, 3.0]))
+    assert cut.tolist() == [True, False, False]
+    weights, cut = importance_weights(proximal, sampler, documents([2, 1]), "sequence", 2.5)
+    close(weights, torch.tensor([2.0, 2.0, 2.5]))
+    assert cut.tolist() == [False, False, True]
+    weights, cut = importance_weights(proximal, sampler, documents([2, 1]), "sequence", None)
+    close(weights, torch.tensor([2.0, 2.0, 3.0]))
+    assert not cut.any()
+
+
+# Three sequences of two tokens; current / sampler: 4 and 1/4 | 1 and 1 | 2 and 2.
+CURRENT, SAMPLER = logs(0.4, 0.1, 0.2, 0.2, 0.4, 0.4), logs(0.1, 0.4, 0.2, 0.2, 0.2, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (Rejection(measure="ratio", level="token", low=0.5, high=3.0), [1, 1, 0, 0, 0, 0]),
+        (Rejection(measure="ratio", level="token", high=1.5), [1, 0, 0, 0, 1, 1]),
+        # geometric means 1, 1, 2: the extremes of the first sequence cancel out
+        (Rejection(measure="ratio", level="sequence", low=0.99, high=1.5), [0, 0, 0, 0, 1, 1]),
+        # one catastrophic token takes its sequence along
+        (Rejection(measure="ratio", level="veto", low=0.3), [1, 1, 0, 0, 0, 0]),
+        # k1 of KL(sampler || current) is -log ratio: -1.39, 1.39 | 0, 0 | -0.69, -0.69
+        (Rejection(measure="k1", level="token", high=1.0), [0, 1, 0, 0, 0, 0]),
+        (Rejection(measure="k1", level="sequence", low=-0.5), [0, 0, 0, 0, 1, 1]),
+        # k2: 0.96, 0.96 | 0, 0 | 0.24, 0.24
+        (Rejection(measure="k2", level="token", high=0.2), [1, 1, 0, 0, 1, 1]),
+        (Rejection(measure="k2", level="sequence", high=0.5), [1, 1, 0, 0, 0, 0]),
+        # k3 = ratio - 1 - log ratio: 1.61, 0.64 | 0, 0 | 0.31, 0.31; means 1.13, 0, 0.31
+        (Rejection(measure="k3", level="token", high=1.0), [1, 0, 0, 0, 0, 0]),
+        (Rejection(measure="k3", level="sequence", high=0.3), [1, 1, 0, 0, 1, 1]),
+        (Rejection(measure="k3", level="veto", high=1.0), [1, 1, 0, 0, 0, 0]),
+    ],
+)
+def test_each_rule_rejects_what_lies_outside_its_bounds(rule: Rejection, expected: list[int]):
+    assert rejected(rule, CURRENT, SAMPLER, documents([2, 2, 2])).int().tolist() == expected
+
+
+def test_too_old_is_above_the_bound():
+    assert too_old(torch.tensor([0, 2, 3]), 2).tolist() == [False, False, True]

@@ -1,0 +1,247 @@
+"""The objective by hand: every factor is there, what is rejected is gone, what would have no effect is refused."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from goaly.errors import SchemaError
+from goaly.losses.objective import Likelihood, finish, policy_loss
+from goaly.losses.policy import LOSSES
+from goaly.losses.settings import LossSettings, Rejection
+from goaly.losses.tokens import Tokens
+from goaly.trajectory import PackedRows
+from tests.unit.losses.tokens_by_hand import SAMPLED, columns, objective
+
+close = torch.testing.assert_close
+NONE_LEFT = Rejection(measure="ratio", level="token", high=3.0)
+
+
+def share_clipped(tokens: Tokens, *, most: float = 1.5) -> torch.Tensor:
+    """A user's own loss."""
+    return -tokens.ratio_P.clamp(max=most) * tokens.advantages_P
+
+
+def meaned(tokens: Tokens) -> torch.Tensor:
+    """A user's mistake: the mean is the aggregation's business."""
+    return -(tokens.ratio_P * tokens.advantages_P).mean()
+
+
+def test_grpo_is_the_clipped_surrogate_and_a_plain_sum():
+    # ratios 1.5 and 0.5 with A = 2: -2 * 1.2 and -2 * 0.5
+    part, gradient = objective(LossSettings(), [1.5, 0.5], columns([1, 1], [2.0, 2.0]))
+    assert part.total.item() == pytest.approx(-2.4 - 1.0)
+    close(gradient, torch.tensor([0.0, -1.0]))
+    assert part.count is None
+    close(part.maximum["ratio_max"], torch.tensor([1.5, 0.5]))
+    close(part.mean["sampler_kl"], torch.tensor([0.5 - math.log(1.5), -0.5 + math.log(2)]))
+
+
+def test_with_the_trainer_as_proximal_policy_a_capped_weight_scales_the_gradient():
+    # current / sampler 0.5, 1, 6: the ratio is 1, the weights are 0.5, 1 and 2
+    batch = columns([3], [1.0, -3.0, 1.0])
+    part, gradient = objective(LossSettings(proximal="trainer", importance_cap=2.0), [0.5, 1.0, 6.0], batch)
+    close(gradient, torch.tensor([-0.5, 3.0, -2.0]))
+    assert part.total.item() == pytest.approx(0.5)
+    assert part.mean["importance_truncated"].tolist() == [0, 0, 1]
+    _, gradient = objective(LossSettings(proximal="trainer", importance_cap=None), [0.5, 1.0, 6.0], batch)
+    close(gradient, torch.tensor([-0.5, 3.0, -6.0]))
+
+
+@pytest.mark.parametrize("name", ["reinforce", "grpo"])
+@pytest.mark.parametrize("proximal", ["sampler", "trainer", "interpolated"])
+def test_unclipped_and_uncapped_the_gradient_is_the_same_whatever_the_proximal_policy(name: str, proximal):
+    # OB-1: ratio * weight is current / sampler, so the gradient is -(current / sampler) A
+    options = {"clip_low": 1.0, "clip_high": 99.0} if name == "grpo" else {}
+    more = {"importance_cap": None} if proximal != "sampler" else {}
+    settings = LossSettings(name=name, options=options, proximal=proximal, **more)
+    batch = columns([2, 1], [1.0, -2.0, 3.0], versions=[5, 3, 0])
+    _, gradient = objective(settings, [1.5, 0.25, 4.0], batch, policy_version=5)
+    close(gradient, torch.tensor([-1.5, 0.5, -12.0]))
+
+
+def test_interpolated_decoupled_ppo_by_hand():
+    # current / sampler = 4, age 1: half of the way is 2. A = 1: the ratio 4 / 2 = 2 is clipped to 1.2, the weight is 2.
+    # A = -1: nothing is clipped, -2 * 2 * -1 = 4, and so is the gradient.
+    settings = LossSettings(name="ppo", proximal="interpolated", importance_cap=None)
+    part, gradient = objective(settings, [4.0, 4.0], columns([2], [1.0, -1.0], versions=[6, 6]), policy_version=7)
+    assert part.total.item() == pytest.approx(-2.4 + 4.0)
+    close(gradient, torch.tensor([0.0, 4.0]))
+    # at age 0 it is PPO
+    batch = columns([2], [1.0, -1.0], versions=[7, 7])
+    part, _ = objective(settings, [4.0, 4.0], batch, policy_version=7)
+    assert part.total.item() == pytest.approx(-1.2 + 4.0)
+
+
+def test_sequence_weights_are_one_for_all_of_a_sequence():
+    # weights: 2 * 0.25 = 0.5 for the first sequence, 3 capped to 2 for the second
+    settings = LossSettings(proximal="trainer", importance="sequence")
+    _, gradient = objective(settings, [2.0, 0.25, 3.0], columns([2, 1], [1.0, 1.0, 1.0]))
+    close(gradient, torch.tensor([-0.5, -0.5, -2.0]))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [("k1", math.log(2), 1.0), ("k2", math.log(2) ** 2 / 2, math.log(2)), ("k3", 0.5 - 1 + math.log(2), 1 - 0.5)],
+)
+def test_the_kl_term_is_its_estimate_times_its_coefficient(estimator, value: float, slope: float):
+    # current 0.2, reference 0.1; d/dlogp: k1 1, k2 the difference, k3 1 - reference / current
+    batch = columns([1], [0.0], reference_logprobs=[math.log(SAMPLED / 2)])
+    settings = LossSettings(kl_coef=0.1, kl_estimator=estimator)
+    part, gradient = objective(settings, [1.0], batch)
+    assert part.total.item() == pytest.approx(0.1 * value)
+    assert gradient.item() == pytest.approx(0.1 * slope)
+    assert part.mean["kl_reference"].item() == pytest.approx(value)
+
+
+def test_a_rejected_token_adds_neither_loss_nor_gradient_nor_kl():
+    batch = columns([1, 1], [1.0, 1.0], reference_logprobs=[-1.0, -1.0])
+    settings = LossSettings(kl_coef=0.5, rejections=(NONE_LEFT,))
+    part, gradient = objective(settings, [1.0, 4.0], batch)
+    alone, gradient_alone = objective(settings, [1.0], {key: column[:1] for key, column in batch.items()})
+    assert part.total.item() == pytest.approx(alone.total.item())  # OB-2
+    close(gradient, torch.tensor([gradient_alone.item(), 0.0]))
+    assert part.mean["rejected_ratio_token"].tolist() == part.mean["rejected"].tolist() == [0, 1]
+
+
+def test_what_two_rules_reject_is_gone_once_and_reported_for_each():
+    batch = columns([1, 2], [1.0, 1.0, 1.0], versions=[4, 4, 1])
+    settings = LossSettings(name="reinforce", max_age=2, rejections=(NONE_LEFT,))
+    part, gradient = objective(settings, [4.0, 1.0, 4.0], batch, policy_version=4)
+    close(gradient, torch.tensor([0.0, -1.0, 0.0]))
+    assert part.mean["rejected_ratio_token"].tolist() == [1, 0, 1]
+    assert part.mean["rejected_max_age"].tolist() == [0, 0, 1]
+    assert part.mean["rejected"].tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "before", "after", "count"),
+    [
+        # A = 1, ratio 1, one of three tokens rejected; sequences of 2 and 1: the second is gone
+        ("token_mean", [-1, -1, 0], [-1, -1, 0], 2),
+        ("sequence_mean", [-1 / 2, -1 / 2, 0], [-1 / 2, -1 / 2, 0], 1),
+        ("sequence_sum", [-1 / 8, -1 / 8, 0], [-1 / 8, -1 / 8, 0], 1),
+    ],
+)
+def test_the_denominator_after_rejection_counts_what_is_kept(aggregation, before, after, count: int):
+    length = {"constant_length": 8} if aggregation == "sequence_sum" else {}
+    settings = LossSettings(name="reinforce", aggregation=aggregation, rejections=(NONE_LEFT,), **length)
+    batch = columns([2, 1], [1.0, 1.0, 1.0])
+    part, gradient = objective(settings, [1.0, 1.0, 4.0], batch)
+    close(gradient, torch.tensor(before, dtype=torch.float32))
+    assert part.count is None
+    part, gradient = objective(dataclasses.replace(settings, denominator="after"), [1.0, 1.0, 4.0], batch)
+    close(gradient, torch.tensor(after, dtype=torch.float32))
+    assert part.count == count
+
+
+def test_a_sequence_counted_after_rejection_is_as_long_as_what_is_kept_of_it():
+    settings = LossSettings(name="reinforce", aggregation="sequence_mean", rejections=(NONE_LEFT,), denominator="after")
+    part, gradient = objective(settings, [1.0, 4.0, 1.0], columns([3], [1.0, 1.0, 1.0]))
+    close(gradient, torch.tensor([-1 / 2, 0.0, -1 / 2]))
+    assert part.count == 1
+
+
+def test_the_denominator_is_the_batchs_trained_tokens_or_sequences():
+    packed = PackedRows(rows=None, batch_trained_tokens=7, batch_sequences=3)  # type: ignore[arg-type]
+    assert policy_loss(LossSettings()).denominator(packed) == Likelihood().denominator(packed) == 7
+    assert policy_loss(LossSettings(name="gspo")).denominator(packed) == 3
+    assert policy_loss(LossSettings(name="dr_grpo", constant_length=5)).denominator(packed) == 3
+
+
+def test_likelihood_is_the_negative_log_likelihood():
+    logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
+    part = Likelihood()(logprobs, torch.zeros(2), {}, 0)
+    part.total.backward()
+    assert part.total.item() == 2.5
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-1.0, -1.0]
+
+
+def test_the_effective_sample_size_is_one_for_equal_ratios_and_less_otherwise():
+    assert finish({"ratio_mean": 1.3, "ratio_square": 1.69})["effective_sample_size"] == pytest.approx(1.0)
+    # ratios 2 and 0: mean 1, mean square 2, half of the samples count
+    assert finish({"ratio_mean": 1.0, "ratio_square": 2.0}) == {
+        "ratio_mean": 1.0,
+        "ratio_std": 1.0,
+        "effective_sample_size": 0.5,
+    }
+
+
+def test_a_loss_of_ones_own_is_found_by_its_path_and_takes_its_options():
+    mine = f"{__name__}:share_clipped"
+    settings = LossSettings(name=mine, options={"most": 1.25}, aggregation="sequence_mean")
+    assert settings.problems("loss.") == []
+    part, gradient = objective(settings, [2.0, 0.5], columns([2], [1.0, 1.0]))
+    close(gradient, torch.tensor([0.0, -0.25]))
+    assert {"ratio_mean", "sampler_kl", "entropy"} <= part.mean.keys()
+
+
+def test_a_loss_that_is_not_one_value_a_token_is_refused():
+    with pytest.raises(ValueError, match=r"meaned: gave a tensor \(\), must be one value a token, \(2,\)"):
+        objective(LossSettings(name=f"{__name__}:meaned"), [1.0, 1.0], columns([2], [1.0, 1.0]))
+
+
+def test_a_missing_column_is_named_with_what_the_batch_holds():
+    with pytest.raises(SchemaError, match="loss grpo: `reference_logprobs` is missing; the batch holds sampler_logp"):
+        objective(LossSettings(kl_coef=0.1), [1.0], columns([1], [1.0]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            LossSettings(name="pop"),
+            "name=pop: there is no such loss; known are ppo, grpo, dr_grpo, dapo, cispo, gspo, sapo, reinforce, dppo, "
+            "and your own as package.module:function",
+        ),
+        (
+            LossSettings(name="sapo", options={"clip_high": 0.3}),
+            "options.clip_high=0.3: the loss sapo does not take it, its options are positive, negative; ppo, grpo, "
+            "dr_grpo, dapo, cispo, gspo would",
+        ),
+        (LossSettings(options={"clip_low": 2}), "options.clip_low=2: must be between 0 and 1"),
+        (LossSettings(options={"clip_low": "x"}), "options.clip_low=x: must be a number"),
+        (LossSettings(name="ppo", options={"dual_clip": 0.5}), "options.dual_clip=0.5: must be at least 1"),
+        (
+            LossSettings(name="dppo", options={"divergence": "js"}),
+            "options.divergence=js: must be one of total_variation, kl",
+        ),
+        (LossSettings(name="dr_grpo"), "constant_length: is not set, the aggregation sequence_sum needs it"),
+        (LossSettings(constant_length=9), "constant_length=9: has no effect, the aggregation is token_mean"),
+        (LossSettings(importance_cap=0, proximal="trainer"), "importance_cap=0: must be above 0, or null"),
+        (
+            LossSettings(importance="sequence"),
+            "importance=sequence: has no effect, with loss.proximal=sampler the weight is 1",
+        ),
+        (
+            LossSettings(importance_cap=5.0),
+            "importance_cap=5.0: has no effect, with loss.proximal=sampler the weight is 1",
+        ),
+        (LossSettings(rejections=(NONE_LEFT, NONE_LEFT)), "rejections.1: ratio by token is there already"),
+        (LossSettings(max_age=-1), "max_age=-1: must be at least 0, or null"),
+        (LossSettings(denominator="after"), "denominator=after: has no effect, nothing is left out"),
+        (LossSettings(kl_coef=-1.0), "kl_coef=-1.0: must be at least 0"),
+        (LossSettings(kl_estimator="k1"), "kl_estimator=k1: has no effect, loss.kl_coef is 0"),
+    ],
+)
+def test_settings_that_can_not_work_or_have_no_effect_are_refused(settings: LossSettings, problem: str):
+    assert settings.problems("loss.") == [f"loss.{problem}"]
+    with pytest.raises(ValueError, match="loss"):
+        policy_loss(settings)
+
+
+def test_a_rejection_needs_bounds_in_order():
+    assert Rejection(measure="k3", level="token").problems("r.") == [
+        "r.high: is not set, and neither is r.low: one is needed"
+    ]
+    assert Rejection(measure="k3", level="token", low=1.0, high=0.5).problems("r.") == [
+        "r.low=1.0: must be below r.high=0.5"
+    ]
+
+
+def test_the_help_of_the_setting_names_every_loss():
+    from goaly.configuration.schema import attribute_docs
+
+    assert all(name in attribute_docs(LossSettings)["name"] for name in LOSSES.names)
