@@ -4,8 +4,8 @@
 
 The same packed batches, model, loss and threads (one), each side in a process of its own, taking turns. `actor` is a
 step as in a run: the controller calls, the trainer pulls its rows from another process, steps, reports metrics and
-publishes the new weights. `bare` is a plain loop over torchtitan's model and optimizer with the rows at hand: logits
-at trained positions, the GRPO loss written out, no metrics, nothing published. `ratio` is actor / bare in tokens per second.
+publishes the new weights. `bare` is a plain loop over torchtitan's model and optimizer with the rows at hand: whole
+logits, the GRPO loss written out, no metrics, nothing published. `ratio` is actor / bare in tokens per second.
 """
 
 import argparse
@@ -126,28 +126,24 @@ def bare_step(folder: str) -> Callable[[], None]:
 
     group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": LR, "betas": (0.9, 0.95)})
     optimizers = OptimizersContainer.Config(param_groups=[group], implementation="fused").build(model_parts=[model])
-    head, model.lm_head = model.lm_head, torch.nn.Identity()  # applied below, where something is trained
-    parameters = [*model.parameters(), *head.parameters()]
     microbatch_rows = TrainerSettings().microbatch_rows
     batch = packed_batch()
 
     def step() -> None:
         for rows in batch.rows.split(microbatch_rows, dim=0):
-            hidden = model(
+            logits = model(
                 rows["tokens"],
                 positions=rows["positions"],
                 attention_masks=document_masks(model, rows["positions"]),
             )
-            trained = rows["trained"][:, 1:]
-            logits = head(hidden[:, :-1][trained])
-            targets = rows["tokens"][:, 1:][trained]
-            logprobs = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-            ratio = (logprobs - rows["sampler_logprobs"][:, 1:][trained]).exp()
-            advantages = rows["advantages"][:, 1:][trained]
+            targets, trained = rows["tokens"][:, 1:], rows["trained"][:, 1:]
+            logprobs = logits[:, :-1].log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
+            ratio = (logprobs - rows["sampler_logprobs"][:, 1:]).exp()
+            advantages = rows["advantages"][:, 1:]
             clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
             losses = -torch.minimum(ratio * advantages, clipped * advantages)
-            (losses.sum() / batch.batch_trained_tokens).backward()
-        clip_grad_norm_(parameters, 1.0, foreach=True)
+            ((losses * trained).sum() / batch.batch_trained_tokens).backward()
+        clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
         optimizers.step()
         optimizers.zero_grad()
 
