@@ -54,8 +54,9 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     greedy = [greedy_of_transformers(folder) for folder in folders]
     live = {name: tensor.clone() for name, tensor in weights[1].items()}
     hub, first, second = [await procs(count) for count in (1, 1, 2)]
-    store = hub.spawn("store", WeightStore, WeightSettings())
-    publisher = Publisher(store, 0, 1, live, WeightSettings())
+    moved = WeightSettings(apply="flip", bucket_mib=0.05)  # what is fetched becomes the parameters, bucket by bucket
+    store = hub.spawn("store", WeightStore, moved)
+    publisher = Publisher(store, 0, 1, live, moved)
 
     async def publish(which: int, version: int) -> None:
         for name, tensor in live.items():
@@ -65,8 +66,8 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     await publish(1, 1)
     model = ModelSettings(path=str(tiny_model_folder))
     size = {"max_running": 32, "max_context": 512, "kv_cache_gib": 0.02}
-    one = first.spawn("one", Generator, GeneratorSettings(**size), model, store)
-    two = second.spawn("two", Generator, GeneratorSettings(tp=2, **size), model, store)
+    one = first.spawn("one", Generator, GeneratorSettings(**size), model, store, 0, moved)
+    two = second.spawn("two", Generator, GeneratorSettings(tp=2, **size), model, store, 1, moved)
     leader = two.slice(procs=0)
 
     lines = {id(replica): Line(replica) for replica in (one, leader)}

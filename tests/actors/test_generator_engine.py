@@ -130,6 +130,24 @@ def refuse_twice_the_same_name() -> str:
     return "not refused"
 
 
+def flip(which: int) -> tuple[bool, list[Sample]]:
+    """Whether every parameter could be flipped, and samples under the weights that were."""
+    from goaly.weights.destination import Destination
+
+    engine = engines.torchtitan
+    destination = Destination(engine.named_tensors(), "flip", engine.live_tensors())
+    destination.allocate(engines.weights[which])
+    for shard, target in zip(destination.layout, destination.targets(), strict=True):
+        target.copy_(engines.weights[which][shard.name])
+
+    def fill() -> int:
+        destination.apply()
+        return 7
+
+    engine.apply(fill)
+    return destination.flips, sample_all("torchtitan", PROMPTS, GREEDY)
+
+
 def native_updates() -> str:
     try:
         engines.native.named_tensors()
@@ -290,3 +308,10 @@ def test_cancelling_gives_what_was_sampled_and_leaves_the_others_alone(there):
 
 def test_a_name_that_is_under_way_is_refused(there):
     assert "request_id='same'" in there(refuse_twice_the_same_name)
+
+
+def test_the_engine_decodes_with_parameters_that_were_flipped(there, expected):
+    for which in (1, 0):
+        flips, samples = there(partial(flip, which))
+        assert flips, "something in vLLM holds views of the parameters"
+        check(samples, expected, which, 7)

@@ -97,4 +97,6 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end(m
     replica.die.broadcast()
     with pytest.raises(SupervisionError):  # LI-1
         await asyncio.wait_for(orphaned, 30)
+    with pytest.raises(SupervisionError):
+        await line.ask("too late", [1], SAMPLING)
     line.close()

@@ -57,6 +57,7 @@ class FakeGenerator(Actor):
     @concurrent_endpoint
     async def connect(self, client, samples) -> None:
         self._switchboard.connect(client, samples)
+        await asyncio.Event().wait()
 
     @concurrent_endpoint
     async def submit(self, client, requests) -> None:

@@ -113,9 +113,9 @@ async def test_a_killed_readers_lease_is_free_at_once(other_process: subprocess.
     settings = WeightSettings(slots=2)
     store = new_store(settings)
     trainer, reader = Trainer(store, settings), Reader(store, "alive")
-    doomed = await store.join_reader.call_one("doomed", process(other_process.pid))
+    doomed = (await store.join_reader.call_one("doomed", process(other_process.pid))).number
     await within(trainer.publish(0))
-    assert await within(store.lease_newer.call_one(doomed, 1, -1)) == 0
+    assert (await within(store.lease_newer.call_one(doomed, 1, -1, False))).version == 0
     await within(trainer.publish(1))
     waiting = asyncio.create_task(reader.subscriber.newest(0))  # both slots would be leased
     state: StoreState = await store.state.call_one()
@@ -211,7 +211,7 @@ async def test_a_version_that_was_written_over_under_a_reader_is_an_error_not_a_
     trainer, reader = Trainer(store, settings), Reader(store, "reader")
     await within(trainer.publish(0))
     version = await within(reader.subscriber.newest())
-    trainer.publisher._ring.seal(0, 1)  # as a writer would that ignores leases
+    trainer.publisher._ring.seal(0, 0, 1)  # as a writer would that ignores leases
     with pytest.raises(WeightsError, match="version 0 from writer rank 0 was written over while reader reader held it"):
         await within(reader.subscriber.prefetch(version))
     with pytest.raises(WeightsError, match="nothing to apply"):

@@ -3,8 +3,10 @@
 import asyncio
 import itertools
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -66,11 +68,13 @@ class Rank(Actor):
         self.publisher = Publisher(store, self.rank, self.world, self.tensors, settings)
 
     @concurrent_endpoint
-    async def read_from(self, store: WeightStore, dtype: torch.dtype) -> None:
-        """Become a reader, with tensors of this type."""
+    async def read_from(
+        self, store: WeightStore, dtype: torch.dtype, settings: WeightSettings, host: str | None
+    ) -> None:
+        """Become a reader, with tensors of this type; on that host, if one is named."""
         with torch.no_grad():
             self.tensors = {name: torch.nn.Parameter(tensor.to(dtype)) for name, tensor in self.tensors.items()}
-        self.subscriber = Subscriber(store, self.tensors, f"reader{self.rank}")
+        self.subscriber = Subscriber(store, self.tensors, f"reader{self.rank}", settings, host=host)
 
     @concurrent_endpoint
     async def publish_numbered(self, version: int) -> bool:
@@ -107,11 +111,11 @@ class Rank(Actor):
         return self.values()
 
     @concurrent_endpoint
-    async def follow(self, last: int, pulls_each: int) -> tuple[int, int]:
+    async def follow(self, last: int, pulls_each: int, early: bool = False) -> tuple[int, int]:
         """Pull every version that can be had, some more than once, up to the last; (pulls, torn pulls)."""
         version, pulls, torn = -1, 0, 0
         while version < last:
-            version = await self.subscriber.newest(version)
+            version = await self.subscriber.newest(version, early=early)
             for _ in range(1 + version % pulls_each):
                 assert await self.subscriber.prefetch(version), "what `newest` returned is held"
                 self.subscriber.apply()
@@ -153,13 +157,14 @@ async def joined(
     shapes: dict[str, tuple[int, ...]] = SMALL,
     dtype: torch.dtype = torch.float32,
     settings: WeightSettings | None = None,
+    host: str | None = None,
 ) -> tuple[Any, Any]:
     """Trainer and generator ranks over a store of their own."""
     settings = settings or WeightSettings()
     store = this_proc().spawn(f"weights_{next(numbers)}", WeightStore, settings)
     trainer, generator = ranks
     await asyncio.gather(trainer.hold.call(source, shapes), generator.hold.call(destination, shapes))
-    await asyncio.gather(trainer.write_to.call(store, settings), generator.read_from.call(store, dtype))
+    await asyncio.gather(trainer.write_to.call(store, settings), generator.read_from.call(store, dtype, settings, host))
     return trainer, generator
 
 
@@ -203,6 +208,37 @@ async def test_no_pull_is_torn_while_the_trainer_runs_ahead_of_slow_and_fast_rea
     assert min(fast_pulls, slow_pulls) >= 20
 
 
+@pytest.mark.parametrize(
+    ("host", "apply"), [(None, "flip"), ("elsewhere", "copy")], ids=["same host, flip", "other host"]
+)
+async def test_readers_follow_a_staging_bucket_by_bucket_and_see_whole_versions(ranks, host, apply: str) -> None:
+    versions = 40
+    settings = WeightSettings(bucket_mib=0.1, apply=apply)
+    trainer, generator = await joined(ranks, "fsdp", "tp", shapes=LARGE, settings=settings, host=host)
+    one, two = (generator.slice(procs=number) for number in (0, 1))
+    _, *read = await asyncio.gather(
+        trainer.publish_tagged.call(versions),
+        one.follow.call_one(versions - 1, 1, True),
+        two.follow.call_one(versions - 1, 3, True),
+    )
+    assert [torn for _, torn in read] == [0, 0]
+    assert min(pulls for pulls, _ in read) >= 2
+
+
+@pytest.mark.parametrize("destination", [None, "tp"], ids=["tp1", "tp2"])
+async def test_shards_arrive_on_another_host(ranks, destination: str | None) -> None:
+    settings = WeightSettings(bucket_mib=0.05)
+    trainer, generator = await joined(ranks, "fsdp", destination, shapes=LARGE, settings=settings, host="elsewhere")
+    for version in range(3):
+        await trainer.publish_numbered.call(version)
+        await generator.newest.call(version - 1)
+        assert all((await generator.prefetch.call(version)).values())
+        await generator.apply.call()
+        for arrived in (await generator.whole.call()).values():
+            for name, tensor in arrived.items():
+                assert torch.equal(tensor, numbered(name, LARGE[name]) * (version + 1)), name
+
+
 async def test_what_rank_0_waited_for_stays_for_its_peers_while_the_trainer_runs_ahead(ranks) -> None:
     versions, version = 150, -1
     settings = WeightSettings(slots=2)
@@ -214,3 +250,15 @@ async def test_what_rank_0_waited_for_stays_for_its_peers_while_the_trainer_runs
         applied = await generator.apply.call()
         assert all(values == {float(version)} for values in applied.values())
     await publishing
+
+
+def test_the_example_runs_and_its_columns_are_the_trainers_rows(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "weights.py"
+    said = tmp_path / "said"
+    with said.open("w") as stdout:  # not a pipe, which processes that are about to end would hold open
+        subprocess.run(
+            [sys.executable, str(example)], stdout=stdout, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True
+        )
+    whole = torch.arange(24.0).reshape(4, 6) + 300
+    for rank, columns in enumerate(whole.chunk(2, 1)):
+        assert f"reader rank {rank} has version 2: {columns.tolist()}" in said.read_text()

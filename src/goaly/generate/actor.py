@@ -15,30 +15,37 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from goaly.errors import ConfigError
 from goaly.generate.follow import WeightFollower
 from goaly.generate.line import Asked, Switchboard
 from goaly.generate.loop import EngineLoop
 from goaly.generate.request import EngineFailed, GeneratorStats, Sample
-from goaly.generate.settings import GeneratorSettings
+from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
+from goaly.weights.settings import WeightSettings
 
 if TYPE_CHECKING:
     from goaly.weights.store import WeightStore
-    from goaly.weights.subscriber import Subscriber
 
 
 class Generator(Actor):
     """Samples from the policy. The constructor is cheap; `start` builds the engine."""
 
     def __init__(
-        self, settings: GeneratorSettings, model: ModelSettings, store: "WeightStore | None" = None, replica: int = 0
+        self,
+        settings: GeneratorSettings,
+        model: ModelSettings,
+        store: "WeightStore | None" = None,
+        replica: int = 0,
+        weights: WeightSettings | None = None,
     ):
         """Without a `store` the folder's weights stay as they are."""
         self._settings = settings
         self._model = model
         self._store = store
         self._replica = replica
+        self._weight_settings = weights or WeightSettings()
         self._engine_loop: EngineLoop | None = None
         self._following: asyncio.Task[None] | None = None
         self._switchboard = Switchboard()
@@ -60,12 +67,20 @@ class Generator(Actor):
             return 0
         from goaly.weights.subscriber import Subscriber
 
+        if self._weight_settings.apply == "flip" and engine.records_graphs:
+            raise ConfigError([f"weights.apply=flip: {FLIP_UNDER_GRAPHS}"])
         rank = int(os.environ["RANK"]) if settings.tp > 1 else 0
-        subscriber = Subscriber(self._store, engine.named_tensors(), reader=f"generator-{self._replica}.{rank}")
+        subscriber = Subscriber(
+            self._store,
+            engine.named_tensors(),
+            f"generator-{self._replica}.{rank}",
+            self._weight_settings,
+            live=engine.live_tensors(),
+        )
         self._engine_loop = loop(fill=subscriber.apply)
         follower = WeightFollower(subscriber, self._engine_loop, announcements)
         if rank == 0:
-            await self._catch_up(follower, subscriber)  # GE-1
+            await self._catch_up(follower)  # GE-1
         self._following = asyncio.create_task(self._follow(follower))
         return self._engine_loop.version
 
@@ -132,10 +147,10 @@ class Generator(Actor):
         noted = {"tokens": len(result.tokens)} if isinstance(result, Sample) else {"error": type(result).__name__}
         spans.record("generation", started_ns, time.time_ns(), request=request_id, **noted)
 
-    async def _catch_up(self, follower: WeightFollower, subscriber: "Subscriber") -> None:
+    async def _catch_up(self, follower: WeightFollower) -> None:
         assert self._store is not None
         while ((await self._store.state.call_one()).newest or 0) > self._running().version:
-            await follower.catch_up(await subscriber.newest(self._running().version))
+            await follower.catch_up()
 
     def _running(self) -> EngineLoop:
         if self._engine_loop is None:

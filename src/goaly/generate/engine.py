@@ -136,6 +136,11 @@ class Engine:
         """How many requests have not ended."""
         return len(self._requests)
 
+    @property
+    def records_graphs(self) -> bool:
+        """Whether decode steps are CUDA graphs, which hold the addresses of the parameters."""
+        return self._device() == "cuda" and self._settings.cuda_graphs
+
     def counts(self) -> tuple[int, int]:
         """Requests under way, and requests that wait for room."""
         return self._scheduler.get_request_counts()
@@ -184,6 +189,10 @@ class Engine:
         if self._settings.engine != "torchtitan":
             raise ConfigError(self._settings.problems("generate.", device=self._device(), updates=True))
         return self._model().named_tensors()
+
+    def live_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The objects that the model computes with, by the same names: this rank's part of each parameter."""
+        return dict(self._model().model.named_parameters())
 
     def close(self) -> None:
         """Let go of the model, the cache and vLLM's process groups."""

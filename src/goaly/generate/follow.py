@@ -5,6 +5,7 @@ Rank 0 waits for versions and tells its peers; a version is applied once every r
 Invariants
     FO-1  Ranks apply the same versions at the same steps: each is announced to all, voted on, then sequenced by rank 0.
     FO-2  What a rank holds ready is not overwritten before its engine has applied it.
+    FO-3  What rank 0 leased lasts until all ranks have copied it: it asks for the next after their vote.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from goaly.generate.loop import EngineLoop
 from goaly.generate.ranks import Link
+from goaly.weights.records import Lease
 
 T = TypeVar("T")
 
@@ -21,8 +23,10 @@ T = TypeVar("T")
 class Versions(Protocol):
     """What is needed of `weights.subscriber.Subscriber`."""
 
-    async def newest(self, after: int) -> int: ...
-    async def prefetch(self, version: int) -> bool: ...
+    @property
+    def held(self) -> Lease | None: ...
+    async def newest(self, after: int, *, early: bool) -> int: ...
+    async def prefetch(self, version: int, lent: Lease | None = None) -> bool: ...
     def apply(self) -> int: ...
 
 
@@ -38,23 +42,24 @@ class WeightFollower:
         """Follow until cancelled."""
         if self._link is None or self._link.rank == 0:
             while True:
-                await self.catch_up(await self._versions.newest(self._loop.version))
+                await self.catch_up()
         while True:
-            version = await _in_thread(self._link.receive)
-            if await self._hold_ready(version):
-                await self._loop.version_at_least(version)  # FO-2
+            lease: Lease = await _in_thread(self._link.receive)
+            if await self._hold_ready(lease.version, lease):
+                await self._loop.version_at_least(lease.version)  # FO-2
 
-    async def catch_up(self, version: int) -> bool:
-        """Rank 0: have this version applied on every rank; False if some rank could not get it any more."""
+    async def catch_up(self) -> bool:
+        """Rank 0: wait for newer weights, have them applied on every rank; False if some rank could not get them."""
+        version = await self._versions.newest(self._loop.version, early=True)
         if self._link is not None:
-            await _in_thread(self._link.send, version)
+            await _in_thread(self._link.send, self._versions.held)
         if not await self._hold_ready(version):
             return False
         await self._loop.apply(version)
         return True
 
-    async def _hold_ready(self, version: int) -> bool:
-        ready = await self._versions.prefetch(version)
+    async def _hold_ready(self, version: int, lent: Lease | None = None) -> bool:
+        ready = await self._versions.prefetch(version, lent)
         return ready if self._link is None else await _in_thread(self._link.all_agree, ready)  # FO-1
 
 

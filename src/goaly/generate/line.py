@@ -4,8 +4,8 @@ A message between actors costs either side about half a millisecond, as much as 
 in one turn of the client's event loop leave together, and samples that end in one step of the engine come together.
 
 Invariants
-    LI-1  Every request ends: with its sample, with its own error, or, when the replica died, with what Monarch says
-          of that. None ends twice.
+    LI-1  Every request ends: with its sample, with its own error, or, when the replica was closed or died, with an
+          error that says so, also if it is asked only then. None ends twice.
     LI-2  A request that is withdrawn before it left never leaves.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from monarch.actor import Channel
 
-from goaly.generate.request import Sample, Sampling
+from goaly.generate.request import EngineFailed, Sample, Sampling
 
 Ended = list[tuple[str, Sample | Exception]]
 
@@ -40,6 +40,7 @@ class Line:
         self._name = uuid.uuid4().hex
         self._under_way: dict[str, asyncio.Future[Sample]] = {}
         self._leaving: list[Asked] = []
+        self._over: Exception | None = None
         port, samples = Channel[Ended].open()
         self._tasks = (
             asyncio.create_task(self._connected(port), name="line: connected"),
@@ -50,7 +51,11 @@ class Line:
         self, request_id: str, prompt: list[int], sampling: Sampling, min_version: int = 0
     ) -> asyncio.Future[Sample]:
         """Have the replica sample an answer to these tokens, under weights of at least `min_version`."""
-        future = self._under_way[request_id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
+        if self._over is not None:
+            future.set_exception(self._over)
+            return future
+        self._under_way[request_id] = future
         if not self._leaving:
             asyncio.get_running_loop().call_soon(self._send)
         self._leaving.append(Asked(request_id, prompt, sampling, min_version))
@@ -80,9 +85,11 @@ class Line:
 
     async def _connected(self, port: Any) -> None:
         try:
-            await self._replica.connect.call_one(self._name, port)  # returns when the replica was closed, or it died
+            await self._replica.connect.call_one(self._name, port)  # unblocked by the replica's close, or its death
+            self._over = EngineFailed("the generator was closed")
         except Exception as error:
-            self._end_all(error)  # LI-1
+            self._over = error
+        self._end_all(self._over)  # LI-1
 
     async def _receive(self, samples: Any) -> None:
         while True:

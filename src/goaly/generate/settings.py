@@ -9,6 +9,11 @@ PREPACKED = (
     'use engine "torchtitan" in a run that trains'
 )
 
+FLIP_UNDER_GRAPHS = (
+    "must be copy where decode steps are recorded as CUDA graphs, which would go on with the old memory; "
+    "or set generator.cuda_graphs=false"
+)
+
 
 @dataclass(kw_only=True)
 class GeneratorSettings:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from goaly.backlog.settings import BacklogSettings
-from goaly.generate.settings import GeneratorSettings, SamplingSettings
+from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings, SamplingSettings
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.prompts.settings import PromptSettings
@@ -114,7 +114,11 @@ class RunConfig:
             shape = architecture(read_config(self.model.path), where=f"{prefix}model.path={self.model.path}")
         except ConfigError as error:
             return error.problems
+        import torch
+
         found = []
+        if self.weights.apply == "flip" and self.generator.cuda_graphs and torch.cuda.is_available():
+            found.append(f"{prefix}weights.apply=flip: {FLIP_UNDER_GRAPHS}")
         for key, tp in (("trainer.tp", self.trainer.tp), ("generator.tp", self.generator.tp)):
             for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
                 if tp > 0 and count % tp:

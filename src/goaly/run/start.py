@@ -132,7 +132,8 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
         mesh = hosts.spawn("generator", name, config.generator.tp, config.generator.threads)
         if config.generator.tp > 1:
             await setup_torch_elastic_env_async(mesh)
-        return spawn(mesh, name, Generator, config.generator, config.model, store, int(name.split("-")[1]))
+        replica = int(name.split("-")[1])
+        return spawn(mesh, name, Generator, config.generator, config.model, store, replica, config.weights)
 
     run.generators = GeneratorService(
         replicas=config.generator.replicas, spawn=spawn_generator, retire=hosts.stop, announce=run.rollouts.use

@@ -1,1 +1,44 @@
-"""Stage 6: versioned weight shards, from any layout to any layout."""
+"""Stage 6: versioned weight shards, from any layout to any layout. Useful without the rest of goaly: `docs/weights.md`.
+
+store = mesh.spawn("weights", WeightStore, WeightSettings())   # one actor, anywhere
+
+async with publish(store, tensors) as publisher:               # in each trainer rank
+    await publisher.publish(version)
+
+async with subscribe(store, parameters) as subscriber:         # in each reader
+    version = await subscriber.newest(after=version)
+    if await subscriber.prefetch(version):
+        subscriber.apply()
+
+version = await pull_into(store, parameters)                   # or all of that, once
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from goaly.weights.api import publish, pull_into, subscribe
+    from goaly.weights.publisher import Publisher
+    from goaly.weights.settings import WeightSettings
+    from goaly.weights.store import WeightStore
+    from goaly.weights.subscriber import Subscriber
+
+__all__ = ["Publisher", "Subscriber", "WeightSettings", "WeightStore", "publish", "pull_into", "subscribe"]
+
+_MODULES = {
+    "Publisher": "publisher",
+    "Subscriber": "subscriber",
+    "WeightSettings": "settings",
+    "WeightStore": "store",
+    "publish": "api",
+    "pull_into": "api",
+    "subscribe": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Each name's module is imported when it is first used: reading settings needs no torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -6,6 +6,7 @@ Invariants
 """
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -23,12 +24,15 @@ class Copier:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weights")
 
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """Do the work in a thread; a cancelled caller still waits for its end (WC-1)."""
-        done = asyncio.get_running_loop().run_in_executor(self._pool, work)
+    async def run(self, work: Callable[[], Result], *, stop: Callable[[], None] | None = None) -> Result:
+        """Do the work in a thread; a cancelled caller asks it to `stop`, and still waits for its end (WC-1)."""
+        context = contextvars.copy_context()  # Monarch's calls need the actor's
+        done = asyncio.get_running_loop().run_in_executor(self._pool, lambda: context.run(work))
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
+            if stop is not None:
+                stop()
             while not done.done():
                 try:
                     await asyncio.wait({done})  # ends with the memory copy

@@ -5,12 +5,15 @@
 A method that can't do its work yet returns None, and can once another call has changed the ledger.
 
 Invariants
-    WV-1  A version can be leased only from its commit on, and it is committed once every writer rank has staged it.
-    WV-2  The slot of a leased version is not written.
+    WV-1  A version can be leased only from its commit on, and it is committed once every writer rank has staged it. A
+          reader that asks for early versions may hold one from its announcement on; it is told if that is abandoned.
+    WV-2  The slot of a leased version is not written, but by those who stage that version.
     WV-3  A writer never waits for a reader: at any moment at least one slot is without a lease. A reader whose lease
           would take the last one waits for another reader's release instead.
     WV-4  Committed versions go up. A reader holds at most one lease.
-    WV-5  The newest version is the last to be written over: only while readers hold all the others.
+    WV-5  The newest version is the last to be written over: only while readers hold all the others. If what was to
+          take its place is abandoned, the newest that is left is what readers get.
+    WV-6  All ranks stage a version in the same slot. A slot that was reserved for the next version holds none.
 """
 
 from dataclasses import dataclass, field
@@ -20,11 +23,12 @@ from goaly.errors import WeightsError
 
 @dataclass(slots=True, kw_only=True)
 class _Staging:
-    """A version under way: its slot, and which ranks have staged their shards."""
+    """A version under way: its slot, which ranks have staged their shards, and whether readers may begin on it."""
 
     version: int
     slot: int
     staged: set[int] = field(default_factory=set)
+    early: bool = False
 
 
 class VersionLedger:
@@ -37,34 +41,61 @@ class VersionLedger:
         self.newest: int | None = None
         self._slots: list[int | None] = [None] * slots
         self._staging: _Staging | None = None
+        self._reserved: int | None = None
         self._leases: dict[int, int] = {}
         self._abandoned: dict[int, str] = {}
 
-    def begin(self, rank: int, version: int) -> int | None:
-        """The slot in which this rank stages the version; None while another version is being staged."""
+    def begin(self, rank: int, version: int, *, early: bool = False) -> int | None:
+        """The slot in which this rank stages the version; None while another version is being staged.
+
+        `early` announces it to the readers that want to begin before the commit.
+        """
         staging = self._staging
         if staging is None:
             if self.newest is not None and version <= self.newest:
                 raise WeightsError(f"version {version} comes after {self.newest}: versions must go up")  # WV-4
-            slot = self._free_slot()
+            slot = self._free_slot() if self._reserved is None else self._reserved
+            assert slot is not None, "WV-3: every slot is leased"
+            self._reserved = None
             self._slots[slot] = None
-            self._staging = _Staging(version=version, slot=slot)
+            self._staging = _Staging(version=version, slot=slot, early=early)
             self._abandoned.pop(version, None)
             return slot
         if version == staging.version:
             if rank in staging.staged:
                 raise WeightsError(f"rank {rank} has already staged version {version}")
+            staging.early |= early
             return staging.slot
         if rank not in staging.staged or version < staging.version:
             raise WeightsError(f"rank {rank} stages version {version} while the others stage {staging.version}")
         return None
 
-    def staged(self, rank: int, version: int) -> bool:
-        """Note that the rank's shards are in place; True if that was the last rank and the version is committed."""
+    def reserve(self, rank: int) -> int | None:
+        """The slot of this rank's next version, whichever that will be; None if that can't be said yet."""
+        if self._staging is not None and rank not in self._staging.staged:
+            return self._staging.slot
+        if self._reserved is None:
+            self._reserved = self._free_slot(keep_newest=True)
+            if self._reserved is not None:
+                self._slots[self._reserved] = None  # WV-6
+        return self._reserved
+
+    def staged(self, rank: int, version: int, slot: int) -> bool | None:
+        """Note that the rank's shards are in place; True if that was the last rank and the version is committed.
+
+        None while the version before it is being staged: the rank was quicker than the others.
+        """
         staging = self._staging
         if staging is None or staging.version != version:
-            why = self._abandoned.get(version, "it was never begun")
-            raise WeightsError(f"rank {rank} staged version {version}, which no one can commit: {why}")
+            if slot != self._reserved or version in self._abandoned:
+                why = self._abandoned.get(version, "it was never begun")
+                raise WeightsError(f"rank {rank} staged version {version}, which no one can commit: {why}")
+            if self.begin(rank, version) is None:
+                return None
+            staging = self._staging
+            assert staging is not None
+        if slot != staging.slot:  # WV-6
+            raise WeightsError(f"rank {rank} staged version {version} in slot {slot}, the others in {staging.slot}")
         staging.staged.add(rank)
         if len(staging.staged) < self.writers:
             return False
@@ -75,9 +106,14 @@ class VersionLedger:
 
     def abandon(self, version: int, why: str) -> None:
         """Forget a version that can't be completed. A committed version stays."""
-        if self._staging is not None and self._staging.version == version:
+        staging = self._staging
+        if staging is not None and staging.version == version:
             self._staging = None
             self._abandoned = {version: why}
+            if self._reserved is None:
+                self._reserved = staging.slot  # who was told that slot before goes on with it
+            for reader in [reader for reader, held in self._leases.items() if held == version]:
+                self.release(reader)
 
     def abandon_staging(self, why: str) -> None:
         """Forget whatever is being staged."""
@@ -86,29 +122,38 @@ class VersionLedger:
 
     def lease(self, reader: int, version: int) -> bool | None:
         """Hold the version for the reader, in place of what it held. False if it is gone, None if it must wait."""
-        if self.newest is None or version > self.newest:
-            raise WeightsError(f"version {version} is not committed; the newest is {self.newest}")
-        if version not in self._slots:
-            return False
+        if not self._announced(version):
+            if self.newest is None or version > self.newest:
+                raise WeightsError(f"version {version} is not committed; the newest is {self.newest}")
+            if version not in self._slots:
+                return False
         others = {held for holder, held in self._leases.items() if holder != reader}
         if len(others | {version}) >= len(self._slots):  # WV-3
             return None
         self._leases[reader] = version
         return True
 
-    def lease_newer(self, reader: int, after: int) -> int | None:
-        """Hold the newest version, if it is above `after`; None if the reader must wait."""
-        if self.newest is None or self.newest <= after or not self.lease(reader, self.newest):
+    def lease_newer(self, reader: int, after: int, *, early: bool = False) -> int | None:
+        """Hold the newest version there is, if it is above `after`; None if the reader must wait."""
+        version = max(self.versions, default=None)  # WV-5
+        if early and self._staging is not None and self._staging.early:
+            version = self._staging.version
+        if version is None or version <= after or not self.lease(reader, version):
             return None
-        return self.newest
+        return version
 
     def release(self, reader: int) -> None:
         """Take back what the reader holds, if anything."""
         self._leases.pop(reader, None)
 
+    def whole(self, version: int) -> bool | None:
+        """Whether the version is there; None while it is being staged, False once it is gone or abandoned."""
+        return None if self.staging == version else version in self._slots
+
     def slot_of(self, version: int) -> int:
-        """Where a committed version lies."""
-        return self._slots.index(version)
+        """Where a version lies, or is being staged."""
+        staging = self._staging
+        return staging.slot if staging is not None and staging.version == version else self._slots.index(version)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -125,9 +170,17 @@ class VersionLedger:
         """The version that is being staged."""
         return None if self._staging is None else self._staging.version
 
-    def _free_slot(self) -> int:
-        """An empty slot, or else that of the oldest version without a lease (WV-2, WV-5); WV-3 says there is one."""
-        held = set(self._leases.values())
-        free = [slot for slot, version in enumerate(self._slots) if version not in held]
-        assert free, "WV-3: every slot is leased"
-        return min(free, key=lambda slot: -1 if self._slots[slot] is None else self._slots[slot])
+    def _announced(self, version: int) -> bool:
+        return self._staging is not None and self._staging.early and self._staging.version == version
+
+    def _free_slot(self, *, keep_newest: bool = False) -> int | None:
+        """An empty slot, or else that of the oldest version without a lease (WV-2, WV-5), or None."""
+        kept = set(self._leases.values())
+        if keep_newest and self.newest is not None:
+            kept.add(self.newest)
+        free = [
+            slot
+            for slot, version in enumerate(self._slots)
+            if (version is None or version not in kept) and (self._staging is None or slot != self._staging.slot)
+        ]
+        return min(free, key=lambda slot: -1 if self._slots[slot] is None else self._slots[slot], default=None)

@@ -1,4 +1,7 @@
-"""Who a process is, and the news that it ended, from the kernel and at once.
+"""Who a process is and where, and the news that it ended.
+
+On the store's own host the kernel tells at once. A process elsewhere sends a pulse every
+`PULSE_SECONDS`, and has ended when it has been silent for `SILENT_SECONDS`.
 
 Invariants
     WP-1  A process id that was given to another process is not mistaken for the first: the time of its start differs.
@@ -10,15 +13,17 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from goaly.errors import WeightsError
+PULSE_SECONDS = 5.0
+SILENT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMark:
-    """One process of one boot of one host."""
+    """One process of one host: of one boot of it, and of one container there."""
 
-    boot: str
+    host: str
     pid: int
     started: int
 
@@ -26,22 +31,41 @@ class ProcessMark:
         return f"process {self.pid}"
 
 
-def this_process() -> ProcessMark:
-    """The mark of the process that asks."""
-    return process(os.getpid())
+def this_process(host: str | None = None) -> ProcessMark:
+    """The mark of the process that asks; on another host than this, if it is told so."""
+    return process(os.getpid(), host)
 
 
-def process(pid: int) -> ProcessMark:
+def process(pid: int, host: str | None = None) -> ProcessMark:
     """The mark of a process of this host."""
-    return ProcessMark(boot=_boot(), pid=pid, started=_started(pid))
+    return ProcessMark(host=host or this_host(), pid=pid, started=_started(pid))
+
+
+def this_host() -> str:
+    """What only processes that can open each other's memory share: the boot, and the container's process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+class Watch(Protocol):
+    """Calls a function on the running event loop when a process has ended."""
+
+    def beat(self) -> None:
+        """The process is alive."""
+
+    def close(self) -> None:
+        """Stop watching."""
+
+
+def watch(mark: ProcessMark, on_exit: Callable[[], None]) -> Watch:
+    """A watch over a process on any host."""
+    return ExitWatch(mark, on_exit) if mark.host == this_host() else SilenceWatch(on_exit)
 
 
 class ExitWatch:
     """Calls `on_exit` on the running event loop when the process has ended, or soon if it has already."""
 
     def __init__(self, mark: ProcessMark, on_exit: Callable[[], None]):
-        if mark.boot != _boot():
-            raise WeightsError(f"{mark} runs on another host; shared memory only reaches processes on the trainer's")
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
         self._descriptor: int | None = None
@@ -66,6 +90,9 @@ class ExitWatch:
         self.close()
         self._on_exit()
 
+    def beat(self) -> None:
+        """Nothing: the kernel knows."""
+
     def close(self) -> None:
         """Stop watching."""
         if self._gone is not None:
@@ -76,8 +103,30 @@ class ExitWatch:
             self._descriptor = None
 
 
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+class SilenceWatch:
+    """Calls `on_exit` on the running event loop when there was no `beat` for this long."""
+
+    def __init__(self, on_exit: Callable[[], None], seconds: float = SILENT_SECONDS):
+        self._loop = asyncio.get_running_loop()
+        self._on_exit = on_exit
+        self._seconds = seconds
+        self._heard = self._loop.time()
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        left = self._heard + self._seconds - self._loop.time()
+        if left <= 0:
+            self._on_exit()
+        else:
+            self._timer = self._loop.call_later(left, self._look)
+
+    def beat(self) -> None:
+        """The process is alive."""
+        self._heard = self._loop.time()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._timer.cancel()
 
 
 def _started(pid: int) -> int:

@@ -6,6 +6,9 @@
 All ranks publish the same versions in the same order; a version is there for readers once the last rank is done. Each
 rank waits for the copy only, never for a reader.
 
+What is larger than a bucket is announced when its staging begins: readers fetch each bucket as soon as it is sealed.
+What is smaller takes one call of the store, which commits it and says where the next one goes.
+
 Invariants
     WB-1  `publish` returns once the rank's shards are copied: the tensors may change from then on.
     WB-2  A publish that fails or is cancelled before the commit withdraws the version for all ranks.
@@ -17,13 +20,16 @@ from collections.abc import Mapping
 import torch
 
 from goaly.telemetry.spans import span
+from goaly.weights.attend import Attendants
+from goaly.weights.buckets import buckets_of, cut
 from goaly.weights.copying import Copier, Pair
 from goaly.weights.layout import view
-from goaly.weights.liveness import this_process
+from goaly.weights.liveness import PULSE_SECONDS, this_process
 from goaly.weights.placement import layout_of, local
-from goaly.weights.ring import UNSEALED, Ring, in_dtype
+from goaly.weights.records import Membership, Staged
+from goaly.weights.ring import Ring, in_dtype
 from goaly.weights.settings import WeightSettings
-from goaly.weights.store import Membership, WeightStore
+from goaly.weights.store import WeightStore
 
 
 class Publisher:
@@ -36,33 +42,51 @@ class Publisher:
         world: int,
         tensors: Mapping[str, torch.Tensor],
         settings: WeightSettings,
+        *,
+        host: str | None = None,
     ):
+        """`host` says that the process counts as one of that host, whichever it runs on."""
         self._store = store
         self._rank = rank
         self._world = world
         self._tensors = dict(tensors)
-        self._dtype = None if settings.transfer_dtype is None else getattr(torch, settings.transfer_dtype)
+        self._settings = settings
+        self._process = this_process(host)
         self._copier = Copier(settings.copy_threads)
         self._ring: Ring | None = None
+        self._next_slot: int | None = None
         self._request = 0
         self._one_at_a_time = asyncio.Lock()
+        self._attendants = Attendants()
 
     async def publish(self, version: int) -> bool:
         """Stage this rank's shards as `version`; True if this was the last rank and readers can have it now."""
         async with self._one_at_a_time:
             ring = self._ring or await self._join()
             self._request += 1
+            slot, self._next_slot = self._next_slot, None
+            early = sum(shard.bytes for shard in ring.layout) > self._settings.bucket_bytes
             try:
-                slot = await self._store.begin.call_one(self._rank, self._request, version)  # the others' last publish
-                await self._copier.run(lambda: self._stage(ring, slot, version))
-                return await self._store.staged.call_one(self._rank, version)
+                if early or slot is None:
+                    slot = await self._store.begin.call_one(
+                        self._rank, self._request, version, early
+                    )  # the others' last publish
+                    assert slot is not None
+                staged_in = slot
+                await self._copier.run(lambda: self._stage(ring, staged_in, version))
+                staged: Staged = await self._store.staged.call_one(
+                    self._rank, self._request, version, slot
+                )  # the others' last publish
             except BaseException as error:
                 self._request += 1
                 self._store.abandon.broadcast(self._rank, self._request, version, repr(error))  # WB-2
                 raise
+            self._next_slot = staged.next_slot
+            return staged.committed
 
     async def close(self) -> None:
         """Leave the store and let no further reader in."""
+        self._attendants.end()
         if self._ring is not None:
             await self._store.leave_writer.call_one(self._rank)
             self._ring.close()
@@ -70,21 +94,39 @@ class Publisher:
         self._copier.close()
 
     async def _join(self) -> Ring:
-        layout = in_dtype(layout_of(self._tensors), self._dtype)
+        dtype = None if self._settings.transfer_dtype is None else getattr(torch, self._settings.transfer_dtype)
+        layout = in_dtype(layout_of(self._tensors), dtype)
         membership: Membership = await self._store.join_writer.call_one(
-            self._rank, self._world, layout, this_process()
+            self._rank, self._world, layout, self._process
         )  # unblocked by the other ranks' first publish
-        self._ring = await self._copier.run(lambda: Ring.create(membership.layout, membership.slots))
-        await self._store.offer.call_one(self._rank, self._ring.source)
-        return self._ring
+        pieces = cut(membership.layout, self._settings.bucket_bytes)
+        buckets = buckets_of(pieces, self._settings.bucket_bytes)
+        ring = await self._copier.run(lambda: Ring.create(pieces, buckets, membership.slots))
+        await self._store.offer.call_one(self._rank, ring.source(self._process.host))
+        self._attendants.start(self._offer_remotely(ring))
+        if membership.pulse:
+            self._attendants.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(writer=self._rank))
+        self._ring = ring
+        return ring
+
+    async def _offer_remotely(self, ring: Ring) -> None:
+        """Once a reader needs it: register the ring with Monarch's RDMA."""
+        await self._store.wanted_remotely.call_one(self._rank)  # the first reader on another host
+        from goaly.weights.rdma import RemoteRing
+
+        remote = await asyncio.to_thread(RemoteRing.of, ring)
+        await self._store.offer.call_one(self._rank, ring.source(self._process.host, remote))
 
     def _stage(self, ring: Ring, slot: int, version: int) -> None:
         with span("stage", version=version, rank=self._rank) as stage:
             held = {name: local(tensor) for name, tensor in self._tensors.items()}
-            pairs: list[Pair] = [
-                (staged, view(held, shard)) for shard, staged in zip(ring.layout, ring.views(slot), strict=True)
-            ]
-            ring.seal(slot, UNSEALED)
-            self._copier.copy(pairs)
-            ring.seal(slot, version)
+            views = ring.views(slot)
+            ring.unseal(slot)
+            for number, bucket in enumerate(ring.buckets):
+                pairs: list[Pair] = []
+                for index in bucket:
+                    shard = ring.layout[index]
+                    pairs.append((views[index], view(held, shard)))
+                self._copier.copy(pairs)
+                ring.seal(slot, number, version)
             stage.note(bytes=sum(shard.bytes for shard in ring.layout))

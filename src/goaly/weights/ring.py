@@ -1,13 +1,16 @@
 """One writer rank's versions in shared memory: a few slots of one size, each with room for its whole layout.
 
-A slot begins with a seal: the version whose shards it holds, or `UNSEALED` while they are being written. Leases keep
-slots from being rewritten under a reader; the seal turns a broken lease into an error rather than a torn read.
+A slot begins with its seals, one for each bucket of the layout: the version whose shards the bucket holds, or
+`UNSEALED` while they are being written. Leases keep slots from being rewritten under a reader; the seals turn a broken
+lease into an error rather than a torn read, and tell a reader of an early version which buckets it may take.
 
 Invariants
-    WG-1  A slot is sealed with a version only while every shard in it is that version's.
+    WG-1  A bucket is sealed with a version only while every shard in it is that version's.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,67 +27,118 @@ class Source:
     """What a reader must know of one writer rank: which rectangles it stages, and where."""
 
     layout: Layout
+    buckets: tuple[range, ...]
     slots: int
+    host: str
     handle: SegmentHandle
+    remote: Any | None = None
+    """The ring as processes on other hosts reach it (`rdma.RemoteRing`), if one asked for that."""
 
 
 class Ring:
-    """The slots of one writer rank, as their writer or one of their readers sees them."""
+    """The slots of one writer rank, as their writer or one of its readers on the host sees them."""
 
-    def __init__(self, layout: Layout, slots: int, segment: Segment):
+    def __init__(self, layout: Layout, buckets: tuple[range, ...], slots: int, segment: Segment):
         self.layout = layout
+        self.buckets = buckets
         self.slots = slots
         self._segment = segment
-        offsets, slot_bytes = _places(layout)
-        placed = list(zip(layout, offsets, strict=True))
-        self._views = [
-            [segment.tensor(shard.dtype, shard.shape, slot * slot_bytes + offset) for shard, offset in placed]
-            for slot in range(slots)
+        self._shape = SlotShape(layout, buckets)
+        self._slots = [
+            segment.tensor(torch.uint8, (self._shape.bytes,), slot * self._shape.bytes) for slot in range(slots)
         ]
-        self._seals = [segment.tensor(torch.int64, (1,), slot * slot_bytes) for slot in range(slots)]
+        self._views = [self._shape.views(memory) for memory in self._slots]
+        self._seals = [self._shape.seals(memory) for memory in self._slots]
 
     @classmethod
-    def create(cls, layout: Layout, slots: int) -> "Ring":
+    def create(cls, layout: Layout, buckets: tuple[range, ...], slots: int) -> "Ring":
         """The ring of this process as a writer, every slot unsealed."""
-        ring = cls(layout, slots, Segment.create(slots * _places(layout)[1]))
+        ring = cls(layout, buckets, slots, Segment.create(slots * SlotShape(layout, buckets).bytes))
         for slot in range(slots):
-            ring.seal(slot, UNSEALED)
+            ring.unseal(slot)
         return ring
 
     @classmethod
     def open(cls, source: Source) -> "Ring":
         """Another process's ring, to read."""
-        return cls(source.layout, source.slots, Segment.open(source.handle))
+        return cls(source.layout, source.buckets, source.slots, Segment.open(source.handle))
+
+    def source(self, host: str, remote: Any | None = None) -> Source:
+        """What readers need to reach it."""
+        return Source(
+            layout=self.layout,
+            buckets=self.buckets,
+            slots=self.slots,
+            host=host,
+            handle=self._segment.handle,
+            remote=remote,
+        )
 
     @property
-    def source(self) -> Source:
-        """What readers need to open it."""
-        return Source(layout=self.layout, slots=self.slots, handle=self._segment.handle)
+    def bytes(self) -> int:
+        """Memory of all slots."""
+        return self._segment.handle.bytes
+
+    def stretches(self, slot: int) -> list[torch.Tensor]:
+        """The slot's memory as bytes: its seals, then each bucket."""
+        return self._shape.stretches(self._slots[slot])
 
     def views(self, slot: int) -> list[torch.Tensor]:
         """The tensors of the slot, one a shard of the layout, each contiguous."""
         return self._views[slot]
 
-    def seal(self, slot: int, version: int) -> None:
-        """Say whose shards the slot holds."""
-        self._seals[slot][0] = version
+    def unseal(self, slot: int) -> None:
+        """Say that the slot holds nothing."""
+        self._seals[slot].fill_(UNSEALED)
 
-    def sealed(self, slot: int) -> int:
-        """The version whose shards the slot holds, or `UNSEALED`."""
-        return int(self._seals[slot][0])
+    def seal(self, slot: int, bucket: int, version: int) -> None:
+        """Say whose shards the bucket holds."""
+        self._seals[slot][bucket] = version
+
+    def seals(self, slot: int) -> list[int]:
+        """The version whose shards each bucket of the slot holds, or `UNSEALED`."""
+        return self._seals[slot].tolist()
+
+    def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
+        """The buckets, at once: the memory is mapped."""
+        yield buckets
 
     def close(self) -> None:
         """Let no further reader in; what is mapped stays."""
         self._segment.close()
 
 
-def _places(layout: Layout) -> tuple[list[int], int]:
-    """Where each shard begins in a slot, after the seal, and how many bytes a slot takes."""
-    offsets, end = [], ALIGNMENT
-    for shard in layout:
-        offsets.append(end)
-        end += _up(shard.bytes, ALIGNMENT)
-    return offsets, _up(end, PAGE)
+class SlotShape:
+    """Where in a slot's memory everything lies."""
+
+    def __init__(self, layout: Layout, buckets: tuple[range, ...]):
+        self._layout = layout
+        self._buckets = buckets
+        self._seal_bytes = 8 * len(buckets)
+        self._offsets, end = [], _up(self._seal_bytes, ALIGNMENT)
+        for shard in layout:
+            self._offsets.append(end)
+            end += _up(shard.bytes, ALIGNMENT)
+        self.bytes = _up(max(end, 1), PAGE)
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The shards in this slot's memory."""
+        return [
+            memory[offset : offset + shard.bytes].view(shard.dtype).view(shard.shape)
+            for offset, shard in zip(self._offsets, self._layout, strict=True)
+        ]
+
+    def seals(self, memory: torch.Tensor) -> torch.Tensor:
+        """The seals in this slot's memory."""
+        return memory[: self._seal_bytes].view(torch.int64)
+
+    def stretches(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The bytes of the seals, then those of each bucket."""
+        ends = [self._offsets[bucket.start] for bucket in self._buckets[1:]] + [self.bytes]
+        return [
+            memory[: self._seal_bytes],
+            *(memory[self._offsets[bucket.start] : end] for bucket, end in zip(self._buckets, ends, strict=True)),
+        ]
 
 
 def _up(size: int, multiple: int) -> int:

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 TRANSFER_DTYPES = ("float32", "bfloat16", "float16")
+TRANSPORTS = ("auto", "shm", "rdma")
+APPLY_MODES = ("copy", "flip")
+MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,24 @@ class WeightSettings:
     copy_threads: int = 1
     """Threads that copy a rank's weights when it publishes or pulls."""
 
+    bucket_mib: float = 8.0
+    """Weights are staged and fetched in buckets of about this size, in MiB: readers take each one as soon as it is
+    there. What fits one bucket is not announced before it is whole."""
+
+    transport: str = "auto"
+    """How readers reach the trainer's ring: "auto" maps it on the same host and reads it over RDMA (or TCP, where
+    there is no such hardware) from others; "shm" and "rdma" allow only the one or the other."""
+
+    apply: str = "copy"
+    """How a generator puts fetched weights in place between two decode steps: "copy" copies them into its parameters,
+    "flip" makes the fetched memory the parameters', which takes under 2 ms for any size. Both need the weights' memory
+    twice. Recorded CUDA graphs don't see a flip."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The size of a bucket in bytes."""
+        return int(self.bucket_mib * MIB)
+
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each."""
         found = []
@@ -30,4 +51,10 @@ class WeightSettings:
             found.append(f"{prefix}transfer_dtype={self.transfer_dtype}: must be one of {known}, or null")
         if self.copy_threads < 1:
             found.append(f"{prefix}copy_threads={self.copy_threads}: must be at least 1")
+        if self.bucket_mib <= 0:
+            found.append(f"{prefix}bucket_mib={self.bucket_mib}: must be positive")
+        if self.transport not in TRANSPORTS:
+            found.append(f"{prefix}transport={self.transport!r}: must be one of {', '.join(TRANSPORTS)}")
+        if self.apply not in APPLY_MODES:
+            found.append(f"{prefix}apply={self.apply!r}: must be one of {', '.join(APPLY_MODES)}")
         return found

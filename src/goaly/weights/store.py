@@ -20,43 +20,22 @@ from monarch.actor import Actor, concurrent_endpoint
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout, share
 from goaly.weights.ledger import VersionLedger
-from goaly.weights.liveness import ExitWatch, ProcessMark
+from goaly.weights.liveness import ProcessMark, Watch, this_host, watch
+from goaly.weights.records import Joined, Lease, Membership, Staged, StoreState
 from goaly.weights.ring import Source
 from goaly.weights.settings import WeightSettings
+from goaly.weights.transport import crosses
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """What a writer rank is told when all have joined: what it stages, in how many slots."""
-
-    layout: Layout
-    slots: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreState:
-    """What the store holds at one moment."""
-
-    newest: int | None
-    """The newest committed version."""
-    versions: tuple[int, ...]
-    """The committed versions that are still in memory."""
-    leased: dict[str, int]
-    """What each reader holds."""
-    readers: int
-    """How many readers have joined and live."""
-    bytes: int
-    """Shared memory of all writers."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Reader:
     name: str
-    watch: ExitWatch
+    process: ProcessMark
+    watch: Watch
     request: int = 0
 
 
@@ -64,8 +43,9 @@ class _Reader:
 class _Writer:
     layout: Layout
     process: ProcessMark
-    watch: ExitWatch
+    watch: Watch
     source: Source | None = None
+    wanted_remotely: bool = False
     request: int = 0
 
 
@@ -93,15 +73,15 @@ class WeightStore(Actor):
         if not 0 <= rank < world or world != self._ledger.writers:
             raise WeightsError(f"writer rank {rank} of {world} joins a group of {self._ledger.writers}")
         if rank not in self._writers:
-            watch = ExitWatch(process, lambda: self._writer_ended(rank, process))
-            self._writers[rank] = _Writer(layout=layout, process=process, watch=watch)
+            watching = watch(process, lambda: self._writer_ended(rank, process))
+            self._writers[rank] = _Writer(layout=layout, process=process, watch=watching)
         elif self._writers[rank].process != process:
             raise WeightsError(f"writer rank {rank} has joined already, from {self._writers[rank].process}")
         await self._wake()
         await self._until(lambda: len(self._writers) == world or None)  # the other ranks' joins, or a rank's death
         if not self._shared:
             self._shared = share([self._writers[other].layout for other in range(world)])
-        return Membership(layout=self._shared[rank], slots=self._slots)
+        return Membership(layout=self._shared[rank], slots=self._slots, pulse=process.host != this_host())
 
     @concurrent_endpoint
     async def offer(self, rank: int, source: Source) -> None:
@@ -110,28 +90,43 @@ class WeightStore(Actor):
         await self._wake()
 
     @concurrent_endpoint
-    async def begin(self, rank: int, request: int, version: int) -> int:
-        """The slot to stage this version in; waits until the version before it is committed."""
-        ledger, writer = self._require_ledger(), self._writers[rank]
-        writer.request = max(writer.request, request)
-
-        def begun() -> int | None:
-            if writer.request != request:
-                raise WeightsError(f"writer rank {rank} gave up this request")  # WS-3
-            return ledger.begin(rank, version)
-
-        return await self._until(begun)  # the slower ranks' `staged`, or a rank's death
+    async def wanted_remotely(self, rank: int) -> None:
+        """Returns once a reader must reach this rank's shards over the network: `offer` them so."""
+        writer = self._writers[rank]
+        await self._until(lambda: writer.wanted_remotely or None, for_writer=False)  # the first such reader
 
     @concurrent_endpoint
-    async def staged(self, rank: int, version: int) -> bool:
+    async def begin(self, rank: int, request: int, version: int, early: bool) -> int:
+        """The slot to stage this version in; waits until the version before it is committed.
+
+        `early` wakes readers that want to follow the staging bucket by bucket.
+        """
+        ledger = self._require_ledger()
+        current = self._current_writer(rank, request)
+
+        def begun() -> int | None:
+            current()
+            return ledger.begin(rank, version, early=early)
+
+        slot = await self._until(begun)  # the slower ranks' `staged`, or a rank's death
+        if early:
+            await self._wake()
+        return slot
+
+    @concurrent_endpoint
+    async def staged(self, rank: int, request: int, version: int, slot: int) -> Staged:
         """This rank's shards are in place. The last rank's call commits the version and wakes the readers."""
-        if self._writer_lost is not None:
-            raise WeightsError(self._writer_lost)
-        committed = self._require_ledger().staged(rank, version)
-        if committed:
-            logger.debug("version %d is committed", version)
+        ledger = self._require_ledger()
+        current = self._current_writer(rank, request)
+
+        def noted() -> Staged | None:
+            current()
+            committed = ledger.staged(rank, version, slot)
+            return None if committed is None else Staged(committed=committed, next_slot=ledger.reserve(rank))
+
+        staged = await self._until(noted)  # the slower ranks' `staged`, or a rank's death
         await self._wake()
-        return committed
+        return staged
 
     @concurrent_endpoint
     async def abandon(self, rank: int, request: int, version: int, why: str) -> None:
@@ -148,41 +143,60 @@ class WeightStore(Actor):
     # Readers
 
     @concurrent_endpoint
-    async def join_reader(self, name: str, process: ProcessMark) -> int:
-        """Enter a reader; the number that it is known by from here on."""
+    async def join_reader(self, name: str, process: ProcessMark) -> Joined:
+        """Enter a reader."""
         self._joined += 1
         reader = self._joined
-        watch = ExitWatch(process, lambda: self._reader_ended(reader, process))
-        self._readers[reader] = _Reader(name=name, watch=watch)
-        return reader
+        watching = watch(process, lambda: self._reader_ended(reader))
+        self._readers[reader] = _Reader(name=name, process=process, watch=watching)
+        return Joined(number=reader, pulse=process.host != this_host())
 
     @concurrent_endpoint
-    async def sources(self) -> tuple[Source, ...]:
-        """Where each writer rank's shards lie; waits until all writers have said so."""
+    async def sources(self, host: str, transport: str) -> tuple[Source, ...]:
+        """Where each writer rank's shards lie; waits until all writers have said so, to readers on this host."""
 
         def offered() -> tuple[Source, ...] | None:
-            known = [self._writers[rank].source for rank in sorted(self._writers)]
-            complete = self._ledger is not None and len(known) == self._ledger.writers
-            sources = tuple(source for source in known if source is not None)
-            return sources if complete and len(sources) == len(known) else None
+            if self._ledger is None or len(self._writers) < self._ledger.writers:
+                return None
+            sources = []
+            for _, writer in sorted(self._writers.items()):
+                remotely = crosses(transport, host, writer.process.host)
+                if remotely and not writer.wanted_remotely:
+                    writer.wanted_remotely = True
+                    self._wake_soon()
+                if writer.source is None or (remotely and writer.source.remote is None):
+                    return None
+                sources.append(writer.source)
+            return tuple(sources)
 
-        return await self._until(offered, for_writer=False)  # the writers' first publish
+        return await self._until(offered, for_writer=False)  # the writers' first publish, and their offer
 
     @concurrent_endpoint
-    async def lease_newer(self, reader: int, request: int, after: int) -> int:
-        """Wait for a version above `after` and hold it for the reader; releases what it held before."""
+    async def lease_newer(self, reader: int, request: int, after: int, early: bool) -> Lease:
+        """Wait for a version above `after` and hold it for the reader; releases what it held before.
+
+        With `early`, that may be one that is still being staged.
+        """
         self._supersede(reader, request)
         await self._wake()
 
-        def granted() -> int | None:
+        def granted() -> Lease | None:
             self._check_current(reader, request)
-            return None if self._ledger is None else self._ledger.lease_newer(reader, after)
+            ledger = self._ledger
+            version = None if ledger is None else ledger.lease_newer(reader, after, early=early)
+            return None if ledger is None or version is None else _lease(ledger, version)
 
         return await self._until(granted, for_writer=False)  # a commit; a release where all other slots are held
 
     @concurrent_endpoint
-    async def lease(self, reader: int, request: int, version: int) -> int | None:
-        """Hold this version for the reader; its slot, or None if the version is gone."""
+    async def whole(self, version: int) -> bool:
+        """Wait until a version that is being staged is committed; False if it was given up."""
+        ledger = self._require_ledger()
+        return await self._until(lambda: ledger.whole(version), for_writer=False)  # `staged`, `abandon`, a death
+
+    @concurrent_endpoint
+    async def lease(self, reader: int, request: int, version: int) -> Lease | None:
+        """Hold this version for the reader; None if it is gone."""
         self._known(reader).request = max(self._known(reader).request, request)
         ledger = self._require_ledger()
 
@@ -191,7 +205,7 @@ class WeightStore(Actor):
             return ledger.lease(reader, version)
 
         held = await self._until(granted, for_writer=False)  # a release where all other slots are held
-        return ledger.slot_of(version) if held else None
+        return _lease(ledger, version) if held else None
 
     @concurrent_endpoint
     async def release(self, reader: int, request: int) -> None:
@@ -206,6 +220,13 @@ class WeightStore(Actor):
         if reader in self._readers:
             self._forget(reader)
             await self._wake()
+
+    @concurrent_endpoint
+    async def pulse(self, *, writer: int | None = None, reader: int | None = None) -> None:
+        """A process on another host says that it is alive."""
+        member = self._writers.get(writer) if writer is not None else self._readers.get(reader or 0)
+        if member is not None:
+            member.watch.beat()
 
     @concurrent_endpoint
     async def state(self) -> StoreState:
@@ -242,10 +263,11 @@ class WeightStore(Actor):
         self._waking.add(task)
         task.add_done_callback(self._waking.discard)
 
-    def _reader_ended(self, reader: int, process: ProcessMark) -> None:
+    def _reader_ended(self, reader: int) -> None:
+        ended = self._readers[reader]
         held = None if self._ledger is None else self._ledger.leased.get(reader)
         level = logging.INFO if held is None else logging.WARNING
-        logger.log(level, "reader %s (%s) ended, holding %s", self._readers[reader].name, process, held)
+        logger.log(level, "reader %s (%s) ended, holding %s", ended.name, ended.process, held)
         self._forget(reader)  # WS-1
         self._wake_soon()
 
@@ -254,6 +276,17 @@ class WeightStore(Actor):
         logger.warning("%s", self._writer_lost)
         self._require_ledger().abandon_staging(self._writer_lost)  # WS-2
         self._wake_soon()
+
+    def _current_writer(self, rank: int, request: int) -> Callable[[], None]:
+        """A check that the rank has not given this request up since (WS-3)."""
+        writer = self._writers[rank]
+        writer.request = max(writer.request, request)
+
+        def check() -> None:
+            if writer.request != request:
+                raise WeightsError(f"writer rank {rank} gave up this request")
+
+        return check
 
     def _forget(self, reader: int) -> None:
         self._readers.pop(reader).watch.close()
@@ -281,3 +314,7 @@ class WeightStore(Actor):
         if self._ledger is None:
             raise WeightsError("no writer has joined")
         return self._ledger
+
+
+def _lease(ledger: VersionLedger, version: int) -> Lease:
+    return Lease(version=version, slot=ledger.slot_of(version), whole=ledger.whole(version) is True)

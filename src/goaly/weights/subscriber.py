@@ -1,33 +1,44 @@
 """A reader's way to new weights: wait for a version, copy the rectangles it needs, then put them in place.
 
     version = await subscriber.newest(after=version)     # waits; the version is held until the next `newest`
-    if await subscriber.prefetch(version):                # copies into private buffers while the engine goes on
-        subscriber.apply()                                # the engine's thread, between two steps: one memory copy
+    if await subscriber.prefetch(version):                # fills spare memory while the engine goes on
+        subscriber.apply()                                # the engine's thread, between two steps
 
-The ranks of a tensor-parallel replica follow their rank 0: it alone asks for `newest`, and what it holds is there for
-the others' `prefetch` until it asks again.
+The ranks of a tensor-parallel replica follow their rank 0: it alone asks for `newest`, and lends its lease to the
+others' `prefetch`, which ask the store nothing.
 
 Invariants
-    WU-1  `apply` puts in place one whole version: what `prefetch` copied under one lease, its seals checked before and
-          after.
+    WU-1  `apply` puts in place one whole version: what `prefetch` copied under one lease, bucket by bucket, each of
+          them sealed with the version before and after, and the version committed.
     WU-2  A cancelled or failed `prefetch` holds nothing and leaves nothing to apply.
+    WU-3  What was prefetched is applied once: `apply` wants another `prefetch` before it.
 """
 
 import asyncio
 import threading
 from collections.abc import Mapping
+from typing import NoReturn
 
 import torch
 
 from goaly.errors import WeightsError
 from goaly.telemetry.spans import span
+from goaly.weights.arrival import Arrival
+from goaly.weights.attend import Attendants
 from goaly.weights.copying import Copier, Pair
-from goaly.weights.layout import plan, region, view
-from goaly.weights.liveness import this_process
-from goaly.weights.placement import layout_of, local
-from goaly.weights.ring import Ring
+from goaly.weights.destination import Destination
+from goaly.weights.layout import Copy, plan, region
+from goaly.weights.liveness import PULSE_SECONDS, this_process
+from goaly.weights.records import Joined, Lease
+from goaly.weights.ring import Source
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
+from goaly.weights.transport import Reached, reach
+
+SEAL_SECONDS = 0.001
+"""How long a reader that follows a staging waits before it looks for further sealed buckets."""
+
+BucketPairs = dict[int, list[Pair]]
 
 
 class Subscriber:
@@ -39,66 +50,85 @@ class Subscriber:
         tensors: Mapping[str, torch.Tensor],
         reader: str,
         settings: WeightSettings | None = None,
+        *,
+        live: Mapping[str, torch.Tensor] | None = None,
+        host: str | None = None,
     ):
+        """`live` are the objects that the model computes with, where `tensors` only describe how they are placed.
+
+        `host` says that the process counts as one of that host, whichever it runs on.
+        """
+        settings = settings or WeightSettings()
         self._store = store
         self._reader = reader
-        self._tensors = dict(tensors)
-        self._layout = layout_of(self._tensors)
-        self._copier = Copier(1 if settings is None else settings.copy_threads)
+        self._transport = settings.transport
+        self._process = this_process(host)
+        self._copier = Copier(settings.copy_threads)
+        self._destination = Destination(tensors, settings.apply, live)
         self._number: int | None = None
         self._request = 0
-        self._held: int | None = None
-        self._rings: list[Ring] = []
-        self._pairs: list[list[Pair]] = []
-        self._buffers: list[torch.Tensor] = []
+        self._held: Lease | None = None
+        self._reached: list[Reached] = []
+        self._plan: list[dict[int, list[Copy]]] = []
+        self._pairs: dict[tuple[int, int], list[BucketPairs]] = {}
         self._ready: int | None = None
-        self._buffers_lock = threading.Lock()
+        self._spares_lock = threading.Lock()
         self._one_at_a_time = asyncio.Lock()
+        self._attendants = Attendants()
 
-    async def newest(self, after: int = -1) -> int:
-        """Wait for a committed version above `after`. It can't go away before the next call, `release` or `close`."""
+    @property
+    def held(self) -> Lease | None:
+        """What `newest` took, which other ranks of the replica can borrow until it is asked again."""
+        return self._held
+
+    async def newest(self, after: int = -1, *, early: bool = False) -> int:
+        """Wait for a committed version above `after`. It can't go away before the next call, `release` or `close`.
+
+        With `early`, it may be one that is still being staged; its `prefetch` then ends with its commit.
+        """
         async with self._one_at_a_time:
             number = await self._join()
             self._held = None
             self._request += 1
             try:
-                version = await self._store.lease_newer.call_one(number, self._request, after)  # the next commit
+                lease = await self._store.lease_newer.call_one(number, self._request, after, early)  # the next commit
             except asyncio.CancelledError:
                 self._give_up(number)
                 raise
-            self._held = version
-            return version
+            self._held = lease
+            return lease.version
 
-    async def prefetch(self, version: int) -> bool:
-        """Copy the version into this rank's buffers, for `apply`; False if it is gone."""
+    async def prefetch(self, version: int, lent: Lease | None = None) -> bool:
+        """Copy the version into this rank's spare memory, for `apply`; False if it is gone, or was given up.
+
+        `lent` is another reader's lease of it, which has to last as long as this call.
+        """
         async with self._one_at_a_time:
-            number = await self._join()
             await self._connect()
-            held_before = self._held == version
+            if lent is not None:
+                return await self._fetch(lent)
+            number = await self._join()
+            lease, held_before = self._held, self._held is not None and self._held.version == version
             try:
-                slot = await self._store.lease.call_one(number, self._request, version)
-                if slot is None:
-                    return False
-                await self._copier.run(lambda: self._pull(slot, version))
+                if not held_before:
+                    lease = await self._store.lease.call_one(number, self._request, version)
+                there = lease is not None and await self._fetch(lease)
             except BaseException:
                 self._held = None
-                self._forget_buffers()  # WU-2: after the copy's end, which `run` waits for
                 self._give_up(number)
                 raise
             if not held_before:
                 await self.release()
-            return True
+            return there
 
     def apply(self) -> int:
-        """Copy what was prefetched into the live parameters; returns its version. Not to be called within a step."""
-        with self._buffers_lock:
-            version = self._ready
+        """Put what was prefetched in place of the live parameters; its version. Not to be called within a step."""
+        with self._spares_lock:
+            version, self._ready = self._ready, None  # WU-3
             if version is None:
                 raise WeightsError(f"reader {self._reader} has nothing to apply: `prefetch` comes first")
-            with span("apply", version=version), torch.no_grad():
-                held = {name: local(tensor) for name, tensor in self._tensors.items()}
-                targets = [view(held, shard) for shard in self._layout]
-                torch._foreach_copy_(targets, self._buffers)
+            with span("apply", version=version):
+                self._destination.apply()
         return version
 
     async def release(self) -> None:
@@ -110,9 +140,12 @@ class Subscriber:
 
     async def close(self) -> None:
         """Leave the store."""
+        self._attendants.end()
         if self._number is not None:
             await self._store.leave_reader.call_one(self._number)
             self._number = None
+        for reached in self._reached:
+            reached.close()
         self._copier.close()
 
     def _give_up(self, number: int) -> None:
@@ -122,50 +155,118 @@ class Subscriber:
 
     async def _join(self) -> int:
         if self._number is None:
-            self._number = await self._store.join_reader.call_one(self._reader, this_process())
+            joined: Joined = await self._store.join_reader.call_one(self._reader, self._process)
+            number = self._number = joined.number
+            if joined.pulse:
+                self._attendants.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(reader=number))
         return self._number
 
     async def _connect(self) -> None:
-        """Once: map the writers' memory, plan the copies, allocate the buffers."""
-        if self._rings:
+        """Once: reach the writers' memory, plan the copies, allocate the spares."""
+        if self._reached:
             return
-        sources = await self._store.sources.call_one()  # unblocked by the writers' first publish
+        sources = await self._store.sources.call_one(
+            self._process.host, self._transport
+        )  # unblocked by the writers' first publish
+        self._reached = await self._copier.run(lambda: self._connected(sources))
 
-        def connected() -> tuple[list[Ring], list[torch.Tensor], list[list[Pair]]]:
-            copies = plan([source.layout for source in sources], self._layout)
-            rings = [Ring.open(source) for source in sources]
-            buffers = [torch.zeros(shard.shape, dtype=shard.dtype) for shard in self._layout]
-            pairs = [
-                [
-                    (
-                        region(buffers[copy.shard], copy.offset, copy.shape),
-                        region(rings[copy.source].views(slot)[copy.source_shard], copy.source_offset, copy.shape),
-                    )
-                    for copy in copies
-                ]
-                for slot in range(rings[0].slots)
+    def _connected(self, sources: tuple[Source, ...]) -> list[Reached]:
+        layouts = [source.layout for source in sources]
+        self._destination.allocate({shard.name for layout in layouts for shard in layout})
+        reached = [reach(source, transport=self._transport, host=self._process.host) for source in sources]
+        bucket_of = [
+            {index: number for number, bucket in enumerate(source.buckets) for index in bucket} for source in sources
+        ]
+        self._plan = [{} for _ in sources]
+        for copy in plan(layouts, self._destination.layout):
+            bucket = bucket_of[copy.source][copy.source_shard]
+            self._plan[copy.source].setdefault(bucket, []).append(copy)
+        return reached
+
+    async def _fetch(self, lease: Lease) -> bool:
+        """Fill the spares with a version that is held; False if it is given up before it is whole."""
+        arrival = Arrival(whole=lease.whole or None)
+        telling = None if lease.whole else asyncio.create_task(self._tell(lease.version, arrival))
+        try:
+            there = await self._copier.run(lambda: self._pull(lease, arrival), stop=arrival.stop)
+            if telling is not None:
+                await telling
+            return there
+        except BaseException:
+            self._forget()  # WU-2: after the copy's end, which `run` waits for
+            raise
+        finally:
+            if telling is not None:
+                telling.cancel()
+
+    async def _tell(self, version: int, arrival: Arrival) -> None:
+        """Let the copying thread know how the staging ends."""
+        try:
+            arrival.tell(await self._store.whole.call_one(version))  # the last rank's `staged`, or a rank's failure
+        finally:
+            arrival.stop()
+
+    def _pull(self, lease: Lease, arrival: Arrival) -> bool:
+        with span("pull", version=lease.version, reader=self._reader) as pull:
+            self._forget()
+            waiting = {rank: sorted(buckets) for rank, buckets in enumerate(self._plan) if buckets}
+            while waiting:
+                whole = arrival.whole  # asked before the seals are read: once it is whole, all are sealed
+                moved = [self._take(rank, buckets, lease) for rank, buckets in waiting.items()]
+                waiting = {rank: buckets for rank, buckets in waiting.items() if buckets}
+                if waiting and whole:
+                    self._written_over(min(waiting), lease)
+                if waiting and not any(moved) and not arrival.wait(SEAL_SECONDS):
+                    return False
+            if not arrival.until_told():
+                return False
+            for rank, buckets in enumerate(self._plan):
+                seals = self._reached[rank].seals(lease.slot) if buckets else []
+                if any(seals[bucket] != lease.version for bucket in buckets):
+                    self._written_over(rank, lease)
+            with self._spares_lock:
+                self._ready = lease.version
+            pull.note(bytes=sum(shard.bytes for shard in self._destination.layout))
+        return True
+
+    def _take(self, rank: int, waiting: list[int], lease: Lease) -> bool:
+        """Copy those of the waiting buckets that are sealed by now, and take them off the list; whether any was."""
+        reached = self._reached[rank]
+        seals = reached.seals(lease.slot)
+        sealed = [bucket for bucket in waiting if seals[bucket] == lease.version]
+        if not sealed:
+            return False
+        pairs = self._pairs_of(lease.slot)[rank]
+        for buckets in reached.fetch(lease.slot, sealed):
+            self._copier.copy([pair for bucket in buckets for pair in pairs[bucket]])
+        waiting[:] = [bucket for bucket in waiting if bucket not in set(sealed)]
+        return True
+
+    def _pairs_of(self, slot: int) -> list[BucketPairs]:
+        """What is copied where, by writer rank and bucket."""
+        key = (slot, self._destination.side)
+        if key not in self._pairs:
+            targets = self._destination.targets()
+            self._pairs[key] = [
+                {
+                    bucket: [
+                        (
+                            region(targets[copy.shard], copy.offset, copy.shape),
+                            region(reached.views(slot)[copy.source_shard], copy.source_offset, copy.shape),
+                        )
+                        for copy in copies
+                    ]
+                    for bucket, copies in buckets.items()
+                }
+                for reached, buckets in zip(self._reached, self._plan, strict=True)
             ]
-            return rings, buffers, pairs
+        return self._pairs[key]
 
-        self._rings, self._buffers, self._pairs = await self._copier.run(connected)
-
-    def _pull(self, slot: int, version: int) -> None:
-        with span("pull", version=version, reader=self._reader) as pull:
-            self._forget_buffers()
-            self._check_seals(slot, version)
-            self._copier.copy(self._pairs[slot])
-            self._check_seals(slot, version)
-            with self._buffers_lock:
-                self._ready = version
-            pull.note(bytes=sum(shard.bytes for shard in self._layout))
-
-    def _forget_buffers(self) -> None:
-        with self._buffers_lock:
+    def _forget(self) -> None:
+        with self._spares_lock:
             self._ready = None
 
-    def _check_seals(self, slot: int, version: int) -> None:
-        for rank, ring in enumerate(self._rings):
-            if ring.sealed(slot) != version:
-                raise WeightsError(
-                    f"version {version} from writer rank {rank} was written over while reader {self._reader} held it"
-                )
+    def _written_over(self, rank: int, lease: Lease) -> NoReturn:
+        raise WeightsError(
+            f"version {lease.version} from writer rank {rank} was written over while reader {self._reader} held it"
+        )

@@ -73,9 +73,14 @@ def test_only_floating_point_shards_change_type() -> None:
 
 def test_settings_that_cannot_work_are_named() -> None:
     assert WeightSettings().problems("weights.") == []
-    wrong = WeightSettings(slots=1, transfer_dtype="int8", copy_threads=0)
+    wrong = WeightSettings(
+        slots=1, transfer_dtype="int8", copy_threads=0, bucket_mib=0, transport="pigeon", apply="hope"
+    )
     assert wrong.problems("weights.") == [
         "weights.slots=1: must be at least 2, one to read and one to write",
         "weights.transfer_dtype=int8: must be one of float32, bfloat16, float16, or null",
         "weights.copy_threads=0: must be at least 1",
+        "weights.bucket_mib=0: must be positive",
+        "weights.transport='pigeon': must be one of auto, shm, rdma",
+        "weights.apply='hope': must be one of copy, flip",
     ]

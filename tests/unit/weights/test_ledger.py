@@ -24,33 +24,43 @@ class Protocol(RuleBasedStateMachine):
         self.held: dict[int, int] = {}
         self.committed = -1
 
-    @rule(data=st.data())
-    def begin(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), early=st.booleans())
+    def begin(self, data: st.DataObject, early: bool) -> None:
         idle = [rank for rank in range(len(self.next_version)) if rank not in self.writing]
         if not idle:
             return
         rank = data.draw(st.sampled_from(idle))
         version = self.next_version[rank]
-        slot = self.ledger.begin(rank, version)
+        slot = self.ledger.begin(rank, version, early=early)
         if slot is None:
             # WV-3: only a slower rank makes a rank wait, never a reader.
             assert min(self.next_version) < version
             return
+        self.writes(rank, version, slot)
+
+    def writes(self, rank: int, version: int, slot: int) -> None:
         self.writing[rank] = (version, slot)
         self.memory[slot][rank] = -1
 
     @precondition(lambda self: self.writing)
-    @rule(data=st.data())
-    def staged(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), goes_on=st.booleans())
+    def staged(self, data: st.DataObject, goes_on: bool) -> None:
         rank = data.draw(st.sampled_from(sorted(self.writing)))
-        version, slot = self.writing.pop(rank)
+        version, slot = self.writing[rank]
+        committed = self.ledger.staged(rank, version, slot)
+        if committed is None:
+            assert min(self.next_version) < version
+            return
+        del self.writing[rank]
         self.memory[slot][rank] = version
         self.next_version[rank] += 1
-        committed = self.ledger.staged(rank, version)
         assert committed == (min(self.next_version) > version)  # WV-1
         if committed:
             assert version == self.committed + 1
             self.committed = version
+        following = self.ledger.reserve(rank)
+        if goes_on and following is not None:
+            self.writes(rank, version + 1, following)
 
     @rule(reader=reader_numbers, back=st.integers(0, 3))
     def lease(self, reader: int, back: int) -> None:
@@ -63,11 +73,12 @@ class Protocol(RuleBasedStateMachine):
         else:
             assert (granted is False) == (version not in self.ledger.versions)
 
-    @rule(reader=reader_numbers, after=st.integers(-1, 20))
-    def lease_newer(self, reader: int, after: int) -> None:
-        version = self.ledger.lease_newer(reader, after)
+    @rule(reader=reader_numbers, after=st.integers(-1, 20), early=st.booleans())
+    def lease_newer(self, reader: int, after: int, early: bool) -> None:
+        version = self.ledger.lease_newer(reader, after, early=early)
         if version is not None:
-            assert version == self.committed > after
+            assert version > after
+            assert version == max(self.ledger.versions, default=-1) or (early and version == self.ledger.staging)
             self.held[reader] = version
 
     @rule(reader=reader_numbers)
@@ -80,7 +91,9 @@ class Protocol(RuleBasedStateMachine):
     def abandon(self) -> None:
         version = self.ledger.staging
         self.ledger.abandon(version, "the copy failed")
+        assert self.ledger.whole(version) is False
         self.writing.clear()
+        self.held = {reader: held for reader, held in self.held.items() if held != version}
 
     @invariant()
     def what_is_held_is_whole(self) -> None:
@@ -89,7 +102,11 @@ class Protocol(RuleBasedStateMachine):
         assert self.ledger.leased == self.held
         for version in self.held.values():
             slot = self.memory[self.ledger.slot_of(version)]
-            assert slot == dict.fromkeys(range(len(self.next_version)), version)  # WV-2
+            if self.ledger.whole(version):
+                assert slot == dict.fromkeys(range(len(self.next_version)), version)  # WV-2
+            else:
+                assert self.ledger.whole(version) is None
+                assert all(slot[rank] in (-1, version) for rank in self.ledger._staging.staged)
 
     @invariant()
     def a_slot_is_left_for_the_trainer(self) -> None:
@@ -104,27 +121,29 @@ TestVersionProtocol = Protocol.TestCase
 def published(ledger: VersionLedger, *versions: int) -> None:
     for version in versions:
         for rank in range(ledger.writers):
-            assert ledger.begin(rank, version) is not None
-            ledger.staged(rank, version)
+            stage(ledger, rank, version)
+
+
+def stage(ledger: VersionLedger, rank: int, version: int) -> bool | None:
+    slot = ledger.begin(rank, version)
+    assert slot is not None
+    return ledger.staged(rank, version, slot)
 
 
 def test_a_version_is_there_once_the_last_rank_has_staged_it() -> None:
     ledger = VersionLedger(writers=2, slots=3)
     ledger.begin(0, 0)
-    ledger.begin(1, 0)
-    assert not ledger.staged(1, 0)
+    assert not stage(ledger, 1, 0)
     assert ledger.lease_newer(7, -1) is None
-    assert ledger.staged(0, 0)
+    assert stage(ledger, 0, 0)
     assert ledger.lease_newer(7, -1) == 0
 
 
 def test_a_fast_rank_waits_for_the_slow_one_with_its_next_version() -> None:
     ledger = VersionLedger(writers=2, slots=3)
-    ledger.begin(0, 0)
-    ledger.staged(0, 0)
+    stage(ledger, 0, 0)
     assert ledger.begin(0, 1) is None
-    ledger.begin(1, 0)
-    ledger.staged(1, 0)
+    stage(ledger, 1, 0)
     assert ledger.begin(0, 1) is not None
 
 
@@ -156,9 +175,10 @@ def test_a_version_that_was_written_over_is_gone() -> None:
     ("steps", "said"),
     [
         ([("begin", 0, 5), ("begin", 1, 6)], "rank 1 stages version 6 while the others stage 5"),
-        ([("begin", 0, 5), ("staged", 0, 5), ("begin", 0, 5)], "rank 0 has already staged version 5"),
-        ([("staged", 0, 5)], "it was never begun"),
-        ([("begin", 0, 5), ("abandon", 5, "disk on fire"), ("staged", 0, 5)], "disk on fire"),
+        ([("begin", 0, 5), ("staged", 0, 5, 0), ("begin", 0, 5)], "rank 0 has already staged version 5"),
+        ([("staged", 0, 5, 0)], "it was never begun"),
+        ([("begin", 0, 5), ("staged", 0, 5, 0), ("staged", 1, 5, 1)], "in slot 1, the others in 0"),
+        ([("begin", 0, 5), ("abandon", 5, "disk on fire"), ("staged", 0, 5, 0)], "disk on fire"),
     ],
 )
 def test_ranks_that_break_the_protocol_are_told_how(steps, said: str) -> None:
@@ -182,3 +202,54 @@ def test_a_version_that_is_not_committed_cannot_be_leased() -> None:
     published(ledger, 3)
     with pytest.raises(WeightsError, match="version 4 is not committed; the newest is 3"):
         ledger.lease(1, 4)
+
+
+def test_a_rank_knows_the_next_slot_when_it_has_staged_and_needs_not_ask() -> None:
+    ledger = VersionLedger(writers=2, slots=3)
+    published(ledger, 0)
+    first = ledger.begin(0, 1)
+    ledger.begin(1, 1)
+    ledger.staged(0, 1, first)
+    following = ledger.reserve(0)
+    assert following not in (None, first, ledger.slot_of(0))
+    assert ledger.staged(0, 2, following) is None  # rank 1 still stages version 1
+    assert ledger.staged(1, 1, first)
+    assert ledger.staged(0, 2, following) is False
+    assert ledger.reserve(1) == following
+    assert ledger.staged(1, 2, following)
+    assert ledger.newest == 2
+
+
+def test_no_slot_is_reserved_that_readers_hold_or_that_is_the_newest() -> None:
+    ledger = VersionLedger(writers=1, slots=2)
+    published(ledger, 0)
+    assert ledger.lease(7, 0)
+    published(ledger, 1)
+    assert ledger.reserve(0) is None
+    ledger.release(7)
+    assert ledger.reserve(0) is not None
+    assert ledger.versions == (1,)
+
+
+def test_an_announced_version_is_held_before_its_commit_and_its_readers_hear_how_it_ends() -> None:
+    ledger = VersionLedger(writers=2, slots=3)
+    published(ledger, 0)
+    slot = ledger.begin(0, 1, early=True)
+    assert ledger.lease_newer(7, 0) is None
+    assert ledger.lease_newer(7, 0, early=True) == 1
+    assert (ledger.slot_of(1), ledger.whole(1)) == (slot, None)
+    ledger.abandon(1, "the copy failed")
+    assert (ledger.whole(1), ledger.leased) == (False, {})
+    published(ledger, 2)
+    assert ledger.whole(2)
+
+
+def test_when_the_successor_of_the_newest_is_abandoned_in_its_place_readers_get_what_is_left() -> None:
+    ledger = VersionLedger(writers=1, slots=2)
+    published(ledger, 0)
+    assert ledger.lease(7, 0)
+    published(ledger, 1)
+    assert ledger.begin(0, 2) == 1  # reader 7 holds the other slot
+    ledger.abandon(2, "the trainer died")
+    assert ledger.lease_newer(8, -1) == 0
+    assert ledger.lease_newer(9, 0) is None

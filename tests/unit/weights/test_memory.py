@@ -134,8 +134,3 @@ async def test_a_closed_watch_tells_nothing() -> None:
     kill(pid)
     await ended(replace(this_process(), started=1))
     assert told == []
-
-
-async def test_a_process_of_another_host_is_refused() -> None:
-    with pytest.raises(WeightsError, match="runs on another host"):
-        ExitWatch(replace(this_process(), boot="elsewhere"), lambda: None)

@@ -1,0 +1,75 @@
+"""The weight path on its own: three functions over a store, for any SPMD program in Monarch's processes."""
+
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import torch
+
+from goaly.errors import WeightsError
+from goaly.weights.publisher import Publisher
+from goaly.weights.settings import WeightSettings
+from goaly.weights.store import WeightStore
+from goaly.weights.subscriber import Subscriber
+
+
+@asynccontextmanager
+async def publish(
+    store: WeightStore,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    rank: int | None = None,
+    world: int | None = None,
+    settings: WeightSettings | None = None,
+) -> AsyncIterator[Publisher]:
+    """This process as one writer rank of the store, for as long as the block lasts.
+
+    `tensors` are what it holds, DTensors or plain; what several ranks hold is staged by one of them. Rank and world are
+    those of the environment (RANK and WORLD_SIZE) unless given.
+    """
+    publisher = Publisher(
+        store,
+        _of_environment("RANK", 0) if rank is None else rank,
+        _of_environment("WORLD_SIZE", 1) if world is None else world,
+        tensors,
+        settings or WeightSettings(),
+    )
+    try:
+        yield publisher
+    finally:
+        await publisher.close()
+
+
+@asynccontextmanager
+async def subscribe(
+    store: WeightStore,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    reader: str | None = None,
+    settings: WeightSettings | None = None,
+) -> AsyncIterator[Subscriber]:
+    """This process as a reader of the store, for as long as the block lasts; `apply` writes these tensors."""
+    subscriber = Subscriber(store, tensors, reader or f"process {os.getpid()}", settings)
+    try:
+        yield subscriber
+    finally:
+        await subscriber.close()
+
+
+async def pull_into(
+    store: WeightStore,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    after: int = -1,
+    settings: WeightSettings | None = None,
+) -> int:
+    """Wait for a version above `after`, write it into these tensors; the newest version there was then."""
+    async with subscribe(store, tensors, settings=settings) as subscriber:
+        version = await subscriber.newest(after)
+        if not await subscriber.prefetch(version):
+            raise WeightsError(f"version {version} went away while it was held")
+        return subscriber.apply()
+
+
+def _of_environment(name: str, otherwise: int) -> int:
+    return int(os.environ.get(name, otherwise))

@@ -1,0 +1,41 @@
+"""Small tasks beside a publisher or a subscriber: what it does for others while it is there."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class Attendants:
+    """Tasks that end with their owner. What fails is logged: the owner's next call meets the same fault."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do this until it ends, or all are ended."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def every(self, seconds: float, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Call this every so many seconds."""
+
+        async def repeat() -> None:
+            while True:
+                await asyncio.sleep(seconds)
+                await call()
+
+        self.start(repeat())
+
+    def end(self) -> None:
+        """Cancel them all."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("%s: %s", type(error).__name__, error)

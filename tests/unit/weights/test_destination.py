@@ -1,0 +1,90 @@
+"""How fetched weights become a model's: WD-1 and WD-2, in both modes."""
+
+import pytest
+import torch
+from torch import nn
+
+from goaly.weights.destination import Destination
+
+
+class Tied(nn.Module):
+    """Two layers over one matrix, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = nn.Parameter(torch.ones(3))
+
+
+def filled(model: nn.Module, mode: str, published: set[str]) -> Destination:
+    destination = Destination(dict(model.named_parameters(remove_duplicate=False)), mode)
+    destination.allocate(published)
+    return destination
+
+
+def fetch(destination: Destination, value: float) -> None:
+    for target in destination.targets():
+        target.fill_(value)
+
+
+@pytest.mark.parametrize("published", ["embedding.weight", "head.weight"])
+@pytest.mark.parametrize("mode", ["copy", "flip"])
+def test_tied_weights_are_filled_once_by_the_name_that_is_published_and_stay_tied(mode: str, published: str) -> None:
+    model = Tied()
+    destination = filled(model, mode, {published, "norm"})
+    assert {shard.name for shard in destination.layout} == {published, "norm"}
+    for version in (1.0, 2.0, 3.0):
+        fetch(destination, version)
+        destination.apply()
+        for parameter in (model.embedding.weight, model.head.weight, model.norm):
+            assert bool((parameter == version).all())
+        assert model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
+        assert bool((model.head(torch.ones(3)) == 3 * version).all())
+
+
+@pytest.mark.parametrize("mode", ["copy", "flip"])
+def test_what_is_fetched_is_not_seen_before_it_is_applied(mode: str) -> None:
+    model = Tied()
+    destination = filled(model, mode, {"head.weight", "norm"})
+    for version in (1.0, 2.0, 3.0):
+        before = [parameter.clone() for parameter in model.parameters()]
+        fetch(destination, version)
+        for parameter, old in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter, old)
+        destination.apply()
+
+
+def test_a_flip_moves_no_bytes() -> None:
+    model = Tied()
+    destination = filled(model, "flip", {"head.weight", "norm"})
+    assert destination.flips
+    places = [target.data_ptr() for target in destination.targets()]
+    own = [parameter.data_ptr() for parameter in model.parameters()]
+    destination.apply()
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert [target.data_ptr() for target in destination.targets()] == own
+
+
+def test_a_parameter_that_somebody_has_a_view_of_is_copied_and_its_view_follows() -> None:
+    model = Tied()
+    cached = model.norm.detach()[:2]
+    destination = filled(model, "flip", {"head.weight", "norm"})
+    assert not destination.flips
+    for version in (1.0, 2.0):
+        fetch(destination, version)
+        destination.apply()
+        assert cached.tolist() == [version, version]
+        assert bool((model.head.weight == version).all())
+
+
+def test_equal_weights_under_two_parameters_of_one_memory_stay_tied() -> None:
+    model = Tied()
+    model.head.weight = nn.Parameter(model.embedding.weight.detach())
+    destination = filled(model, "flip", {"head.weight", "norm"})
+    assert destination.flips
+    fetch(destination, 4.0)
+    destination.apply()
+    assert model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
+    assert bool((model.embedding.weight == 4).all())

@@ -1,0 +1,197 @@
+"""Ten thousand pulls of tagged weights, between layouts, among pauses, cancellations and kills: none is mixed."""
+
+import asyncio
+import gc
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from local_store import Gone, Life, LocalStore, as_process, meshes, sharded
+from torch.distributed.device_mesh import DeviceMesh
+
+from goaly.errors import WeightsError
+from goaly.weights import publisher, subscriber
+from goaly.weights.placement import local
+from goaly.weights.publisher import Publisher
+from goaly.weights.settings import WeightSettings
+from goaly.weights.subscriber import Subscriber
+
+SHAPES = {"a": (16, 12), "b": (6, 4), "c": (2, 2)}
+PULLS_IN_A_LIFE = 1000
+LIVES = 5
+READERS = 4
+ANNOUNCED = WeightSettings(bucket_mib=256 / (1 << 20))
+"""Several buckets a rank: staging is followed bucket by bucket."""
+AT_ONCE = WeightSettings(slots=2, apply="flip", copy_threads=2)
+
+
+def segments() -> int:
+    """Segments of the weight store that this process maps."""
+    return Path("/proc/self/maps").read_text().count("goaly-weights")
+
+
+class Writers:
+    """A trainer of two ranks, its tensors in rows."""
+
+    def __init__(self, store: LocalStore, settings: WeightSettings, ranks: list[DeviceMesh]):
+        self.lives = [Life() for _ in ranks]
+        self.tensors = [
+            {name: sharded(mesh, 0, torch.zeros(rows // 2, columns)) for name, (rows, columns) in SHAPES.items()}
+            for mesh in ranks
+        ]
+        self.publishers = []
+        for rank, tensors in enumerate(self.tensors):
+            with as_process(publisher, self.lives[rank].mark):
+                self.publishers.append(Publisher(store, rank, len(ranks), tensors, settings))
+
+    async def publish(self, version: int, *, turns: int | None = None) -> bool:
+        """Publish from all ranks; with `turns`, give it up after so many turns of the loop."""
+        for tensors in self.tensors:
+            for tensor in tensors.values():
+                local(tensor).fill_(version)
+        ranks = [asyncio.ensure_future(one.publish(version)) for one in self.publishers]
+        for _ in range(turns or 0):
+            await asyncio.sleep(0)
+        if turns is not None:
+            for rank in ranks:
+                rank.cancel()
+        ends = await asyncio.gather(*ranks, return_exceptions=True)
+        for end in ends:
+            assert isinstance(end, bool | asyncio.CancelledError) or (turns is not None), end
+        return True in ends
+
+    async def die(self, version: int, rank: int, turns: int) -> None:
+        """One rank is killed in the midst of a version."""
+        for tensors in self.tensors:
+            for tensor in tensors.values():
+                local(tensor).fill_(version)
+        ranks = [asyncio.ensure_future(one.publish(version)) for one in self.publishers]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        self.publishers[rank]._store = Gone()
+        ranks[rank].cancel()
+        self.lives[rank].kill()
+        await asyncio.gather(*ranks, return_exceptions=True)
+
+    def close(self) -> None:
+        for life in self.lives:
+            life.kill()
+        for one in self.publishers:
+            one._attendants.end()
+            if one._ring is not None:
+                one._ring.close()
+            one._copier._pool.shutdown()
+
+
+class Reader:
+    """A reader of everything, or one of two ranks with columns; joins anew whenever its process is killed."""
+
+    def __init__(self, store: LocalStore, settings: WeightSettings, number: int, mesh: DeviceMesh | None):
+        self.life = Life()
+        self.whole = {name: torch.nn.Parameter(torch.full(shape, -1.0)) for name, shape in SHAPES.items()}
+        held: dict[str, torch.Tensor] = dict(self.whole)
+        if mesh is not None:
+            held = {n: sharded(mesh, 1, torch.full((rows, cols // 2), -1.0)) for n, (rows, cols) in SHAPES.items()}
+        self.tensors = held
+        with as_process(subscriber, self.life.mark):
+            self.subscriber = Subscriber(store, held, f"reader {number}", settings)
+        self.version = -1
+
+    async def pull(self, draw: random.Random) -> int:
+        """Pull what is newer, perhaps several times; how many pulls were checked."""
+        version = await self.subscriber.newest(self.version, early=draw.random() < 0.7)
+        pulls = 0
+        for _ in range(draw.choice((1, 2, 8, 16))):
+            if not await self.subscriber.prefetch(version):
+                return pulls
+            if draw.random() < 0.3:
+                await asyncio.sleep(0)
+            assert self.subscriber.apply() == version > self.version
+            for name, tensor in self.tensors.items():
+                assert bool((local(tensor) == version).all()), f"{name} of version {version}: {local(tensor)}"
+            pulls += 1
+        self.version = version
+        return pulls
+
+    def close(self) -> None:
+        self.life.kill()
+        self.subscriber._attendants.end()
+        self.subscriber._copier._pool.shutdown()
+
+
+async def live(draw: random.Random, settings: WeightSettings, ranks: list[DeviceMesh], pulls_wanted: int) -> int:
+    """A trainer's life, from its first version to the death of a rank; how many pulls its readers made."""
+    store = LocalStore(settings)
+    writers = Writers(store, settings, ranks)
+    pulls, last = 0, -1
+
+    async def read(number: int) -> None:
+        nonlocal pulls
+        mesh = None if number % 3 == 0 else ranks[number % 3 - 1]
+        reader = Reader(store, settings, number, mesh)
+        try:
+            while True:
+                pulling = asyncio.ensure_future(reader.pull(draw))
+                fate = draw.random()
+                if fate < 0.06:
+                    for _ in range(draw.randrange(12)):
+                        await asyncio.sleep(0)
+                    if fate < 0.03:
+                        reader.subscriber._store = Gone()
+                        reader.life.kill()
+                    pulling.cancel()
+                try:
+                    checked = await pulling
+                    pulls += checked
+                except asyncio.CancelledError:
+                    if fate >= 0.06:
+                        raise
+                if fate < 0.03:
+                    reader.close()
+                    reader = Reader(store, settings, number, mesh)
+        finally:
+            reader.close()
+
+    readers = [asyncio.ensure_future(read(number)) for number in range(READERS)]
+    version = 0
+    while pulls < pulls_wanted:
+        committed = await writers.publish(version, turns=draw.randrange(20) if draw.random() < 0.05 else None)
+        last = version if committed else last
+        version += 1
+        for _ in range(draw.randrange(8)):
+            await asyncio.sleep(0)
+        for ended in readers:
+            assert not ended.done(), ended.exception()
+    await writers.die(version, draw.randrange(len(ranks)), draw.randrange(15))
+    late = Reader(store, settings, 99, None)
+    await late.pull(random.Random(0))
+    state = await store.state.call_one()
+    assert state.newest in (last, version)
+    assert late.version == state.versions[-1]  # a half version is not there
+    late.close()
+    for reader in readers:
+        reader.cancel()
+    for end in await asyncio.gather(*readers, return_exceptions=True):
+        assert isinstance(end, asyncio.CancelledError), end
+    assert state.bytes == sum(one._ring.bytes for one in writers.publishers)
+    writers.close()
+    calls = list(store.under_way)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert not [failure for failure in store.failures if not isinstance(failure, WeightsError)]
+    return pulls
+
+
+@pytest.mark.parametrize("settings", [ANNOUNCED, AT_ONCE], ids=["announced", "at once"])
+async def test_no_pull_is_mixed_whoever_pauses_gives_up_or_dies(settings: WeightSettings) -> None:
+    gc.collect()
+    before = segments()
+    with meshes(2) as ranks:
+        pulls = 0
+        for seed in range(LIVES):
+            pulls += await live(random.Random(seed), settings, ranks, PULLS_IN_A_LIFE)
+    assert pulls >= LIVES * PULLS_IN_A_LIFE
+    gc.collect()
+    assert segments() <= before
