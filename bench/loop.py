@@ -6,6 +6,9 @@ For each bound: the step time, and the pass rate after the same number of steps.
 own on the same processes: T_gen, the time that generation alone needs for a step's groups (batches are taken and
 dropped untrained), and T_train, the time that training alone needs (one batch again and again, nothing generated).
 Overlap is max(T_gen, T_train) / step time: 1 is a step that costs no more than its slower half.
+
+An update's cost is measured where it is paid: how long decoding stands still for one, in decode steps (`update_steps`),
+and how long the trainer is busy with publishing, as a share of its step (`publish_share`).
 """
 
 import argparse
@@ -37,6 +40,8 @@ class Arm:
     step_seconds: float
     pass_rate: float
     age_mean: float
+    update_steps: float
+    publish_share: float
 
 
 def measure_arm(config: RunConfig, max_staleness: int, folder: Path) -> Arm:
@@ -53,12 +58,24 @@ def measure_arm(config: RunConfig, max_staleness: int, folder: Path) -> Arm:
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steady = steps[WARM_STEPS : len(steps) - max_staleness - 1]
     last = steps[-WARM_STEPS:]
+    spent = {
+        key: steady[-1][f"generator/{key}"] - steady[0][f"generator/{key}"]
+        for key in ("busy_seconds", "stall_seconds", "steps", "updates")
+    }
     return Arm(
         max_staleness=max_staleness,
         step_seconds=statistics.fmean(step["step/seconds"] for step in steady),
         pass_rate=statistics.fmean(step["reward/pass_rate"] for step in last),
         age_mean=statistics.fmean(step["age/mean"] for step in steady),
+        update_steps=spent["stall_seconds"] / spent["updates"] / (spent["busy_seconds"] / spent["steps"]),
+        publish_share=_span_seconds(run_dir, "stage") / _span_seconds(run_dir, "train"),
     )
+
+
+def _span_seconds(run_dir: Path, name: str) -> float:
+    """The median length of the trainer's spans of this name."""
+    recorded = [json.loads(line) for line in (run_dir / "spans" / "trainer.jsonl").read_text().splitlines()]
+    return statistics.median((one["stop_ns"] - one["start_ns"]) / 1e9 for one in recorded if one["name"] == name)
 
 
 def measure_alone(config: RunConfig, folder: Path) -> tuple[float, float]:
@@ -106,18 +123,20 @@ def report(arms: list[Arm], generate: float, trained: float) -> tuple[str, dict[
     by_bound = {arm.max_staleness: arm for arm in arms}
     result: dict[str, Any] = {"t_gen": generate, "t_train": trained}
     lines = [f"T_gen alone {generate:.3f} s   T_train alone {trained:.3f} s", ""]
-    lines.append("max_staleness  step s  steps/s  overlap  pass rate  age")
+    lines.append("max_staleness  step s  steps/s  overlap  pass rate   age  update, decode steps  publish, of a step")
     for arm in arms:
         overlap = max(generate, trained) / arm.step_seconds
         lines.append(
             f"{arm.max_staleness:13d}  {arm.step_seconds:6.3f}  {1 / arm.step_seconds:7.3f}  {overlap:7.3f}"
-            f"  {arm.pass_rate:9.3f}  {arm.age_mean:.2f}"
+            f"  {arm.pass_rate:9.3f}  {arm.age_mean:4.2f}  {arm.update_steps:20.2f}  {arm.publish_share:18.3f}"
         )
         bound = arm.max_staleness
         result |= {
             f"step_seconds_{bound}": arm.step_seconds,
             f"overlap_{bound}": overlap,
             f"pass_rate_{bound}": arm.pass_rate,
+            f"update_steps_{bound}": arm.update_steps,
+            f"publish_share_{bound}": arm.publish_share,
         }
     result["speedup_8_vs_0"] = by_bound[0].step_seconds / by_bound[8].step_seconds
     lines += ["", f"speedup of 8 over 0: {result['speedup_8_vs_0']:.2f}"]

@@ -43,20 +43,20 @@ def reset_with_a_request_under_way() -> tuple[bool, bool]:
     return refused, done
 
 
-def stamps() -> list[tuple[str, int, int]]:
-    """The version spans of a request whose label changed after 4 of 10 tokens."""
-    vllm = engine._vllm
-    engine.add("one", PROMPT, Sampling(max_tokens=10))
-    vllm.set_weight_version("8")
-    for _ in range(4):
-        vllm.step()
-    vllm.set_weight_version("9")
-    outputs = []
-    while not outputs:
-        outputs = vllm.step()
+def core_outputs() -> list[tuple[list[int], list[int], float, str]]:
+    """Step by step: the token, the token that its log-probability is of, that, and why the request ended."""
+    engine.add("one", PROMPT, Sampling(max_tokens=3, temperature=0.0))
+    outputs = [engine._core.get_output().outputs[0] for _ in range(3)]
     engine._forget(engine._names["one"])
-    vllm.set_weight_version("0")
-    return [(span.version, span.start, span.end) for span in outputs[0].outputs[0].weight_versions]
+    return [
+        (
+            output.new_token_ids,
+            output.new_logprobs.logprob_token_ids[:, 0].tolist(),
+            float(output.new_logprobs.logprobs[0, 0]),
+            str(output.finish_reason),
+        )
+        for output in outputs
+    ]
 
 
 def cached_prompt_tokens() -> list[int]:
@@ -98,9 +98,12 @@ def test_a_salt_separates_cached_prefixes(there):
     assert (first, again > 0, other) == (0, True, 0)
 
 
-def test_tokens_are_stamped_with_the_label_set_before_their_step(there):
-    """EN-1 rests on it: a sample's versions are these spans."""
-    assert there(stamps) == [("8", 0, 4), ("9", 4, 10)]
+def test_the_core_says_in_each_step_what_it_sampled_with_which_log_probability(there):
+    """`Engine.step` makes samples of these, past vLLM's front end."""
+    outputs = there(core_outputs)
+    assert all(len(tokens) == 1 and tokens == of for tokens, of, _, _ in outputs)
+    assert all(-10 < logprob < 0 for _, _, logprob, _ in outputs)
+    assert [why for _, _, _, why in outputs] == ["None", "None", "length"]
 
 
 def test_cpu_generators_have_no_offset():

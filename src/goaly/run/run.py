@@ -76,6 +76,8 @@ class Run:
             "generator/version": float(min((stats.version for stats in replicas), default=0)),
             "generator/running": float(sum(stats.running for stats in replicas)),
             "generator/tokens": float(sum(stats.tokens for stats in replicas)),
+            "generator/steps": float(sum(stats.steps for stats in replicas)),
+            "generator/updates": float(sum(stats.updates for stats in replicas)),
             "generator/busy_seconds": sum(stats.busy_seconds for stats in replicas),
             "generator/stall_seconds": sum(stats.stall_seconds for stats in replicas),
             "run/seconds": now - self.started,
