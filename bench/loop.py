@@ -68,7 +68,7 @@ def measure_arm(config: RunConfig, max_staleness: int, folder: Path) -> Arm:
         pass_rate=statistics.fmean(step["reward/pass_rate"] for step in last),
         age_mean=statistics.fmean(step["age/mean"] for step in steady),
         update_steps=spent["stall_seconds"] / spent["updates"] / (spent["busy_seconds"] / spent["steps"]),
-        publish_share=_span_seconds(run_dir, "stage") / _span_seconds(run_dir, "train"),
+        publish_share=_span_seconds(run_dir, "publish") / _span_seconds(run_dir, "train"),
     )
 
 

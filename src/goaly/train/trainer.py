@@ -95,7 +95,8 @@ class PolicyTrainer(Actor):
             raise RuntimeError("this trainer was made without a weight store: there is nowhere to publish to")
         async with self._parameters_at_rest:  # PT-1
             version = engine.policy_version
-            await self._publisher.publish(version)
+            with spans.span("publish", version=version):
+                await self._publisher.publish(version)
         return version
 
     @concurrent_endpoint
