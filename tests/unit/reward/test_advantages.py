@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.reward.advantages import ESTIMATORS, estimate, spread
+from goaly.reward.advantages import ESTIMATORS, Estimate, estimate, of_values, spread
 from goaly.reward.gae import gae, rewards_of_steps
 from goaly.reward.scored import Scored, less_divergence, less_overlong, scored
 from goaly.reward.settings import AdvantageSettings, OverlongSettings, RewardSettings
@@ -68,6 +68,14 @@ def values_of(batch: list[Group], value: float = 0.25) -> dict[str, list[torch.T
     """A critic that expects the same everywhere."""
     samples = [sample for group in batch for sample in group.samples]
     return {"values": [value * sample.tokens["trained"].float() for sample in samples]}
+
+
+@of_values
+def surprise(batch: Scored) -> Estimate:
+    """A user's own estimator over values: the sample's reward less the value."""
+    returns = [rewards_T.sum().expand(len(rewards_T)) for rewards_T in batch.rewards]
+    found = [return_T - values_T for return_T, values_T in zip(returns, batch.values or (), strict=True)]
+    return Estimate(advantages=found, returns=returns)
 
 
 def only_positive(batch: Scored, *, above: float) -> torch.Tensor:
@@ -240,6 +248,15 @@ def test_an_estimator_of_ones_own_is_found_by_its_path_and_takes_its_options():
     mine = AdvantageSettings(name=f"{__name__}:only_positive", options={"above": 1.0})
     assert mine.problems("advantages.") == []
     assert [float(found[-1]) for found in estimate(groups([0, 3], [2]), mine).advantages] == [0, 2, 1]
+
+
+def test_an_estimator_of_ones_own_may_be_over_a_critics_values():
+    mine = AdvantageSettings(name=f"{__name__}:surprise")
+    assert mine.uses_values
+    assert not AdvantageSettings(name=f"{__name__}:only_positive").uses_values
+    found = estimate([grouped(sample(1.0, 2))], mine, {"values": [torch.tensor([9.0, 0.25, 0.5])]})
+    assert found.returns is not None
+    assert (found.advantages[0].tolist(), found.returns[0].tolist()) == ([0, 0.75, 0.5], [0, 1, 1])
 
 
 def test_settings_that_can_not_work_are_refused_with_the_known_names():
