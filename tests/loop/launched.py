@@ -1,4 +1,4 @@
-"""A GRPO run as a user starts it: a process of its own, whose children tests look at and kill."""
+"""A run as a user starts it: a process of its own, whose children tests look at and kill."""
 
 import json
 import os
@@ -54,12 +54,12 @@ def named(pid: int) -> str:
 
 
 class LaunchedRun:
-    """`python -m apps.grpo.main` on the tests' tiny model."""
+    """`python -m apps.grpo.main`, or another app, on the tests' tiny model."""
 
-    def __init__(self, folder: Path, model: Path, *overrides: str):
+    def __init__(self, folder: Path, model: Path, *overrides: str, app: str = "grpo"):
         self.folder = folder
         self.output = folder.with_suffix(".out")
-        command = [sys.executable, "-m", "apps.grpo.main", "--config", "configs/grpo/tiny.yaml"]
+        command = [sys.executable, "-m", f"apps.{app}.main", "--config", f"configs/{app}/tiny.yaml"]
         command += [f"model.path={model}", f"run_dir={folder}", *SMALL, *overrides]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)

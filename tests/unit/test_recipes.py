@@ -1,9 +1,13 @@
 """Every config in the repository loads, and every recipe is what its name says."""
 
+import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import apps.grpo.main
+import apps.ppo.main
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
 from goaly.config import load, to_yaml
@@ -11,9 +15,10 @@ from goaly.losses.objective import policy_loss
 from goaly.losses.policy import LOSSES
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.config import RunConfig
+from goaly.run.plan import describe, placements
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RUNS = sorted([*(CONFIGS / "grpo").glob("*.yaml"), *(CONFIGS / "recipes").glob("*.yaml")])
+RUNS = sorted(file for folder in ("grpo", "ppo", "recipes") for file in (CONFIGS / folder).glob("*.yaml"))
 
 
 def run_config(file: Path, model: Path, *overrides: str) -> RunConfig:
@@ -21,7 +26,7 @@ def run_config(file: Path, model: Path, *overrides: str) -> RunConfig:
     return load(RunConfig, arguments, prog="test", description="").config
 
 
-@pytest.mark.parametrize("file", RUNS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", RUNS, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_a_run_config_loads_and_makes_an_objective(file: Path, tiny_model_folder: Path, tmp_path: Path):
     config = run_config(file, tiny_model_folder)
     policy_loss(config.loss)
@@ -45,6 +50,55 @@ def test_the_embedded_default_is_plain_grpo(tiny_model_folder: Path):
     assert not config.uses_reference
 
 
+def test_a_critic_and_advantages_over_its_values_come_together_or_not_at_all(tiny_model_folder: Path):
+    from goaly.errors import ConfigError
+
+    def problems(*overrides: str) -> list[str]:
+        with pytest.raises(ConfigError) as error:
+            run_config(CONFIGS / "ppo" / "tiny.yaml", tiny_model_folder, *overrides)
+        return [problem.rpartition(" (")[0] for problem in error.value.problems]
+
+    assert problems("critic=null") == [
+        "critic=null: must be a section, because advantages.name=gae is over a critic's values; `critic: {}` has the "
+        "defaults"
+    ]
+    assert problems("advantages.name=group") == [
+        "advantages.name=group: must be one over a critic's values, such as gae, because there is a section critic, or "
+        "nothing uses them"
+    ]
+    assert problems("critic.tp=3", "critic.value_clip=0.2") == [
+        "critic.value_clip=0.2: has no effect on a batch's first step, and critic.epochs * critic.minibatches is 1",
+        "critic.tp=3: must divide the model's 4 attention heads",
+        "critic.tp=3: must divide the model's 2 key-value heads",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("app", "config", "said"),
+    [
+        (apps.grpo.main, "ppo/tiny.yaml", "critic: is for a script that trains one, such as apps.ppo.main"),
+        (apps.ppo.main, "grpo/tiny.yaml", "critic=null: must be a section, because this script trains a critic"),
+    ],
+)
+def test_a_script_refuses_a_config_that_is_not_for_it(app: ModuleType, config: str, said: str, tiny_model_folder: Path):
+    from goaly.errors import ConfigError
+
+    loaded = load(
+        RunConfig, [f"--config={CONFIGS / config}", f"model.path={tiny_model_folder}"], prog="test", description=""
+    )
+    with pytest.raises(ConfigError, match=said):
+        app.main(loaded)
+
+
+def test_the_plan_of_a_run_with_a_critic_says_where_it_goes(tiny_model_folder: Path):
+    config = run_config(CONFIGS / "ppo" / "tiny.yaml", tiny_model_folder, "critic.fsdp=2")
+    (place,) = [place for place in placements(config) if place.name == "critic"]
+    (trainer,) = [place for place in placements(config) if place.name == "trainer"]
+    assert (place.role, place.processes, place.threads) == ("critic", 2, 1)
+    assert 0 < place.gib < trainer.gib
+    assert re.search(r"\ncritic +2 +1 +0 ", describe(config))
+
+
 def test_a_mistaken_option_is_told_with_its_key_and_source(tiny_model_folder: Path):
     from goaly.errors import ConfigError
 
@@ -52,7 +106,7 @@ def test_a_mistaken_option_is_told_with_its_key_and_source(tiny_model_folder: Pa
         run_config(CONFIGS / "recipes" / "dapo.yaml", tiny_model_folder, "loss.name=sapo", "advantages.name=groop")
     assert error.value.problems == [
         "advantages.name=groop: there is no such advantage; known are group, group_mean, rloo, reinforce_pp, "
-        "reinforce_pp_baseline, process, and your own as package.module:function (override)",
+        "reinforce_pp_baseline, process, gae, and your own as package.module:function (override)",
         "loss.options.clip_low=0.2: the loss sapo does not take it, its options are positive, negative; ppo, grpo, "
         f"dr_grpo, dapo, cispo, gspo would ({CONFIGS / 'recipes' / 'dapo.yaml'})",
         "loss.options.clip_high=0.28: the loss sapo does not take it, its options are positive, negative; ppo, grpo, "

@@ -174,9 +174,8 @@ class Backlog:
                 f"must be {LATER[key]} {tuple(rows.batch_size)}"
             )
         rows[key] = column_RL
-        batch = self._batches[batch_id]
-        if self._advantage_settings.kl_coef > 0 and all("reference_logprobs" in rank.rows for rank in batch.ranks):
-            add_advantages(batch, self._advantage_settings)
+        if key in self._advantage_settings.needs:
+            add_advantages(self._batches[batch_id], self._advantage_settings)
 
     def trained(self, batch_id: int, policy_version: int) -> None:
         """An optimizer step consumed the batch and made this version."""

@@ -1,20 +1,21 @@
 """A batch: the groups of one training step as packed rows of every data-parallel rank. Pure.
 
 Consumes groups in delivery order, adds advantages, and says what the batch is like. The handle is what travels through
-the controller; the rows stay here until their rank pulls them. Advantages with a KL term in the reward are added once
-the reference model has put its log-probs into all rows.
+the controller; the rows stay here until their rank pulls them. Advantages that need what a later stage computes (the
+reference's log-probs, a critic's values) are added once it is in all rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from goaly.backlog.outcomes import PASS_REWARD
 from goaly.backlog.packing import Row, assign, pack, spans
 from goaly.backlog.settings import BacklogSettings
 from goaly.prompts.curriculum import Passes
-from goaly.reward.advantages import advantages, has_signal
+from goaly.reward.advantages import estimate, has_signal
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, PackedRows, Trajectory, lengths
 
@@ -99,29 +100,41 @@ def build_batch(
         placement=rows_by_rank,
         ranks=ranks,
     )
-    if advantage_settings.kl_coef == 0:
-        add_advantages(batch, advantage_settings)
+    add_advantages(batch, advantage_settings)
     return batch
 
 
 def add_advantages(batch: Batch, settings: AdvantageSettings) -> None:
-    """Add `advantages` to all rows; with a KL term the rows must hold `reference_logprobs`."""
-    samples = [sample for group in batch.groups for sample in group.samples]
-    references: list[torch.Tensor] | None = None
-    if settings.kl_coef > 0:
-        references = [torch.empty(0)] * len(samples)
-        for rank, row, span, place in _spans(batch, samples):
-            references[place] = batch.ranks[rank].rows["reference_logprobs"][row, span]
+    """Add `advantages`, and `returns` where there is a critic, to all rows, once these hold all that is needed."""
+    if any(key not in packed.rows for packed in batch.ranks for key in settings.needs):
+        return
+    found = estimate(batch.groups, settings, {key: _of_samples(batch, key) for key in settings.needs})
     weights = [weight for weight, group in zip(batch.weights, batch.groups, strict=True) for _ in group.samples]
-    values = advantages(batch.groups, settings, references)
+    weighted = [weight * value_T for weight, value_T in zip(weights, found.advantages, strict=True)]
+    _into_rows(batch, "advantages", weighted)
+    if found.returns is not None:
+        _into_rows(batch, "returns", found.returns)
+
+
+def _of_samples(batch: Batch, key: str) -> list[Tensor]:
+    """A column of the rows as that of each sample, `[T]`."""
+    found: dict[int, Tensor] = {}
+    for rank, row, span, place in _spans(batch):
+        found[place] = batch.ranks[rank].rows[key][row, span]
+    return [found[place] for place in range(len(found))]
+
+
+def _into_rows(batch: Batch, key: str, values: Sequence[Tensor]) -> None:
+    """The samples' values `[T]` as a column of the rows."""
     columns = [torch.zeros(packed.rows.batch_size) for packed in batch.ranks]
-    for rank, row, span, place in _spans(batch, samples):
-        columns[rank][row, span] = weights[place] * values[place]
+    for rank, row, span, place in _spans(batch):
+        columns[rank][row, span] = values[place]
     for packed, column_RL in zip(batch.ranks, columns, strict=True):
-        packed.rows["advantages"] = column_RL
+        packed.rows[key] = column_RL
 
 
-def _spans(batch: Batch, samples: Sequence[Trajectory]) -> Iterator[tuple[int, int, slice, int]]:
+def _spans(batch: Batch) -> Iterator[tuple[int, int, slice, int]]:
+    samples = [sample for group in batch.groups for sample in group.samples]
     for rank, rows in enumerate(batch.placement):
         for place, row, span in spans(lengths(samples), rows):
             yield rank, row, span, place

@@ -4,7 +4,8 @@ Reading goes through distributed checkpoint: each rank reads only the slices tha
 tensor at a time and leaves on rank 0 a folder that plain transformers loads.
 
 Invariants
-    HF-1  Every parameter of the model is read, or a ConfigError names what the folder lacks or has in another shape.
+    HF-1  Every parameter of the model (but those of a head that is not the folder's) is read, or a ConfigError names
+          what the folder lacks or has in another shape.
     HF-2  A folder appears whole: it is written beside its place and renamed.
 """
 
@@ -33,13 +34,18 @@ MAX_FILE_BYTES = 5 * 2**30
 NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json")
 
 
-def load_hf(model: torch.nn.Module, spec: "ModelSpec", folder: str | Path) -> None:
-    """Fill a model, parallelised or not, with the folder's weights (cast to the model's dtype)."""
+def load_hf(model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, *, head: bool = True) -> None:
+    """Fill a model, parallelised or not, with the folder's weights (cast to the model's dtype).
+
+    `head=False` leaves what stands in the output projection's place as it is.
+    """
     adapter = spec.state_dict_adapter(spec.model, None)
-    wanted = adapter.to_hf(model.state_dict())
+    state = model.state_dict()
+    kept = {} if head else {name: state.pop(name) for name in list(state) if name.startswith("lm_head.")}
+    wanted = adapter.to_hf(state)
     _check_folder(wanted, Path(folder))
     _read(wanted, adapter, folder, alone=not dist.is_initialized())
-    model.load_state_dict(adapter.from_hf(wanted))
+    model.load_state_dict(adapter.from_hf(wanted) | kept)
 
 
 def native_tensors(spec: "ModelSpec", folder: str | Path) -> dict[str, torch.Tensor]:

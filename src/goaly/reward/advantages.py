@@ -2,29 +2,57 @@
 
 An estimator takes the batch (`Scored`) and gives a value for each sample, f64 `[S]`, which all its trained tokens get,
 or a tensor `[T]` for each sample, a value for each token. `docs/algorithms.md` has the formulas and references. To add
-one, write the function and decorate it with `@ESTIMATORS.register(name)`, or name it by its path.
+one, write the function and decorate it with `@ESTIMATORS.register(name)`, or name it by its path. With `@of_values` it
+sees a critic's values, and gives an `Estimate`: beside the advantages the returns that the critic learns.
 
 Invariants
     AV-1  Where samples are compared with their group alone, a group of equal rewards has advantages of exactly 0, and
-          where with the batch, a batch of equal rewards: rounding makes no signal.
-    AV-2  Only trained tokens carry an advantage.
+          where with the batch, a batch of equal rewards: rounding makes no signal. (With a critic's values it may: they
+          are what rewards are compared with.)
+    AV-2  Only trained tokens carry an advantage or a return.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from goaly.registry import NotNegative, Registry
+from goaly.registry import NotNegative, Registry, Share
+from goaly.reward.gae import gae, rewards_of_steps
 from goaly.reward.scored import Scored, less_divergence, less_overlong, scored
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Trajectory
 
-Estimator = Callable[..., Tensor | Sequence[Tensor]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What an estimator says of each sample."""
+
+    advantages: Tensor | Sequence[Tensor]
+    returns: Sequence[Tensor] | None = None
+    """What a critic's values should have been, `[T]`; None where there is no critic."""
+
+
+Estimator = Callable[..., Tensor | Sequence[Tensor] | Estimate]
 """Function of a `Scored`, with options after `*`."""
 
+F = TypeVar("F", bound=Estimator)
+
 ESTIMATORS: Registry[Estimator] = Registry("advantage")
+
+
+def of_values(estimator: F) -> F:
+    """Mark an estimator that needs a critic's values."""
+    estimator.needs = ("values",)  # type: ignore[attr-defined]
+    return estimator
+
+
+def needs(name: str) -> tuple[str, ...]:
+    """The columns that later stages must add to a batch before this estimator can be asked."""
+    return getattr(ESTIMATORS.find(name), "needs", ())
 
 
 @ESTIMATORS.register("group")
@@ -88,20 +116,47 @@ def process(batch: Scored, *, epsilon: NotNegative = 1e-6) -> list[Tensor]:
     return found
 
 
-def advantages(
-    groups: Sequence[Group], settings: AdvantageSettings, references: Sequence[Tensor] | None = None
-) -> list[Tensor]:
-    """Each sample's advantages, f32 `[T]`; `references` are its reference log-probs, which a `kl_coef` needs."""
-    batch = scored(groups)
+@ESTIMATORS.register("gae")
+@of_values
+def generalized(batch: Scored, *, gamma: Share = 1.0, lam: Share = 0.95, normalize: bool = True) -> Estimate:
+    """Generalized advantages over a critic's values; the critic learns the returns as they are before normalizing."""
+    assert batch.values is not None, "advantages over values wait for the critic's"
+    found, returns = [], []
+    for sample, rewards_T, values_T in zip(batch.samples, batch.rewards, batch.values, strict=True):
+        trained_T = sample.tokens["trained"]
+        rewards_A = rewards_of_steps(rewards_T, trained_T)
+        advantages_A, returns_A = gae(rewards_A, values_T[trained_T], gamma=gamma, lam=lam)
+        found.append(torch.zeros_like(values_T).masked_scatter(trained_T, advantages_A))
+        returns.append(torch.zeros_like(values_T).masked_scatter(trained_T, returns_A))
+    return Estimate(advantages=normalized(batch, found, 1e-6) if normalize else found, returns=returns)
+
+
+def estimate(
+    groups: Sequence[Group], settings: AdvantageSettings, later: Mapping[str, Sequence[Tensor]] | None = None
+) -> Estimate:
+    """Each sample's advantages, and returns where there is a critic: f32 `[T]`.
+
+    `later` holds, for each column that `settings.needs`, that of each sample.
+    """
+    later = later or {}
+    assert set(settings.needs) <= set(later), "advantages wait for what later stages add"
+    batch = scored(groups, later.get("values"))
     if settings.overlong is not None:
         batch = less_overlong(batch, settings.overlong)
     if settings.kl_coef > 0:
-        assert references is not None, "advantages with a KL term wait for the reference's log-probs"
-        batch = less_divergence(batch, references, settings.kl_coef, settings.kl_estimator)
-    values = ESTIMATORS.bound(settings.name, settings.options)(batch)
-    if len(values) != len(batch.samples):
-        raise ValueError(f"advantages.name={settings.name}: gave {len(values)} values for {len(batch.samples)} samples")
-    return [spread(sample.tokens["trained"], value) for sample, value in zip(batch.samples, values, strict=True)]
+        batch = less_divergence(batch, later["reference_logprobs"], settings.kl_coef, settings.kl_estimator)
+    given = ESTIMATORS.bound(settings.name, settings.options)(batch)
+    if not isinstance(given, Estimate):
+        given = Estimate(advantages=given)
+    for column in (given.advantages, given.returns):
+        if column is not None and len(column) != len(batch.samples):
+            raise ValueError(
+                f"advantages.name={settings.name}: gave {len(column)} values for {len(batch.samples)} samples"
+            )
+    return Estimate(
+        advantages=_on_trained(batch, given.advantages),
+        returns=None if given.returns is None else _on_trained(batch, given.returns),
+    )
 
 
 def has_signal(rewards: list[float]) -> bool:
@@ -110,7 +165,7 @@ def has_signal(rewards: list[float]) -> bool:
 
 
 def spread(trained_T: Tensor, value: Tensor) -> Tensor:
-    """The advantage, one or one a token, on each trained token, 0 elsewhere: f32 `[T]` (AV-2)."""
+    """The value, one or one a token, on each trained token, 0 elsewhere: f32 `[T]` (AV-2)."""
     return torch.where(trained_T, value.float(), 0.0)
 
 
@@ -127,6 +182,10 @@ def normalized(batch: Scored, values: Sequence[Tensor], epsilon: float) -> list[
         return [torch.zeros_like(values_T) for values_T in values]  # AV-1
     mean, deviation = of_batch.mean(), of_batch.std(correction=0)
     return [(values_T - mean) / (deviation + epsilon) for values_T in values]
+
+
+def _on_trained(batch: Scored, values: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [spread(sample.tokens["trained"], value) for sample, value in zip(batch.samples, values, strict=True)]
 
 
 def _steps(sample: Trajectory) -> list[tuple[int, int]]:

@@ -1,29 +1,37 @@
 """Generalized advantage estimation: what a critic's values say about each token of one trajectory. Pure.
 
-A counts the tokens that the policy wrote, in order; what others wrote in between is no action and has no value.
+A counts the trained tokens, in order: they alone are steps, and what others wrote in between is no action and has no
+value. The value of a token is that of the state before it is written: what the critic expects once it has seen all
+that stands before the token.
 """
 
 import torch
 
 
 def gae(
-    rewards_A: torch.Tensor,
-    values_A: torch.Tensor,
-    *,
-    discount: float = 1.0,
-    smoothing: float = 0.95,
-    last_value: float = 0.0,
+    rewards_A: torch.Tensor, values_A: torch.Tensor, *, gamma: float = 1.0, lam: float = 0.95, last_value: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(advantages_A, returns_A)` in the values' dtype; `last_value` is the critic's for what follows, 0 at an end.
 
-    With `delta_t = r_t + discount * V_{t+1} - V_t`, `A_t = delta_t + discount * smoothing * A_{t+1}`, and the return
-    that the critic learns is `A_t + V_t` (Schulman et al., arXiv:1506.02438).
+    With `delta_t = r_t + gamma * V_{t+1} - V_t`, `A_t = delta_t + gamma * lam * A_{t+1}`, and the return, which the
+    critic learns, is `A_t + V_t` (Schulman et al., arXiv:1506.02438).
     """
     following_A = torch.cat([values_A[1:], values_A.new_tensor([last_value])])[: len(values_A)]
-    deltas = (rewards_A + discount * following_A - values_A).double().tolist()
+    deltas = (rewards_A + gamma * following_A - values_A).double().tolist()
     advantages, later = [], 0.0
     for delta in reversed(deltas):
-        later = delta + discount * smoothing * later
+        later = delta + gamma * lam * later
         advantages.append(later)
     advantages_A = torch.tensor(advantages[::-1], dtype=torch.float64).to(values_A)
     return advantages_A, advantages_A + values_A
+
+
+def rewards_of_steps(rewards_T: torch.Tensor, trained_T: torch.Tensor) -> torch.Tensor:
+    """The reward of each step `[A]`: a trained token's own, and what is credited to others before the next step.
+
+    What is credited before the first step was earned by none.
+    """
+    step_T = trained_T.cumsum(0) - 1
+    after = step_T >= 0
+    steps_A = rewards_T.new_zeros(int(trained_T.sum()))
+    return steps_A.index_add(0, step_T[after], rewards_T[after])

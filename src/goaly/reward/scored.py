@@ -23,6 +23,8 @@ class Scored:
     """Each sample's rewards, f64 `[T]`: what its tokens were credited with, less what shaping takes off."""
     groups_S: Tensor
     """Number of each sample's group, ascending."""
+    values: tuple[Tensor, ...] | None = None
+    """A critic's value of each token, f64 `[T]`, 0 where it is not trained; only an estimator that needs it has it."""
 
     @property
     def totals_S(self) -> Tensor:
@@ -50,14 +52,15 @@ class Scored:
         return values_S.new_zeros(groups).index_add(0, self.groups_S, values_S)[self.groups_S]
 
 
-def scored(groups: Sequence[Group]) -> Scored:
-    """The groups' samples with the rewards that they came with."""
+def scored(groups: Sequence[Group], values: Sequence[Tensor] | None = None) -> Scored:
+    """The groups' samples with the rewards that they came with, and a critic's values."""
     samples = tuple(sample for group in groups for sample in group.samples)
     sizes = torch.tensor([len(group.samples) for group in groups])
     return Scored(
         samples=samples,
         rewards=tuple(sample.tokens["rewards"].double() for sample in samples),
         groups_S=torch.arange(len(groups)).repeat_interleave(sizes),
+        values=None if values is None else tuple(values_T.double() for values_T in values),
     )
 
 

@@ -61,8 +61,8 @@ class AdvantageSettings:
     """How the rewards of a batch become the advantages of its tokens; `docs/algorithms.md` has the formulas."""
 
     name: str = "group"
-    """group, group_mean, rloo, reinforce_pp, reinforce_pp_baseline, process, or a function of your own as
-    `package.module:function`."""
+    """group, group_mean, rloo, reinforce_pp, reinforce_pp_baseline, process, gae (which needs a critic), or a function
+    of your own as `package.module:function`."""
     options: dict[str, Any] = field(default_factory=dict)
     """What the function takes after `*` in its signature, such as epsilon."""
     overlong: OverlongSettings | None = None
@@ -72,6 +72,18 @@ class AdvantageSettings:
     reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """How that divergence is estimated at each token."""
+
+    @property
+    def uses_values(self) -> bool:
+        """Whether the advantages are over a critic's values."""
+        return "values" in self.needs
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The columns that later stages must add to a batch's rows before advantages can be computed."""
+        from goaly.reward.advantages import needs  # imports torch, which `--help` can do without
+
+        return (("reference_logprobs",) if self.kl_coef > 0 else ()) + needs(self.name)
 
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `advantages.`."""

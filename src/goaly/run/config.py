@@ -11,7 +11,7 @@ from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.settings import RolloutSettings
 from goaly.run.settings import EvaluationSettings, HostSettings
 from goaly.telemetry.settings import TelemetrySettings
-from goaly.train.settings import ReferenceSettings, TrainerSettings
+from goaly.train.settings import CriticSettings, ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings
 
 
@@ -59,6 +59,9 @@ class RunConfig:
     """The frozen model of the KL term; it runs only where `loss.kl_coef` or
     `advantages.kl_coef` is not 0."""
 
+    critic: CriticSettings | None = None
+    """The model whose values advantages are taken over; null where they are not. `critic: {}` has the defaults."""
+
     weights: WeightSettings = field(default_factory=WeightSettings)
     """How new weights reach the generators."""
 
@@ -102,9 +105,24 @@ class RunConfig:
                 f"{prefix}sampling.max_tokens={sampling.max_tokens}: must leave room for a prompt in "
                 f"{self.max_context} tokens, the least of {prefix}generator.max_context and {prefix}backlog.row_length"
             )
+        found += self._critic_problems(prefix)
         if not self.model.problems(""):
             found += self._shape_problems(prefix)
         return found
+
+    def _critic_problems(self, prefix: str) -> list[str]:
+        name = self.advantages.name
+        if self.advantages.problems("") or self.advantages.uses_values == (self.critic is not None):
+            return []
+        if self.critic is None:
+            return [
+                f"{prefix}critic=null: must be a section, because {prefix}advantages.name={name} is over a critic's "
+                f"values; `critic: {{}}` has the defaults"
+            ]
+        return [
+            f"{prefix}advantages.name={name}: must be one over a critic's values, such as gae, because there is a "
+            f"section {prefix}critic, or nothing uses them"
+        ]
 
     def _shape_problems(self, prefix: str) -> list[str]:
         from goaly.errors import ConfigError
@@ -119,7 +137,10 @@ class RunConfig:
         found = []
         if self.weights.apply == "flip" and self.generator.cuda_graphs and torch.cuda.is_available():
             found.append(f"{prefix}weights.apply=flip: {FLIP_UNDER_GRAPHS}")
-        for key, tp in (("trainer.tp", self.trainer.tp), ("generator.tp", self.generator.tp)):
+        degrees = {"trainer.tp": self.trainer.tp, "generator.tp": self.generator.tp}
+        if self.critic is not None and self.critic.path is None:
+            degrees["critic.tp"] = self.critic.tp
+        for key, tp in degrees.items():
             for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
                 if tp > 0 and count % tp:
                     found.append(f"{prefix}{key}={tp}: must divide the model's {count} {what}")

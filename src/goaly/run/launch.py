@@ -24,10 +24,20 @@ INTERRUPTED = 130
 
 
 def launch(
-    loaded: Loaded[Any], episode: Callable[..., Awaitable[Any]], script: Callable[[Any], Awaitable[None]]
+    loaded: Loaded[Any],
+    episode: Callable[..., Awaitable[Any]],
+    script: Callable[[Any], Awaitable[None]],
+    *,
+    critic: bool = False,
 ) -> int:
-    """Run `script(run)` with a started run of this config; its exit code."""
+    """Run `script(run)` with a started run of this config; its exit code. `critic`: the script trains one."""
     config: RunConfig = loaded.config
+    if (config.critic is not None) != critic:
+        raise ConfigError(
+            ["critic=null: must be a section, because this script trains a critic; `critic: {}` has the defaults"]
+            if critic
+            else ["critic: is for a script that trains one, such as apps.ppo.main; this one does not"]
+        )
     if loaded.dry_run:
         from goaly.run.plan import describe
 

@@ -70,6 +70,18 @@ def placements(config: RunConfig) -> Iterator[Placement]:
             needs=f"parameters {_gib(4 * count / ranks)}",
             gib=4 * count / ranks / GIB,
         )
+    critic = config.critic
+    if critic is not None:
+        state = 16 * count / critic.ranks
+        activations = tokens * computed * kept / critic.tp
+        yield Placement(
+            name="critic",
+            processes=critic.ranks,
+            threads=critic.threads,
+            role="critic",
+            needs=f"state {_gib(state)}, activations {_gib(activations)}",
+            gib=(state + activations) / GIB,
+        )
     weights = computed * count / generator.tp
     staged = transferred * count / generator.tp
     for replica in range(generator.replicas):

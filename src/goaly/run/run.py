@@ -11,7 +11,7 @@ from goaly.generate.service import GeneratorService
 from goaly.prompts.evaluation import EvalResult
 from goaly.prompts.mixture import held_out, prompt_mixture
 from goaly.run.config import RunConfig
-from goaly.run.stages import Backlog, Reference, Rollouts, Trainer
+from goaly.run.stages import Backlog, Critic, Reference, Rollouts, Trainer
 from goaly.telemetry.metrics import MetricsWriter
 from goaly.telemetry.progress import Progress
 
@@ -25,6 +25,7 @@ class Run:
     rollouts: Rollouts
     trainer: Trainer
     reference: Reference | None
+    critic: Critic | None
     generators: GeneratorService
 
     def __init__(self, config: RunConfig, run_dir: Path):
@@ -32,6 +33,7 @@ class Run:
         self.run_dir = run_dir
         self.prompts = prompt_mixture(config.prompts)
         self.reference = None
+        self.critic = None
         self.policy_version = 0
         self.conclusion = ""
         self.pass_at_1: list[float] = []

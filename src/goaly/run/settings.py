@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-ROLES = ("hub", "trainer", "reference", "generator", "rollout")
+ROLES = ("hub", "trainer", "reference", "critic", "generator", "rollout")
 
 
 @dataclass(kw_only=True)
@@ -11,7 +11,8 @@ class HostSettings:
 
     job: str = "local"
     """Where hosts come from: "local" (this machine), or "package.module:function", a function that returns a Monarch
-    job (Slurm, Kubernetes, SSH, ...) with a host mesh for each role: hub, trainer, reference, generator, rollout."""
+    job (Slurm, Kubernetes, SSH, ...) with a host mesh for each role: hub, trainer, generator, rollout, and
+    reference and critic where the run has them."""
 
     bind: dict[str, list[int]] = field(default_factory=dict)
     """CPU cores that the processes of a role may use, by role, such as `{trainer: [0], generator: [1]}`. A role that is

@@ -105,6 +105,30 @@ class Reference:
         await self._actors.close.call()
 
 
+class Critic:
+    """Stage 5: what to expect from each token on."""
+
+    def __init__(self, actors: Any, queue: Any):
+        self._actors = actors
+        self._queue = queue
+
+    async def start(self) -> None:
+        """Build the model on every rank."""
+        await _ask("critic.start", self._actors.start.call())
+
+    async def annotate(self, batch: BatchHandle) -> None:
+        """Add `values` to the batch's rows; advantages and returns come with them."""
+        await _ask("critic.annotate", self._actors.annotate.call(self._queue, batch))
+
+    async def step(self, batch: BatchHandle) -> dict[str, float]:
+        """Learn the batch's returns; the metrics."""
+        return _first(await _ask("critic.step", self._actors.step.call(self._queue, batch)))
+
+    async def close(self) -> None:
+        """Let go of what the actors hold."""
+        await self._actors.close.call()
+
+
 class Rollouts:
     """Stage 2: groups of episodes on the rollout workers."""
 

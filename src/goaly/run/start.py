@@ -27,9 +27,10 @@ from goaly.rollout.worker import RolloutWorker, packed
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
 from goaly.run.run import Run
-from goaly.run.stages import Backlog, Reference, Rollouts, Trainer
+from goaly.run.stages import Backlog, Critic, Reference, Rollouts, Trainer
 from goaly.telemetry import spans
 from goaly.telemetry.trace import merge
+from goaly.train.critic import ValueModel
 from goaly.train.reference import ReferenceModel
 from goaly.train.trainer import PolicyTrainer
 from goaly.weights.store import WeightStore
@@ -153,6 +154,12 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
             )
             closers["reference"] = run.reference.close
             starts.create_task(run.reference.start())
+        if config.critic is not None:
+            mesh = hosts.spawn("critic", "critic", config.critic.ranks, config.critic.threads)
+            await setup_torch_elastic_env_async(mesh)
+            run.critic = Critic(spawn(mesh, "critic", ValueModel, config.critic, config.trainer, config.model), queue)
+            closers["critic"] = run.critic.close
+            starts.create_task(run.critic.start())
 
 
 async def _until_answered(endpoint: Any) -> None:

@@ -1,4 +1,7 @@
-"""The training engine of one rank: model, optimizer and schedule, without any actor around them.
+"""The engine of one rank: model, optimizer and schedule, without any actor around them.
+
+`ModelEngine` is what every model that trains has in common; `TrainEngine` is the policy's, `ValueEngine` (value.py) the
+critic's. They differ in what stands in the output projection's place, and in what it gives to the objective.
 
 Consumes packed rows, produces parameters. All ranks call the same methods in the same order; rows differ between
 data-parallel ranks, and are the same on tensor-parallel ranks.
@@ -8,11 +11,12 @@ Invariants
           batch), whatever the packing, the microbatches and the ranks.
     TE-2  A loss or gradient that isn't finite raises and changes no parameter.
     TE-3  The same inputs give bit-identical parameters.
-    TE-4  `policy_version` is the number of optimizer steps done.
+    TE-4  A policy's version is the number of optimizer steps done.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +27,20 @@ from tensordict import TensorDict
 from goaly.losses.objective import Contribution, Objective, finish
 from goaly.models.settings import ModelSettings
 from goaly.train.microbatch import Microbatch, microbatch, split_rows
-from goaly.train.parallel import build_parallel
+from goaly.train.parallel import Head, build_parallel
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import PackedRows
 
 
-class TrainEngine:
-    """Model, optimizer and schedule of one rank; `trains=False` leaves a frozen model that only gives log-probs."""
+class ModelEngine(ABC):
+    """Model, optimizer and schedule of one rank; `trains=False` leaves a frozen model that only says what it thinks."""
 
     def __init__(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool = True):
         self._source = model.path
         self._settings = settings
-        self._parallel = build_parallel(model, settings)
+        self._parallel = build_parallel(model, settings, self._head())
         self._model = self._parallel.model
-        self.policy_version = 0
+        self.steps_done = 0
         self._optimizer = None
         if trains:
             from goaly.train.optimizer import build_optimizer
@@ -51,19 +55,17 @@ class TrainEngine:
         return self._parallel.dp_rank
 
     @property
+    def dp_ranks(self) -> int:
+        """In how many shares a batch's rows are trained."""
+        return self._parallel.dp_ranks
+
+    @property
     def leads(self) -> bool:
         """Whether this is the one, of the ranks that share its rows, that reports for them."""
         return self._parallel.leads
 
-    def train_step(self, packed: PackedRows, objective: Objective) -> dict[str, float]:
-        """One optimizer step on this rank's share of a batch; returns the global batch's metrics."""
-        metrics = self.forward_backward(
-            split_rows(packed.rows, self._settings.microbatch_rows), objective, objective.denominator(packed)
-        )
-        return metrics | self.optimizer_step()
-
     def forward_backward(
-        self, microbatches: Iterable[TensorDict], objective: Objective, denominator: int
+        self, microbatches: Iterable[TensorDict], objective: Callable[..., Contribution], denominator: int
     ) -> dict[str, float]:
         """Add to the gradients; `denominator` is the objective's for the global batch (TE-1).
 
@@ -76,11 +78,10 @@ class TrainEngine:
         maxima: list[dict[str, torch.Tensor]] = []
         for rows in microbatches:
             batch = self._microbatch(rows)
-            logprobs_P, entropies_P = self._logprobs(batch)
-            part = objective(logprobs_P, entropies_P, batch.columns, self.policy_version)
+            part = objective(*self._outputs(batch), batch.columns, self.steps_done)
             loss = part.total / denominator
             loss.backward()
-            sums.append(_sums(part, loss, len(logprobs_P)))
+            sums.append(_sums(part, loss, len(batch.cells_P)))
             maxima.append({name: _greatest(values_P) for name, values_P in part.maximum.items()})
         summed = self._across_ranks(sums, dist.ReduceOp.SUM)
         metrics = _means(summed) | self._across_ranks(maxima, dist.ReduceOp.MAX)
@@ -95,20 +96,8 @@ class TrainEngine:
         metrics = {"lr": self._optimizer.lr, "grad_norm": self._optimizer.clip()}
         self._check_finite(metrics)
         self._optimizer.step()
-        self.policy_version += 1
+        self.steps_done += 1
         return metrics
-
-    @torch.no_grad()
-    def logprobs(self, rows: TensorDict) -> torch.Tensor:
-        """Log-probs `[R, L]` f32 of the trained tokens; 0 at all others."""
-        parts = []
-        for part in split_rows(rows, self._settings.microbatch_rows):
-            batch = self._microbatch(part)
-            logprobs_P, _ = self._logprobs(batch)
-            out = torch.zeros(part.batch_size.numel())
-            out[batch.cells_P.cpu()] = logprobs_P.float().cpu()
-            parts.append(out.view(part.batch_size))
-        return torch.cat(parts)
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters by torchtitan name: read them between steps only."""
@@ -128,7 +117,7 @@ class TrainEngine:
         return {
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "policy_version": self.policy_version,
+            "steps_done": self.steps_done,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -136,12 +125,17 @@ class TrainEngine:
         assert self._optimizer is not None, "a frozen engine has no state"
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.policy_version = state["policy_version"]
+        self.steps_done = state["steps_done"]
 
-    def _microbatch(self, rows: TensorDict) -> Microbatch:
-        return microbatch(rows, multiple_of=self._parallel.token_multiple).to(self._parallel.device)
+    @abstractmethod
+    def _head(self) -> Head:
+        """What stands in the output projection's place."""
 
-    def _logprobs(self, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+    @abstractmethod
+    def _apply_head(self, hidden_1TD: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, ...]:
+        """What it says of each trained token, `[P]` each: the objective's first arguments."""
+
+    def _outputs(self, batch: Microbatch) -> tuple[torch.Tensor, ...]:
         from goaly.models.attention import document_masks
 
         hidden_1TD = self._model(
@@ -149,9 +143,21 @@ class TrainEngine:
             positions=batch.positions_1T,
             attention_masks=document_masks(self._model, batch.positions_1T),
         )
-        return self._model.lm_head(
-            hidden_1TD, batch.predicting_P, batch.targets_P, self._settings.logprob_chunk, self._settings.temperature
-        )
+        return self._apply_head(hidden_1TD, batch)
+
+    @torch.no_grad()
+    def _column(self, rows: TensorDict) -> torch.Tensor:
+        """The head's first output at the trained tokens as a column `[R, L]` f32; 0 at all others."""
+        parts = []
+        for part in split_rows(rows, self._settings.microbatch_rows):
+            batch = self._microbatch(part)
+            out = torch.zeros(part.batch_size.numel())
+            out[batch.cells_P.cpu()] = self._outputs(batch)[0].float().cpu()
+            parts.append(out.view(part.batch_size))
+        return torch.cat(parts)
+
+    def _microbatch(self, rows: TensorDict) -> Microbatch:
+        return microbatch(rows, multiple_of=self._parallel.token_multiple).to(self._parallel.device)
 
     def _divide_by(self, count: float, *, instead_of: int) -> float:
         """Scale the gradients to another denominator; the factor. Nothing counted leaves gradients of 0 as they are."""
@@ -174,7 +180,54 @@ class TrainEngine:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._model.zero_grad()
-                raise FloatingPointError(f"train {name} is {value} at policy version {self.policy_version}")  # TE-2
+                raise FloatingPointError(f"{self._what} {name} is {value} {self._when}")  # TE-2
+
+    @property
+    @abstractmethod
+    def _what(self) -> str:
+        """What errors call this engine's work."""
+
+    @property
+    def _when(self) -> str:
+        return f"after {self.steps_done} optimizer steps"
+
+
+class TrainEngine(ModelEngine):
+    """The policy, or with `trains=False` a frozen one: log-probs of the trained tokens."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the policy that the parameters are (TE-4)."""
+        return self.steps_done
+
+    def train_step(self, packed: PackedRows, objective: Objective) -> dict[str, float]:
+        """One optimizer step on this rank's share of a batch; returns the global batch's metrics."""
+        metrics = self.forward_backward(
+            split_rows(packed.rows, self._settings.microbatch_rows), objective, objective.denominator(packed)
+        )
+        return metrics | self.optimizer_step()
+
+    def logprobs(self, rows: TensorDict) -> torch.Tensor:
+        """Log-probs `[R, L]` f32 of the trained tokens; 0 at all others."""
+        return self._column(rows)
+
+    def _head(self) -> Head:
+        from goaly.train.logprobs import LOGPROBS
+
+        return LOGPROBS
+
+    def _apply_head(self, hidden_1TD: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, ...]:
+        return self._model.lm_head(
+            hidden_1TD, batch.predicting_P, batch.targets_P, self._settings.logprob_chunk, self._settings.temperature
+        )
+
+    @property
+    def _what(self) -> str:
+        return "train"
+
+    @property
+    def _when(self) -> str:
+        return f"at policy version {self.policy_version}"
 
 
 TOKENS, COUNT = "tokens", "count"

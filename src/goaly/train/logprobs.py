@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.sharding import ShardingConfig
 
+from goaly.train.parallel import Head
+
 
 class LogprobHead(Linear):
     """The model's output projection, which answers with log-probs of targets instead of logits."""
@@ -58,6 +60,13 @@ class LogprobHead(Linear):
             input = input.to_local(grad_placements=[Partial()])
         hidden_PD = input.reshape(-1, input.shape[-1]).index_select(0, predicting_P)
         return _Logprobs.apply(hidden_PD, weight, targets_P, chunk, temperature, group, offset)
+
+
+def _install(decoder: Any) -> None:
+    decoder.lm_head = LogprobHead.in_place_of(decoder.lm_head)
+
+
+LOGPROBS = Head(install=_install, in_folder=True)
 
 
 class _Logprobs(torch.autograd.Function):

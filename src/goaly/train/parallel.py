@@ -5,6 +5,7 @@ every other case torchtitan's own `parallelize_fn` shards it (FSDP2 over `fsdp`,
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,17 @@ class ParallelModel:
     """A microbatch's tokens must be a multiple of this."""
 
 
-def build_parallel(settings: ModelSettings, trainer: TrainerSettings) -> ParallelModel:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What stands in the place of a model's output projection."""
+
+    install: Callable[[Any], None]
+    """Puts it into a decoder's config, whose shardings are set."""
+    in_folder: bool
+    """Whether its weight is the output projection's, which the model's folder has."""
+
+
+def build_parallel(settings: ModelSettings, trainer: TrainerSettings, head: Head) -> ParallelModel:
     """Build, lay out and load; `torch.distributed` must be up if there is more than one rank."""
     device = prepare_torchtitan()
     _quieten()
@@ -42,14 +53,13 @@ def build_parallel(settings: ModelSettings, trainer: TrainerSettings) -> Paralle
     from torchtitan.config import CompileConfig
 
     from goaly.models.hf import load_hf
-    from goaly.train.logprobs import LogprobHead
 
     spec = model_spec(settings.path)
     wrapped = trainer.ranks > 1 or settings.dtype != "float32"
     parallelism, parallel_dims = _layout(trainer) if wrapped else (None, None)
     if wrapped:
         spec.model.update_from_config(config=_TitanConfig(parallelism=parallelism))
-    spec.model.lm_head = LogprobHead.in_place_of(spec.model.lm_head)
+    head.install(spec.model)
     with torch.device("meta"):
         model = spec.model.build()
     model._skip_lm_head = True
@@ -62,7 +72,7 @@ def build_parallel(settings: ModelSettings, trainer: TrainerSettings) -> Paralle
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights(buffer_device=None)
-    load_hf(model, spec, settings.path)
+    load_hf(model, spec, settings.path, head=head.in_folder)
     model.train()
     dp_group = None if parallel_dims is None or trainer.fsdp == 1 else parallel_dims.get_mesh("fsdp").get_group()
     return ParallelModel(

@@ -8,26 +8,26 @@ import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from goaly.models.settings import ModelSettings
 from goaly.train.settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from goaly.train.engine import TrainEngine
+    from goaly.train.engine import ModelEngine
 
 Result = TypeVar("Result")
+Engine = TypeVar("Engine", bound="ModelEngine")
 
 
-class RankThread:
+class RankThread(Generic[Engine]):
     """Builds an engine on its thread and runs calls there."""
 
     def __init__(self, name: str):
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)  # RK-1
-        self._engine: TrainEngine | None = None
+        self._engine: Engine | None = None
 
     @property
-    def engine(self) -> "TrainEngine":
+    def engine(self) -> Engine:
         """The engine, once built."""
         if self._engine is None:
             raise RuntimeError("the engine isn't built: call `start` first")
@@ -38,9 +38,10 @@ class RankThread:
         """This process's number among the mesh's."""
         return int(os.environ.get("RANK", "0"))
 
-    async def build(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool) -> None:
-        """Join the other ranks, build and load the model."""
-        self._engine = await self.run(lambda: _build(model, settings, trains))
+    async def build(self, settings: TrainerSettings, make: Callable[[], Engine]) -> None:
+        """Join the other ranks, and make the engine."""
+        await self.run(lambda: _join(settings))
+        self._engine = await self.run(make)
 
     async def run(self, call: Callable[[], Result]) -> Result:
         """Run `call` on the thread."""
@@ -51,14 +52,11 @@ class RankThread:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _build(model: ModelSettings, settings: TrainerSettings, trains: bool) -> "TrainEngine":
+def _join(settings: TrainerSettings) -> None:
     import torch
     import torch.distributed as dist
-
-    from goaly.train.engine import TrainEngine
 
     torch.set_num_threads(settings.threads)
     if settings.ranks > 1 and not dist.is_initialized():
         # Where the ranks meet comes from the environment, which whoever spawned the mesh has set.
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    return TrainEngine(model, settings, trains=trains)

@@ -1,7 +1,6 @@
 """The actor that holds frozen weights and adds their log-probs to a batch's rows.
 
-Its ranks may be fewer or more than the trainer's: the trainer's shares of a batch are dealt to them in rounds, and a
-rank without a share in a round computes the first one along, because all ranks take part in every all-gather.
+Its ranks may be fewer or more than the trainer's (`shares.py`).
 """
 
 import dataclasses
@@ -11,11 +10,15 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
+from goaly.train import shares
 from goaly.train.rank import RankThread
 from goaly.train.settings import ReferenceSettings, TrainerSettings
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from goaly.backlog.batch import BatchHandle
+    from goaly.train.engine import TrainEngine
     from goaly.trajectory import PackedRows
 
 
@@ -34,24 +37,21 @@ class ReferenceModel(Actor):
             compile=False,
         )
         self._model = model if settings.path is None else dataclasses.replace(model, path=settings.path)
-        self._thread = RankThread("reference")
+        self._thread: RankThread[TrainEngine] = RankThread("reference")
 
     @concurrent_endpoint
     async def start(self) -> None:
         """Build and load the frozen model."""
-        await self._thread.build(self._model, self._settings, trains=False)
+        await self._thread.build(self._settings, self._make_engine)
 
     @concurrent_endpoint
     async def annotate(self, queue: Any, batch: "BatchHandle") -> None:
         """Add `reference_logprobs` to the batch's rows, for all of the trainer's data-parallel ranks."""
-        engine = self._thread.engine
-        for first in range(0, self._shares, self._settings.fsdp):
-            share = first + engine.dp_rank
-            mine = share < self._shares
-            packed: PackedRows = await queue.rows.call_one(batch.id, share if mine else 0)
-            column_RL = await self._thread.run(lambda rows=packed.rows: self._logprobs(rows, batch.id))
-            if mine and engine.leads:
-                await queue.annotate.call_one(batch.id, share, "reference_logprobs", column_RL)
+
+        async def logprobs(packed: "PackedRows") -> "Tensor":
+            return await self._thread.run(lambda: self._logprobs(packed, batch.id))
+
+        await shares.annotate(queue, batch.id, "reference_logprobs", self._thread.engine, logprobs, count=self._shares)
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -59,6 +59,11 @@ class ReferenceModel(Actor):
         self._thread.close()
         spans.flush()
 
-    def _logprobs(self, rows: Any, batch_id: int) -> Any:
+    def _make_engine(self) -> "TrainEngine":
+        from goaly.train.engine import TrainEngine
+
+        return TrainEngine(self._model, self._settings, trains=False)
+
+    def _logprobs(self, packed: "PackedRows", batch_id: int) -> "Tensor":
         with spans.span("reference", batch=batch_id):
-            return self._thread.engine.logprobs(rows)
+            return self._thread.engine.logprobs(packed.rows)

@@ -1,6 +1,6 @@
-"""How the policy is trained: layout, optimizer, schedule, reference."""
+"""How the models train: layout, optimizer, schedule; the policy, the reference and the critic."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -137,3 +137,62 @@ class ReferenceSettings:
             for name in ("fsdp", "tp", "threads")
             if getattr(self, name) < 1
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings:
+    """The model that learns what to expect from each token on, for advantages over its values (`gae`).
+
+    Microbatches and activation checkpointing are the trainer's.
+    """
+
+    path: str | None = None
+    """A Hugging Face folder for all but its head, which begins at 0; null is the model that training starts from."""
+    fsdp: int = 1
+    """Ranks over which parameters, gradients and optimizer state are sharded; each trains its own rows."""
+    tp: int = 1
+    """Tensor-parallel ranks that share every row."""
+    threads: int = 1
+    """CPU threads of each rank."""
+    epochs: int = 1
+    """Passes over each batch."""
+    minibatches: int = 1
+    """Parts of a batch's rows in a pass, each an optimizer step of its own; at most one for each row of a rank."""
+    value_clip: float | None = None
+    """Leaves values no gain from going further than this from what they were before the batch; null never clips."""
+    max_grad_norm: float | None = 1.0
+    """Gradients above this norm are scaled down to it; null never scales."""
+    optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))
+    """AdamW's settings."""
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    """The learning rate over the critic's own optimizer steps."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the critic."""
+        return self.fsdp * self.tp
+
+    def engine_settings(self, trainer: TrainerSettings) -> TrainerSettings:
+        """How its engine computes: as the trainer's, but for what is set here."""
+        own = {key: getattr(self, key) for key in ("fsdp", "tp", "threads", "max_grad_norm", "optimizer", "schedule")}
+        return replace(trainer, compile=False, **own)
+
+    def problems(self, prefix: str) -> list[str]:
+        """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `critic.`."""
+        lines = [
+            f"{prefix}{name}={getattr(self, name)}: must be at least 1"
+            for name in ("fsdp", "tp", "threads", "epochs", "minibatches")
+            if getattr(self, name) < 1
+        ]
+        for name in ("value_clip", "max_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                lines.append(f"{prefix}{name}={value}: must be above 0, or null")
+        if self.value_clip is not None and self.epochs * self.minibatches == 1:
+            lines.append(
+                f"{prefix}value_clip={self.value_clip}: has no effect on a batch's first step, and {prefix}epochs * "
+                f"{prefix}minibatches is 1"
+            )
+        lines += self.optimizer.problems(f"{prefix}optimizer.")
+        lines += self.schedule.problems(f"{prefix}schedule.")
+        return lines

@@ -25,6 +25,7 @@ from goaly.weights.settings import WeightSettings
 if TYPE_CHECKING:
     from goaly.backlog.batch import BatchHandle
     from goaly.losses.objective import Objective
+    from goaly.train.engine import TrainEngine
     from goaly.trajectory import PackedRows
     from goaly.weights.publisher import Publisher
     from goaly.weights.store import WeightStore
@@ -47,7 +48,7 @@ class PolicyTrainer(Actor):
         self._loss_settings = loss
         self._weight_settings = weights
         self._store = store
-        self._thread = RankThread("train")
+        self._thread: RankThread[TrainEngine] = RankThread("train")
         self._objective: Objective | None = None
         self._publisher: Publisher | None = None
         self._parameters_at_rest = asyncio.Lock()
@@ -55,7 +56,7 @@ class PolicyTrainer(Actor):
     @concurrent_endpoint
     async def start(self) -> int:
         """Build and load the model; its policy version."""
-        await self._thread.build(self._model, self._settings, trains=True)
+        await self._thread.build(self._settings, self._make_engine)
         from goaly.losses.objective import policy_loss
 
         self._objective = policy_loss(self._loss_settings)
@@ -114,6 +115,11 @@ class PolicyTrainer(Actor):
             await publisher.close()
         self._thread.close()
         spans.flush()
+
+    def _make_engine(self) -> "TrainEngine":
+        from goaly.train.engine import TrainEngine
+
+        return TrainEngine(self._model, self._settings)
 
     def _train(self, rows: "PackedRows", batch_id: int) -> dict[str, float]:
         engine = self._thread.engine

@@ -185,6 +185,22 @@ async def test_with_a_kl_term_advantages_come_with_the_last_ranks_reference_logp
     assert all((rows["advantages"][~rows["trained"]] == 0).all() for rows in found)
 
 
+async def test_with_a_critic_advantages_and_returns_come_with_the_last_ranks_values():
+    queue = Backlog(SETTINGS, AdvantageSettings(name="gae", options={"normalize": False}), dp_ranks=2, pad_token=0)
+    await complete(queue)
+    await complete(queue, rewards=(3.0, 3.0))
+    await queue.next_batch()
+    for rank in range(2):
+        rows = queue.rows(0, rank).rows
+        assert not {"advantages", "returns"} & set(rows.keys())
+        queue.annotate(0, rank, "values", 0.5 * rows["trained"].float())
+    found = [queue.rows(0, rank).rows for rank in range(2)]
+    for key, of_last_token in (("advantages", [-0.5, 0.5, 2.5, 2.5]), ("returns", [0.0, 1.0, 3.0, 3.0])):
+        assert all((rows[key][~rows["trained"]] == 0).all() for rows in found)
+        of_samples = torch.cat([rows[key][rows["trained"]] for rows in found]).view(-1, 3)
+        assert sorted(of_samples[:, -1].tolist()) == of_last_token
+
+
 async def test_close_gives_every_waiter_none_and_accounts_for_what_was_queued():
     queue = backlog()
     await complete(queue)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.reward.advantages import ESTIMATORS, advantages, spread
-from goaly.reward.gae import gae
+from goaly.reward.advantages import ESTIMATORS, Estimate, estimate, of_values, spread
+from goaly.reward.gae import gae, rewards_of_steps
 from goaly.reward.scored import Scored, less_divergence, less_overlong, scored
 from goaly.reward.settings import AdvantageSettings, OverlongSettings, RewardSettings
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
@@ -16,6 +16,8 @@ from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
 close = torch.testing.assert_close
 RELATIVE = ["group", "group_mean", "rloo", "process"]
 """Estimators that compare a sample with its own group alone."""
+COMPARING = [name for name in ESTIMATORS.names if name != "gae"]
+"""Estimators that compare samples with each other, not with a critic's values."""
 
 
 def sample(reward: float, trained: int = 1, *, credits: dict[int, float] | None = None, turns: str = "") -> Trajectory:
@@ -58,8 +60,22 @@ def grouped(*samples: Trajectory) -> Group:
 
 def values(name: str, batch: list[Group], **options: float) -> list[float]:
     """Each sample's advantage at its last token."""
-    found = advantages(batch, AdvantageSettings(name=name, options=options))
+    found = estimate(batch, AdvantageSettings(name=name, options=options)).advantages
     return [float(advantage_T[-1]) for advantage_T in found]
+
+
+def values_of(batch: list[Group], value: float = 0.25) -> dict[str, list[torch.Tensor]]:
+    """A critic that expects the same everywhere."""
+    samples = [sample for group in batch for sample in group.samples]
+    return {"values": [value * sample.tokens["trained"].float() for sample in samples]}
+
+
+@of_values
+def surprise(batch: Scored) -> Estimate:
+    """A user's own estimator over values: the sample's reward less the value."""
+    returns = [rewards_T.sum().expand(len(rewards_T)) for rewards_T in batch.rewards]
+    found = [return_T - values_T for return_T, values_T in zip(returns, batch.values or (), strict=True)]
+    return Estimate(advantages=found, returns=returns)
 
 
 def only_positive(batch: Scored, *, above: float) -> torch.Tensor:
@@ -90,7 +106,7 @@ def test_reinforce_pp_normalizes_over_all_trained_tokens_of_the_batch():
 
 def test_reinforce_pp_gives_each_token_the_rewards_from_there_on():
     # credits 1 at the first and 2 at the last of three tokens: returns 3, 2, 2; mean 7/3, deviation sqrt(2)/3
-    (found,) = advantages([grouped(sample(2.0, 3, credits={1: 1.0}))], AdvantageSettings(name="reinforce_pp"))
+    (found,) = estimate([grouped(sample(2.0, 3, credits={1: 1.0}))], AdvantageSettings(name="reinforce_pp")).advantages
     close(found, torch.tensor([0.0, 2, -1, -1]) / 2**0.5, atol=1e-5, rtol=1e-5)
 
 
@@ -106,7 +122,7 @@ def test_process_rewards_add_up_from_each_step_on():
     first = sample(3.0, turns="p2a1p2", credits={3: 1.0})
     second = sample(2.0, turns="p1a1p1", credits={1: 2.0})
     settings = AdvantageSettings(name="process", options={"epsilon": 0.0})
-    one, other = advantages([grouped(first, second)], settings)
+    one, other = estimate([grouped(first, second)], settings).advantages
     close(one, torch.tensor([0, 0, 0, 0, 2**0.5, 2**0.5]))
     assert other.tolist() == [0] * 4
 
@@ -116,13 +132,13 @@ def test_process_rewards_of_a_single_step_are_the_group_estimator():
     assert values("process", batch) == pytest.approx(values("group", batch))
 
 
-@pytest.mark.parametrize("name", ESTIMATORS.names)
+@pytest.mark.parametrize("name", COMPARING)
 @pytest.mark.parametrize("rewards", [[0.0] * 3, [0.7] * 7, [1.0]])
 def test_equal_rewards_give_exactly_zero_whatever_the_rounding(name: str, rewards: list[float]):
     # shaping makes them doubles, whose mean is not exact: 0.1 + 0.1 + 0.1 is not 3 * 0.1
     shaped = AdvantageSettings(name=name, overlong=OverlongSettings(limit=2, buffer=1, penalty=0.1))
     batch = [grouped(*(sample(reward, 3) for reward in rewards))]
-    assert all((advantage_T == 0).all() for advantage_T in advantages(batch, shaped))  # AV-1
+    assert all((advantage_T == 0).all() for advantage_T in estimate(batch, shaped).advantages)  # AV-1
 
 
 @settings(max_examples=20, deadline=None)
@@ -134,7 +150,7 @@ def test_a_group_of_equal_rewards_has_no_signal_beside_one_that_has(name: str, r
     assert sum(found) == pytest.approx(0, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS.names)
+@pytest.mark.parametrize("name", COMPARING)
 def test_adding_a_constant_to_all_rewards_changes_nothing(name: str):
     assert values(name, groups([3, 4, 6], [4, 4])) == pytest.approx(values(name, groups([0, 1, 3], [1, 1])), abs=1e-5)
 
@@ -142,7 +158,9 @@ def test_adding_a_constant_to_all_rewards_changes_nothing(name: str):
 @pytest.mark.parametrize("name", ESTIMATORS.names)
 def test_only_trained_tokens_carry_an_advantage(name: str):
     batch = [grouped(sample(1.0, turns="p1a2p1"), sample(0.0, turns="p1a1p2"))]
-    for made, advantage_T in zip(batch[0].samples, advantages(batch, AdvantageSettings(name=name)), strict=True):
+    found = estimate(batch, AdvantageSettings(name=name), values_of(batch))
+    assert (found.returns is not None) == (name == "gae")
+    for made, advantage_T in zip(batch[0].samples, found.advantages, strict=True):
         assert advantage_T.dtype == torch.float32
         assert (advantage_T[~made.tokens["trained"]] == 0).all()  # AV-2
         assert (advantage_T[made.tokens["trained"]] != 0).all()
@@ -154,7 +172,8 @@ def test_one_value_goes_to_every_trained_token():
 
 def test_a_sample_without_a_trained_token_is_carried_along():
     for name in ESTIMATORS.names:
-        found = advantages([grouped(sample(0.0, turns="a2"), sample(1.0))], AdvantageSettings(name=name))
+        batch = [grouped(sample(0.0, turns="a2"), sample(1.0))]
+        found = estimate(batch, AdvantageSettings(name=name), values_of(batch)).advantages
         assert found[0].tolist() == [0.0] * 3
 
 
@@ -165,7 +184,7 @@ def test_long_answers_lose_more_the_closer_they_come_to_the_limit():
     assert shaped.totals_S.tolist() == [1.0, 0.0, -1.0, -1.0]
     assert float(shaped.rewards[1][-1]) == 0.0
     through = AdvantageSettings(name="group_mean", overlong=OverlongSettings(limit=10, buffer=4))
-    found = advantages([grouped(sample(1.0, 6), sample(1.0, 10))], through)
+    found = estimate([grouped(sample(1.0, 6), sample(1.0, 10))], through).advantages
     assert [float(advantage_T[-1]) for advantage_T in found] == [0.5, -0.5]
 
 
@@ -176,37 +195,74 @@ def test_the_divergence_from_the_reference_is_taken_off_token_by_token():
     shaped = less_divergence(scored(batch), references, 0.5, "k1")
     close(shaped.rewards[0], torch.tensor([0, -0.5, 1.0], dtype=torch.float64))
     assert shaped.totals_S.tolist() == [0.5, 0.0]
-    found = advantages(batch, AdvantageSettings(name="group_mean", kl_coef=0.5), references)
+    found = estimate(
+        batch, AdvantageSettings(name="group_mean", kl_coef=0.5), {"reference_logprobs": references}
+    ).advantages
     assert [float(advantage_T[-1]) for advantage_T in found] == [0.25, -0.25]
 
 
 def test_generalized_advantages_by_hand():
-    # deltas: 0 + 0.5*2 - 1 = 0; 0 + 0.5*4 - 2 = 0; 8 - 4 = 4; discount * smoothing = 0.25: 4, 1, 0.25
-    found, returns = gae(torch.tensor([0.0, 0, 8]), torch.tensor([1.0, 2, 4]), discount=0.5, smoothing=0.5)
+    # deltas: 0 + 0.5*2 - 1 = 0; 0 + 0.5*4 - 2 = 0; 8 - 4 = 4; gamma * lam = 0.25: 4, 1, 0.25
+    found, returns = gae(torch.tensor([0.0, 0, 8]), torch.tensor([1.0, 2, 4]), gamma=0.5, lam=0.5)
     assert found.tolist() == [0.25, 1.0, 4.0]
     assert returns.tolist() == [1.25, 3.0, 8.0]
     # what follows is worth 10: the last delta is 8 + 5 - 4 = 9
-    found, _ = gae(torch.tensor([8.0]), torch.tensor([4.0]), discount=0.5, last_value=10.0)
+    found, _ = gae(torch.tensor([8.0]), torch.tensor([4.0]), gamma=0.5, last_value=10.0)
     assert found.tolist() == [9.0]
     assert gae(torch.zeros(0), torch.zeros(0))[0].shape == (0,)
 
 
-def test_generalized_advantages_are_returns_less_values_or_one_step_errors_at_the_ends_of_smoothing():
+def test_generalized_advantages_are_returns_less_values_or_one_step_errors_at_the_ends_of_lambda():
     rewards, worth = torch.tensor([1.0, 0, -2, 5]), torch.tensor([0.5, 1, 2, 3])
-    close(gae(rewards, worth, smoothing=1.0)[1], rewards.flip(0).cumsum(0).flip(0))
-    close(gae(rewards, worth, smoothing=0.0)[0], rewards + torch.tensor([1.0, 2, 3, 0]) - worth)
+    close(gae(rewards, worth, lam=1.0)[1], rewards.flip(0).cumsum(0).flip(0))
+    close(gae(rewards, worth, lam=0.0)[0], rewards + torch.tensor([1.0, 2, 3, 0]) - worth)
+
+
+def test_what_is_credited_between_two_steps_is_the_earlier_ones_and_before_the_first_nobodys():
+    trained = torch.tensor([False, False, True, False, True, False])
+    assert rewards_of_steps(torch.tensor([9.0, 9, 1, 2, 4, 8]), trained).tolist() == [3, 12]
+    assert rewards_of_steps(torch.ones(2), torch.zeros(2, dtype=torch.bool)).tolist() == []
+
+
+def test_advantages_over_values_step_from_trained_token_to_trained_token():
+    # steps at 1 and 4 of values 1 and 2, with the environment between them; rewards 1 and 3; gamma and lambda 1/2:
+    # deltas 1 + 1 - 1 = 1 and 3 - 2 = 1; advantages 1 + 1/4 and 1
+    made = sample(3.0, turns="p1a2p1", credits={2: 1.0})
+    batch, later = [grouped(made)], {"values": [torch.tensor([9.0, 1, 9, 9, 2])]}
+    options = {"gamma": 0.5, "lam": 0.5, "normalize": False}
+    found = estimate(batch, AdvantageSettings(name="gae", options=options), later)
+    assert found.returns is not None
+    assert found.advantages[0].tolist() == [0, 1.25, 0, 0, 1]
+    assert found.returns[0].tolist() == [0, 2.25, 0, 0, 3]
+
+
+def test_advantages_over_values_are_normalized_over_the_batch_and_returns_are_not():
+    # one step each: advantages 3 - 1 and 0 - 4, of mean -1 and deviation 3
+    batch = [grouped(sample(3.0)), grouped(sample(0.0))]
+    found = estimate(batch, AdvantageSettings(name="gae"), {"values": [torch.tensor([0.0, 1]), torch.tensor([0.0, 4])]})
+    assert [float(value[1]) for value in found.advantages] == pytest.approx([1, -1], abs=1e-5)
+    assert [float(value[1]) for value in found.returns or ()] == [3, 0]
 
 
 def test_an_estimator_of_ones_own_is_found_by_its_path_and_takes_its_options():
     mine = AdvantageSettings(name=f"{__name__}:only_positive", options={"above": 1.0})
     assert mine.problems("advantages.") == []
-    assert [float(found[-1]) for found in advantages(groups([0, 3], [2]), mine)] == [0, 2, 1]
+    assert [float(found[-1]) for found in estimate(groups([0, 3], [2]), mine).advantages] == [0, 2, 1]
+
+
+def test_an_estimator_of_ones_own_may_be_over_a_critics_values():
+    mine = AdvantageSettings(name=f"{__name__}:surprise")
+    assert mine.uses_values
+    assert not AdvantageSettings(name=f"{__name__}:only_positive").uses_values
+    found = estimate([grouped(sample(1.0, 2))], mine, {"values": [torch.tensor([9.0, 0.25, 0.5])]})
+    assert found.returns is not None
+    assert (found.advantages[0].tolist(), found.returns[0].tolist()) == ([0, 0.75, 0.5], [0, 1, 1])
 
 
 def test_settings_that_can_not_work_are_refused_with_the_known_names():
-    known = "group, group_mean, rloo, reinforce_pp, reinforce_pp_baseline, process"
+    known = "group, group_mean, rloo, reinforce_pp, reinforce_pp_baseline, process, gae"
     with pytest.raises(ValueError, match=f"there is no such advantage; known are {known}"):
-        advantages(groups([0.0, 1.0]), AdvantageSettings(name="gea"))
+        estimate(groups([0.0, 1.0]), AdvantageSettings(name="gea"))
     assert AdvantageSettings(name="rloo", options={"epsilon": 0.1}, kl_estimator="k3").problems("advantages.") == [
         "advantages.options.epsilon=0.1: the advantage rloo does not take it, it has no options; group, reinforce_pp, "
         "reinforce_pp_baseline, process would",
@@ -215,6 +271,10 @@ def test_settings_that_can_not_work_are_refused_with_the_known_names():
     assert AdvantageSettings(options={"epsilon": -1.0}, kl_coef=-1).problems("advantages.") == [
         "advantages.options.epsilon=-1.0: must be at least 0",
         "advantages.kl_coef=-1: must be at least 0",
+    ]
+    assert AdvantageSettings(name="gae", options={"lam": 1.5, "normalize": 1}).problems("advantages.") == [
+        "advantages.options.lam=1.5: must be between 0 and 1",
+        "advantages.options.normalize=1: must be true or false",
     ]
     assert OverlongSettings(limit=4, buffer=4, penalty=0).problems("o.") == [
         "o.limit=4: must be above o.buffer=4",

@@ -14,7 +14,8 @@ from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings
 from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import split_rows
-from goaly.train.settings import OptimizerSettings, TrainerSettings
+from goaly.train.settings import CriticSettings, OptimizerSettings, TrainerSettings
+from goaly.train.value import ValueEngine
 from tests.unit.train.batches import documents, pack
 
 REJECTION = Rejection(measure="ratio", level="token", low=0.3, high=3.0)
@@ -29,6 +30,7 @@ SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=5
 LAYOUTS = {"fsdp": {"fsdp": 2}, "tp": {"tp": 2}}
 TIED = {"fsdp": False, "tp": True}
 ROWS = 4
+MODELS = "models"
 
 
 def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
@@ -74,6 +76,18 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     }
 
 
+def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
+    """What a critic's two steps on the batch give on this rank: metrics and, before and after, values."""
+    degrees = {"fsdp": settings.fsdp, "tp": settings.tp}
+    critic = CriticSettings(optimizer=OptimizerSettings(lr=1e-2), epochs=2, value_clip=1.0, **degrees)
+    engine = ValueEngine(ModelSettings(path=str(folder)), critic, settings)
+    rows = pack(documents(10), rows=ROWS, row_length=160).rows[engine.dp_rank :: settings.fsdp]
+    rows["returns"] = rows["advantages"]  # any numbers
+    rows["values"] = engine.values(rows)
+    metrics = engine.train_steps(rows)
+    return {"metrics": metrics, "values": engine.values(rows), "dp_rank": engine.dp_rank}
+
+
 def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
     import torch.distributed as dist
 
@@ -83,6 +97,7 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
         result = trained(models / name, dataclasses.replace(SETTINGS, **degrees))
         result.pop("engine").save_hf(out / f"{name}.hf")
         torch.save(result, out / f"{name}.{rank}")
+        torch.save(judged(models / name, dataclasses.replace(SETTINGS, **degrees)), out / f"{name}.critic.{rank}")
     dist.destroy_process_group()
 
 
@@ -91,7 +106,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[st
     """What one process gives for each layout's model, and the folder with what two gave."""
     from goaly.models.tiny import TinyModel, write_tiny_model
 
-    models, out = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("out")
+    out = tmp_path_factory.mktemp("out")
+    models = out / MODELS
     for layout, tied in TIED.items():
         write_tiny_model(models / layout, TinyModel(layers=1, tied=tied))
     with socket.socket() as free:
@@ -117,6 +133,21 @@ def test_two_ranks_have_the_gradient_metrics_and_step_of_one(
         rows = alone["logprobs"][found["dp_rank"] :: 2 if layout == "fsdp" else 1]
         torch.testing.assert_close(found["logprobs"], rows, atol=1e-5, rtol=1e-4)
         assert found["resumed"]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_have_the_values_and_the_steps_of_one_critic(
+    results: tuple[dict[str, dict[str, Any]], Path], layout: str
+):
+    _, out = results
+    alone = judged(out / MODELS / layout, dataclasses.replace(SETTINGS, microbatch_rows=ROWS))
+    assert alone["values"].abs().max() > 0.1
+    for rank in range(2):
+        found = torch.load(out / f"{layout}.critic.{rank}", weights_only=False)
+        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-3, abs=1e-5)
+        values = alone["values"][found["dp_rank"] :: 2 if layout == "fsdp" else 1]
+        torch.testing.assert_close(found["values"], values, atol=2e-3, rtol=1e-2)
 
 
 @pytest.mark.timeout(240)

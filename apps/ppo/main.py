@@ -1,0 +1,68 @@
+"""PPO with a critic, fully asynchronous.
+
+    python -m apps.ppo.main --config configs/ppo/tiny.yaml
+
+As in `apps/grpo/main.py`, an episode says how one sample comes about, and two loops that never wait for each other say
+how a run learns. What a token was worth is not told by other answers to the same prompt, but by a critic: a second
+model that learns what reward to expect from each token on. So a prompt needs one sample only.
+"""
+
+import asyncio
+
+from goaly.config import Loaded, run_cli
+from goaly.prompts.prompt import Prompt
+from goaly.rollout.episode import Episode, EpisodeContext
+from goaly.run.config import RunConfig
+from goaly.run.launch import launch
+from goaly.run.run import Run
+from goaly.trajectory import Trajectory
+
+
+async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+    """Ask the policy once and score its answer."""
+    question = context.render(prompt)
+    answer = await context.policy.sample(question)
+    score = await context.reward(prompt, answer.text)
+    return Episode(prompt, question, context.sample_index).wrote(answer).finish(score)
+
+
+async def collect(run: Run) -> None:
+    """Start a group of episodes for each ticket; every group ends in the backlog."""
+    async with asyncio.TaskGroup() as groups:
+        async for ticket in run.backlog.tickets():
+            groups.create_task(run.rollouts.group(ticket, run.prompts.next()))
+
+
+async def train(run: Run) -> None:
+    """Compare each batch with what the critic expected; then both learn from it at once."""
+    assert run.critic is not None, "launch refuses a config without a critic"
+    async for batch in run.backlog.batches(run.config.steps):
+        if run.reference is not None:
+            await run.reference.annotate(batch)
+        await run.critic.annotate(batch)
+        async with asyncio.TaskGroup() as steps:
+            actor = steps.create_task(run.trainer.step(batch))
+            critic = steps.create_task(run.critic.step(batch))
+        policy_version = await run.trainer.publish()
+        await run.backlog.trained(batch, policy_version)
+        await run.report(batch, actor.result() | critic.result())
+
+
+async def ppo(run: Run) -> None:
+    """Measure, learn, measure again."""
+    before = await run.evaluate()
+    async with asyncio.TaskGroup() as loops:
+        loops.create_task(collect(run))
+        loops.create_task(train(run))
+    after = await run.evaluate()
+    await run.trainer.save(run.run_dir / "policy")
+    run.conclude(f"held-out pass@1: {before:.2f} -> {after:.2f}")
+
+
+def main(loaded: Loaded[RunConfig]) -> int:
+    """Run PPO with this config."""
+    return launch(loaded, episode, ppo, critic=True)
+
+
+if __name__ == "__main__":
+    run_cli(main, RunConfig, prog="python -m apps.ppo.main", description="PPO with a critic, fully asynchronous.")

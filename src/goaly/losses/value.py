@@ -1,0 +1,64 @@
+"""What a critic minimizes: the squared distance of its values from the returns. Pure.
+
+    sum over trained tokens of  max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2   /   trained tokens
+
+`V_old` is the value that the token was annotated with, before the first of the batch's optimizer steps; without a clip
+the maximum is its first term.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from goaly.errors import SchemaError
+from goaly.losses.objective import Contribution
+from goaly.losses.tokens import Columns
+
+
+class ValueLoss:
+    """Regression on the batch's `returns`, not further than `clip` away from its `values`; None never clips."""
+
+    def __init__(self, clip: float | None = None):
+        self._clip = clip
+
+    def __call__(self, values_P: torch.Tensor, columns: Columns, steps_done: int) -> Contribution:
+        """These tokens' share; counts them, so that the mean is that of whichever tokens a step is made on."""
+        old_P, returns_P = _column(columns, "values"), _column(columns, "returns")
+        square_P = (values_P - returns_P).square()
+        mean = moments(old_P, returns_P)
+        if self._clip is not None:
+            clipped_P = old_P + (values_P - old_P).clamp(-self._clip, self._clip)
+            clipped_square_P = (clipped_P - returns_P).square()
+            mean["clip_fraction"] = (clipped_square_P > square_P).float()
+            square_P = torch.maximum(square_P, clipped_square_P)
+        return Contribution(total=square_P.sum() / 2, count=square_P.new_tensor(len(square_P)), mean=mean)
+
+
+def moments(values_P: torch.Tensor, returns_P: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Per-token values whose means say how much of the returns' variance the values explain."""
+    error_P = returns_P - values_P
+    return {
+        "value": values_P,
+        "return": returns_P,
+        "return_square": returns_P.square(),
+        "error": error_P,
+        "error_square": error_P.square(),
+    }
+
+
+def explained(means: Mapping[str, float]) -> dict[str, float]:
+    """What is reported, from the means of `moments` and others: 1 - Var(returns - values) / Var(returns).
+
+    Constant returns have nothing to explain: 0.
+    """
+    reported = dict(means)
+    variance = reported.pop("return_square") - reported["return"] ** 2
+    error_variance = reported.pop("error_square") - reported.pop("error") ** 2
+    reported["explained_variance"] = 1 - error_variance / variance if variance > 1e-12 else 0.0
+    return reported
+
+
+def _column(columns: Columns, key: str) -> torch.Tensor:
+    if key not in columns:
+        raise SchemaError(f"value loss: `{key}` is missing; the batch holds {', '.join(columns)}")
+    return columns[key]

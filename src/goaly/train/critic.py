@@ -1,0 +1,77 @@
+"""The actor that learns what to expect: adds `values` to a batch's rows, and regresses on the `returns` made of them.
+
+A mesh of `fsdp * tp` of them is one critic; the controller calls each endpoint on all ranks at once. Its ranks may be
+fewer or more than the trainer's (`shares.py`).
+"""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from goaly.models.settings import ModelSettings
+from goaly.telemetry import spans
+from goaly.train import shares
+from goaly.train.rank import RankThread
+from goaly.train.settings import CriticSettings, TrainerSettings
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from goaly.backlog.batch import BatchHandle
+    from goaly.train.value import ValueEngine
+    from goaly.trajectory import PackedRows
+
+
+class ValueModel(Actor):
+    """One rank of the critic. The constructor is cheap; `start` builds the engine."""
+
+    def __init__(self, settings: CriticSettings, trainer: TrainerSettings, model: ModelSettings):
+        """Values are computed as the trainer computes log-probs, in microbatches of its size."""
+        self._settings = settings
+        self._trainer = trainer
+        self._model = model
+        self._thread: RankThread[ValueEngine] = RankThread("critic")
+
+    @concurrent_endpoint
+    async def start(self) -> None:
+        """Build the model: the trunk from its folder, the head at 0."""
+        await self._thread.build(self._settings.engine_settings(self._trainer), self._make_engine)
+
+    @concurrent_endpoint
+    async def annotate(self, queue: Any, batch: "BatchHandle") -> None:
+        """Add `values` to the batch's rows, for all of the trainer's data-parallel ranks."""
+
+        async def values(packed: "PackedRows") -> "Tensor":
+            return await self._thread.run(lambda: self._values(packed, batch.id))
+
+        await shares.annotate(queue, batch.id, "values", self._thread.engine, values, count=self._trainer.fsdp)
+
+    @concurrent_endpoint
+    async def step(self, queue: Any, batch: "BatchHandle") -> dict[str, float]:
+        """The optimizer steps on the batch; the metrics are those of the whole batch on every rank."""
+        rows = await shares.rows(queue, batch.id, self._thread.engine, count=self._trainer.fsdp)
+        started = time.monotonic()
+        metrics = await self._thread.run(lambda: self._train(rows, batch.id))
+        metrics["train_seconds"] = time.monotonic() - started
+        return {f"critic/{name}": value for name, value in metrics.items()}
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """Let go of the thread."""
+        self._thread.close()
+        spans.flush()
+
+    def _make_engine(self) -> "ValueEngine":
+        from goaly.train.value import ValueEngine
+
+        return ValueEngine(self._model, self._settings, self._trainer)
+
+    def _values(self, packed: "PackedRows", batch_id: int) -> "Tensor":
+        with spans.span("values", batch=batch_id):
+            return self._thread.engine.values(packed.rows)
+
+    def _train(self, rows: "TensorDict", batch_id: int) -> dict[str, float]:
+        with spans.span("train_critic", batch=batch_id):
+            return self._thread.engine.train_steps(rows)

@@ -1,0 +1,49 @@
+"""The critic's loss by hand."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from goaly.errors import SchemaError
+from goaly.losses.value import ValueLoss, explained, moments
+
+
+def loss(values: list[float], old: list[float], returns: list[float], clip: float | None = None):
+    columns = {"values": torch.tensor(old), "returns": torch.tensor(returns)}
+    made = torch.tensor(values, requires_grad=True)
+    part = ValueLoss(clip)(made, columns, 0)
+    part.total.backward()
+    return dataclasses.replace(part, total=part.total.detach()), made.grad.tolist()
+
+
+def test_the_loss_is_half_the_squared_distance_and_counts_its_tokens():
+    part, gradient = loss([1.0, 2.0], [9.0, 9.0], [3.0, 1.0])
+    assert (float(part.total), float(part.count)) == (2.5, 2)
+    assert gradient == [-2, 1]
+
+
+def test_a_value_gains_nothing_from_going_further_than_the_clip_towards_its_return():
+    # from 0 towards 3: 1 is within reach, 2 is not (counts as 1), and -2 moved away (counts as what it is)
+    part, gradient = loss([1.0, 2.0, -2.0], [0.0] * 3, [3.0] * 3, clip=1.0)
+    assert float(part.total) == (4 + 4 + 25) / 2
+    assert gradient == [pytest.approx(-2), 0, -5]
+    assert part.mean["clip_fraction"].tolist() == [0, 1, 0]
+
+
+def test_the_explained_variance_is_of_the_values_before_the_batch():
+    def share(values: list[float], returns: list[float]) -> float:
+        means = {name: float(v.mean()) for name, v in moments(torch.tensor(values), torch.tensor(returns)).items()}
+        return explained(means)["explained_variance"]
+
+    assert share([0.0, 2.0], [0.0, 2.0]) == 1
+    assert share([5.0, 7.0], [0.0, 2.0]) == 1  # a constant distance is no variance
+    assert share([1.0, 1.0], [0.0, 2.0]) == 0
+    assert share([0.0, 1.0], [0.0, 2.0]) == 0.75
+    assert share([2.0, 0.0], [0.0, 2.0]) == -3
+    assert share([1.0, 2.0], [2.0, 2.0]) == 0
+
+
+def test_a_batch_without_returns_is_refused_by_name():
+    with pytest.raises(SchemaError, match="value loss: `returns` is missing; the batch holds values"):
+        ValueLoss()(torch.zeros(1), {"values": torch.zeros(1)}, 0)
