@@ -13,11 +13,12 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, concurrent_endpoint, this_host, this_proc
+from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host, this_proc
 from monarch.spmd import setup_torch_elastic_env
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from goaly.weights import torchstore
 from goaly.weights.placement import local
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
@@ -138,15 +139,33 @@ class Rank(Actor):
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[tuple[Any, Any]]:
+def meshes() -> Iterator[list[Any]]:
     """Two trainer processes and two generator processes."""
     meshes = [this_host().spawn_procs(per_host={"procs": 2}, bootstrap=one_thread) for _ in range(2)]
     for mesh in meshes:
         setup_torch_elastic_env(mesh)
-    trainer, generator = (mesh.spawn(f"ranks_{next(numbers)}", Rank) for mesh in meshes)
-    yield trainer, generator
+    yield meshes
     for stopped in [mesh.stop() for mesh in meshes]:
         stopped.get()
+
+
+@pytest.fixture(scope="module")
+def ranks(meshes: list[Any]) -> tuple[Any, Any]:
+    """An actor in each of them."""
+    trainer, generator = (mesh.spawn(f"ranks_{next(numbers)}", Rank) for mesh in meshes)
+    return trainer, generator
+
+
+@pytest.fixture(scope="module", params=["shm", "rdma", "torchstore"])
+def transport(request: pytest.FixtureRequest, meshes: list[Any]) -> Iterator[str]:
+    """Each transport, forced; TorchStore where it is installed."""
+    if request.param != "torchstore":
+        yield request.param
+        return
+    pytest.importorskip("torchstore")
+    asyncio.run(torchstore.start(meshes[0]))
+    yield request.param
+    asyncio.run(torchstore.stop())
 
 
 async def joined(
@@ -208,13 +227,10 @@ async def test_no_pull_is_torn_while_the_trainer_runs_ahead_of_slow_and_fast_rea
     assert min(fast_pulls, slow_pulls) >= 20
 
 
-@pytest.mark.parametrize(
-    ("host", "apply"), [(None, "flip"), ("elsewhere", "copy")], ids=["same host, flip", "other host"]
-)
-async def test_readers_follow_a_staging_bucket_by_bucket_and_see_whole_versions(ranks, host, apply: str) -> None:
-    versions = 40
-    settings = WeightSettings(bucket_mib=0.1, apply=apply)
-    trainer, generator = await joined(ranks, "fsdp", "tp", shapes=LARGE, settings=settings, host=host)
+async def test_readers_follow_a_staging_bucket_by_bucket_and_see_whole_versions(ranks, transport: str) -> None:
+    versions = 10 if transport == "torchstore" else 40  # two calls of it for each bucket
+    settings = WeightSettings(bucket_mib=0.1, transport=transport, apply="flip" if transport == "shm" else "copy")
+    trainer, generator = await joined(ranks, "fsdp", "tp", shapes=LARGE, settings=settings)
     one, two = (generator.slice(procs=number) for number in (0, 1))
     _, *read = await asyncio.gather(
         trainer.publish_tagged.call(versions),
@@ -226,17 +242,31 @@ async def test_readers_follow_a_staging_bucket_by_bucket_and_see_whole_versions(
 
 
 @pytest.mark.parametrize("destination", [None, "tp"], ids=["tp1", "tp2"])
-async def test_shards_arrive_on_another_host(ranks, destination: str | None) -> None:
-    settings = WeightSettings(bucket_mib=0.05)
-    trainer, generator = await joined(ranks, "fsdp", destination, shapes=LARGE, settings=settings, host="elsewhere")
+async def test_every_transport_brings_each_version_to_readers_elsewhere_and_refuses_one_that_is_gone(
+    ranks, transport: str, destination: str | None
+) -> None:
+    settings = WeightSettings(bucket_mib=0.05, slots=2, transport=transport)
+    host = None if transport == "shm" else "elsewhere"
+    trainer, generator = await joined(ranks, "fsdp", destination, shapes=LARGE, settings=settings, host=host)
     for version in range(3):
         await trainer.publish_numbered.call(version)
-        await generator.newest.call(version - 1)
+        assert set((await generator.newest.call(version - 1)).values()) == {version}
         assert all((await generator.prefetch.call(version)).values())
         await generator.apply.call()
         for arrived in (await generator.whole.call()).values():
             for name, tensor in arrived.items():
                 assert torch.equal(tensor, numbered(name, LARGE[name]) * (version + 1)), name
+    assert not any((await generator.prefetch.call(0)).values())
+
+
+async def test_readers_and_ranks_that_disagree_about_torchstore_are_told() -> None:
+    store = this_proc().spawn(f"weights_{next(numbers)}", WeightStore, WeightSettings())
+    publisher = Publisher(store, 0, 1, {"norm": torch.zeros(16)}, WeightSettings())
+    reader = Subscriber(store, {"norm": torch.zeros(16)}, "reader", WeightSettings(transport="torchstore"))
+    await publisher.publish(0)
+    with pytest.raises(ActorError, match=r"weights\.transport=torchstore: must be torchstore for readers and trainer"):
+        await reader.prefetch(0)
+    await publisher.close()
 
 
 async def test_what_rank_0_waited_for_stays_for_its_peers_while_the_trainer_runs_ahead(ranks) -> None:

@@ -33,6 +33,7 @@ from goaly.telemetry.trace import merge
 from goaly.train.critic import ValueModel
 from goaly.train.reference import ReferenceModel
 from goaly.train.trainer import PolicyTrainer
+from goaly.weights import torchstore
 from goaly.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,9 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
 
     trainer_mesh = hosts.spawn("trainer", "trainer", config.trainer.ranks, config.trainer.threads)
     await setup_torch_elastic_env_async(trainer_mesh)
+    if config.weights.transport == "torchstore":
+        await torchstore.start(trainer_mesh)
+        closers["torchstore"] = torchstore.stop
     run.trainer = Trainer(
         spawn(trainer_mesh, "trainer", PolicyTrainer, config.trainer, config.model, config.loss, config.weights, store),
         queue,
@@ -170,7 +174,9 @@ async def _take_down(run: Run, hosts: Hosts, status: str, closers: Closers) -> N
     run.progress.note("stopping")
     for first in ("rollouts", "backlog"):  # what the workers cancel is accounted for, then the accounting ends
         await _close(first, closers.pop(first, None))
+    last = closers.pop("torchstore", None)  # the trainer's close takes its weights out of it
     await asyncio.gather(*(_close(stage, close) for stage, close in closers.items()))
+    await _close("torchstore", last)
     await hosts.stop_all()
     run.metrics.close()
     spans.flush()

@@ -30,6 +30,7 @@ from goaly.weights.records import Membership, Staged
 from goaly.weights.ring import Ring, in_dtype
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
+from goaly.weights.transport import Staging, stage
 
 
 class Publisher:
@@ -53,7 +54,7 @@ class Publisher:
         self._settings = settings
         self._process = this_process(host)
         self._copier = Copier(settings.copy_threads)
-        self._ring: Ring | None = None
+        self._ring: Staging | None = None
         self._next_slot: int | None = None
         self._request = 0
         self._one_at_a_time = asyncio.Lock()
@@ -89,11 +90,11 @@ class Publisher:
         self._attendants.end()
         if self._ring is not None:
             await self._store.leave_writer.call_one(self._rank)
-            self._ring.close()
+            await self._copier.run(self._ring.close)
             self._ring = None
         self._copier.close()
 
-    async def _join(self) -> Ring:
+    async def _join(self) -> Staging:
         dtype = None if self._settings.transfer_dtype is None else getattr(torch, self._settings.transfer_dtype)
         layout = in_dtype(layout_of(self._tensors), dtype)
         membership: Membership = await self._store.join_writer.call_one(
@@ -101,9 +102,11 @@ class Publisher:
         )  # unblocked by the other ranks' first publish
         pieces = cut(membership.layout, self._settings.bucket_bytes)
         buckets = buckets_of(pieces, self._settings.bucket_bytes)
-        ring = await self._copier.run(lambda: Ring.create(pieces, buckets, membership.slots))
+        transport = self._settings.transport
+        ring = await self._copier.run(lambda: stage(transport, pieces, buckets, membership.slots))
         await self._store.offer.call_one(self._rank, ring.source(self._process.host))
-        self._attendants.start(self._offer_remotely(ring))
+        if isinstance(ring, Ring):
+            self._attendants.start(self._offer_remotely(ring))
         if membership.pulse:
             self._attendants.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(writer=self._rank))
         self._ring = ring
@@ -117,8 +120,8 @@ class Publisher:
         remote = await asyncio.to_thread(RemoteRing.of, ring)
         await self._store.offer.call_one(self._rank, ring.source(self._process.host, remote))
 
-    def _stage(self, ring: Ring, slot: int, version: int) -> None:
-        with span("stage", version=version, rank=self._rank) as stage:
+    def _stage(self, ring: Staging, slot: int, version: int) -> None:
+        with span("stage", version=version, rank=self._rank) as staging:
             held = {name: local(tensor) for name, tensor in self._tensors.items()}
             views = ring.views(slot)
             ring.unseal(slot)
@@ -129,4 +132,4 @@ class Publisher:
                     pairs.append((views[index], view(held, shard)))
                 self._copier.copy(pairs)
                 ring.seal(slot, number, version)
-            stage.note(bytes=sum(shard.bytes for shard in ring.layout))
+            staging.note(bytes=sum(shard.bytes for shard in ring.layout))

@@ -23,6 +23,14 @@ PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Where in TorchStore a writer rank's slots are (`torchstore.py`)."""
+
+    prefix: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """What a reader must know of one writer rank: which rectangles it stages, and where."""
 
@@ -30,7 +38,7 @@ class Source:
     buckets: tuple[range, ...]
     slots: int
     host: str
-    handle: SegmentHandle
+    handle: SegmentHandle | Stored
     remote: Any | None = None
     """The ring as processes on other hosts reach it (`rdma.RemoteRing`), if one asked for that."""
 
@@ -61,6 +69,7 @@ class Ring:
     @classmethod
     def open(cls, source: Source) -> "Ring":
         """Another process's ring, to read."""
+        assert isinstance(source.handle, SegmentHandle)
         return cls(source.layout, source.buckets, source.slots, Segment.open(source.handle))
 
     def source(self, host: str, remote: Any | None = None) -> Source:

@@ -1,10 +1,14 @@
 """Settings of the weight path."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 TRANSFER_DTYPES = ("float32", "bfloat16", "float16")
-TRANSPORTS = ("auto", "shm", "rdma")
+TRANSPORTS = ("auto", "shm", "rdma", "torchstore")
 APPLY_MODES = ("copy", "flip")
+NO_TORCHSTORE = (
+    "the package torchstore is not installed; install it (github.com/meta-pytorch/torchstore) or use auto, shm or rdma"
+)
 MIB = 1 << 20
 
 
@@ -29,7 +33,8 @@ class WeightSettings:
 
     transport: str = "auto"
     """How readers reach the trainer's ring: "auto" maps it on the same host and reads it over RDMA (or TCP, where
-    there is no such hardware) from others; "shm" and "rdma" allow only the one or the other."""
+    there is no such hardware) from others; "shm" and "rdma" allow only the one or the other. "torchstore" keeps the
+    versions in TorchStore instead, for sites that run it; the package has to be installed."""
 
     apply: str = "copy"
     """How a generator puts fetched weights in place between two decode steps: "copy" copies them into its parameters,
@@ -55,6 +60,8 @@ class WeightSettings:
             found.append(f"{prefix}bucket_mib={self.bucket_mib}: must be positive")
         if self.transport not in TRANSPORTS:
             found.append(f"{prefix}transport={self.transport!r}: must be one of {', '.join(TRANSPORTS)}")
+        if self.transport == "torchstore" and find_spec("torchstore") is None:
+            found.append(f"{prefix}transport=torchstore: {NO_TORCHSTORE}")
         if self.apply not in APPLY_MODES:
             found.append(f"{prefix}apply={self.apply!r}: must be one of {', '.join(APPLY_MODES)}")
         return found

@@ -24,7 +24,7 @@ from goaly.weights.liveness import ProcessMark, Watch, this_host, watch
 from goaly.weights.records import Joined, Lease, Membership, Staged, StoreState
 from goaly.weights.ring import Source
 from goaly.weights.settings import WeightSettings
-from goaly.weights.transport import crosses
+from goaly.weights.transport import needs_remote
 
 logger = logging.getLogger(__name__)
 
@@ -160,14 +160,15 @@ class WeightStore(Actor):
                 return None
             sources = []
             for _, writer in sorted(self._writers.items()):
-                remotely = crosses(transport, host, writer.process.host)
-                if remotely and not writer.wanted_remotely:
+                source = writer.source
+                if source is None:
+                    continue
+                if source.remote is not None or not needs_remote(source, transport=transport, host=host):
+                    sources.append(source)
+                elif not writer.wanted_remotely:
                     writer.wanted_remotely = True
                     self._wake_soon()
-                if writer.source is None or (remotely and writer.source.remote is None):
-                    return None
-                sources.append(writer.source)
-            return tuple(sources)
+            return tuple(sources) if len(sources) == len(self._writers) else None
 
         return await self._until(offered, for_writer=False)  # the writers' first publish, and their offer
 

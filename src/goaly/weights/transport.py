@@ -1,7 +1,8 @@
 """How a reader reaches a writer rank's ring: chosen for each pair of processes, by where they run.
 
 On one host the ring is mapped (`ring.Ring`): its shards are copied from where the writer put them. From another host
-its buckets are read over Monarch's RDMA (`rdma.RemoteReach`), or over TCP where there is no such hardware.
+its buckets are read over Monarch's RDMA (`rdma.RemoteReach`), or over TCP where there is no such hardware. Where all
+use TorchStore, slots lie there, and neither host matters (`torchstore.StoredRing`, `torchstore.StoredReach`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,35 @@ from typing import Protocol
 import torch
 
 from goaly.errors import WeightsError
-from goaly.weights.ring import Ring, Source
+from goaly.weights.layout import Layout
+from goaly.weights.ring import Ring, Source, Stored
+
+
+class Staging(Protocol):
+    """One writer rank's slots, as it fills them. Used by one thread at a time, none of them an event loop's."""
+
+    layout: Layout
+    buckets: tuple[range, ...]
+
+    def views(self, slot: int) -> list[torch.Tensor]:
+        """Where the slot's shards are to be put, bucket by bucket; each bucket is sealed before the next is put."""
+        ...
+
+    def unseal(self, slot: int) -> None:
+        """Say that the slot holds nothing."""
+        ...
+
+    def seal(self, slot: int, bucket: int, version: int) -> None:
+        """Say that the bucket holds this version's shards."""
+        ...
+
+    def source(self, host: str) -> Source:
+        """What readers need to reach it."""
+        ...
+
+    def close(self) -> None:
+        """Let no further reader in."""
+        ...
 
 
 class Reached(Protocol):
@@ -42,9 +71,33 @@ def crosses(transport: str, reader: str, writer: str) -> bool:
     return transport == "rdma" or reader != writer
 
 
+def needs_remote(source: Source, *, transport: str, host: str) -> bool:
+    """Whether a reader on this host can read the source only once its writer has registered it for the network."""
+    stored = isinstance(source.handle, Stored)
+    if stored != (transport == "torchstore"):
+        raise WeightsError(
+            f"weights.transport={transport}: must be torchstore for readers and trainer ranks alike, or for none; "
+            f"a trainer rank's weights are {'' if stored else 'not '}in TorchStore"
+        )
+    return not stored and crosses(transport, host, source.host)
+
+
+def stage(transport: str, layout: Layout, buckets: tuple[range, ...], slots: int) -> Staging:
+    """Slots of this process as a writer rank."""
+    if transport != "torchstore":
+        return Ring.create(layout, buckets, slots)
+    from goaly.weights.torchstore import StoredRing
+
+    return StoredRing(layout, buckets, slots)
+
+
 def reach(source: Source, *, transport: str, host: str) -> Reached:
-    """The ring of this writer rank, for a reader on this host."""
-    if not crosses(transport, host, source.host):
+    """The slots of this writer rank, for a reader on this host."""
+    if isinstance(source.handle, Stored):
+        from goaly.weights.torchstore import StoredReach
+
+        return StoredReach(source)
+    if not needs_remote(source, transport=transport, host=host):
         return Ring.open(source)
     from goaly.weights.rdma import RemoteReach
 

@@ -71,6 +71,15 @@ def test_only_floating_point_shards_change_type() -> None:
     assert in_dtype(layout, None) == layout
 
 
+def test_torchstore_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = WeightSettings(transport="torchstore")
+    monkeypatch.setattr("goaly.weights.settings.find_spec", lambda package: None)
+    (problem,) = chosen.problems("weights.")
+    assert problem.startswith("weights.transport=torchstore: the package torchstore is not installed; install it")
+    monkeypatch.setattr("goaly.weights.settings.find_spec", lambda package: package)
+    assert chosen.problems("weights.") == []
+
+
 def test_settings_that_cannot_work_are_named() -> None:
     assert WeightSettings().problems("weights.") == []
     wrong = WeightSettings(
@@ -81,6 +90,6 @@ def test_settings_that_cannot_work_are_named() -> None:
         "weights.transfer_dtype=int8: must be one of float32, bfloat16, float16, or null",
         "weights.copy_threads=0: must be at least 1",
         "weights.bucket_mib=0: must be positive",
-        "weights.transport='pigeon': must be one of auto, shm, rdma",
+        "weights.transport='pigeon': must be one of auto, shm, rdma, torchstore",
         "weights.apply='hope': must be one of copy, flip",
     ]
