@@ -2,13 +2,14 @@
 
 Invariants
     WC-1  `run` returns or raises only once no thread copies any more, also when its caller is cancelled: whoever frees
-          the memory next can't meet a late write.
+          the memory next can't meet a late write. Nor does a GPU: a copy that it makes is over, too.
 """
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -20,9 +21,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Copier:
     """Threads that copy tensors, for one caller at a time."""
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int, device: torch.device | None = None):
+        """`device` is the GPU that has some of the tensors, if any has."""
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weights")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weights", initializer=_use, initargs=(device,))
 
     async def run(self, work: Callable[[], Result], *, stop: Callable[[], None] | None = None) -> Result:
         """Do the work in a thread; a cancelled caller asks it to `stop`, and still waits for its end (WC-1)."""
@@ -58,11 +60,43 @@ class Copier:
         self._pool.shutdown(wait=False)
 
 
+def gpu_of(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
+    """The GPU that has some of them, if any has."""
+    return next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+
+
+def _use(device: torch.device | None) -> None:
+    """A thread begins with the first GPU, whichever its process uses."""
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
 def _copied(pairs: Sequence[Pair]) -> None:
-    """One call for all: the interpreter's lock is given up once, not per tensor."""
+    """One call for all: the interpreter's lock is given up once, not per tensor.
+
+    From a GPU, targets have to be contiguous: what it copies is there only at the end.
+    """
     if pairs:
-        with torch.no_grad():
-            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        device = next((tensor.device for pair in pairs for tensor in pair if tensor.is_cuda), None)
+        with torch.no_grad(), _beside(device):
+            torch._foreach_copy_(
+                [target for target, _ in pairs], [source for _, source in pairs], non_blocking=device is not None
+            )
+
+
+@contextmanager
+def _beside(device: torch.device | None) -> Iterator[None]:
+    """Copies of this block run beside a GPU's other work, after its default stream's; they are over at the end."""
+    if device is None:
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()  # WC-1
 
 
 def _parts(pairs: Sequence[Pair], count: int) -> list[list[Pair]]:

@@ -7,7 +7,8 @@ in either mode.
 
 Invariants
     WD-1  Names of one and the same memory (tied weights) stay so, and are filled once.
-    WD-2  Between two `apply` the parameters don't change, and memory that they have is not written.
+    WD-2  Between two `apply` the parameters don't change, and memory that they have is not written; nor is memory that
+          a GPU still works with: it goes on after `apply` has returned.
 """
 
 import logging
@@ -47,6 +48,7 @@ class Destination:
         self._mode = mode
         self._memories: list[_Memory] = []
         self._side = 0
+        self._applied: torch.cuda.Event | None = None
         self.layout: Layout = ()
         """What has to be filled, once `allocate` was called."""
 
@@ -84,8 +86,13 @@ class Destination:
         """Where each shard of the layout goes in the spares."""
         return [view({memory.name: memory.spare}, shard) for memory in self._memories for shard in memory.shards]
 
+    def settle(self) -> None:
+        """Wait until the spares can be written: the GPU has done all that was asked of it before `apply` (WD-2)."""
+        if self._applied is not None:
+            self._applied.synchronize()
+
     def apply(self) -> None:
-        """Give the parameters what the spares hold."""
+        """Give the parameters what the spares hold. On a GPU, in the order of the calling thread's stream."""
         copied = [memory for memory in self._memories if not memory.flips]
         with torch.no_grad():
             if copied:
@@ -96,6 +103,10 @@ class Destination:
                     for owner in memory.owners:
                         owner.data = memory.spare  # WD-1
                     memory.spare = before
+        device = next((memory.spare.device for memory in self._memories if memory.spare.is_cuda), None)
+        if device is not None:
+            self._applied = torch.cuda.Event()
+            self._applied.record(torch.cuda.current_stream(device))
         self._side ^= 1
 
 

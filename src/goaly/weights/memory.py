@@ -9,18 +9,25 @@ Invariants
     WM-3  A handle opens the segment that it was made for, or nothing: a descriptor or process id that was used again
           is noticed by the file's inode.
     WM-4  A segment's size is sealed: no reader can be hit by a file that shrank.
+
+In a process that uses GPUs a segment is registered with them, so that they copy from and to it directly.
 """
 
 import fcntl
+import logging
 import mmap
 import os
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from goaly.errors import WeightsError
 
+logger = logging.getLogger(__name__)
+
+HOST_REGISTER_READ_ONLY = 8
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
 
 
@@ -50,7 +57,7 @@ class Segment:
         try:
             os.ftruncate(descriptor, size)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)  # WM-4
-            mapped = mmap.mmap(descriptor, size)
+            mapped = _Mapping(descriptor, size)
             _populate(mapped, MADV_POPULATE_WRITE)
             handle = SegmentHandle(
                 pid=os.getpid(), descriptor=descriptor, inode=os.fstat(descriptor).st_ino, bytes=size
@@ -58,7 +65,9 @@ class Segment:
         except BaseException:
             os.close(descriptor)
             raise
-        return cls(handle, torch.frombuffer(mapped, dtype=torch.uint8), descriptor)
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        mapped.register(memory.data_ptr(), 0)
+        return cls(handle, memory, descriptor)
 
     @classmethod
     def open(cls, handle: SegmentHandle) -> "Segment":
@@ -74,13 +83,15 @@ class Segment:
         try:
             if os.fstat(descriptor).st_ino != handle.inode:  # WM-3
                 raise WeightsError(f"shared memory of process {handle.pid} is gone: its owner closed it or died")
-            mapped = mmap.mmap(descriptor, handle.bytes, prot=mmap.PROT_READ)
+            mapped = _Mapping(descriptor, handle.bytes, prot=mmap.PROT_READ)
             _populate(mapped, MADV_POPULATE_READ)
         finally:
             os.close(descriptor)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            return cls(handle, torch.frombuffer(mapped, dtype=torch.uint8), None)
+            memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        mapped.register(memory.data_ptr(), HOST_REGISTER_READ_ONLY)
+        return cls(handle, memory, None)
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
         """The tensor of this type and shape that begins `offset` bytes into the segment."""
@@ -92,6 +103,28 @@ class Segment:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+class _Mapping(mmap.mmap):
+    """Mapped memory that may be registered with this process's GPUs, for as long as it is mapped."""
+
+    _registered: int | None = None
+
+    def register(self, address: int, flags: int) -> None:
+        """Let GPUs reach it, if this process uses any. Where they can't, the driver copies by way of its own memory."""
+        if not torch.cuda.is_initialized():
+            return
+        answer = int(torch.cuda.cudart().cudaHostRegister(address, len(self), flags))
+        if answer == 0:
+            self._registered = address
+        else:
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # what the runtime remembers of it would fail the next kernel
+            logger.info("%d bytes of shared memory are not registered with the GPU: error %d", len(self), answer)
+
+    def __del__(self) -> None:
+        if self._registered is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)
 
 
 def _populate(mapped: mmap.mmap, advice: int) -> None:

@@ -22,7 +22,7 @@ import torch
 from goaly.telemetry.spans import span
 from goaly.weights.attend import Attendants
 from goaly.weights.buckets import buckets_of, cut
-from goaly.weights.copying import Copier, Pair
+from goaly.weights.copying import Copier, Pair, gpu_of
 from goaly.weights.layout import view
 from goaly.weights.liveness import PULSE_SECONDS, this_process
 from goaly.weights.placement import layout_of, local
@@ -53,7 +53,7 @@ class Publisher:
         self._tensors = dict(tensors)
         self._settings = settings
         self._process = this_process(host)
-        self._copier = Copier(settings.copy_threads)
+        self._copier = Copier(settings.copy_threads, gpu_of(self._tensors))
         self._ring: Staging | None = None
         self._next_slot: int | None = None
         self._request = 0

@@ -25,7 +25,7 @@ from goaly.errors import WeightsError
 from goaly.telemetry.spans import span
 from goaly.weights.arrival import Arrival
 from goaly.weights.attend import Attendants
-from goaly.weights.copying import Copier, Pair
+from goaly.weights.copying import Copier, Pair, gpu_of
 from goaly.weights.destination import Destination
 from goaly.weights.layout import Copy, plan, region
 from goaly.weights.liveness import PULSE_SECONDS, this_process
@@ -63,7 +63,7 @@ class Subscriber:
         self._reader = reader
         self._transport = settings.transport
         self._process = this_process(host)
-        self._copier = Copier(settings.copy_threads)
+        self._copier = Copier(settings.copy_threads, gpu_of(tensors if live is None else live))
         self._destination = Destination(tensors, settings.apply, live)
         self._number: int | None = None
         self._request = 0
@@ -209,6 +209,7 @@ class Subscriber:
     def _pull(self, lease: Lease, arrival: Arrival) -> bool:
         with span("pull", version=lease.version, reader=self._reader) as pull:
             self._forget()
+            self._destination.settle()
             waiting = {rank: sorted(buckets) for rank, buckets in enumerate(self._plan) if buckets}
             while waiting:
                 whole = arrival.whole  # asked before the seals are read: once it is whole, all are sealed

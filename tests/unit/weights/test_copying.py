@@ -8,6 +8,7 @@ import torch
 
 from goaly.weights.copying import Copier
 from goaly.weights.layout import region
+from goaly.weights.memory import Segment
 from goaly.weights.placement import layout_of
 from goaly.weights.ring import in_dtype
 from goaly.weights.settings import WeightSettings
@@ -31,6 +32,27 @@ def test_a_strided_source_arrives_in_order() -> None:
     copier.copy([(target, region(whole, (0, 3), (4, 2)))])
     copier.close()
     assert torch.equal(target, whole[:, 3:5])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies from and to a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_a_gpu_copies_to_a_segment_and_from_it_after_its_own_work(dtype: torch.dtype) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    source, target = torch.zeros(1 << 20, device=device), torch.zeros(1 << 20, device=device)
+    segment = Segment.create(source.nbytes)
+    written = segment.tensor(dtype, (1 << 20,), 0)
+    assert written.is_pinned()
+    read = Segment.open(segment.handle).tensor(dtype, (1 << 20,), 0)
+    copier = Copier(1, device)
+    for version in (1.0, 2.0):
+        torch.cuda._sleep(10**8)
+        source.fill_(version)
+        await copier.run(lambda: copier.copy([(written, source)]))
+        assert bool((written == version).all())
+        await copier.run(lambda: copier.copy([(target, read)]))
+        assert bool((target == version).all())
+    copier.close()
+    segment.close()
 
 
 async def test_a_cancelled_copy_is_over_before_its_caller_goes_on() -> None:

@@ -88,3 +88,25 @@ def test_equal_weights_under_two_parameters_of_one_memory_stay_tied() -> None:
     destination.apply()
     assert model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
     assert bool((model.embedding.weight == 4).all())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU goes on after `apply`")
+@pytest.mark.parametrize("mode", ["copy", "flip"])
+def test_spares_are_not_written_before_the_gpu_is_done_with_them(mode: str) -> None:
+    parameter = nn.Parameter(torch.ones(1 << 20, device="cuda"), requires_grad=False)
+    destination = Destination({"w": parameter}, mode)
+    destination.allocate({"w"})
+    read = torch.empty_like(parameter)
+    torch.cuda._sleep(10**9)
+    read.copy_(parameter)
+    fetching = torch.cuda.Stream()
+    with torch.cuda.stream(fetching):
+        fetch(destination, 2.0)
+    fetching.synchronize()
+    destination.apply()
+    destination.settle()
+    with torch.cuda.stream(fetching):
+        fetch(destination, 3.0)
+    torch.cuda.synchronize()
+    assert bool((read == 1).all())
+    assert bool((parameter == 2).all())
