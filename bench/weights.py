@@ -7,7 +7,9 @@ stage (`stage`), then copy the same bytes within their memory (`memcpy`); all re
 readers apply, in both modes. Then one update as in a run, readers following the staging bucket by bucket:
 `announced_to_applied` is from the start of the staging to the last reader's apply, `committed_to_applied` from its end.
 With `rdma` the readers count as being on another host, and read over Monarch's RDMABuffer, TCP where there is no such
-hardware; beside it the same bytes are read with RDMABuffer alone and over a plain socket. All are medians.
+hardware; beside it the same bytes are read with RDMABuffer alone and over a plain socket. Where TorchStore is
+installed, the same state dict goes through it, too: `over_torchstore` is its put and get over `stage` and `pull`. All
+are medians.
 """
 
 import argparse
@@ -19,6 +21,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +36,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from goaly.weights import torchstore
 from goaly.weights.placement import local
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
@@ -181,6 +186,22 @@ class Rank(Actor):
         return await asyncio.to_thread(read)
 
     @concurrent_endpoint
+    async def put(self, at: float) -> float:
+        """Put the tensors into TorchStore, as its users do; seconds."""
+        await _until(at)
+        started = time.monotonic()
+        await import_module("torchstore").put_state_dict(self._tensors, "weights")
+        return time.monotonic() - started
+
+    @concurrent_endpoint
+    async def get(self, at: float) -> float:
+        """Fill the tensors from there; seconds."""
+        await _until(at)
+        started = time.monotonic()
+        await import_module("torchstore").get_state_dict("weights", self._tensors)
+        return time.monotonic() - started
+
+    @concurrent_endpoint
     async def read_socket(self, port: int, at: float) -> float:
         """Read them over a socket; seconds."""
         if not hasattr(self, "_connection"):
@@ -269,6 +290,19 @@ class Bench:
                 self.taken.setdefault("socket", []).append(plain)
         return size
 
+    async def torchstore(self, updates: int, writers: Any) -> None:
+        """In turns with it: the same state dict through TorchStore, a volume in each trainer rank."""
+        await torchstore.start(writers)
+        for update in range(updates + WARM_UPDATES):
+            put = max(await self._all([self._trainer], "put"))
+            got = max(await self._all(self._replicas, "get"))
+            ours = await self._in_turns(2 * (updates + WARM_UPDATES) + update, "flip")
+            if update >= WARM_UPDATES:
+                taken = {"torchstore": put + got, "stage_and_pull": ours["stage"] + ours["pull"]}
+                for name, seconds in taken.items():
+                    self.taken.setdefault(name, []).append(seconds)
+        await torchstore.stop()
+
     async def _all(self, meshes: list[Any], endpoint: str, *args: Any) -> list[Any]:
         at = time.monotonic() + LEAD_SECONDS
         answers = await asyncio.gather(*(getattr(mesh, endpoint).call(*args, at) for mesh in meshes))
@@ -289,6 +323,8 @@ async def measure(gb: float, source: dict[str, int], destination: dict[str, int]
     bench = Bench(trainer, readers, hub, transport)
     await bench.both(updates)
     fetched = await bench.network(updates) if transport == "rdma" else None
+    if find_spec("torchstore") is not None:
+        await bench.torchstore(updates, meshes[0])
     numbers: dict[str, Any] = {f"{name}_ms": 1e3 * median(taken) for name, taken in bench.taken.items()}
 
     def ratio(name: str, over: str) -> float:
@@ -305,6 +341,8 @@ async def measure(gb: float, source: dict[str, int], destination: dict[str, int]
         numbers["fetched_over_needed"] = fetched / numbers["reader_bytes"]
         numbers["tcp_over_rdmabuffer"] = numbers["pull_ms"] / numbers["rdmabuffer_ms"]
         numbers["rdmabuffer_over_socket"] = numbers["rdmabuffer_ms"] / numbers["socket_ms"]
+    if "torchstore" in bench.taken:
+        numbers["over_torchstore"] = ratio("torchstore", "stage_and_pull")
     await asyncio.gather(*(mesh.stop() for mesh in (*meshes, hub)))
     return numbers
 
