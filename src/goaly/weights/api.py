@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import torch
 
 from goaly.errors import WeightsError
+from goaly.weights.mapping import Naming
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
@@ -21,11 +22,13 @@ async def publish(
     rank: int | None = None,
     world: int | None = None,
     settings: WeightSettings | None = None,
+    naming: Naming | None = None,
 ) -> AsyncIterator[Publisher]:
     """This process as one writer rank of the store, for as long as the block lasts.
 
     `tensors` are what it holds, DTensors or plain; what several ranks hold is staged by one of them. Rank and world are
-    those of the environment (RANK and WORLD_SIZE) unless given.
+    those of the environment (RANK and WORLD_SIZE) unless given. Where readers know them by other names, fused or
+    split, `naming` says how (`mapping.py`).
     """
     publisher = Publisher(
         store,
@@ -33,6 +36,7 @@ async def publish(
         _of_environment("WORLD_SIZE", 1) if world is None else world,
         tensors,
         settings or WeightSettings(),
+        naming=naming,
     )
     try:
         yield publisher
@@ -47,9 +51,10 @@ async def subscribe(
     *,
     reader: str | None = None,
     settings: WeightSettings | None = None,
+    naming: Naming | None = None,
 ) -> AsyncIterator[Subscriber]:
     """This process as a reader of the store, for as long as the block lasts; `apply` writes these tensors."""
-    subscriber = Subscriber(store, tensors, reader or f"process {os.getpid()}", settings)
+    subscriber = Subscriber(store, tensors, reader or f"process {os.getpid()}", settings, naming=naming)
     try:
         yield subscriber
     finally:
@@ -62,9 +67,10 @@ async def pull_into(
     *,
     after: int = -1,
     settings: WeightSettings | None = None,
+    naming: Naming | None = None,
 ) -> int:
     """Wait for a version above `after`, write it into these tensors; the newest version there was then."""
-    async with subscribe(store, tensors, settings=settings) as subscriber:
+    async with subscribe(store, tensors, settings=settings, naming=naming) as subscriber:
         version = await subscriber.newest(after)
         if not await subscriber.prefetch(version):
             raise WeightsError(f"version {version} went away while it was held")

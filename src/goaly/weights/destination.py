@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from goaly.weights.layout import Layout, Shard, view
+from goaly.weights.mapping import Naming, renamed
 from goaly.weights.placement import layout_of
 
 logger = logging.getLogger(__name__)
@@ -38,12 +39,21 @@ class _Memory:
 class Destination:
     """The live parameters of one rank, and spares for the next version."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], mode: str, live: Mapping[str, torch.Tensor] | None = None):
-        """`tensors` say what this rank has, by the writers' names; `live` are the objects that the model computes with.
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        mode: str,
+        live: Mapping[str, torch.Tensor] | None = None,
+        naming: Naming | None = None,
+    ):
+        """`tensors` say what this rank has; `live` are the objects that the model computes with.
 
-        Without `live` they are the tensors, or what DTensors have as their local part.
+        Without `live` they are the tensors, or what DTensors have as their local part. The tensors have the writers'
+        names, or are made of tensors of theirs as `naming` says; one that is made of nothing stays as it is.
         """
-        self._layouts: dict[str, Layout] = {name: layout_of({name: tensor}) for name, tensor in tensors.items()}
+        self._layouts: dict[str, Layout] = {
+            name: renamed(layout_of({name: tensor}), naming or {}) for name, tensor in tensors.items()
+        }
         self._live = {name: _held(tensor) for name, tensor in tensors.items()} if live is None else dict(live)
         self._mode = mode
         self._memories: list[_Memory] = []
@@ -56,14 +66,17 @@ class Destination:
         """Make the spares; of the names of one memory, the one that is published is filled."""
         by_name: dict[str, _Memory] = {}
         for names in _by_memory(self._live):
-            name = next((name for name in names if name in published), names[0])
+            moved = [name for name in names if self._layouts[name]]
+            if not moved:
+                continue
+            name = next((name for name in moved if self._layouts[name][0].name in published), moved[0])
             owners = list({id(self._live[name]): self._live[name] for name in names}.values())
             with torch.inference_mode(False):
                 spare = torch.empty_like(_plain(owners[0])).zero_()  # its pages are in place now
             by_name[name] = _Memory(name, owners, spare)
         self.layout = tuple(shard for name in by_name for shard in self._layouts[name])
         for shard in self.layout:
-            by_name[shard.name].shards.append(shard)
+            by_name[shard.tensor or shard.name].shards.append(shard)
         self._memories = list(by_name.values())
         if self._mode == "flip":
             for memory in self._memories:

@@ -25,6 +25,7 @@ from goaly.weights.buckets import buckets_of, cut
 from goaly.weights.copying import Copier, Pair, gpu_of
 from goaly.weights.layout import view
 from goaly.weights.liveness import PULSE_SECONDS, this_process
+from goaly.weights.mapping import Naming, renamed
 from goaly.weights.placement import layout_of, local
 from goaly.weights.records import Membership, Staged
 from goaly.weights.ring import Ring, in_dtype
@@ -44,13 +45,17 @@ class Publisher:
         tensors: Mapping[str, torch.Tensor],
         settings: WeightSettings,
         *,
+        naming: Naming | None = None,
         host: str | None = None,
     ):
-        """`host` says that the process counts as one of that host, whichever it runs on."""
+        """`naming` says of which published tensors these are made, where they have other names (`mapping.py`).
+
+        `host` says that the process counts as one of that host, whichever it runs on."""
         self._store = store
         self._rank = rank
         self._world = world
         self._tensors = dict(tensors)
+        self._naming = naming or {}
         self._settings = settings
         self._process = this_process(host)
         self._copier = Copier(settings.copy_threads, gpu_of(self._tensors))
@@ -96,7 +101,7 @@ class Publisher:
 
     async def _join(self) -> Staging:
         dtype = None if self._settings.transfer_dtype is None else getattr(torch, self._settings.transfer_dtype)
-        layout = in_dtype(layout_of(self._tensors), dtype)
+        layout = in_dtype(renamed(layout_of(self._tensors), self._naming), dtype)
         membership: Membership = await self._store.join_writer.call_one(
             self._rank, self._world, layout, self._process
         )  # unblocked by the other ranks' first publish

@@ -29,6 +29,7 @@ from goaly.weights.copying import Copier, Pair, gpu_of
 from goaly.weights.destination import Destination
 from goaly.weights.layout import Copy, plan, region
 from goaly.weights.liveness import PULSE_SECONDS, this_process
+from goaly.weights.mapping import Naming
 from goaly.weights.records import Joined, Lease
 from goaly.weights.ring import Source
 from goaly.weights.settings import WeightSettings
@@ -52,10 +53,12 @@ class Subscriber:
         settings: WeightSettings | None = None,
         *,
         live: Mapping[str, torch.Tensor] | None = None,
+        naming: Naming | None = None,
         host: str | None = None,
     ):
         """`live` are the objects that the model computes with, where `tensors` only describe how they are placed.
 
+        `naming` says of which published tensors the tensors are made, where they have other names (`mapping.py`).
         `host` says that the process counts as one of that host, whichever it runs on.
         """
         settings = settings or WeightSettings()
@@ -64,7 +67,7 @@ class Subscriber:
         self._transport = settings.transport
         self._process = this_process(host)
         self._copier = Copier(settings.copy_threads, gpu_of(tensors if live is None else live))
-        self._destination = Destination(tensors, settings.apply, live)
+        self._destination = Destination(tensors, settings.apply, live, naming)
         self._number: int | None = None
         self._request = 0
         self._held: Lease | None = None

@@ -7,12 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from local_store import LocalStore
 from torch.distributed.tensor import Replicate, Shard
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout, plan, region, share, view
 from goaly.weights.mapping import Naming, concatenated, fused, one_of, renamed, same, transposed
 from goaly.weights.placement import check_filled, layout_of, shards_of
+from goaly.weights.publisher import Publisher
+from goaly.weights.settings import WeightSettings
+from goaly.weights.subscriber import Subscriber
 
 HEAD_DIM, DIM = 3, 5
 
@@ -221,3 +225,52 @@ def test_a_layout_that_leaves_a_local_tensor_unwritten_is_refused(rows, said) ->
     layout = concatenated("qkv", [part, part], dim=0)
     with pytest.raises(WeightsError, match=said):
         check_filled({} if rows is None else {"qkv": torch.zeros(rows, 3)}, layout)
+
+
+QKV = {"q": (8, 4), "k": (2, 4), "v": (2, 4)}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("mode", ["copy", "flip"])
+async def test_a_reader_with_a_fused_qkv_and_an_own_name_for_the_head_follows_a_trainer_without(
+    mode: str, groups: int
+) -> None:
+    held = {name: torch.zeros(shape) for name, shape in QKV.items()} | {"embedding": torch.zeros(6, 4)}
+    naming = {
+        "qkv": fused(QKV, dim=0, groups=groups),
+        "head.t": transposed(same("embedding", (6, 4)), (1, 0)),
+        "rope.cache": (),
+    }
+    read = {"qkv": torch.zeros(12, 4), "head.t": torch.zeros(4, 6), "rope.cache": torch.ones(3)}
+    store, chosen = LocalStore(WeightSettings()), WeightSettings(apply=mode)
+    publisher = Publisher(store, 0, 1, held, chosen)
+    subscriber = Subscriber(store, read, "fused", chosen, naming=naming)
+    for version in range(3):
+        for number, tensor in enumerate(held.values()):
+            tensor.copy_(numbered(100 * number + 1000 * version, tuple(tensor.shape)))
+        await publisher.publish(version)
+        assert await subscriber.newest(version - 1) == version
+        assert await subscriber.prefetch(version)
+        subscriber.apply()
+        q, k, v = (held[name].chunk(groups) for name in QKV)
+        assert torch.equal(read["qkv"], torch.cat([part for group in zip(q, k, v, strict=True) for part in group]))
+        assert torch.equal(read["head.t"], held["embedding"].T)
+        assert torch.equal(read["rope.cache"], torch.ones(3))
+    await subscriber.close()
+    await publisher.close()
+
+
+async def test_a_trainer_with_a_fused_qkv_publishes_its_parts() -> None:
+    held, read = {"qkv": numbered(0, (12, 4))}, {name: torch.zeros(shape) for name, shape in QKV.items()}
+    store = LocalStore(WeightSettings())
+    publisher = Publisher(store, 0, 1, held, WeightSettings(), naming={"qkv": fused(QKV, dim=0, groups=2)})
+    subscriber = Subscriber(store, read, "split", WeightSettings())
+    await publisher.publish(0)
+    assert await subscriber.newest() == 0
+    assert await subscriber.prefetch(0)
+    subscriber.apply()
+    first, second = held["qkv"].chunk(2)
+    for name, rows in (("q", slice(0, 4)), ("k", slice(4, 5)), ("v", slice(5, 6))):
+        assert torch.equal(read[name], torch.cat([first[rows], second[rows]]).float())
+    await subscriber.close()
+    await publisher.close()
