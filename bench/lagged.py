@@ -10,7 +10,7 @@ Invariants
     LA-2  Nothing depends on the machine's speed, nor on the runs that came before.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from goaly.backlog.admission import Admission
-from goaly.backlog.batch import build_batch
+from goaly.backlog.batch import Batch, build_batch
 from goaly.backlog.settings import BacklogSettings
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
@@ -49,19 +49,20 @@ class LaggedSettings:
     """What all runs of an experiment share."""
 
     model: str = "runs/sft-tiny"
-    steps: int = 100
-    groups_per_step: int = 8
+    """The warm start."""
+    steps: int = 80
+    groups_per_step: int = 4
     group_size: int = 8
-    max_tokens: int = 96
-    min_digits: int = 2
-    max_digits: int = 8
-    weight_power: float = 1.5
-    lr: float = 1e-3
+    max_tokens: int = 40
+    digits: int = 3
+    """Of both numbers to add: answers of one length, so that the generator's batches stay full."""
+    lr: float = 3e-4
+    """At its peak; it decays linearly to a tenth."""
     warmup_steps: int = 5
     evaluate_every: int = 20
-    evaluation_prompts: int = 128
+    evaluation_prompts: int = 64
     """Held-out prompts of the evaluations under way."""
-    final_prompts: int = 512
+    final_prompts: int = 256
     """Those of the last one."""
 
 
@@ -103,9 +104,8 @@ class Laboratory:
         self._verify = verify
         self._model = ModelSettings(path=settings.model)
         self._tokenizer = ChatTokenizer(settings.model)
-        context = 256
         self._generator = Engine(
-            GeneratorSettings(apply="drain", max_running=128, max_context=context, kv_cache_gib=0.25), self._model
+            GeneratorSettings(apply="drain", max_running=128, max_context=256, kv_cache_gib=0.25), self._model
         )
         self._backlog = BacklogSettings(
             groups_per_step=settings.groups_per_step, group_size=settings.group_size, row_length=1024
@@ -118,15 +118,11 @@ class Laboratory:
 
         settings = self._settings
         torch.manual_seed(seed)  # LA-2
-        trainer = TrainEngine(self._model, self._trainer_settings())
-        objective = policy_loss(loss)
-        admission = Admission(settings.groups_per_step, max_staleness, settings.steps)
+        trainer, objective = TrainEngine(self._model, self._trainer_settings()), policy_loss(loss)
+        tickets_by_version = self._tickets_by_version(max_staleness)
         prompts = prompt_stream(self._prompt_settings(seed))
         held_out = self._held_out()
-        tickets_by_version: dict[int, list[int]] = defaultdict(list)
-        for ticket in range(settings.steps * settings.groups_per_step):
-            tickets_by_version[admission.min_version(ticket)].append(ticket)  # LA-1
-        waiting: dict[int, Group] = {}
+        waiting: deque[Group] = deque()
         curve: list[tuple[int, float]] = []
         metrics: list[dict[str, float]] = []
         stopped_at = None
@@ -134,25 +130,36 @@ class Laboratory:
             self._load(trainer)
             if version % settings.evaluate_every == 0:
                 curve.append((version, self._pass_at_1(held_out[: settings.evaluation_prompts])))
-            asked = {ticket: prompts.next() for ticket in tickets_by_version[version]}
-            waiting |= {group.ticket: group for group in self._groups(asked)}
-            first = version * settings.groups_per_step
-            batch = build_batch(
-                version,
-                [waiting.pop(ticket) for ticket in range(first, first + settings.groups_per_step)],
-                settings=self._backlog,
-                advantage_settings=AdvantageSettings(),
-                dp_ranks=1,
-                pad_token=self._tokenizer.pad_token,
-            )
+            if stopped_at is not None:
+                continue
+            waiting += self._groups({ticket: prompts.next() for ticket in tickets_by_version[version]})
+            batch = self._batch(version, [waiting.popleft() for _ in range(settings.groups_per_step)])
             try:
                 metrics.append(batch.handle.metrics | trainer.train_step(batch.ranks[0], objective))
             except FloatingPointError:  # the parameters are as they were
                 stopped_at = version
-                break
         self._load(trainer)
         curve.append((settings.steps, self._pass_at_1(held_out)))
         return Outcome(curve=curve, metrics=metrics, stopped_at=stopped_at)
+
+    def _tickets_by_version(self, max_staleness: int) -> dict[int, list[int]]:
+        """The tickets, in order, by the oldest version that may sample them (LA-1)."""
+        settings = self._settings
+        admission = Admission(settings.groups_per_step, max_staleness, settings.steps)
+        tickets: dict[int, list[int]] = defaultdict(list)
+        for ticket in range(settings.steps * settings.groups_per_step):
+            tickets[admission.min_version(ticket)].append(ticket)
+        return tickets
+
+    def _batch(self, version: int, groups: Sequence[Group]) -> Batch:
+        return build_batch(
+            version,
+            groups,
+            settings=self._backlog,
+            advantage_settings=AdvantageSettings(),
+            dp_ranks=1,
+            pad_token=self._tokenizer.pad_token,
+        )
 
     def _groups(self, asked: dict[int, Prompt]) -> list[Group]:
         size = self._settings.group_size
@@ -210,10 +217,7 @@ class Laboratory:
     def _prompt_settings(self, seed: int) -> PromptSettings:
         settings = self._settings
         return PromptSettings(
-            arithmetic=ArithmeticSettings(
-                min_digits=settings.min_digits, max_digits=settings.max_digits, weight_power=settings.weight_power
-            ),
-            seed=seed,
+            arithmetic=ArithmeticSettings(min_digits=settings.digits, max_digits=settings.digits), seed=seed
         )
 
     def _trainer_settings(self) -> TrainerSettings:
