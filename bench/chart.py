@@ -1,4 +1,4 @@
-"""A line chart as an SVG file: a few curves over one axis of steps, the other one logarithmic."""
+"""A line chart as an SVG file: a few curves over one axis of steps, the other one from 0 to 1 or logarithmic."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,26 @@ COLORS = ("#1b6ca8", "#2a9d5c", "#8a5fbf", "#d1495b", "#e08e1b", "#555555")
 Points = Sequence[tuple[float, float]]
 
 
-def line_chart(curves: Mapping[str, Points], *, title: str, x_label: str, y_label: str, floor: float) -> str:
-    """The curves by name; what lies below `floor`, such as 0, is drawn on it."""
+def line_chart(curves: Mapping[str, Points], *, title: str, x_label: str, y_label: str, floor: float | None) -> str:
+    """The curves by name, on decades from `floor` up, on which lies what is below it; without a floor, shares of 1."""
     last = max(x for points in curves.values() for x, _ in points)
-    highest = max(y for points in curves.values() for _, y in points)
-    decades = range(math.floor(math.log10(floor)), math.ceil(math.log10(max(highest, 10 * floor))) + 1)
+    if floor is None:
+        marks = [(quarter / 4, f"{quarter / 4:.2f}") for quarter in range(5)]
+    else:
+        highest = max(y for points in curves.values() for _, y in points)
+        decades = range(math.floor(math.log10(floor)), math.ceil(math.log10(max(highest, 10 * floor))) + 1)
+        marks = [(10.0**decade, f"{10.0**decade:.{max(-decade, 0)}f}") for decade in decades]
 
     def across(x: float) -> float:
         return LEFT + x / last * (WIDTH - LEFT - RIGHT)
 
+    def height(y: float) -> float:
+        return y if floor is None else math.log10(max(y, floor))
+
+    lowest, top = height(marks[0][0]), height(marks[-1][0])
+
     def down(y: float) -> float:
-        share = (math.log10(max(y, floor)) - decades[0]) / (decades[-1] - decades[0])
+        share = (height(y) - lowest) / (top - lowest)
         return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
     parts = [
@@ -32,9 +41,8 @@ def line_chart(curves: Mapping[str, Points], *, title: str, x_label: str, y_labe
         _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, x_label, anchor="middle"),
         _text(LEFT, TOP - 4, y_label),
     ]
-    for decade in decades:
-        y = down(10.0**decade)
-        label = f"{10.0**decade:.{max(-decade, 0)}f}"
+    for value, label in marks:
+        y = down(value)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(_text(LEFT - 6, y + 4, label, anchor="end"))
     for quarter in range(5):

@@ -1,0 +1,272 @@
+"""What staleness does to learning: the same short run at several bounds, with correction and without.
+
+    python -m bench.staleness [--seeds N] [--other-seeds N] [--minutes M] [--processes N]
+                              [--runs FILE] [--json FILE] [--plot FILE]
+
+Every group is as old as the bound allows (`bench/lagged.py`): harsher than a run, and independent of the machine. All
+runs start from one warm start (`python -m apps.sft.main --config configs/sft/tiny.yaml`) and, seed by seed, get the
+same prompts. Each finished run is a line of the `--runs` file; what is there already, under the same settings and from
+the same warm start, is not run again. With `--minutes` no run is begun after that time. Intervals are 95 % t-intervals
+over seeds; a difference is taken seed by seed from the run of the same loss at staleness 0.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.chart import line_chart
+from bench.interval import Interval
+from goaly.losses.settings import LossSettings
+
+if TYPE_CHECKING:
+    from bench.lagged import Laboratory, LaggedSettings
+
+RECOMMENDED, UNCORRECTED = "recommended", "uncorrected"
+LOSSES: Mapping[str, LossSettings] = {
+    RECOMMENDED: LossSettings(name="reinforce", proximal="trainer", importance="sequence", importance_cap=2.0),
+    UNCORRECTED: LossSettings(name="bench.lagged:uncorrected"),
+    "by token": LossSettings(name="reinforce", proximal="trainer", importance_cap=2.0),
+    "grpo": LossSettings(name="grpo"),
+    "dapo": LossSettings(name="dapo"),
+    "cispo": LossSettings(name="cispo"),
+    "sapo": LossSettings(name="sapo"),
+    "dppo": LossSettings(name="dppo"),
+    "a3po": LossSettings(name="ppo", proximal="interpolated", importance_cap=2.0),
+}
+MAIN_BOUNDS, OTHER_BOUNDS = (0, 8, 32), (1, 2, 4, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """A loss at a staleness bound."""
+
+    loss: str
+    max_staleness: int
+
+    @property
+    def name(self) -> str:
+        """As tables and files call it."""
+        return f"{self.loss}/{self.max_staleness}"
+
+
+MAIN = tuple(Arm(loss=loss, max_staleness=bound) for bound in MAIN_BOUNDS[::-1] for loss in (RECOMMENDED, UNCORRECTED))
+OTHERS = (
+    *(Arm(loss=loss, max_staleness=32) for loss in LOSSES if loss not in (RECOMMENDED, UNCORRECTED)),
+    *(Arm(loss=loss, max_staleness=bound) for bound in OTHER_BOUNDS for loss in (RECOMMENDED, UNCORRECTED)),
+    *(Arm(loss=loss, max_staleness=8) for loss in LOSSES if loss not in (RECOMMENDED, UNCORRECTED)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """What one run of an arm came to."""
+
+    arm: str
+    seed: int
+    settings: str
+    """A digest of all that the result depends on but the seed."""
+    pass_at_1: float
+    """Held-out, of the last version."""
+    area: float
+    """Mean held-out pass@1 over the run."""
+    effective_sample_size: float
+    """Mean over the steps."""
+    age_mean: float
+    age_max: float
+    stopped_at: int | None
+    """The version at which a loss or gradient was not finite; None where all went well."""
+    curve: list[tuple[int, float]]
+    seconds: float
+
+
+_laboratory: "Laboratory"
+
+
+def _start(settings: "LaggedSettings", cores: Any) -> None:
+    """In a process of its own: one core, one thread, one generator."""
+    global _laboratory
+    import torch
+
+    from bench.lagged import Laboratory
+
+    os.sched_setaffinity(0, {cores.get()})
+    torch.set_num_threads(1)
+    _laboratory = Laboratory(settings)
+
+
+def _run(arm: Arm, seed: int, settings: str) -> Finished:
+    began = time.monotonic()
+    outcome = _laboratory.run(LOSSES[arm.loss], arm.max_staleness, seed)
+    return Finished(
+        arm=arm.name,
+        seed=seed,
+        settings=settings,
+        pass_at_1=outcome.pass_at_1,
+        area=outcome.area,
+        effective_sample_size=statistics.fmean(step["effective_sample_size"] for step in outcome.metrics),
+        age_mean=statistics.fmean(step["age/mean"] for step in outcome.metrics),
+        age_max=max(step["age/max"] for step in outcome.metrics),
+        stopped_at=outcome.stopped_at,
+        curve=outcome.curve,
+        seconds=time.monotonic() - began,
+    )
+
+
+def settings_of(arm: Arm, settings: "LaggedSettings") -> str:
+    """A digest of all that a run's result depends on but its seed: settings, loss and the weights of the warm start."""
+    warm_start = sha256((Path(settings.model) / "model.safetensors").read_bytes()).hexdigest()
+    described = {**asdict(settings), **asdict(arm), "objective": asdict(LOSSES[arm.loss]), "warm_start": warm_start}
+    return sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def finished(file: Path) -> list[Finished]:
+    """The runs that the file holds."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [Finished(**json.loads(line)) for line in lines]
+
+
+def remaining(
+    found: Sequence[Finished], settings: "LaggedSettings", seeds: int, other_seeds: int
+) -> list[tuple[Arm, int]]:
+    """What is still to be run: the main arms first, seed by seed, so that all arms have about as many at any time."""
+    wanted = [(arm, seed) for seed in range(seeds) for arm in MAIN]
+    wanted += [(arm, seed) for seed in range(other_seeds) for arm in OTHERS]
+    known = {(run.arm, run.seed, run.settings) for run in found}
+    return [(arm, seed) for arm, seed in wanted if (arm.name, seed, settings_of(arm, settings)) not in known]
+
+
+def run_all(
+    work: Sequence[tuple[Arm, int]], settings: "LaggedSettings", file: Path, *, processes: int, minutes: float
+) -> None:
+    """Run these, and write each to the file as soon as it is done."""
+    until = time.monotonic() + 60 * minutes
+    context = multiprocessing.get_context("spawn")
+    cores = context.Queue()
+    for core in sorted(os.sched_getaffinity(0))[:processes]:
+        cores.put(core)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    upcoming = iter(work)
+    with ProcessPoolExecutor(processes, context, _start, (settings, cores)) as pool, file.open("a") as out:
+        running: set[Future[Finished]] = set()
+        while True:
+            while len(running) < processes and time.monotonic() < until and (item := next(upcoming, None)):
+                arm, seed = item
+                running.add(pool.submit(_run, arm, seed, settings_of(arm, settings)))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for run in (future.result() for future in done):
+                out.write(json.dumps(asdict(run)) + "\n")
+                out.flush()
+                print(f"{run.arm:16} seed {run.seed}  pass@1 {run.pass_at_1:.3f}  {run.seconds:.0f} s", flush=True)
+
+
+def summary(runs: Sequence[Finished]) -> dict[str, Any]:
+    """The numbers by arm: means, intervals, and differences from the same loss at staleness 0."""
+    by_arm: dict[str, dict[int, Finished]] = defaultdict(dict)
+    for run in runs:
+        by_arm[run.arm][run.seed] = run
+    arms: dict[str, Any] = {}
+    for name in sorted(by_arm, key=_place):
+        of_arm = by_arm[name]
+        loss = name.partition("/")[0]
+        base = by_arm.get(f"{loss}/0") or by_arm.get(f"{RECOMMENDED}/0", {})
+        common = sorted(of_arm.keys() & base.keys())
+        arms[name] = {
+            "seeds": len(of_arm),
+            "pass_at_1": Interval.of([run.pass_at_1 for run in of_arm.values()]),
+            "area": Interval.of([run.area for run in of_arm.values()]),
+            "difference": Interval.of([of_arm[seed].pass_at_1 - base[seed].pass_at_1 for seed in common])
+            if common and base is not of_arm
+            else None,
+            "effective_sample_size": statistics.fmean(run.effective_sample_size for run in of_arm.values()),
+            "age_mean": statistics.fmean(run.age_mean for run in of_arm.values()),
+            "age_max": max(run.age_max for run in of_arm.values()),
+            "not_finite": sum(run.stopped_at is not None for run in of_arm.values()),
+            "curve": [
+                (points[0][0], statistics.fmean(pass_at_1 for _, pass_at_1 in points))
+                for points in zip(*(run.curve for run in of_arm.values()), strict=True)
+            ],
+        }
+    return arms
+
+
+def _place(name: str) -> tuple[int, int]:
+    loss, _, bound = name.partition("/")
+    return list(LOSSES).index(loss), int(bound)
+
+
+def table(arms: Mapping[str, Any]) -> str:
+    """The arms as a table in Markdown."""
+    lines = [
+        "| loss / max_staleness | seeds | pass@1 | difference from 0 | area | ESS | mean age | greatest age |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, arm in arms.items():
+        lines.append(
+            f"| {name} | {arm['seeds']} | {arm['pass_at_1']} | {arm['difference'] or ''} | {arm['area']} "
+            f"| {arm['effective_sample_size']:.3f} | {arm['age_mean']:.1f} | {arm['age_max']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def content(arms: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers for a file; `pass_at_1` is the mean by arm."""
+
+    def plain(value: Any) -> Any:
+        return asdict(value) if isinstance(value, Interval) else value
+
+    return {
+        "pass_at_1": {name: arm["pass_at_1"].mean for name, arm in arms.items()},
+        "arms": {name: {key: plain(value) for key, value in arm.items()} for name, arm in arms.items()},
+    }
+
+
+def plot(arms: Mapping[str, Any]) -> str:
+    """Held-out pass@1 of the main arms over the run, as SVG."""
+    return line_chart(
+        {arm.name: arms[arm.name]["curve"] for arm in sorted(MAIN, key=lambda a: _place(a.name)) if arm.name in arms},
+        title="Held-out pass@1, mean over seeds",
+        x_label="policy version",
+        y_label="pass@1",
+        floor=None,
+    )
+
+
+def main() -> None:
+    """Run what is missing, print the table, and write what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5, help="of the main arms")
+    parser.add_argument("--other-seeds", type=int, default=3, help="of the other bounds and losses")
+    parser.add_argument("--minutes", type=float, default=90.0)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--runs", type=Path, default=Path("docs/results/staleness.jsonl"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    from bench.lagged import LaggedSettings
+
+    settings = LaggedSettings()
+    work = remaining(finished(arguments.runs), settings, arguments.seeds, arguments.other_seeds)
+    run_all(work, settings, arguments.runs, processes=arguments.processes, minutes=arguments.minutes)
+    current = {settings_of(arm, settings) for arm in (*MAIN, *OTHERS)}
+    arms = summary([run for run in finished(arguments.runs) if run.settings in current])
+    print(table(arms))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(content(arms), indent=1) + "\n")
+    if arguments.plot:
+        arguments.plot.write_text(plot(arms))
+
+
+if __name__ == "__main__":
+    main()

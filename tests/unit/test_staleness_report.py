@@ -1,0 +1,114 @@
+"""The staleness experiment's bookkeeping: what is left to run, intervals, differences."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from bench.interval import Interval
+from bench.lagged import LaggedSettings, Outcome
+from bench.staleness import (
+    LOSSES,
+    MAIN,
+    OTHERS,
+    RECOMMENDED,
+    Arm,
+    Finished,
+    content,
+    finished,
+    plot,
+    remaining,
+    settings_of,
+    summary,
+    table,
+)
+from goaly.config import load
+from goaly.reward.settings import AdvantageSettings
+from goaly.run.config import RunConfig
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> LaggedSettings:
+    (tmp_path / "model.safetensors").write_bytes(b"warm start")
+    return LaggedSettings(model=str(tmp_path))
+
+
+def run(arm: Arm, seed: int, pass_at_1: float, settings: str = "", **more: float) -> Finished:
+    known = {"area": 0.5, "effective_sample_size": 0.9, "age_mean": 1.0, "age_max": 2.0, "stopped_at": None}
+    curve = [(0, 0.4), (10, pass_at_1)]
+    return Finished(
+        arm=arm.name, seed=seed, settings=settings, pass_at_1=pass_at_1, curve=curve, seconds=1.0, **(known | more)
+    )
+
+
+def arm(loss: str, max_staleness: int) -> Arm:
+    return Arm(loss=loss, max_staleness=max_staleness)
+
+
+def test_an_interval_is_students_over_the_standard_error() -> None:
+    interval = Interval.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert interval.mean == 3.0
+    assert interval.half_width == pytest.approx(2.776 * 2.5**0.5 / 5**0.5)
+    assert str(interval) == "3.000 ± 1.963"
+    assert not interval.holds_zero
+
+
+def test_one_value_has_no_interval_and_excludes_nothing() -> None:
+    interval = Interval.of([0.7])
+    assert (interval.half_width, interval.holds_zero, str(interval)) == (None, True, "0.700")
+
+
+def test_the_area_is_the_mean_over_versions_not_over_points() -> None:
+    outcome = Outcome(curve=[(0, 0.0), (10, 1.0), (40, 1.0)], metrics=[])
+    assert outcome.area == pytest.approx((5 + 30) / 40)
+
+
+def test_what_is_finished_is_not_run_again_and_what_had_other_settings_is(
+    settings: LaggedSettings, tmp_path: Path
+) -> None:
+    file = tmp_path / "runs.jsonl"
+    done = run(MAIN[0], 0, 0.9, settings_of(MAIN[0], settings))
+    other = run(MAIN[1], 0, 0.9, settings_of(MAIN[1], replace(settings, lr=1.0)))
+    file.write_text("".join(json.dumps(asdict(one)) + "\n" for one in (done, other)))
+    work = remaining(finished(file), settings, 2, 1)
+    assert work == [(main, 0) for main in MAIN[1:]] + [(main, 1) for main in MAIN] + [(rest, 0) for rest in OTHERS]
+
+
+def test_another_warm_start_is_another_experiment(settings: LaggedSettings) -> None:
+    before = settings_of(MAIN[0], settings)
+    (Path(settings.model) / "model.safetensors").write_bytes(b"another one")
+    assert settings_of(MAIN[0], settings) != before
+
+
+def test_a_difference_is_taken_seed_by_seed_from_the_same_loss_at_zero() -> None:
+    fresh, stale = arm("uncorrected", 0), arm("uncorrected", 8)
+    runs = [run(fresh, 0, 0.8), run(fresh, 1, 0.6), run(stale, 0, 0.7), run(stale, 1, 0.5), run(stale, 2, 0.0)]
+    arms = summary(runs)
+    assert list(arms) == ["uncorrected/0", "uncorrected/8"]
+    assert arms["uncorrected/0"]["difference"] is None
+    difference = arms["uncorrected/8"]["difference"]
+    assert (difference.mean, difference.half_width, difference.count) == (pytest.approx(-0.1), pytest.approx(0), 2)
+    assert arms["uncorrected/8"]["seeds"] == 3
+    assert arms["uncorrected/8"]["pass_at_1"].mean == pytest.approx(0.4)
+
+
+def test_a_loss_that_was_not_run_at_zero_is_compared_with_the_recommended_one() -> None:
+    arms = summary([run(arm("recommended", 0), 0, 0.9), run(arm("cispo", 32), 0, 0.8)])
+    assert arms["cispo/32"]["difference"].mean == pytest.approx(-0.1)
+
+
+def test_the_recommended_loss_is_the_recipe_for_stale_data(tiny_model_folder: Path) -> None:
+    arguments = ["--config=configs/recipes/stale.yaml", f"model.path={tiny_model_folder}"]
+    config = load(RunConfig, arguments, prog="test", description="").config
+    assert config.loss == LOSSES[RECOMMENDED]
+    assert config.advantages == AdvantageSettings()
+
+
+def test_table_file_and_plot_hold_every_arm() -> None:
+    arms = summary([run(main, seed, 0.5 + 0.1 * seed) for main in MAIN for seed in range(2)])
+    assert content(arms)["pass_at_1"] == {name: pytest.approx(0.55) for name in arms}
+    json.dumps(content(arms))
+    for main in MAIN:
+        assert f"| {main.name} | 2 |" in table(arms)
+        assert f">{main.name}</text>" in plot(arms)
