@@ -61,7 +61,8 @@ class Echo(Actor):
 
 
 async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end(monkeypatch):
-    monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", lambda failure: None)  # the death is on purpose
+    events, died = asyncio.get_running_loop(), asyncio.Event()
+    monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", lambda failure: events.call_soon_threadsafe(died.set))
     here = str(Path(__file__).parent)
 
     def find_this_module() -> None:
@@ -94,9 +95,10 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end(m
     assert hung_up.cancelled()
 
     orphaned = line.ask("orphaned", [1], SAMPLING, HELD)
-    replica.die.broadcast()
+    replica.die.broadcast()  # on purpose: the report of it must come while the hook above is in place
     with pytest.raises(SupervisionError):  # LI-1
         await asyncio.wait_for(orphaned, 30)
     with pytest.raises(SupervisionError):
         await line.ask("too late", [1], SAMPLING)
     line.close()
+    await asyncio.wait_for(died.wait(), 30)
