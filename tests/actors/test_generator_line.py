@@ -1,11 +1,9 @@
 """The line between a client and a replica that is a process of its own, without an engine in it."""
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 
-import monarch.actor
 import pytest
 import torch
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -55,14 +53,8 @@ class Echo(Actor):
     async def seen(self) -> tuple[list[list[str]], list[str]]:
         return self._messages, self._cancelled
 
-    @concurrent_endpoint
-    async def die(self) -> None:
-        os._exit(1)
 
-
-async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end(monkeypatch):
-    events, died = asyncio.get_running_loop(), asyncio.Event()
-    monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", lambda failure: events.call_soon_threadsafe(died.set))
+async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end():
     here = str(Path(__file__).parent)
 
     def find_this_module() -> None:
@@ -95,10 +87,9 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end(m
     assert hung_up.cancelled()
 
     orphaned = line.ask("orphaned", [1], SAMPLING, HELD)
-    replica.die.broadcast()  # on purpose: the report of it must come while the hook above is in place
+    await mesh.stop()
     with pytest.raises(SupervisionError):  # LI-1
         await asyncio.wait_for(orphaned, 30)
     with pytest.raises(SupervisionError):
         await line.ask("too late", [1], SAMPLING)
     line.close()
-    await asyncio.wait_for(died.wait(), 30)
