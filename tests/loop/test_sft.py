@@ -92,7 +92,7 @@ def test_an_interrupted_run_goes_on_to_bit_identical_parameters(
 
     def interrupted(folder: SftFolder, state: dict[str, object]) -> None:
         save(folder, state)
-        if state["engine"]["policy_version"] == 4:
+        if state["engine"]["steps_done"] == 4:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

@@ -82,6 +82,7 @@ def test_staleness_zero_equals_a_plain_loop_to_the_last_bit(
         "telemetry.journal_tokens=true",
         f"trainer.optimizer.lr={TRAINER.optimizer.lr}",
         f"trainer.schedule.warmup_steps={TRAINER.schedule.warmup_steps}",
+        f"trainer.schedule.decay={TRAINER.schedule.decay}",
     )
     assert run.wait(200) == 0, run.text()
     rollouts = run.lines("rollouts.jsonl")
