@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
 from goaly.errors import ConfigError
+from goaly.process import leave
 
 T = TypeVar("T")
 
@@ -75,19 +76,24 @@ def run_cli(
     *,
     prog: str,
     description: str,
-    argv: Sequence[str] | None = None,
 ) -> NoReturn:
     """Load the config, run `main` with it, and exit with what that returns (None is 0); with 2 if the config is bad."""
+    leave(exit_code(main, schema, sys.argv[1:], prog=prog, description=description))
+
+
+def exit_code(
+    main: Callable[[Loaded[T]], int | None], schema: type[T], argv: Sequence[str], *, prog: str, description: str
+) -> int:
+    """What `run_cli` exits with."""
     try:
-        loaded = load(schema, sys.argv[1:] if argv is None else argv, prog=prog, description=description)
-        code = main(loaded) or 0
+        loaded = load(schema, argv, prog=prog, description=description)
+        return main(loaded) or 0
     except ConfigError as error:
         count = f"{len(error.problems)} problems" if len(error.problems) != 1 else "a problem"
         sys.stderr.write(f"{prog}: {count} with the configuration\n")
         sys.stderr.writelines(f"  {problem}\n" for problem in error.problems)
         sys.stderr.write(f"`{prog} --help` explains every key.\n")
-        code = 2
-    raise SystemExit(code)
+        return 2
 
 
 def to_yaml(config: object) -> str:

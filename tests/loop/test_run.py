@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(180)
 
 Launch = Callable[..., LaunchedRun]
 
-STEPS = 200
+STEPS = 150
 """Enough that a replica can die and be replaced before the run ends."""
 
 TWO_SOURCES = (

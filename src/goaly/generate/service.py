@@ -47,6 +47,7 @@ class GeneratorService:
         self._retire = retire
         self._announce = announce
         self._names: dict[str, int] = {}
+        self._replaced: set[str] = set()
         self._serving: dict[int, Any] = {}
         self._deaths: dict[int, int] = dict.fromkeys(range(replicas), 0)
         self._lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
@@ -58,12 +59,14 @@ class GeneratorService:
                 starts.create_task(self._bring_up(index))
         await self._announce(self._serving)
 
-    def lost(self, mesh_name: str, report: str) -> bool:
-        """Take note that this mesh died; True if it was one of the replicas."""
-        if mesh_name not in self._names:
-            return False
-        self._lost.put_nowait((mesh_name, report))
-        return True
+    def lost(self, name: str, report: str) -> bool:
+        """Take note that the actors of this name died; True if they are, or were, those of a replica.
+
+        A death may be told twice, half a minute apart: then the replacement serves already.
+        """
+        if name in self._names:
+            self._lost.put_nowait((name, report))
+        return name in self._names or name in self._replaced
 
     async def supervise(self) -> None:
         """Replace replicas as they die, until cancelled."""
@@ -73,6 +76,7 @@ class GeneratorService:
                 index = self._names.pop(name, None)
                 if index is None:
                     continue
+                self._replaced.add(name)
                 self._serving.pop(index, None)
                 await self._announce(self._serving)  # GS-2
                 self._deaths[index] += 1
@@ -116,11 +120,6 @@ async def _unless_dead(answer: Awaitable[T]) -> T | None:
         return await answer
     except SupervisionError:
         return None  # `lost` hears of it
-
-
-def mesh_of(failure_name: str) -> str:
-    """The name that an actor mesh was spawned under, from the name in a failure (which carries a suffix)."""
-    return failure_name.rpartition("-")[0]
 
 
 def _last_line(report: str) -> str:

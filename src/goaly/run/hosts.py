@@ -3,7 +3,8 @@
 Invariants
     HO-1  A process that the run spawned dies with the controller, however that ends (Monarch sets the parent-death
           signal), and is in a process group of its own: a terminal's Ctrl-C reaches the controller alone.
-    HO-2  The death of a process is noticed within a second (supervision is polled twice a second).
+    HO-2  The death of a process is noticed at once on this host, as the kernel tells; elsewhere Monarch's supervision
+          tells, which is polled twice a second but may wait half a minute for the dead process's answer.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,10 @@ from monarch.actor import ProcMesh, current_rank, shutdown_context
 from monarch.job import JobTrait, LocalJob
 
 from goaly.errors import ConfigError
+from goaly.run.processes import IMPORTS, Processes
+from goaly.run.resident import Resident
 from goaly.run.settings import ROLES, HostSettings
+from goaly.weights.liveness import ExitWatch, ProcessMark, this_host
 
 monarch_config.prefix_python_logs_with_actor = False  # the controller's log is the controller's
 
@@ -39,11 +44,13 @@ class Hosts:
     """Spawns processes for roles, and stops them all."""
 
     def __init__(self, settings: HostSettings, run_dir: Path, on_failure: Callable[[str, str], None], *, trace: bool):
-        """`on_failure(mesh name, report)` is called in the controller's event loop when a mesh of this run dies."""
+        """`on_failure(name, report)` is called in the controller's event loop when an actor or the processes of this
+        name die, possibly more than once."""
         self._settings = settings
         self._run_dir = run_dir
         self._trace = trace
         self._meshes: dict[str, ProcMesh] = {}
+        self._watches: dict[str, asyncio.Task[list[ExitWatch]]] = {}
         self._loop = asyncio.get_running_loop()
         self._on_failure = on_failure
         with _stderr_to(run_dir / "logs" / "monarch.log"):  # it announces its log file there
@@ -53,36 +60,61 @@ class Hosts:
         atexit.register(_leave)  # after Monarch's own: handlers run last in, first out
         monarch.actor.unhandled_fault_hook = self._fault
 
-    def spawn(self, role: str, name: str, procs: int, threads: int) -> ProcMesh:
-        """`procs` processes of this role, each with so many threads; logs go to the run folder under `name`."""
-        bootstrap = _bootstrap(
-            name=name,
-            run_dir=self._run_dir.absolute(),
-            cpus=self._settings.bind.get(role),
-            trace=self._trace,
-            threads=threads,
-            module_path=list(sys.path),
-        )
-        mesh = getattr(self._state, role).spawn_procs(per_host={"procs": procs}, name=name, bootstrap=bootstrap)
-        self._meshes[name] = mesh
-        return mesh
+    def spawn(self, processes: Processes) -> ProcMesh:
+        """Start these processes, or get those started under this name before; their logs go to the run folder.
+
+        They begin by importing what their role needs, while the caller does something else.
+        """
+        name = processes.name
+        if name not in self._meshes:
+            bootstrap = _bootstrap(
+                processes,
+                run_dir=self._run_dir.absolute(),
+                cpus=self._settings.bind.get(processes.role),
+                trace=self._trace,
+                module_path=list(sys.path),
+            )
+            host = getattr(self._state, processes.role)
+            mesh = host.spawn_procs(per_host={"procs": processes.count}, name=name, bootstrap=bootstrap)
+            self._meshes[name] = mesh
+            self._watches[name] = asyncio.create_task(self._watch(name, mesh))
+        return self._meshes[name]
 
     async def stop(self, name: str) -> None:
         """Stop the processes spawned under this name."""
         mesh = self._meshes.pop(name, None)
         if mesh is not None:
+            self._unwatch(name)
             await _stop(name, mesh)
 
     async def stop_all(self) -> None:
         """Stop every process of the run; those that don't follow within seconds die with the controller (HO-1)."""
-        meshes, self._meshes = self._meshes, {}
-        await asyncio.gather(*(_stop(name, mesh) for name, mesh in meshes.items()))
+        await asyncio.gather(*(self.stop(name) for name in list(self._meshes)))
         if self._settings.job != "local":
             await asyncio.to_thread(self._job.kill)
 
     def _fault(self, failure: Any) -> None:
-        name, report = failure.mesh_name, failure.report()
-        self._loop.call_soon_threadsafe(self._on_failure, name, report)
+        name = failure.mesh_name.rpartition("-")[0]  # Monarch adds a suffix to what was asked for
+        self._loop.call_soon_threadsafe(self._on_failure, name, failure.report())
+
+    async def _watch(self, name: str, mesh: ProcMesh) -> list[ExitWatch]:
+        def ended(mark: ProcessMark) -> None:
+            self._on_failure(name, f"{mark} ended, its log is {self._run_dir / 'logs' / name}*.log")
+
+        try:
+            marks = await mesh.spawn("resident", Resident).mark.call()
+        except Exception as error:  # it did not live to say who it was; the call that started its actor fails too
+            logger.info("watching %s: %s", name, error)
+            return []
+        local = [mark for _, mark in marks.items() if mark.host == this_host()]
+        return [ExitWatch(mark, partial(ended, mark)) for mark in local]
+
+    def _unwatch(self, name: str) -> None:
+        watching = self._watches.pop(name)
+        if watching.done() and not watching.cancelled():
+            for watch in watching.result():
+                watch.close()
+        watching.cancel()
 
 
 def _leave() -> None:
@@ -111,26 +143,29 @@ def _job(kind: str) -> JobTrait:
 
 
 def _bootstrap(
+    processes: Processes,
     *,
-    name: str,
     run_dir: Path,
     cpus: list[int] | None,
     trace: bool,
-    threads: int,
     module_path: list[str],
 ) -> Callable[[], None]:
+    name, threads, imports = processes.name, processes.threads, IMPORTS[processes.role]
+
     def bootstrap() -> None:
         sys.path.extend(path for path in module_path if path not in sys.path)  # where a user's script lives
         os.setpgid(0, 0)  # HO-1
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
+        from goaly.process import import_ahead
         from goaly.telemetry import logs, spans
 
         rank = current_rank()
         process = f"{name}.{rank.rank}" if rank.extent.nelements > 1 else name
         logs.quiet(run_dir / "logs" / f"{process}.log")
         spans.configure(run_dir if trace else None, process)
+        import_ahead(imports)
 
     return bootstrap
 

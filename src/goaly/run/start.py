@@ -8,6 +8,7 @@ Invariants
 """
 
 import asyncio
+import dataclasses
 import json
 import logging
 import time
@@ -20,12 +21,13 @@ from monarch.spmd import setup_torch_elastic_env_async
 
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.generate.actor import Generator
-from goaly.generate.service import GeneratorService, mesh_of
+from goaly.generate.service import GeneratorService
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.pool import RewardPool
 from goaly.rollout.worker import RolloutWorker, packed
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
+from goaly.run.processes import processes
 from goaly.run.run import Run
 from goaly.run.stages import Backlog, Critic, Reference, Rollouts, Trainer
 from goaly.telemetry import spans
@@ -51,10 +53,9 @@ async def started(config: RunConfig, episode: Episode, run_dir: Path) -> AsyncIt
     """A run whose actors are up and whose generators serve the newest policy."""
     run = Run(config, run_dir)
     closers: Closers = {}
-    actors: set[str] = set()
+    actors = {"hub"}
 
-    def on_failure(mesh_name: str, report: str) -> None:
-        actor = mesh_of(mesh_name)
+    def on_failure(actor: str, report: str) -> None:
         if actor in actors and not ("generators" in closers and run.generators.lost(actor, report)):
             run.lost(actor, report)  # RN-2
 
@@ -84,7 +85,9 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
         return mesh.spawn(name, kind, *args, **kwargs)
 
     run.progress.note("starting")
-    hub = hosts.spawn("hub", "hub", 1, threads=1)
+    planned = {each.name: each for each in processes(config)}
+    meshes = {name: hosts.spawn(each) for name, each in planned.items()}
+    hub, trainer_mesh = meshes["hub"], meshes["trainer"]
     tokenizer = ChatTokenizer(config.model.path)
     store = spawn(hub, "store", WeightStore, config.weights)
     shared_rewards = spawn(hub, "rewards", RewardPool, config.reward) if config.reward.placement == "hub" else None
@@ -101,7 +104,6 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
     run.backlog = Backlog(queue)
     closers["backlog"] = run.backlog.close
 
-    trainer_mesh = hosts.spawn("trainer", "trainer", config.trainer.ranks, config.trainer.threads)
     await setup_torch_elastic_env_async(trainer_mesh)
     if config.weights.transport == "torchstore":
         await torchstore.start(trainer_mesh)
@@ -114,7 +116,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
 
     def spawn_worker(name: str) -> Any:
         return spawn(
-            hosts.spawn("rollout", name, 1, threads=1),
+            meshes[name],
             name,
             RolloutWorker,
             name,
@@ -134,10 +136,10 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
     closers["rollouts"] = run.rollouts.close
 
     async def spawn_generator(name: str) -> Any:
-        mesh = hosts.spawn("generator", name, config.generator.tp, config.generator.threads)
+        replica = int(name.split("-")[1])
+        mesh = hosts.spawn(dataclasses.replace(planned[f"generator-{replica}"], name=name))
         if config.generator.tp > 1:
             await setup_torch_elastic_env_async(mesh)
-        replica = int(name.split("-")[1])
         return spawn(mesh, name, Generator, config.generator, config.model, store, replica, config.weights)
 
     run.generators = GeneratorService(
@@ -151,7 +153,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
         starts.create_task(run.trainer.start())
         starts.create_task(run.generators.start())
         if config.uses_reference:
-            mesh = hosts.spawn("reference", "reference", config.reference.ranks, config.reference.threads)
+            mesh = meshes["reference"]
             await setup_torch_elastic_env_async(mesh)
             run.reference = Reference(
                 spawn(mesh, "reference", ReferenceModel, config.reference, config.trainer, config.model), queue
@@ -159,7 +161,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
             closers["reference"] = run.reference.close
             starts.create_task(run.reference.start())
         if config.critic is not None:
-            mesh = hosts.spawn("critic", "critic", config.critic.ranks, config.critic.threads)
+            mesh = meshes["critic"]
             await setup_torch_elastic_env_async(mesh)
             run.critic = Critic(spawn(mesh, "critic", ValueModel, config.critic, config.trainer, config.model), queue)
             closers["critic"] = run.critic.close

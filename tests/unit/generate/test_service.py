@@ -8,7 +8,7 @@ import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from goaly.errors import RunFailed
-from goaly.generate.service import MAX_REPLACEMENTS, GeneratorService, mesh_of
+from goaly.generate.service import MAX_REPLACEMENTS, GeneratorService
 
 
 class FakeStart:
@@ -75,6 +75,8 @@ async def test_a_dead_replica_leaves_at_once_and_a_new_one_serves_when_it_has_ca
     assert await stage.announced.get() == ["generator-1"]  # GS-2
     assert await stage.announced.get() == ["generator-0-1", "generator-1"]
     assert stage.retired == ["generator-0"]
+    assert service.lost("generator-0", "told once more, by who noticed late")
+    assert stage.announced.empty()
     supervision.cancel()
 
 
@@ -114,8 +116,3 @@ async def test_a_replica_that_keeps_dying_ends_the_run_with_its_name() -> None:
 async def test_the_death_of_another_actor_is_not_its_business() -> None:
     service = Stage().service(1)
     assert not service.lost("trainer", "killed")
-
-
-def test_an_actor_mesh_is_found_by_the_name_it_was_spawned_under() -> None:
-    assert mesh_of("generator-0-1-Efx689V6MWP") == "generator-0-1"
-    assert mesh_of("trainer-2m8HDNomuA4") == "trainer"
