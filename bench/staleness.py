@@ -20,12 +20,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.chart import line_chart
 from bench.interval import Interval
+from bench.record import append, digest, finished
 from goaly.losses.settings import LossSettings
 
 if TYPE_CHECKING:
@@ -124,15 +124,7 @@ def _run(arm: Arm, seed: int, settings: str) -> Finished:
 
 def settings_of(arm: Arm, settings: "LaggedSettings") -> str:
     """A digest of all that a run's result depends on but its seed: settings, loss and the weights of the warm start."""
-    warm_start = sha256((Path(settings.model) / "model.safetensors").read_bytes()).hexdigest()
-    described = {**asdict(settings), **asdict(arm), "objective": asdict(LOSSES[arm.loss]), "warm_start": warm_start}
-    return sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def finished(file: Path) -> list[Finished]:
-    """The runs that the file holds."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [Finished(**json.loads(line)) for line in lines]
+    return digest({**asdict(settings), **asdict(arm), "objective": asdict(LOSSES[arm.loss])}, settings.model)
 
 
 def remaining(
@@ -154,9 +146,8 @@ def run_all(
     cores = context.Queue()
     for core in sorted(os.sched_getaffinity(0))[:processes]:
         cores.put(core)
-    file.parent.mkdir(parents=True, exist_ok=True)
     upcoming = iter(work)
-    with ProcessPoolExecutor(processes, context, _start, (settings, cores)) as pool, file.open("a") as out:
+    with ProcessPoolExecutor(processes, context, _start, (settings, cores)) as pool:
         running: set[Future[Finished]] = set()
         while True:
             while len(running) < processes and time.monotonic() < until and (item := next(upcoming, None)):
@@ -166,8 +157,7 @@ def run_all(
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for run in (future.result() for future in done):
-                out.write(json.dumps(asdict(run)) + "\n")
-                out.flush()
+                append(file, run)
                 print(f"{run.arm:16} seed {run.seed}  pass@1 {run.pass_at_1:.3f}  {run.seconds:.0f} s", flush=True)
 
 
@@ -257,10 +247,10 @@ def main() -> None:
     from bench.lagged import LaggedSettings
 
     settings = LaggedSettings()
-    work = remaining(finished(arguments.runs), settings, arguments.seeds, arguments.other_seeds)
+    work = remaining(finished(arguments.runs, Finished), settings, arguments.seeds, arguments.other_seeds)
     run_all(work, settings, arguments.runs, processes=arguments.processes, minutes=arguments.minutes)
     current = {settings_of(arm, settings) for arm in (*MAIN, *OTHERS)}
-    arms = summary([run for run in finished(arguments.runs) if run.settings in current])
+    arms = summary([run for run in finished(arguments.runs, Finished) if run.settings in current])
     print(table(arms))
     if arguments.json:
         arguments.json.write_text(json.dumps(content(arms), indent=1) + "\n")

@@ -8,6 +8,7 @@ import pytest
 
 from bench.interval import Interval
 from bench.lagged import LaggedSettings, Outcome
+from bench.record import finished
 from bench.staleness import (
     LOSSES,
     MAIN,
@@ -16,7 +17,6 @@ from bench.staleness import (
     Arm,
     Finished,
     content,
-    finished,
     plot,
     remaining,
     settings_of,
@@ -71,7 +71,7 @@ def test_what_is_finished_is_not_run_again_and_what_had_other_settings_is(
     done = run(MAIN[0], 0, 0.9, settings_of(MAIN[0], settings))
     other = run(MAIN[1], 0, 0.9, settings_of(MAIN[1], replace(settings, lr=1.0)))
     file.write_text("".join(json.dumps(asdict(one)) + "\n" for one in (done, other)))
-    work = remaining(finished(file), settings, 2, 1)
+    work = remaining(finished(file, Finished), settings, 2, 1)
     assert work == [(main, 0) for main in MAIN[1:]] + [(main, 1) for main in MAIN] + [(rest, 0) for rest in OTHERS]
 
 
