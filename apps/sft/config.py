@@ -42,6 +42,11 @@ class SftConfig:
                 f"{prefix}data.rows_per_step={self.data.rows_per_step}: must be a multiple of "
                 f"{prefix}trainer.fsdp={self.trainer.fsdp}"
             )
+        if self.trainer.minibatches != 1:
+            found.append(
+                f"{prefix}trainer.minibatches={self.trainer.minibatches}: must be 1 in a supervised run, where "
+                f"{prefix}data.rows_per_step says how large a step is"
+            )
         if self.checkpoint_every < 0:
             found.append(f"{prefix}checkpoint_every={self.checkpoint_every}: must be at least 0")
         if self.checkpoint_every and self.trainer.ranks > 1:

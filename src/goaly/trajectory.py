@@ -169,6 +169,15 @@ def check_tokens(data: TensorDict, *, where: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The rows of a batch that make one optimizer step: how many on each rank, and their counts on all ranks."""
+
+    rows: int
+    trained_tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
     """One data-parallel rank's share of a batch: a TensorDict `[rows, L]`, and the batch's global counts.
 
@@ -179,6 +188,18 @@ class PackedRows:
     rows: TensorDict
     batch_trained_tokens: int
     batch_sequences: int
+    parts: tuple[Part, ...] = ()
+    """What the rows are divided into, in order; empty where all of them make one optimizer step."""
+
+    def split(self) -> list["PackedRows"]:
+        """The rows of each optimizer step, with counts of their own."""
+        if not self.parts:
+            return [self]
+        rows = self.rows.split([part.rows for part in self.parts])
+        return [
+            PackedRows(rows=of_part, batch_trained_tokens=part.trained_tokens, batch_sequences=part.sequences)
+            for of_part, part in zip(rows, self.parts, strict=True)
+        ]
 
     @property
     def row_length(self) -> int:

@@ -161,12 +161,13 @@ def test_settings_that_cannot_work_together_are_told_together(tmp_path: Path) ->
         tmp_path,
         steps=0,
         tiny=None,
-        trainer=TrainerSettings(fsdp=3),
+        trainer=TrainerSettings(fsdp=3, minibatches=2),
         checkpoint_every=5,
     )
     assert broken.problems("") == [
         "steps=0: must be at least 1",
         "model: set it, or tiny, and not both",
         "data.rows_per_step=2: must be a multiple of trainer.fsdp=3",
+        "trainer.minibatches=2: must be 1 in a supervised run, where data.rows_per_step says how large a step is",
         "checkpoint_every=5: must be 0 where there are several ranks",
     ]

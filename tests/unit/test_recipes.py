@@ -73,6 +73,19 @@ def test_a_critic_and_advantages_over_its_values_come_together_or_not_at_all(tin
     ]
 
 
+def test_a_batch_has_no_more_parts_than_groups(tiny_model_folder: Path):
+    from goaly.errors import ConfigError
+
+    file = CONFIGS / "grpo" / "tiny.yaml"
+    assert run_config(file, tiny_model_folder, "trainer.minibatches=8").trainer.minibatches == 8
+    with pytest.raises(ConfigError) as error:
+        run_config(file, tiny_model_folder, "trainer.minibatches=9")
+    (problem,) = error.value.problems
+    assert problem.startswith("trainer.minibatches=9: must be at most backlog.groups_per_step=8, for groups stay whole")
+    with pytest.raises(ConfigError, match=r"trainer\.minibatches=0: must be at least 1"):
+        run_config(file, tiny_model_folder, "trainer.minibatches=0")
+
+
 @pytest.mark.parametrize(
     ("app", "config", "said"),
     [

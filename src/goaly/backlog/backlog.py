@@ -52,11 +52,13 @@ class Backlog:
         dp_ranks: int,
         pad_token: int,
         steps: int | None = None,
+        minibatches: int = 1,
     ):
         self._settings = settings
         self._advantage_settings = advantage_settings
         self._dp_ranks = dp_ranks
         self._pad_token = pad_token
+        self._minibatches = minibatches
         self._admission = Admission.of(settings, steps)
         self._order = order_of(settings)
         self._ledger = Ledger()
@@ -140,6 +142,7 @@ class Backlog:
             advantage_settings=self._advantage_settings,
             dp_ranks=self._dp_ranks,
             pad_token=self._pad_token,
+            minibatches=self._minibatches,
             weights=self._distribution.deliver(tickets),
             passes=self._outcomes.take(),
         )
@@ -178,7 +181,7 @@ class Backlog:
             add_advantages(self._batches[batch_id], self._advantage_settings)
 
     def trained(self, batch_id: int, policy_version: int) -> None:
-        """An optimizer step consumed the batch and made this version."""
+        """A training step consumed the batch and made this version."""
         batch = self._batch(batch_id)
         if batch_id != self._policy_version or policy_version != batch_id + 1:  # BL-2
             raise ValueError(

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from goaly.backlog.outcomes import PASS_REWARD
-from goaly.backlog.packing import Row, assign, pack, spans
+from goaly.backlog.packing import Row, assign, divide, pack, spans
 from goaly.backlog.settings import BacklogSettings
 from goaly.prompts.curriculum import Passes
 from goaly.reward.advantages import estimate, has_signal
 from goaly.reward.settings import AdvantageSettings
-from goaly.trajectory import Group, PackedRows, Trajectory, lengths
+from goaly.trajectory import Group, PackedRows, Part, Trajectory, lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,22 +60,25 @@ def build_batch(
     advantage_settings: AdvantageSettings,
     dp_ranks: int,
     pad_token: int,
+    minibatches: int = 1,
     weights: Sequence[float] | None = None,
     passes: Mapping[str, Passes] | None = None,
 ) -> Batch:
     """The batch of these groups; the same groups in the same order give the same rows.
 
-    A group's weight multiplies the advantages of all its samples; None weighs all alike.
+    Each of the `minibatches` has rows of its own. A group's weight multiplies the advantages of all its samples; None
+    weighs all alike.
     """
     samples = [sample for group in groups for sample in group.samples]
     sequences = [sample.tokens for sample in samples]
-    rows_by_rank = assign(lengths(samples), settings.row_length, dp_ranks)
+    rows_by_rank, parts = _placed(groups, minibatches, settings.row_length, dp_ranks)
     trained_tokens = sum(sample.trained_tokens for sample in samples)
     ranks = tuple(
         PackedRows(
             rows=pack(sequences, rows, settings.row_length, pad_token),
             batch_trained_tokens=trained_tokens,
             batch_sequences=len(samples),
+            parts=parts,
         )
         for rows in rows_by_rank
     )
@@ -102,6 +105,26 @@ def build_batch(
     )
     add_advantages(batch, advantage_settings)
     return batch
+
+
+def _placed(
+    groups: Sequence[Group], minibatches: int, row_length: int, dp_ranks: int
+) -> tuple[tuple[tuple[Row, ...], ...], tuple[Part, ...]]:
+    """Each rank's rows, those of the first minibatch first; and where there are several, what each has."""
+    samples = [sample for group in groups for sample in group.samples]
+    if minibatches == 1:
+        return assign(lengths(samples), row_length, dp_ranks), ()
+    group_of = [number for number, group in enumerate(groups) for _ in group.samples]
+    rows_by_rank: list[list[Row]] = [[] for _ in range(dp_ranks)]
+    parts = []
+    for members in divide([sum(lengths(group.samples)) for group in groups], minibatches):
+        places = [place for place, number in enumerate(group_of) if number in members]
+        of_part = assign([len(samples[place]) for place in places], row_length, dp_ranks)
+        for rank, rows in enumerate(of_part):
+            rows_by_rank[rank] += [tuple(places[at] for at in row) for row in rows]
+        trained_tokens = sum(samples[place].trained_tokens for place in places)
+        parts.append(Part(rows=len(of_part[0]), trained_tokens=trained_tokens, sequences=len(places)))
+    return tuple(tuple(rows) for rows in rows_by_rank), tuple(parts)
 
 
 def add_advantages(batch: Batch, settings: AdvantageSettings) -> None:

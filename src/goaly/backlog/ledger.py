@@ -22,7 +22,7 @@ class State(StrEnum):
     QUEUED = "queued"
     """Its group is complete, in the queue or in a batch that is being trained."""
     TRAINED = "trained"
-    """An optimizer step consumed it."""
+    """A training step consumed it."""
     REJECTED = "rejected"
     """It was left out on purpose."""
     FAILED = "failed"

@@ -7,6 +7,7 @@ Invariants
     PK-2  Every rank gets the same number of rows, so that all take part in every collective.
     PK-3  The same sequences in the same order give the same rows, bit for bit.
     PK-4  Padding stands at a row's end, is never trained, and counts its own positions from 0.
+    PK-5  A batch in several parts has each group whole in one of them, and none without a group.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,16 @@ from goaly.trajectory import NO_VERSION
 
 Row = tuple[int, ...]
 """The sequences of one row, by their place in the batch."""
+
+
+def divide(weights: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of these token counts in so many parts of about as many tokens, by their place in the batch.
+
+    A part's groups stand in the batch's order, and so do the parts by their first groups.
+    """
+    assert parts <= len(weights), "a config with more parts than groups is refused"
+    heaviest_first = sorted(range(len(weights)), key=lambda place: (-weights[place], place))
+    return tuple(sorted(tuple(sorted(share)) for share in _deal(heaviest_first, weights, parts)))  # PK-5
 
 
 def assign(lengths: Sequence[int], row_length: int, ranks: int) -> tuple[tuple[Row, ...], ...]:

@@ -26,8 +26,11 @@ class TrajectoryQueue(Actor):
         dp_ranks: int,
         pad_token: int,
         steps: int | None = None,
+        minibatches: int = 1,
     ):
-        self._backlog = Backlog(settings, advantages, dp_ranks=dp_ranks, pad_token=pad_token, steps=steps)
+        self._backlog = Backlog(
+            settings, advantages, dp_ranks=dp_ranks, pad_token=pad_token, steps=steps, minibatches=minibatches
+        )
 
     @concurrent_endpoint
     async def admit(self) -> Ticket | None:
@@ -71,7 +74,7 @@ class TrajectoryQueue(Actor):
 
     @concurrent_endpoint
     async def trained(self, batch_id: int, policy_version: int) -> None:
-        """An optimizer step consumed the batch and made this version."""
+        """A training step consumed the batch and made this version."""
         self._backlog.trained(batch_id, policy_version)
 
     @concurrent_endpoint

@@ -42,8 +42,17 @@ class Contribution:
     """Values `[P]` to take the batch's greatest of."""
 
 
+PROXIMAL = "proximal_logprobs"
+"""The column of the trainer's log-probs before the batch, in all of its parts but the first."""
+
+
 class Objective(Protocol):
     """What an engine minimizes."""
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether parts of a batch after the first need `PROXIMAL`."""
+        ...
 
     def denominator(self, packed: PackedRows) -> int:
         """What the whole batch's sum is divided by, as far as it is known before the forward pass."""
@@ -58,6 +67,8 @@ class Objective(Protocol):
 
 class Likelihood:
     """Supervised training: the mean negative log-likelihood of the trained tokens."""
+
+    looks_back = False
 
     def denominator(self, packed: PackedRows) -> int:
         """The batch's trained tokens."""
@@ -79,6 +90,11 @@ class PolicyObjective:
         self._settings = settings
         self._loss: Callable[[Tokens], torch.Tensor | LossOutput] = LOSSES.bound(settings.name, settings.options)
         self._aggregation = settings.aggregation or own_aggregation(settings.name)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the proximal policy is the trainer's own before the batch."""
+        return self._settings.proximal == "trainer"
 
     def denominator(self, packed: PackedRows) -> int:
         """Trained tokens or sequences of the batch, before anything is rejected."""
@@ -140,7 +156,9 @@ class PolicyObjective:
         return Tokens(
             logprobs_P=logprobs_P,
             entropies_P=entropies_P,
-            proximal_logprobs_P=proximal_logprobs(self._settings.proximal, logprobs_P, sampler_P, ages_P),
+            proximal_logprobs_P=proximal_logprobs(
+                self._settings.proximal, logprobs_P, sampler_P, ages_P, columns.get(PROXIMAL)
+            ),
             sampler_logprobs_P=sampler_P,
             advantages_P=self._column(columns, "advantages"),
             ages_P=ages_P,

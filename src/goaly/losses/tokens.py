@@ -28,7 +28,7 @@ class Tokens:
     """That of the policy that drew the token."""
     advantages_P: torch.Tensor
     ages_P: torch.Tensor
-    """Optimizer steps made since the weights that drew the token (i64)."""
+    """Policy versions made since the weights that drew the token (i64)."""
     documents_P: torch.Tensor
     """Number of the token's sequence within the microbatch, ascending (i64)."""
     columns: Columns

@@ -20,7 +20,7 @@ class RunConfig:
     """An RL run."""
 
     steps: int
-    """Optimizer steps: the run ends after so many policy versions."""
+    """Training steps, each on one batch: the run ends after so many policy versions."""
 
     run_dir: str = "runs/{time}"
     """The run's folder; `{time}` becomes the start time. A folder that holds a run already is refused."""
@@ -104,6 +104,11 @@ class RunConfig:
             found.append(
                 f"{prefix}sampling.max_tokens={sampling.max_tokens}: must leave room for a prompt in "
                 f"{self.max_context} tokens, the least of {prefix}generator.max_context and {prefix}backlog.row_length"
+            )
+        if self.trainer.minibatches > self.backlog.groups_per_step:
+            found.append(
+                f"{prefix}trainer.minibatches={self.trainer.minibatches}: must be at most "
+                f"{prefix}backlog.groups_per_step={self.backlog.groups_per_step}, for groups stay whole"
             )
         found += self._critic_problems(prefix)
         if not self.model.problems(""):

@@ -44,7 +44,7 @@ class Backlog:
         await _ask("queue.close", self.queue.close.call_one())
 
     async def trained(self, batch: BatchHandle, policy_version: int) -> None:
-        """Account for a batch: an optimizer step consumed it and made this version."""
+        """Account for a batch: a training step consumed it and made this version."""
         await _ask("queue.trained", self.queue.trained.call_one(batch.id, policy_version))
 
     async def counts(self) -> dict[str, int]:
@@ -69,7 +69,7 @@ class Trainer:
         return _first(await _ask("trainer.start", self._actors.start.call()))
 
     async def step(self, batch: BatchHandle) -> dict[str, float]:
-        """One optimizer step on this batch; its metrics."""
+        """Train on this batch: it makes the next policy version; its metrics."""
         return _first(await _ask("trainer.step", self._actors.step.call(self._queue, batch)))
 
     async def publish(self) -> int:

@@ -100,6 +100,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
         config.trainer.fsdp,
         tokenizer.pad_token,
         config.steps,
+        config.trainer.minibatches,
     )
     run.backlog = Backlog(queue)
     closers["backlog"] = run.backlog.close

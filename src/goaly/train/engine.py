@@ -9,9 +9,11 @@ data-parallel ranks, and are the same on tensor-parallel ranks.
 Invariants
     TE-1  The gradient is that of (sum of the objective over the global batch) / (its denominator over the global
           batch), whatever the packing, the microbatches and the ranks.
-    TE-2  A loss or gradient that isn't finite raises and changes no parameter.
+    TE-2  A loss or gradient that isn't finite raises, and its step changes no parameter.
     TE-3  The same inputs give bit-identical parameters.
-    TE-4  A policy's version is the number of optimizer steps done.
+    TE-4  A policy's version is the number of batches trained, however many optimizer steps each of them makes; the
+          schedule counts them too.
+    TE-5  The proximal policy of all parts of a batch is that of before the first one's step.
 """
 
 import math
@@ -24,8 +26,9 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from goaly.losses.objective import Contribution, Objective, finish
+from goaly.losses.objective import PROXIMAL, Contribution, Objective
 from goaly.models.settings import ModelSettings
+from goaly.train.measured import COUNT, Measured, greatest, measured, sums, together
 from goaly.train.microbatch import Microbatch, microbatch, split_rows
 from goaly.train.parallel import Head, build_parallel
 from goaly.train.settings import TrainerSettings
@@ -72,31 +75,36 @@ class ModelEngine(ABC):
         Begins without gradients: where the objective counts only what it keeps, all of them are scaled at the end, once
         the counts of all microbatches and ranks are known.
         """
+        return self._accumulate(microbatches, objective, denominator).metrics
+
+    def _accumulate(
+        self, microbatches: Iterable[TensorDict], objective: Callable[..., Contribution], denominator: int
+    ) -> Measured:
         if denominator < 1:
             raise ValueError(f"denominator={denominator}: the batch must hold at least one trained token")
-        sums: list[dict[str, torch.Tensor]] = []
+        parts: list[dict[str, torch.Tensor]] = []
         maxima: list[dict[str, torch.Tensor]] = []
         for rows in microbatches:
             batch = self._microbatch(rows)
             part = objective(*self._outputs(batch), batch.columns, self.steps_done)
             loss = part.total / denominator
             loss.backward()
-            sums.append(_sums(part, loss, len(batch.cells_P)))
-            maxima.append({name: _greatest(values_P) for name, values_P in part.maximum.items()})
-        summed = self._across_ranks(sums, dist.ReduceOp.SUM)
-        metrics = _means(summed) | self._across_ranks(maxima, dist.ReduceOp.MAX)
-        self._check_finite(metrics)
+            parts.append(sums(part, loss, len(batch.cells_P)))
+            maxima.append(greatest(part))
+        summed = self._across_ranks(parts, dist.ReduceOp.SUM)
+        found = measured(summed, self._across_ranks(maxima, dist.ReduceOp.MAX))
+        self._check_finite(found.means | found.maxima)
         if COUNT in summed:
-            metrics["loss"] *= self._divide_by(summed[COUNT], instead_of=denominator)
-        return finish(metrics)
+            found.means["loss"] *= self._divide_by(summed[COUNT], instead_of=denominator)
+        return found
 
-    def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, advance the schedule, and drop the gradients."""
+    def optimizer_step(self, *, last: bool = True) -> dict[str, float]:
+        """Clip, step, and drop the gradients; with the `last` of a batch's steps the schedule advances (TE-4)."""
         assert self._optimizer is not None, "a frozen engine can't step"
         metrics = {"lr": self._optimizer.lr, "grad_norm": self._optimizer.clip()}
         self._check_finite(metrics)
-        self._optimizer.step()
-        self.steps_done += 1
+        self._optimizer.step(advance=last)
+        self.steps_done += last
         return metrics
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
@@ -201,11 +209,20 @@ class TrainEngine(ModelEngine):
         return self.steps_done
 
     def train_step(self, packed: PackedRows, objective: Objective) -> dict[str, float]:
-        """One optimizer step on this rank's share of a batch; returns the global batch's metrics."""
-        metrics = self.forward_backward(
-            split_rows(packed.rows, self._settings.microbatch_rows), objective, objective.denominator(packed)
-        )
-        return metrics | self.optimizer_step()
+        """An optimizer step for each part of this rank's share of a batch; the global batch's metrics."""
+        first, *others = packed.split()
+        if objective.looks_back:
+            for part in others:
+                part.rows[PROXIMAL] = self.logprobs(part.rows)  # TE-5: no step of this batch is done yet
+        parts = [first, *others]
+        steps = [self._step(part, objective, last=part is parts[-1]) for part in parts]
+        return together(steps).metrics
+
+    def _step(self, part: PackedRows, objective: Objective, *, last: bool) -> Measured:
+        microbatches = split_rows(part.rows, self._settings.microbatch_rows)
+        found = self._accumulate(microbatches, objective, objective.denominator(part))
+        found.means |= self.optimizer_step(last=last)
+        return found
 
     def logprobs(self, rows: TensorDict) -> torch.Tensor:
         """Log-probs `[R, L]` f32 of the trained tokens; 0 at all others."""
@@ -228,27 +245,3 @@ class TrainEngine(ModelEngine):
     @property
     def _when(self) -> str:
         return f"at policy version {self.policy_version}"
-
-
-TOKENS, COUNT = "tokens", "count"
-"""Sums beside the loss and the metrics: trained tokens, and what the objective counts of them."""
-
-
-def _sums(part: Contribution, loss: torch.Tensor, tokens: int) -> dict[str, torch.Tensor]:
-    """What this microbatch adds to the global batch's loss, counts and means."""
-    sums = {TOKENS: loss.new_tensor(tokens), "loss": loss.detach()}
-    sums |= {name: values_P.detach().sum() for name, values_P in part.mean.items()}
-    return sums if part.count is None else sums | {COUNT: part.count}
-
-
-def _means(sums: Mapping[str, float]) -> dict[str, float]:
-    """The loss, and the means over the global batch's trained tokens."""
-    tokens = max(sums[TOKENS], 1)
-    return {
-        name: value if name == "loss" else value / tokens for name, value in sums.items() if name not in (TOKENS, COUNT)
-    }
-
-
-def _greatest(values_P: torch.Tensor) -> torch.Tensor:
-    """The greatest value; where there is none, one that every value exceeds."""
-    return values_P.detach().amax() if len(values_P) else values_P.new_tensor(-math.inf)

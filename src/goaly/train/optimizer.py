@@ -37,10 +37,12 @@ class ScheduledOptimizer:
         limit = float("inf") if self._max_grad_norm is None else self._max_grad_norm
         return float(clip_grad_norm_(self._parameters, limit, foreach=True))
 
-    def step(self) -> None:
-        """One step with the gradients that are there, which it drops."""
+    def step(self, *, advance: bool = True) -> None:
+        """One step with the gradients that are there, which it drops; with `advance` the rate goes on."""
         self._optimizers.step()
         self._optimizers.zero_grad()
+        if not advance:
+            return
         self._steps += 1
         if self._last_step is None or self._steps <= self._last_step:
             self._schedulers.step()

@@ -36,7 +36,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSettings:
-    """The learning rate over optimizer steps."""
+    """The learning rate over training steps, each on one batch."""
 
     warmup_steps: int = 0
     """Steps over which the rate rises linearly to its full value."""
@@ -65,7 +65,7 @@ class ScheduleSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """The trainer's processes and its optimizer step."""
+    """The trainer's processes and its optimizer steps."""
 
     fsdp: int = 1
     """Ranks over which parameters, gradients and optimizer state are sharded; each trains its own rows."""
@@ -75,6 +75,9 @@ class TrainerSettings:
     """CPU threads of each rank."""
     microbatch_rows: int = 4
     """Packed rows in one forward and backward pass. Changes memory and speed, not the gradient."""
+    minibatches: int = 1
+    """Parts of a batch, each an optimizer step of its own: balanced by tokens, every group whole in one of them. The
+    policy version and the schedule go up by one with the batch, however many these are."""
     logprob_chunk: int = 1024
     """Tokens whose logits exist at one time."""
     temperature: float = 1.0
@@ -98,7 +101,7 @@ class TrainerSettings:
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `trainer.`."""
         lines = []
-        for name in ("fsdp", "tp", "threads", "microbatch_rows", "logprob_chunk"):
+        for name in ("fsdp", "tp", "threads", "microbatch_rows", "minibatches", "logprob_chunk"):
             if getattr(self, name) < 1:
                 lines.append(f"{prefix}{name}={getattr(self, name)}: must be at least 1")
         if self.temperature <= 0:

@@ -4,7 +4,7 @@ A mesh of `fsdp * tp` of them is one trainer; the controller calls each endpoint
 the mesh sets the torch environment (RANK and friends) before `start`.
 
 Invariants
-    PT-1  A version is published only between two optimizer steps, and is the number of steps done.
+    PT-1  A version is published only between two batches, and is the number of batches trained.
     PT-2  No endpoint does heavy work on the event loop.
 """
 
@@ -74,7 +74,7 @@ class PolicyTrainer(Actor):
 
     @concurrent_endpoint
     async def step(self, queue: Any, batch: "BatchHandle") -> dict[str, float]:
-        """One optimizer step on the batch; the metrics are those of the whole batch on every rank."""
+        """The optimizer steps on the batch; the metrics are those of the whole batch on every rank."""
         engine = self._thread.engine
         asked = time.monotonic()
         rows: PackedRows = await queue.rows.call_one(batch.id, engine.dp_rank)

@@ -5,9 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.backlog.packing import assign, pack
+from goaly.backlog.batch import build_batch
+from goaly.backlog.packing import assign, divide, pack
+from goaly.backlog.settings import BacklogSettings
 from goaly.errors import SchemaError
-from goaly.trajectory import token_data
+from goaly.reward.settings import AdvantageSettings
+from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
 
 LENGTHS = st.lists(st.integers(1, 32), min_size=1, max_size=60)
 
@@ -78,3 +81,83 @@ def test_a_packed_row_by_hand():
 def test_a_column_that_only_some_sequences_hold_is_refused_by_name():
     with pytest.raises(SchemaError, match="`values` is in some sequences"):
         pack([sequence(1, 2), sequence(1, 2, values=torch.zeros(2))], [(0, 1)], 8, pad_token=0)
+
+
+@given(LENGTHS, st.integers(1, 5))
+def test_every_group_is_whole_in_one_part_and_parts_differ_by_at_most_one_group(weights, parts):
+    parts = min(parts, len(weights))
+    divided = divide(weights, parts)
+    assert sorted(place for part in divided for place in part) == list(range(len(weights)))  # PK-5
+    assert len(divided) == parts
+    assert all(divided)
+    assert all(list(part) == sorted(part) for part in divided)
+    assert [part[0] for part in divided] == sorted(part[0] for part in divided)
+    loads = [sum(weights[place] for place in part) for part in divided]
+    assert max(loads) - min(loads) <= max(weights)
+
+
+def test_parts_by_hand():
+    # heaviest first: 9 | 7, then 4 to 7, 3 to 9, 1 to 11 or 12: the lighter
+    assert divide([3, 9, 1, 4, 7], 2) == ((0, 1), (2, 3, 4))
+    assert divide([2, 2], 1) == ((0, 1),)
+
+
+def group(ticket: int, lengths: list[int]) -> Group:
+    """A group whose tokens all are its ticket."""
+    samples = tuple(
+        Trajectory(
+            tokens=sequence(*[ticket] * length),
+            prompt_id=str(ticket),
+            sample_index=index,
+            turns=(Turn(author="prompt", start=0, stop=1), Turn(author="policy", start=1, stop=length)),
+            environment="",
+            outcome=Outcome.COMPLETE,
+        )
+        for index, length in enumerate(lengths)
+    )
+    return Group(ticket=ticket, prompt_id=str(ticket), source="", samples=samples)
+
+
+GROUPS = st.lists(st.lists(st.integers(2, 16), min_size=2, max_size=2), min_size=3, max_size=8)
+
+
+@given(GROUPS, st.integers(1, 3), st.integers(1, 3))
+def test_the_rows_of_a_part_hold_its_groups_and_no_others_on_every_rank(lengths, ranks, minibatches):
+    groups = [group(ticket, of_group) for ticket, of_group in enumerate(lengths)]
+    batch = build_batch(
+        0,
+        groups,
+        settings=BacklogSettings(row_length=16),
+        advantage_settings=AdvantageSettings(),
+        dp_ranks=ranks,
+        pad_token=99,
+        minibatches=minibatches,
+    )
+    shares = [packed.split() for packed in batch.ranks]
+    assert {len(share) for share in shares} == {minibatches}
+    found = []
+    for parts in zip(*shares, strict=True):
+        assert len({part.rows.batch_size for part in parts}) == 1  # PK-2
+        assert len({(part.batch_trained_tokens, part.batch_sequences) for part in parts}) == 1
+        tokens = torch.cat([part.rows["tokens"][part.rows["trained"]] for part in parts])
+        assert parts[0].batch_trained_tokens == len(tokens)
+        tickets = set(tokens.tolist())
+        assert parts[0].batch_sequences == 2 * len(tickets)
+        assert len(tokens) == sum(length - 1 for ticket in tickets for length in lengths[ticket])  # PK-5
+        found += sorted(tickets)
+    assert sorted(found) == list(range(len(groups)))
+    assert sum(part.batch_trained_tokens for part in shares[0]) == batch.ranks[0].batch_trained_tokens
+
+
+def test_a_batch_in_one_part_has_the_rows_that_it_always_had():
+    groups = [group(0, [4, 9]), group(1, [7, 2])]
+    batch = build_batch(
+        0,
+        groups,
+        settings=BacklogSettings(row_length=16),
+        advantage_settings=AdvantageSettings(),
+        dp_ranks=1,
+        pad_token=99,
+    )
+    assert batch.placement == assign([4, 9, 7, 2], 16, 1)
+    assert batch.ranks[0].parts == ()

@@ -49,6 +49,19 @@ def test_with_the_trainer_as_proximal_policy_a_capped_weight_scales_the_gradient
     close(gradient, torch.tensor([-0.5, 3.0, -6.0]))
 
 
+def test_after_a_batchs_first_step_the_proximal_policy_is_that_of_before_it():
+    # current / sampler 3, before / sampler 2: the ratio is 1.5, the weight 2. A = 1: 1.2 * 2, and no gradient;
+    # A = -1: -1.5 * 2 * -1 = 3, and so is the gradient
+    batch = columns([2], [1.0, -1.0], proximal_logprobs=[math.log(2 * SAMPLED)] * 2)
+    settings = LossSettings(name="ppo", proximal="trainer", importance_cap=None)
+    assert policy_loss(settings).looks_back
+    part, gradient = objective(settings, [3.0, 3.0], batch)
+    assert part.total.item() == pytest.approx(-2.4 + 3.0)
+    close(gradient, torch.tensor([0.0, 3.0]))
+    close(part.mean["importance_mean"], torch.tensor([2.0, 2.0]))
+    assert not any(policy_loss(LossSettings(proximal=other)).looks_back for other in ("sampler", "interpolated"))
+
+
 @pytest.mark.parametrize("name", ["reinforce", "grpo"])
 @pytest.mark.parametrize("proximal", ["sampler", "trainer", "interpolated"])
 def test_unclipped_and_uncapped_the_gradient_is_the_same_whatever_the_proximal_policy(name: str, proximal):

@@ -16,6 +16,7 @@ from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import split_rows
 from goaly.train.settings import CriticSettings, OptimizerSettings, TrainerSettings
 from goaly.train.value import ValueEngine
+from goaly.trajectory import Part
 from tests.unit.train.batches import documents, pack
 
 REJECTION = Rejection(measure="ratio", level="token", low=0.3, high=3.0)
@@ -29,6 +30,7 @@ OBJECTIVES = {
 SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=50, microbatch_rows=1)
 LAYOUTS = {"fsdp": {"fsdp": 2}, "tp": {"tp": 2}}
 TIED = {"fsdp": False, "tp": True}
+SMALL_STEPS = OptimizerSettings(lr=1e-3)
 ROWS = 4
 MODELS = "models"
 
@@ -76,6 +78,16 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     }
 
 
+def in_parts(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
+    """What a batch in two parts gives on this rank, of a loss whose second step looks back to before the first."""
+    engine = TrainEngine(ModelSettings(path=str(folder)), dataclasses.replace(settings, optimizer=SMALL_STEPS))
+    batch = pack(documents(10), rows=ROWS, row_length=160)
+    counts = [int(rows["trained"].sum()) for rows in batch.rows.split(2)]
+    parts = tuple(Part(rows=2 // settings.fsdp, trained_tokens=count, sequences=5) for count in counts)
+    share = dataclasses.replace(batch, rows=batch.rows[engine.dp_rank :: settings.fsdp], parts=parts)
+    return engine.train_step(share, policy_loss(LossSettings(name="ppo", proximal="trainer")))
+
+
 def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a critic's two steps on the batch give on this rank: metrics and, before and after, values."""
     degrees = {"fsdp": settings.fsdp, "tp": settings.tp}
@@ -98,6 +110,7 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
         result.pop("engine").save_hf(out / f"{name}.hf")
         torch.save(result, out / f"{name}.{rank}")
         torch.save(judged(models / name, dataclasses.replace(SETTINGS, **degrees)), out / f"{name}.critic.{rank}")
+        torch.save(in_parts(models / name, dataclasses.replace(SETTINGS, **degrees)), out / f"{name}.parts.{rank}")
     dist.destroy_process_group()
 
 
@@ -133,6 +146,18 @@ def test_two_ranks_have_the_gradient_metrics_and_step_of_one(
         rows = alone["logprobs"][found["dp_rank"] :: 2 if layout == "fsdp" else 1]
         torch.testing.assert_close(found["logprobs"], rows, atol=1e-5, rtol=1e-4)
         assert found["resumed"]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_have_the_steps_of_one_on_a_batch_in_parts(
+    results: tuple[dict[str, dict[str, Any]], Path], layout: str
+):
+    _, out = results
+    alone = in_parts(out / MODELS / layout, dataclasses.replace(SETTINGS, microbatch_rows=ROWS))
+    for rank in range(2):
+        found = torch.load(out / f"{layout}.parts.{rank}", weights_only=False)
+        assert found == pytest.approx(alone, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.timeout(240)
