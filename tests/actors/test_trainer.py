@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 import torch
 from monarch.actor import Actor, concurrent_endpoint, this_host
-from monarch.spmd import setup_torch_elastic_env
+from monarch.spmd import setup_torch_elastic_env, setup_torch_elastic_env_async
 from torch.distributed.tensor import DTensor
 
 from goaly.backlog.batch import BatchHandle
@@ -151,3 +151,41 @@ async def test_a_step_that_is_not_finite_names_the_metric_and_leaves_a_trainer_t
     async with asyncio.timeout(60):
         metrics = await first(actors.trainer.step.call(actors.queue, actors.handle))
     assert metrics["grad_norm"] > 0
+
+
+async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_of_a_batch(
+    actors: Actors, tiny_model_folder: Path
+):
+    async def stepped() -> tuple[int, dict[str, float]]:
+        """One step and its version, published."""
+        metrics = await first(actors.trainer.step.call(actors.queue, actors.handle))
+        return await first(actors.trainer.publish.call()), metrics
+
+    model, settings = ModelSettings(path=str(tiny_model_folder)), ReferenceSettings(fsdp=2, refresh_every=2)
+    processes = this_host().spawn_procs(per_host={"procs": 2}, bootstrap=one_thread)
+    await setup_torch_elastic_env_async(processes)
+    reference = processes.spawn("following", ReferenceModel, settings, SETTINGS, model, WeightSettings(), actors.store)
+    await reference.start.call()
+    version, _ = await stepped()
+    if version % 2:
+        version, _ = await stepped()
+
+    async def annotated(batch_id: int) -> list[int]:
+        return list((await reference.annotate.call(actors.queue, replace(actors.handle, id=batch_id))).values())
+
+    assert await annotated(version) == [version, version]  # RF-1: both ranks
+    _, metrics = await stepped()
+    assert metrics["kl_reference"] == pytest.approx(0, abs=1e-9)
+    assert await annotated(version + 1) == [version, version]  # there is a newer one
+    newer, metrics = await stepped()
+    assert metrics["kl_reference"] > 1e-6
+    assert newer == version + 2
+    assert await annotated(newer) == [newer, newer]
+    _, metrics = await stepped()
+    assert metrics["kl_reference"] == pytest.approx(0, abs=1e-9)
+    with pytest.raises(
+        Exception, match=f"policy version 0, which batch 1 is compared with, is gone .* still at {newer}"
+    ):
+        await annotated(1)
+    await reference.close.call()
+    await processes.stop()

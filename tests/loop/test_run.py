@@ -40,7 +40,7 @@ def shared_memory_gone(before: set[str], seconds: float) -> bool:
 def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(launch: Launch) -> None:
     before = shared_memory()
     overrides = ["loss.kl_coef=0.01", "advantages.kl_coef=0.01", "loss.name=tests.loop.own_loss:squared"]
-    overrides += ["generator.replicas=2", "backlog.max_staleness=2", *TWO_SOURCES]
+    overrides += ["generator.replicas=2", "backlog.max_staleness=2", "reference.refresh_every=2", *TWO_SOURCES]
     run = launch(f"steps={STEPS}", *overrides)
     run.wait_for_steps(2)
     children = list(run.processes())
@@ -59,6 +59,7 @@ def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(la
     assert [step["policy_version"] for step in steps] == list(range(1, STEPS + 1))
     assert all(step["age/max"] <= 2 + 1 for step in steps)
     assert all({"kl_reference", "advantage_square"} <= step.keys() for step in steps)
+    assert [step["reference/version"] for step in steps] == [batch - batch % 2 for batch in range(STEPS)]
     assert all(step["mix/short"] + step["mix/long"] == pytest.approx(1) for step in steps)
     assert steps[-1]["distribution/tv"] <= 1 / (2 * steps[-1]["distribution/known_step"])  # a window of 2
     assert steps[-1]["distribution/source_total/short"] == pytest.approx(0.75, abs=0.05)

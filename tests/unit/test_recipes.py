@@ -73,6 +73,30 @@ def test_a_critic_and_advantages_over_its_values_come_together_or_not_at_all(tin
     ]
 
 
+def test_a_reference_is_refreshed_only_where_there_is_one_and_from_the_policy_alone(tiny_model_folder: Path):
+    from goaly.errors import ConfigError
+
+    file = CONFIGS / "grpo" / "tiny.yaml"
+    with_reference = ("loss.kl_coef=0.1", "reference.refresh_every=3")
+    frozen, refreshed = (
+        next(
+            place for place in placements(run_config(file, tiny_model_folder, *overrides)) if place.name == "reference"
+        )
+        for overrides in (with_reference[:1], with_reference)
+    )
+    assert refreshed.gib == 2 * frozen.gib
+    for overrides, said in [
+        (["reference.refresh_every=3"], r"refresh_every=3: has no effect, loss.kl_coef and advantages.kl_coef are 0"),
+        (
+            [*with_reference, f"reference.path={tiny_model_folder}"],
+            r"path=.*: must be null where reference.refresh_every",
+        ),
+        (["loss.kl_coef=0.1", "reference.refresh_every=0"], r"refresh_every=0: must be at least 1, or null"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            run_config(file, tiny_model_folder, *overrides)
+
+
 def test_a_batch_has_no_more_parts_than_groups(tiny_model_folder: Path):
     from goaly.errors import ConfigError
 

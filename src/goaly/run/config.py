@@ -56,7 +56,7 @@ class RunConfig:
     """How the policy is trained."""
 
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)
-    """The frozen model of the KL term; it runs only where `loss.kl_coef` or
+    """The model of the KL term; it runs only where `loss.kl_coef` or
     `advantages.kl_coef` is not 0."""
 
     critic: CriticSettings | None = None
@@ -109,6 +109,11 @@ class RunConfig:
             found.append(
                 f"{prefix}trainer.minibatches={self.trainer.minibatches}: must be at most "
                 f"{prefix}backlog.groups_per_step={self.backlog.groups_per_step}, for groups stay whole"
+            )
+        if self.reference.refresh_every is not None and not self.uses_reference:
+            found.append(
+                f"{prefix}reference.refresh_every={self.reference.refresh_every}: has no effect, {prefix}loss.kl_coef "
+                f"and {prefix}advantages.kl_coef are 0"
             )
         found += self._critic_problems(prefix)
         if not self.model.problems(""):

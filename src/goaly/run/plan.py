@@ -28,7 +28,7 @@ def needs(config: RunConfig) -> dict[str, tuple[float, str]]:
     """By role, the GiB that a rank needs, and what for."""
     shape = architecture(read_config(config.model.path), where=config.model.path)
     count = parameters(shape)
-    trainer, generator, critic = config.trainer, config.generator, config.critic
+    trainer, generator, reference, critic = config.trainer, config.generator, config.reference, config.critic
     computed = DTYPE_BYTES[config.model.dtype]
     transferred = DTYPE_BYTES[config.weights.transfer_dtype or "float32"]
     tokens = trainer.microbatch_rows * config.backlog.row_length
@@ -41,7 +41,10 @@ def needs(config: RunConfig) -> dict[str, tuple[float, str]]:
             "ring": config.weights.slots * transferred * count / trainer.ranks,
             "activations": tokens * computed * kept / trainer.tp + logits,
         },
-        "reference": {"parameters": 4 * count / config.reference.ranks},
+        "reference": {
+            "parameters": 4 * count / reference.ranks,
+            **({} if reference.refresh_every is None else {"prefetch": 4 * count / reference.ranks}),
+        },
         "critic": {"state": trained / critic.ranks, "activations": tokens * computed * kept / critic.tp}
         if critic is not None
         else {},

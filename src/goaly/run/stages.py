@@ -86,19 +86,21 @@ class Trainer:
 
 
 class Reference:
-    """Stage 5: log-probabilities under frozen weights."""
+    """Stage 5: log-probabilities under the weights that the policy is not to go far from."""
 
     def __init__(self, actors: Any, queue: Any):
         self._actors = actors
         self._queue = queue
 
     async def start(self) -> None:
-        """Build and load the frozen model on every rank."""
+        """Build and load the model on every rank."""
         await _ask("reference.start", self._actors.start.call())
 
     async def annotate(self, batch: BatchHandle) -> None:
-        """Add `reference_logprobs` to the batch's rows."""
-        await _ask("reference.annotate", self._actors.annotate.call(self._queue, batch))
+        """Add `reference_logprobs` to the batch's rows, and to its metrics whose they are where that changes."""
+        version = _first(await _ask("reference.annotate", self._actors.annotate.call(self._queue, batch)))
+        if version is not None:
+            batch.metrics["reference/version"] = float(version)
 
     async def close(self) -> None:
         """Let go of what the actors hold."""

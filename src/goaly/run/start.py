@@ -157,7 +157,17 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
             mesh = meshes["reference"]
             await setup_torch_elastic_env_async(mesh)
             run.reference = Reference(
-                spawn(mesh, "reference", ReferenceModel, config.reference, config.trainer, config.model), queue
+                spawn(
+                    mesh,
+                    "reference",
+                    ReferenceModel,
+                    config.reference,
+                    config.trainer,
+                    config.model,
+                    config.weights,
+                    store,
+                ),
+                queue,
             )
             closers["reference"] = run.reference.close
             starts.create_task(run.reference.start())

@@ -13,7 +13,8 @@ Invariants
     TE-3  The same inputs give bit-identical parameters.
     TE-4  A policy's version is the number of batches trained, however many optimizer steps each of them makes; the
           schedule counts them too.
-    TE-5  The proximal policy of all parts of a batch is that of before the first one's step.
+    TE-5  A forward pass is by the parameters as they are, also where others than the optimizer write them.
+    TE-6  The proximal policy of all parts of a batch is that of before the first one's step.
 """
 
 import math
@@ -162,6 +163,7 @@ class ModelEngine(ABC):
             out = torch.zeros(part.batch_size.numel())
             out[batch.cells_P.cpu()] = self._outputs(batch)[0].float().cpu()
             parts.append(out.view(part.batch_size))
+        self._parallel.let_go()  # TE-5
         return torch.cat(parts)
 
     def _microbatch(self, rows: TensorDict) -> Microbatch:
@@ -213,7 +215,7 @@ class TrainEngine(ModelEngine):
         first, *others = packed.split()
         if objective.looks_back:
             for part in others:
-                part.rows[PROXIMAL] = self.logprobs(part.rows)  # TE-5: no step of this batch is done yet
+                part.rows[PROXIMAL] = self.logprobs(part.rows)  # TE-6: no step of this batch is done yet
         parts = [first, *others]
         steps = [self._step(part, objective, last=part is parts[-1]) for part in parts]
         return together(steps).metrics

@@ -34,6 +34,13 @@ class ParallelModel:
     token_multiple: int
     """A microbatch's tokens must be a multiple of this."""
 
+    def let_go(self) -> None:
+        """End a pass that no backward pass follows: FSDP would keep what it gathered, and compute with it again."""
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(self.model, FSDPModule):
+            self.model.reset_iter_state()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:

@@ -1,18 +1,25 @@
-"""The actor that holds frozen weights and adds their log-probs to a batch's rows.
+"""The actor that adds to a batch's rows the log-probs of weights that are frozen, or follow the policy in long steps.
 
 Its ranks may be fewer or more than the trainer's (`shares.py`).
+
+Invariants
+    RF-1  All log-probs of a batch are by one reference: with `refresh_every=n` those of batch k by the policy's version
+          k - k % n, whenever they are asked for.
 """
 
+import asyncio
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from goaly.errors import WeightsError
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
 from goaly.train import shares
 from goaly.train.rank import RankThread
 from goaly.train.settings import ReferenceSettings, TrainerSettings
+from goaly.weights.settings import WeightSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,13 +27,26 @@ if TYPE_CHECKING:
     from goaly.backlog.batch import BatchHandle
     from goaly.train.engine import TrainEngine
     from goaly.trajectory import PackedRows
+    from goaly.weights.store import WeightStore
+    from goaly.weights.subscriber import Subscriber
 
 
 class ReferenceModel(Actor):
     """One rank of the reference model. The constructor is cheap; `start` builds the engine."""
 
-    def __init__(self, settings: ReferenceSettings, trainer: TrainerSettings, model: ModelSettings):
-        """Log-probs are computed as the trainer computes them, in microbatches of its size."""
+    def __init__(
+        self,
+        settings: ReferenceSettings,
+        trainer: TrainerSettings,
+        model: ModelSettings,
+        weights: WeightSettings | None = None,
+        store: "WeightStore | None" = None,
+    ):
+        """Log-probs are computed as the trainer computes them, in microbatches of its size.
+
+        With `refresh_every` it takes the policy's weights from the `store`.
+        """
+        assert settings.refresh_every is None or store is not None, "what is refreshed comes from a store"
         self._shares = trainer.fsdp
         self._settings = dataclasses.replace(
             trainer,
@@ -38,26 +58,68 @@ class ReferenceModel(Actor):
         )
         self._model = model if settings.path is None else dataclasses.replace(model, path=settings.path)
         self._thread: RankThread[TrainEngine] = RankThread("reference")
+        self._refresh_every = settings.refresh_every
+        self._weight_settings = dataclasses.replace(weights or WeightSettings(), apply="copy")
+        self._store = store
+        self._subscriber: Subscriber | None = None
+        self._version = 0
+        self._one_batch_at_a_time = asyncio.Lock()
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Build and load the frozen model."""
+        """Build and load the model."""
         await self._thread.build(self._settings, self._make_engine)
+        if self._refresh_every is not None:
+            from goaly.weights.subscriber import Subscriber
+
+            assert self._store is not None
+            self._subscriber = Subscriber(
+                self._store,
+                self._thread.engine.named_tensors(),
+                f"reference.{self._thread.rank}",
+                self._weight_settings,
+            )
 
     @concurrent_endpoint
-    async def annotate(self, queue: Any, batch: "BatchHandle") -> None:
-        """Add `reference_logprobs` to the batch's rows, for all of the trainer's data-parallel ranks."""
+    async def annotate(self, queue: Any, batch: "BatchHandle") -> int | None:
+        """Add `reference_logprobs` to the batch's rows, for all of the trainer's data-parallel ranks.
+
+        The policy version whose weights they are by; None where the reference is never refreshed.
+        """
 
         async def logprobs(packed: "PackedRows") -> "Tensor":
             return await self._thread.run(lambda: self._logprobs(packed, batch.id))
 
-        await shares.annotate(queue, batch.id, "reference_logprobs", self._thread.engine, logprobs, count=self._shares)
+        async with self._one_batch_at_a_time:  # RF-1
+            version = await self._refreshed_for(batch.id)
+            await shares.annotate(
+                queue, batch.id, "reference_logprobs", self._thread.engine, logprobs, count=self._shares
+            )
+            return version
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """Let go of the thread."""
+        """Leave the store, and let go of the thread."""
+        subscriber, self._subscriber = self._subscriber, None
+        if subscriber is not None:
+            await subscriber.close()
         self._thread.close()
         spans.flush()
+
+    async def _refreshed_for(self, batch_id: int) -> int | None:
+        """Have the weights that this batch is compared with; their version."""
+        if self._subscriber is None or self._refresh_every is None:
+            return None
+        due = batch_id - batch_id % self._refresh_every  # RF-1
+        if due != self._version:
+            if not await self._subscriber.prefetch(due):
+                raise WeightsError(
+                    f"reference: policy version {due}, which batch {batch_id} is compared with, is gone from the "
+                    f"weight store; the reference is still at {self._version}"
+                )
+            await self._thread.run(self._subscriber.apply)
+            self._version = due
+        return due
 
     def _make_engine(self) -> "TrainEngine":
         from goaly.train.engine import TrainEngine

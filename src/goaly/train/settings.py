@@ -117,10 +117,12 @@ class TrainerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceSettings:
-    """The frozen model that the KL term measures the distance from; spawned only if the loss uses it."""
+    """The model that the KL term measures the distance from; spawned only if the loss or the advantages use it."""
 
     path: str | None = None
     """A Hugging Face folder; null is the model that training starts from."""
+    refresh_every: int | None = None
+    """Steps after which the reference takes the policy's weights, again and again; null never changes it."""
     fsdp: int = 1
     """Ranks, each computing its own rows."""
     tp: int = 1
@@ -135,11 +137,19 @@ class ReferenceSettings:
 
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each."""
-        return [
+        found = [
             f"{prefix}{name}={getattr(self, name)}: must be at least 1"
             for name in ("fsdp", "tp", "threads")
             if getattr(self, name) < 1
         ]
+        if self.refresh_every is not None and self.refresh_every < 1:
+            found.append(f"{prefix}refresh_every={self.refresh_every}: must be at least 1, or null")
+        if self.refresh_every is not None and self.path is not None:
+            found.append(
+                f"{prefix}path={self.path}: must be null where {prefix}refresh_every is set: the reference is "
+                "then the policy as it was"
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

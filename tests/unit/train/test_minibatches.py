@@ -107,7 +107,7 @@ def test_the_proximal_policy_of_every_part_is_that_of_before_the_batch(engine):
     first, others = seen[:2], seen[2:]
     assert len(others) == 1
     assert all((tokens.ratio_P == 1).all() for tokens in first)
-    assert torch.equal(others[0].proximal_logprobs_P, before[whole.rows["trained"][2:]])  # TE-5
+    assert torch.equal(others[0].proximal_logprobs_P, before[whole.rows["trained"][2:]])  # TE-6
     assert (others[0].ratio_P - 1).abs().max() > 0.01
     assert PROXIMAL not in whole.rows.keys()  # noqa: SIM118
 

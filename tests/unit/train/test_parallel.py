@@ -88,6 +88,18 @@ def in_parts(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     return engine.train_step(share, policy_loss(LossSettings(name="ppo", proximal="trainer")))
 
 
+def rewritten(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
+    """Log-probs of this rank's rows under frozen parameters, and again after somebody has halved them in place."""
+    from torch.distributed.tensor import DTensor
+
+    engine = TrainEngine(ModelSettings(path=str(folder)), settings, trains=False)
+    rows = pack(documents(10), rows=ROWS, row_length=160).rows[engine.dp_rank :: settings.fsdp]
+    held = [t._local_tensor if isinstance(t, DTensor) else t for t in engine.named_tensors().values()]
+    before = engine.logprobs(rows)
+    torch._foreach_mul_(list({tensor.data_ptr(): tensor for tensor in held}.values()), 0.5)
+    return {"before": before, "after": engine.logprobs(rows), "dp_rank": engine.dp_rank}
+
+
 def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a critic's two steps on the batch give on this rank: metrics and, before and after, values."""
     degrees = {"fsdp": settings.fsdp, "tp": settings.tp}
@@ -110,6 +122,7 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
         result.pop("engine").save_hf(out / f"{name}.hf")
         torch.save(result, out / f"{name}.{rank}")
         torch.save(judged(models / name, dataclasses.replace(SETTINGS, **degrees)), out / f"{name}.critic.{rank}")
+        torch.save(rewritten(models / name, dataclasses.replace(SETTINGS, **degrees)), out / f"{name}.rewritten.{rank}")
         torch.save(in_parts(models / name, dataclasses.replace(SETTINGS, **degrees)), out / f"{name}.parts.{rank}")
     dist.destroy_process_group()
 
@@ -158,6 +171,21 @@ def test_two_ranks_have_the_steps_of_one_on_a_batch_in_parts(
     for rank in range(2):
         found = torch.load(out / f"{layout}.parts.{rank}", weights_only=False)
         assert found == pytest.approx(alone, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sharded_model_computes_with_what_was_written_since_its_last_forward_pass(
+    results: tuple[dict[str, dict[str, Any]], Path], layout: str
+):
+    _, out = results
+    alone = rewritten(out / MODELS / layout, dataclasses.replace(SETTINGS, microbatch_rows=ROWS))
+    assert (alone["after"] - alone["before"]).abs().max() > 0.1
+    for rank in range(2):
+        found = torch.load(out / f"{layout}.rewritten.{rank}", weights_only=False)
+        for when in ("before", "after"):  # TE-5
+            rows = alone[when][found["dp_rank"] :: 2 if layout == "fsdp" else 1]
+            torch.testing.assert_close(found[when], rows, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.timeout(240)
