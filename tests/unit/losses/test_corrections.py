@@ -95,5 +95,23 @@ def test_each_rule_rejects_what_lies_outside_its_bounds(rule: Rejection, expecte
     assert rejected(rule, CURRENT, SAMPLER, documents([2, 2, 2])).int().tolist() == expected
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "veto"])
+@pytest.mark.parametrize("measure", ["ratio", "k1", "k2", "k3"])
+def test_a_rule_judges_a_sequence_alone(measure, level):
+    rule = Rejection(measure=measure, level=level, low=-0.5, high=0.7)
+    together = rejected(rule, CURRENT, SAMPLER, documents([2, 2, 2]))
+    alone = [rejected(rule, CURRENT[at : at + 2], SAMPLER[at : at + 2], documents([2])) for at in (0, 2, 4)]
+    assert together.tolist() == torch.cat(alone).tolist()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_weight_is_of_its_sequence_alone(level):
+    together, _ = importance_weights(CURRENT, SAMPLER, documents([2, 2, 2]), level, 3.0)
+    alone = [
+        importance_weights(CURRENT[at : at + 2], SAMPLER[at : at + 2], documents([2]), level, 3.0) for at in (0, 2, 4)
+    ]
+    assert together.tolist() == torch.cat([weights for weights, _ in alone]).tolist()
+
+
 def test_too_old_is_above_the_bound():
     assert too_old(torch.tensor([0, 2, 3]), 2).tolist() == [False, False, True]

@@ -74,6 +74,54 @@ def test_unclipped_and_uncapped_the_gradient_is_the_same_whatever_the_proximal_p
     close(gradient, torch.tensor([-1.5, 0.5, -12.0]))
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum"])
+@pytest.mark.parametrize("importance", ["token", "sequence"])
+@pytest.mark.parametrize("proximal", ["trainer", "interpolated"])
+def test_corrected_gradients_are_those_of_autograd_on_the_plain_formula(aggregation, importance, proximal):
+    lengths, generator = [3, 1, 4], torch.Generator().manual_seed(5)
+    ratios, befores, references = torch.randn(3, 8, generator=generator, dtype=torch.float64).mul(0.3).exp()
+    advantages, versions = torch.randn(8, generator=generator), torch.randint(0, 6, (8,), generator=generator)
+    batch = columns(lengths, advantages.tolist(), versions=versions.tolist())
+    batch["reference_logprobs"] = (SAMPLED * references).log().float()
+    if proximal == "trainer":
+        batch["proximal_logprobs"] = (SAMPLED * befores).log().float()
+    length = {"constant_length": 5} if aggregation == "sequence_sum" else {}
+    rule = Rejection(measure="k2", level="token", high=0.08)
+    settings = LossSettings(
+        name="ppo",
+        proximal=proximal,
+        importance=importance,
+        importance_cap=1.1,
+        aggregation=aggregation,
+        rejections=(rule,),
+        max_age=4,
+        kl_coef=0.2,
+        **length,
+    )
+    part, gradient = objective(settings, ratios.tolist(), batch, policy_version=6)
+
+    log_ratio = ratios.log().requires_grad_()
+    age = 6 - versions.double()
+    anchor = befores.log() if proximal == "trainer" else age / (age + 1) * log_ratio.detach()
+    weight = torch.cat([w.sum().expand(len(w)) for w in anchor.split(lengths)]) if importance == "sequence" else anchor
+    ratio = (log_ratio - anchor).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    distance = references.log() - log_ratio
+    value = -weight.exp().clamp(max=1.1) * surrogate + 0.2 * (distance.exp() - 1 - distance)
+    kept = (log_ratio.detach().square() / 2 <= 0.08) & (age <= 4)
+    assert 0 < kept.sum() < 8
+    share = {
+        "token_mean": [1] * 8,
+        "sequence_mean": [1 / n for n in lengths for _ in range(n)],
+        "sequence_sum": [0.2] * 8,
+    }
+    plain = (torch.tensor(share[aggregation]) * kept * value).sum()
+    plain.backward()
+    assert part.total.item() == pytest.approx(plain.item(), abs=1e-5)
+    assert log_ratio.grad is not None
+    close(gradient.double(), log_ratio.grad, atol=1e-5, rtol=1e-4)
+
+
 def test_interpolated_decoupled_ppo_by_hand():
     # current / sampler = 4, age 1: half of the way is 2. A = 1: the ratio 4 / 2 = 2 is clipped to 1.2, the weight is 2.
     # A = -1: nothing is clipped, -2 * 2 * -1 = 4, and so is the gradient.

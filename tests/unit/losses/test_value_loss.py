@@ -31,6 +31,22 @@ def test_a_value_gains_nothing_from_going_further_than_the_clip_towards_its_retu
     assert part.mean["clip_fraction"].tolist() == [0, 1, 0]
 
 
+@pytest.mark.parametrize("clip", [None, 0.7])
+def test_the_gradient_is_that_of_autograd_on_the_plain_formula(clip: float | None):
+    generator = torch.Generator().manual_seed(3)
+    values, old, returns = torch.randn(3, 40, generator=generator)
+    part, gradient = loss(values.tolist(), old.tolist(), returns.tolist(), clip)
+    made = values.double().requires_grad_()
+    errors = (made - returns.double()).square()
+    if clip is not None:
+        near = old.double() + (made - old.double()).clamp(-clip, clip)
+        errors = torch.maximum(errors, (near - returns.double()).square())
+    (errors.sum() / 2).backward()
+    assert float(part.total) == pytest.approx(float(errors.detach().sum()) / 2, rel=1e-5)
+    assert made.grad is not None
+    assert gradient == pytest.approx(made.grad.tolist(), abs=1e-5)
+
+
 def test_the_explained_variance_is_of_the_values_before_the_batch():
     def share(values: list[float], returns: list[float]) -> float:
         means = {name: float(v.mean()) for name, v in moments(torch.tensor(values), torch.tensor(returns)).items()}

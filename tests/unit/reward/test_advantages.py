@@ -155,6 +155,35 @@ def test_adding_a_constant_to_all_rewards_changes_nothing(name: str):
     assert values(name, groups([3, 4, 6], [4, 4])) == pytest.approx(values(name, groups([0, 1, 3], [1, 1])), abs=1e-5)
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    rewards=st.lists(st.lists(st.integers(0, 3).map(float), min_size=3, max_size=3), min_size=1, max_size=4),
+    order=st.randoms(use_true_random=False),
+)
+@pytest.mark.parametrize("name", COMPARING)
+def test_the_order_of_groups_and_of_their_samples_is_nobodys_advantage(name: str, rewards, order):
+    shuffled = [list(enumerate(of_group)) for of_group in rewards]
+    for of_group in shuffled:
+        order.shuffle(of_group)
+    places = list(range(len(rewards)))
+    order.shuffle(places)
+    due = values(name, groups(*rewards))
+    found = values(name, groups(*([reward for _, reward in shuffled[place]] for place in places)))
+    expected = [due[3 * place + at] for place in places for at, _ in shuffled[place]]
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_rewards_in_another_unit_scale_what_has_one_and_change_nothing_else(name: str):
+    options = {} if name in ("group_mean", "rloo") else {"epsilon": 0.0}
+    factor = 1 if options else 10
+    ones, tens = (
+        values(name, groups([0, 1, 3], [2, 4]), **options),
+        values(name, groups([0, 10, 30], [20, 40]), **options),
+    )
+    assert tens == pytest.approx([factor * one for one in ones], abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ESTIMATORS.names)
 def test_only_trained_tokens_carry_an_advantage(name: str):
     batch = [grouped(sample(1.0, turns="p1a2p1"), sample(0.0, turns="p1a1p2"))]
@@ -210,6 +239,22 @@ def test_generalized_advantages_by_hand():
     found, _ = gae(torch.tensor([8.0]), torch.tensor([4.0]), gamma=0.5, last_value=10.0)
     assert found.tolist() == [9.0]
     assert gae(torch.zeros(0), torch.zeros(0))[0].shape == (0,)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=8), st.floats(0, 1), st.floats(0, 1)
+)
+def test_generalized_advantages_are_the_sums_of_their_definition(steps, gamma: float, lam: float):
+    rewards, worth = (torch.tensor(column, dtype=torch.float64) for column in zip(*steps, strict=True))
+    deltas = rewards + gamma * torch.cat([worth[1:], worth.new_zeros(1)]) - worth
+    due = [
+        sum((gamma * lam) ** later * float(deltas[at + later]) for later in range(len(deltas) - at))
+        for at in range(len(deltas))
+    ]
+    found, returns = gae(rewards, worth, gamma=gamma, lam=lam)
+    assert found.tolist() == pytest.approx(due, abs=1e-9)
+    close(returns, found + worth)
 
 
 def test_generalized_advantages_are_returns_less_values_or_one_step_errors_at_the_ends_of_lambda():
