@@ -15,7 +15,8 @@ from goaly.losses.objective import policy_loss
 from goaly.losses.policy import LOSSES
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.config import RunConfig
-from goaly.run.plan import describe, placements
+from goaly.run.plan import describe, needs
+from goaly.run.processes import processes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = sorted(file for folder in ("grpo", "ppo", "recipes") for file in (CONFIGS / folder).glob("*.yaml"))
@@ -79,12 +80,10 @@ def test_a_reference_is_refreshed_only_where_there_is_one_and_from_the_policy_al
     file = CONFIGS / "grpo" / "tiny.yaml"
     with_reference = ("loss.kl_coef=0.1", "reference.refresh_every=3")
     frozen, refreshed = (
-        next(
-            place for place in placements(run_config(file, tiny_model_folder, *overrides)) if place.name == "reference"
-        )
+        needs(run_config(file, tiny_model_folder, *overrides))["reference"][0]
         for overrides in (with_reference[:1], with_reference)
     )
-    assert refreshed.gib == 2 * frozen.gib
+    assert refreshed == 2 * frozen
     for overrides, said in [
         (["reference.refresh_every=3"], r"refresh_every=3: has no effect, loss.kl_coef and advantages.kl_coef are 0"),
         (
@@ -129,10 +128,9 @@ def test_a_script_refuses_a_config_that_is_not_for_it(app: ModuleType, config: s
 
 def test_the_plan_of_a_run_with_a_critic_says_where_it_goes(tiny_model_folder: Path):
     config = run_config(CONFIGS / "ppo" / "tiny.yaml", tiny_model_folder, "critic.fsdp=2")
-    (place,) = [place for place in placements(config) if place.name == "critic"]
-    (trainer,) = [place for place in placements(config) if place.name == "trainer"]
-    assert (place.role, place.processes, place.threads) == ("critic", 2, 1)
-    assert 0 < place.gib < trainer.gib
+    (place,) = [place for place in processes(config) if place.name == "critic"]
+    assert (place.role, place.count, place.threads) == ("critic", 2, 1)
+    assert 0 < needs(config)["critic"][0] < needs(config)["trainer"][0]
     assert re.search(r"\ncritic +2 +1 +0 ", describe(config))
 
 
