@@ -56,7 +56,7 @@ class LaggedSettings:
     max_tokens: int = 40
     digits: int = 3
     """Of both numbers to add: answers of one length, so that the generator's batches stay full."""
-    lr: float = 3e-4
+    lr: float = 2e-4
     """At its peak; it decays linearly to a tenth."""
     warmup_steps: int = 5
     evaluate_every: int = 20

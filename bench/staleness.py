@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 RECOMMENDED, UNCORRECTED = "recommended", "uncorrected"
 LOSSES: Mapping[str, LossSettings] = {
-    RECOMMENDED: LossSettings(name="reinforce", proximal="trainer", importance="sequence", importance_cap=2.0),
+    RECOMMENDED: LossSettings(name="grpo", options={"clip_low": 0.2, "clip_high": 4.0}),
     UNCORRECTED: LossSettings(name="bench.lagged:uncorrected"),
+    "by answer": LossSettings(name="reinforce", proximal="trainer", importance="sequence", importance_cap=2.0),
     "by token": LossSettings(name="reinforce", proximal="trainer", importance_cap=2.0),
     "grpo": LossSettings(name="grpo"),
     "dapo": LossSettings(name="dapo"),
