@@ -57,6 +57,7 @@ class Episode:
         self._tokens: list[int] = []
         self._columns: list[dict[str, torch.Tensor]] = []
         self._turns: list[Turn] = []
+        self._credits: dict[int, float] = {}
         self._outcome = Outcome.COMPLETE
         self._read(PROMPT, tokens)
 
@@ -85,12 +86,22 @@ class Episode:
         """The policy was shown these: a tool's answer, the next message, whatever it did not write."""
         return self._read(ENVIRONMENT, tokens)
 
+    def credited(self, reward: float) -> "Episode":
+        """The step that the policy has just made, with what came of it, earned this: a process reward."""
+        if all(turn.author != POLICY for turn in self._turns):
+            raise EpisodeError(f"prompt {self._prompt.id}: a credit of {reward} before the policy wrote anything")
+        last = len(self._tokens) - 1
+        self._credits[last] = self._credits.get(last, 0.0) + reward
+        return self
+
     def finish(self, reward: float) -> Trajectory:
-        """The trajectory, with this reward for all of it."""
+        """The trajectory, with this reward for all of it, beside what was credited on the way."""
         columns = {key: torch.cat([turn[key] for turn in self._columns]) for key in self._columns[0]}
         columns["rewards"] = torch.zeros(len(self._tokens))
         written = columns["trained"].nonzero()
         columns["rewards"][int(written[-1]) if len(written) else -1] = reward
+        for position, credit in self._credits.items():
+            columns["rewards"][position] += credit
         return Trajectory(
             tokens=TensorDict(columns, batch_size=[len(self._tokens)]),
             prompt_id=self._prompt.id,

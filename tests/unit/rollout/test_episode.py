@@ -6,9 +6,11 @@ import torch
 from goaly.errors import EpisodeError
 from goaly.generate.request import Finish
 from goaly.prompts.prompt import Prompt
+from goaly.reward.advantages import estimate
+from goaly.reward.settings import AdvantageSettings
 from goaly.rollout.episode import Episode
 from goaly.rollout.policy import Completion
-from goaly.trajectory import Outcome, Turn
+from goaly.trajectory import Group, Outcome, Trajectory, Turn
 
 PROMPT = Prompt(id="q1", source="test", messages=())
 
@@ -51,6 +53,26 @@ def test_what_the_environment_said_between_turns_is_not_trained_and_the_reward_s
         ("environment", 6, 7),
     ]
     assert isinstance(whole.turns[0], Turn)
+
+
+def test_a_step_is_credited_where_it_ended_and_the_process_estimator_finds_it_there():
+    def of(first: float, second: float) -> Trajectory:
+        episode = Episode(PROMPT, [5]).wrote(completion([5], [6, 7])).observed([40]).credited(first - 1).credited(1)
+        return episode.wrote(completion([5, 6, 7, 40], [8])).credited(second / 2).finish(second / 2)
+
+    samples = (of(1.0, 3.0), of(2.0, 2.0))
+    assert samples[0].tokens["rewards"].tolist() == [0, 0, 0, 1, 3]
+    assert samples[0].reward == 4
+    group = Group(ticket=0, prompt_id="q1", source="test", samples=samples)
+    one, other = estimate([group], AdvantageSettings(name="process", options={"epsilon": 0.0})).advantages
+    # steps 1, 3 and 2, 2: mean 2, deviation sqrt(1/2); from each step on
+    torch.testing.assert_close(one, torch.tensor([0, 0, 0, 0, 2**0.5]))
+    assert other.tolist() == [0] * 5
+
+
+def test_nothing_can_be_credited_before_the_policy_wrote():
+    with pytest.raises(EpisodeError, match=r"prompt q1: a credit of 1\.0 before the policy wrote anything"):
+        Episode(PROMPT, [5]).observed([6]).credited(1.0)
 
 
 def test_an_answer_that_the_token_limit_cut_is_truncated():
