@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from conftest import write_tiny_model
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
+from goaly.process import import_ahead
+from goaly.run.processes import IMPORTS
 from goaly.weights.settings import WeightSettings
 
 PROMPT = [(3 * j) % 30 + 2 for j in range(40)]
@@ -20,11 +23,11 @@ GREEDY = Sampling(max_tokens=24, temperature=0.0)
 pytestmark = pytest.mark.timeout(240)
 
 
-async def procs(count: int) -> Any:
+async def procs(count: int, role: str) -> Any:
     from monarch.actor import this_host
     from monarch.spmd import setup_torch_elastic_env_async
 
-    mesh = this_host().spawn_procs(per_host={"procs": count})
+    mesh = this_host().spawn_procs(per_host={"procs": count}, bootstrap=partial(import_ahead, IMPORTS[role]))
     if count > 1:
         await setup_torch_elastic_env_async(mesh)
     return mesh
@@ -53,7 +56,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     weights = [native_tensors(model_spec(folder), folder) for folder in folders]
     greedy = [greedy_of_transformers(folder) for folder in folders]
     live = {name: tensor.clone() for name, tensor in weights[1].items()}
-    hub, first, second = [await procs(count) for count in (1, 1, 2)]
+    first, second, hub = await asyncio.gather(procs(1, "generator"), procs(2, "generator"), procs(1, "hub"))
     moved = WeightSettings(apply="flip", bucket_mib=0.05)  # what is fetched becomes the parameters, bucket by bucket
     store = hub.spawn("store", WeightStore, moved)
     publisher = Publisher(store, 0, 1, live, moved)

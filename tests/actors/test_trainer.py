@@ -1,10 +1,10 @@
 """Trainer and reference in real processes: two FSDP ranks, one reference rank for both, a real weight store."""
 
 import asyncio
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from goaly.backlog.batch import BatchHandle
 from goaly.losses.objective import policy_loss
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
+from goaly.process import import_ahead
+from goaly.run.processes import IMPORTS
 from goaly.train.engine import TrainEngine
 from goaly.train.reference import ReferenceModel
 from goaly.train.settings import OptimizerSettings, ReferenceSettings, TrainerSettings
@@ -70,10 +72,6 @@ class Actors:
     handle: BatchHandle
 
 
-def one_thread() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-
-
 def batch() -> PackedRows:
     packed = batches.pack(batches.documents(10), rows=4, row_length=160)
     del packed.rows["reference_logprobs"]
@@ -83,9 +81,9 @@ def batch() -> PackedRows:
 @pytest.fixture(scope="module")
 def actors(tiny_model_folder: Path) -> Iterator[Actors]:
     model = ModelSettings(path=str(tiny_model_folder))
-    trainers = this_host().spawn_procs(per_host={"procs": 2}, bootstrap=one_thread)
+    trainers = this_host().spawn_procs(per_host={"procs": 2}, bootstrap=partial(import_ahead, IMPORTS["trainer"]))
+    alone = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=partial(import_ahead, IMPORTS["trainer"]))
     setup_torch_elastic_env(trainers)
-    alone = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=one_thread)
     store = alone.spawn("store", WeightStore, WeightSettings())
     packed = batch()
     shares = [
@@ -162,7 +160,7 @@ async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_
         return await first(actors.trainer.publish.call()), metrics
 
     model, settings = ModelSettings(path=str(tiny_model_folder)), ReferenceSettings(fsdp=2, refresh_every=2)
-    processes = this_host().spawn_procs(per_host={"procs": 2}, bootstrap=one_thread)
+    processes = this_host().spawn_procs(per_host={"procs": 2}, bootstrap=partial(import_ahead, IMPORTS["trainer"]))
     await setup_torch_elastic_env_async(processes)
     reference = processes.spawn("following", ReferenceModel, settings, SETTINGS, model, WeightSettings(), actors.store)
     await reference.start.call()

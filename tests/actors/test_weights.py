@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from monarch.spmd import setup_torch_elastic_env
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from goaly.process import import_ahead
 from goaly.weights import torchstore
 from goaly.weights.placement import local
 from goaly.weights.publisher import Publisher
@@ -35,10 +37,7 @@ PLACEMENTS = {
 }
 pytestmark = pytest.mark.timeout(240)  # the first test waits for four processes to import torch
 numbers = itertools.count()
-
-
-def one_thread() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+imports = partial(import_ahead, ("goaly.weights.publisher", "goaly.weights.subscriber", "torch.distributed.tensor"))
 
 
 def numbered(name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -141,7 +140,7 @@ class Rank(Actor):
 @pytest.fixture(scope="module")
 def meshes() -> Iterator[list[Any]]:
     """Two trainer processes and two generator processes."""
-    meshes = [this_host().spawn_procs(per_host={"procs": 2}, bootstrap=one_thread) for _ in range(2)]
+    meshes = [this_host().spawn_procs(per_host={"procs": 2}, bootstrap=imports) for _ in range(2)]
     for mesh in meshes:
         setup_torch_elastic_env(mesh)
     yield meshes
