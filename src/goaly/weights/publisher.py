@@ -16,6 +16,7 @@ Invariants
 
 import asyncio
 from collections.abc import Mapping
+from typing import Self
 
 import torch
 
@@ -64,6 +65,12 @@ class Publisher:
         self._request = 0
         self._one_at_a_time = asyncio.Lock()
         self._attendants = Attendants()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def publish(self, version: int) -> bool:
         """Stage this rank's shards as `version`; True if this was the last rank and readers can have it now."""

@@ -17,7 +17,7 @@ Invariants
 import asyncio
 import threading
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import torch
 
@@ -78,6 +78,12 @@ class Subscriber:
         self._spares_lock = threading.Lock()
         self._one_at_a_time = asyncio.Lock()
         self._attendants = Attendants()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     @property
     def held(self) -> Lease | None:
