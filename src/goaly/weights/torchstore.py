@@ -108,9 +108,9 @@ class StoredReach:
         self._seals = shape.seals(landing)
         self._stretches = shape.stretches(landing)
 
-    def views(self, slot: int) -> list[torch.Tensor]:
-        """Where the shards land, whichever the slot."""
-        return self._views
+    def view(self, slot: int, shard: int) -> torch.Tensor:
+        """Where the shard lands, whichever the slot."""
+        return self._views[shard]
 
     def seals(self, slot: int) -> list[int]:
         """The seals, read anew."""
