@@ -12,7 +12,7 @@ from goaly.reward.settings import RewardSettings
 class EvalGeneratorSettings(GeneratorSettings):
     """A vLLM engine in this process, whose weights never change."""
 
-    def problems(self, prefix: str, *, device: str = "cpu", updates: bool = False) -> list[str]:
+    def problems(self, prefix: str, *, device: str | None = None, updates: bool = False) -> list[str]:
         """One line for each setting that can't work here."""
         found = super().problems(prefix, device=device, updates=updates)
         for name in ("replicas", "tp"):

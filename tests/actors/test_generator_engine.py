@@ -156,6 +156,28 @@ def native_updates() -> str:
     return "not refused"
 
 
+def native_with(which: int) -> list[Sample]:
+    """Samples of vLLM's own model, which another folder's weights were put in, as a subscriber puts them."""
+    from goaly.weights.destination import Destination
+    from goaly.weights.layout import plan, region, view
+    from goaly.weights.placement import layout_of
+
+    engine, published = engines.native, engines.weights[which]
+    destination = Destination(engine.named_tensors(), "copy", engine.live_tensors(), engine.naming())
+    destination.allocate(published)
+    targets, layout = destination.targets(), layout_of(published)
+    for copy in plan([layout], destination.layout):
+        source = region(view(published, layout[copy.source_shard]), copy.source_offset, copy.shape)
+        region(targets[copy.shard], copy.offset, copy.shape).copy_(source)
+
+    def fill() -> int:
+        destination.apply()
+        return 3
+
+    engine.apply(fill)
+    return sample_all("native", PROMPTS, GREEDY)
+
+
 @pytest.fixture(scope="module")
 def folders(tiny_model_folder, tmp_path_factory) -> list[Path]:
     return [tiny_model_folder, write_tiny_model(tmp_path_factory.mktemp("other"), seed=1)]
@@ -239,8 +261,14 @@ def test_vllms_own_model_gives_the_same_distribution(there, expected):
         torch.testing.assert_close(other.logprobs, expected(prompt, other), atol=NOISE, rtol=0)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it takes them")
 def test_vllms_own_model_refuses_weight_updates_on_cpu_with_the_reason(there):
     assert "prepack" in there(native_updates)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's own models can't take weights on CPU")
+def test_vllms_own_model_takes_the_trainers_weights_on_a_gpu(there, expected):
+    check(there(native_with, 1), expected, which=1, version=3)
 
 
 def versions_of(samples: list[Sample]) -> set[tuple[tuple[int, int], ...]]:

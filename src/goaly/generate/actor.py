@@ -76,6 +76,7 @@ class Generator(Actor):
             f"generator-{self._replica}.{rank}",
             self._weight_settings,
             live=engine.live_tensors(),
+            naming=engine.naming(),
         )
         self._engine_loop = loop(fill=subscriber.apply)
         follower = WeightFollower(subscriber, self._engine_loop, announcements)

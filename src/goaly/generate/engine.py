@@ -25,6 +25,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.inputs import tokens_input
 from vllm.v1.engine import FinishReason
 from vllm.v1.sample import sampler
@@ -34,7 +35,9 @@ from goaly.generate.ranks import name_shared_memory_for_this_run, unlink_what_al
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import prepare_torchtitan
+from goaly.models.spec import architecture, prepare_torchtitan, read_config
+from goaly.models.vllm_naming import vllm_naming, without_padding
+from goaly.weights.mapping import Naming
 
 FINISHES = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
 GIB = 1 << 30
@@ -80,6 +83,7 @@ class Engine:
     def __init__(self, settings: GeneratorSettings, model: ModelSettings, *, seed: int = 0):
         on_cuda = torch.cuda.is_available()
         self._settings = settings
+        self._model_folder = model.path
         self._version = 0
         self._requests: dict[str, _Request] = {}
         self._names: dict[str, str] = {}
@@ -185,14 +189,25 @@ class Engine:
         return version
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
-        """This rank's live parameters under torchtitan's names: what weight updates overwrite."""
-        if self._settings.engine != "torchtitan":
-            raise ConfigError(self._settings.problems("generate.", device=self._device(), updates=True))
-        return self._model().named_tensors()
+        """This rank's live parameters: what weight updates overwrite. Under torchtitan's names, or see `naming`."""
+        if self._settings.engine == "torchtitan":
+            return self._model().named_tensors()
+        if problems := self._settings.problems("generate.", device=self._device(), updates=True):
+            raise ConfigError(problems)
+        return {name: tensor.detach() for name, tensor in self.live_tensors().items()}
 
     def live_tensors(self) -> Mapping[str, torch.Tensor]:
         """The objects that the model computes with, by the same names: this rank's part of each parameter."""
-        return dict(self._model().model.named_parameters())
+        if self._settings.engine == "torchtitan":
+            return dict(self._model().model.named_parameters())
+        return without_padding(dict(self._model().named_parameters()), self.naming())
+
+    def naming(self) -> Naming:
+        """Of which tensors with torchtitan's names these are made, where they have other names."""
+        if self._settings.engine == "torchtitan":
+            return {}
+        shape = architecture(read_config(self._model_folder))
+        return vllm_naming(shape, tp=self._settings.tp, rank=get_tensor_model_parallel_rank())
 
     def close(self) -> None:
         """Let go of the model, the cache and vLLM's process groups."""

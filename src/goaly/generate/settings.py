@@ -1,6 +1,7 @@
 """What a generator replica is made of, and how it samples unless a request says otherwise."""
 
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 ENGINES = ("torchtitan", "native")
 APPLY_MODES = ("recompute", "keep", "drain")
@@ -26,8 +27,8 @@ class GeneratorSettings:
     """Tensor-parallel processes of one replica."""
 
     engine: str = "torchtitan"
-    """Which model definition runs inside vLLM: "torchtitan" (the trainer's own) or "native" (vLLM's; on CPU only for
-    weights that never change)."""
+    """Which model definition runs inside vLLM: "torchtitan" (the trainer's own) or "native" (vLLM's; in a run that
+    trains for Qwen3 on GPUs, on CPU only for weights that never change)."""
 
     max_running: int = 128
     """How many requests a replica decodes at once; more wait."""
@@ -57,8 +58,8 @@ class GeneratorSettings:
     seed: int = 0
     """Seeds the sampling of requests that bring no seed of their own; replica i uses seed + i."""
 
-    def problems(self, prefix: str, *, device: str = "cpu", updates: bool = True) -> list[str]:
-        """One line for each setting that can't work on `device`, with weight updates or without."""
+    def problems(self, prefix: str, *, device: str | None = None, updates: bool = True) -> list[str]:
+        """One line for each setting that can't work on `device` (vLLM's own), with weight updates or without."""
         problems = [
             f"{prefix}{key}={getattr(self, key)}: must be at least 1"
             for key in ("replicas", "tp", "max_running", "threads")
@@ -77,15 +78,17 @@ class GeneratorSettings:
             problems.append(f"{prefix}apply={self.apply!r}: must be one of {', '.join(APPLY_MODES)}")
         if self.engine not in ENGINES:
             problems.append(f"{prefix}engine={self.engine!r}: must be one of {', '.join(ENGINES)}")
-        elif self.engine == "native" and updates:
-            problems.append(f'{prefix}engine="native": {NO_UPDATES if device == "cuda" else PREPACKED}')
+        elif self.engine == "native" and updates and (device or vllm_device()) == "cpu":
+            problems.append(f'{prefix}engine="native": {PREPACKED}')
         return problems
 
 
-NO_UPDATES = (
-    "weights are published under torchtitan's names and fused layouts, which vLLM's own models don't share; "
-    'use engine "torchtitan" in a run that trains'
-)
+def vllm_device() -> str:
+    """What the installed vLLM computes on: its CPU build is another package, or says so in its version."""
+    try:
+        return "cpu" if "cpu" in version("vllm") else "cuda"
+    except PackageNotFoundError:
+        return "cpu"
 
 
 @dataclass(kw_only=True)

@@ -1,14 +1,14 @@
 """Stage 6: versioned weight shards, from any layout to any layout. Useful without the rest of goaly: `docs/weights.md`.
 
-store = mesh.spawn("weights", WeightStore, WeightSettings())   # one actor, anywhere
+store = mesh.spawn("weights", WeightStore)                     # one actor, anywhere
 
-async with publish(store, tensors) as publisher:               # in each trainer rank
-    await publisher.publish(version)
+publisher = publish(store, tensors)                            # in each trainer rank
+await publisher.publish(version)
 
-async with subscribe(store, parameters) as subscriber:         # in each reader
-    version = await subscriber.newest(after=version)
-    if await subscriber.prefetch(version):
-        subscriber.apply()
+subscriber = subscribe(store, parameters)                      # in each reader
+version = await subscriber.newest(after=version)
+if await subscriber.prefetch(version):
+    subscriber.apply()
 
 version = await pull_into(store, parameters)                   # or all of that, once
 """

@@ -1,8 +1,7 @@
 """The weight path on its own: three functions over a store, for any SPMD program in Monarch's processes."""
 
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 
 import torch
 
@@ -14,8 +13,7 @@ from goaly.weights.store import WeightStore
 from goaly.weights.subscriber import Subscriber
 
 
-@asynccontextmanager
-async def publish(
+def publish(
     store: WeightStore,
     tensors: Mapping[str, torch.Tensor],
     *,
@@ -23,14 +21,14 @@ async def publish(
     world: int | None = None,
     settings: WeightSettings | None = None,
     naming: Naming | None = None,
-) -> AsyncIterator[Publisher]:
-    """This process as one writer rank of the store, for as long as the block lasts.
+) -> Publisher:
+    """This process as one writer rank of the store, until it is closed or ends; `async with` closes it.
 
     `tensors` are what it holds, DTensors or plain; what several ranks hold is staged by one of them. Rank and world are
     those of the environment (RANK and WORLD_SIZE) unless given. Where readers know them by other names, fused or
     split, `naming` says how (`mapping.py`).
     """
-    publisher = Publisher(
+    return Publisher(
         store,
         _of_environment("RANK", 0) if rank is None else rank,
         _of_environment("WORLD_SIZE", 1) if world is None else world,
@@ -38,27 +36,18 @@ async def publish(
         settings or WeightSettings(),
         naming=naming,
     )
-    try:
-        yield publisher
-    finally:
-        await publisher.close()
 
 
-@asynccontextmanager
-async def subscribe(
+def subscribe(
     store: WeightStore,
     tensors: Mapping[str, torch.Tensor],
     *,
     reader: str | None = None,
     settings: WeightSettings | None = None,
     naming: Naming | None = None,
-) -> AsyncIterator[Subscriber]:
-    """This process as a reader of the store, for as long as the block lasts; `apply` writes these tensors."""
-    subscriber = Subscriber(store, tensors, reader or f"process {os.getpid()}", settings, naming=naming)
-    try:
-        yield subscriber
-    finally:
-        await subscriber.close()
+) -> Subscriber:
+    """This process as a reader of the store, until it is closed or ends; `apply` writes these tensors."""
+    return Subscriber(store, tensors, reader or f"process {os.getpid()}", settings, naming=naming)
 
 
 async def pull_into(

@@ -16,6 +16,7 @@ Invariants
 
 import asyncio
 from collections.abc import Mapping
+from typing import Self
 
 import torch
 
@@ -58,12 +59,19 @@ class Publisher:
         self._naming = naming or {}
         self._settings = settings
         self._process = this_process(host)
-        self._copier = Copier(settings.copy_threads, gpu_of(self._tensors))
+        self._gpu = gpu_of(self._tensors)
+        self._copier = Copier(settings.copy_threads, self._gpu)
         self._ring: Staging | None = None
         self._next_slot: int | None = None
         self._request = 0
         self._one_at_a_time = asyncio.Lock()
         self._attendants = Attendants()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def publish(self, version: int) -> bool:
         """Stage this rank's shards as `version`; True if this was the last rank and readers can have it now."""
@@ -108,7 +116,7 @@ class Publisher:
         pieces = cut(membership.layout, self._settings.bucket_bytes)
         buckets = buckets_of(pieces, self._settings.bucket_bytes)
         transport = self._settings.transport
-        ring = await self._copier.run(lambda: stage(transport, pieces, buckets, membership.slots))
+        ring = await self._copier.run(lambda: stage(transport, pieces, buckets, membership.slots, self._gpu))
         await self._store.offer.call_one(self._rank, ring.source(self._process.host))
         if isinstance(ring, Ring):
             self._attendants.start(self._offer_remotely(ring))

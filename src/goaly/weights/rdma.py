@@ -1,21 +1,26 @@
-"""A ring across hosts: its seals and buckets as Monarch RDMA buffers, which readers read without the writer's help.
+"""Slots that readers read without the writer's help: their seals and buckets as Monarch RDMA buffers.
 
-Without RDMA hardware Monarch carries the same calls over TCP.
+`RemoteRing` makes such buffers of a ring in shared memory, for readers on other hosts. Without RDMA hardware Monarch
+carries the same calls over TCP. `DirectRing` has its slots in the memory of the device that has the tensors: between
+GPUs, weights pass through no host's memory.
 
 Invariants
     WX-1  No read is under way once `fetch` has ended, however it ended.
+    WX-2  A bucket's place is read into again only once whoever fetches has taken the bucket out and asks for the next.
 """
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from monarch.rdma import RDMABuffer
+from monarch.rdma import RDMABuffer, is_ibverbs_available
 
-from goaly.weights.ring import Ring, SlotShape, Source
+from goaly.errors import WeightsError
+from goaly.weights.layout import Layout
+from goaly.weights.ring import UNSEALED, OnDevice, Ring, SlotShape, Source
 
 IN_FLIGHT = 4
 """Buckets that are read at a time: enough to keep sender, wire and receiver busy, while one is copied out."""
@@ -30,37 +35,93 @@ class RemoteRing:
     @classmethod
     def of(cls, ring: Ring) -> "RemoteRing":
         """Register the ring's memory. Not on an event loop: it waits for Monarch's manager."""
+        return cls.over(ring.stretches(slot) if ring.buckets else () for slot in range(ring.slots))
+
+    @classmethod
+    def over(cls, slots: Iterable[Sequence[torch.Tensor]]) -> "RemoteRing":
+        """Register these stretches of memory, slot by slot."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="No ibverbs RDMA hardware")
-            return cls(
-                tuple(
-                    tuple(RDMABuffer(stretch) for stretch in ring.stretches(slot)) if ring.buckets else ()
-                    for slot in range(ring.slots)
-                )
+            return cls(tuple(tuple(RDMABuffer(stretch) for stretch in stretches) for stretches in slots))
+
+
+class DirectRing:
+    """One writer rank's slots in the memory of a device; their seals are in the host's."""
+
+    def __init__(self, layout: Layout, buckets: tuple[range, ...], slots: int, device: torch.device):
+        """Not on an event loop: it waits for Monarch's manager."""
+        if device.type == "cuda" and not is_ibverbs_available():
+            raise WeightsError(
+                "weights.transport=direct: must be auto, shm or rdma here: this process finds no RDMA device (ibverbs) "
+                "that could read a GPU's memory"
             )
+        self.layout = layout
+        self.buckets = buckets
+        self._shape = SlotShape(layout, buckets)
+        self._memory = [torch.empty(self._shape.bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+        self._views = [self._shape.views(memory) for memory in self._memory]
+        self._seals = torch.full((slots, len(buckets)), UNSEALED)
+        self._remote = RemoteRing.over(self._stretches(slot) if buckets else () for slot in range(slots))
+
+    def source(self, host: str) -> Source:
+        """What readers need to reach it, wherever they are."""
+        return Source(
+            layout=self.layout,
+            buckets=self.buckets,
+            slots=len(self._memory),
+            host=host,
+            handle=OnDevice(bytes=len(self._memory) * self._shape.bytes),
+            remote=self._remote,
+        )
+
+    def views(self, slot: int) -> list[torch.Tensor]:
+        """The tensors of the slot, one a shard of the layout, each contiguous."""
+        return self._views[slot]
+
+    def unseal(self, slot: int) -> None:
+        """Say that the slot holds nothing."""
+        self._seals[slot] = UNSEALED
+
+    def seal(self, slot: int, bucket: int, version: int) -> None:
+        """Say whose shards the bucket holds."""
+        self._seals[slot, bucket] = version
+
+    def close(self) -> None:
+        """Give the memory back: who has not read it by now gets an error."""
+        for dropping in [buffer.drop() for stretches in self._remote.stretches for buffer in stretches]:
+            dropping.get()
+
+    def _stretches(self, slot: int) -> list[torch.Tensor]:
+        return [self._seals[slot].view(torch.uint8), *self._shape.stretches(self._memory[slot])[1:]]
 
 
 class RemoteReach:
-    """A ring on another host, read into memory of this process."""
+    """Slots of another process, whose buckets are read into a few places in this one, by turns."""
 
-    def __init__(self, source: Source):
+    def __init__(self, source: Source, wanted: Sequence[int], device: torch.device | None = None):
+        """`wanted` are the buckets that will be fetched, `device` what their places are in the memory of."""
         assert isinstance(source.remote, RemoteRing), "the store waits until the writer has registered its ring"
         self._remote = source.remote
+        self._seals = torch.full((len(source.buckets),), UNSEALED)
         shape = SlotShape(source.layout, source.buckets)
-        landing = torch.empty(shape.bytes, dtype=torch.uint8)  # only the pages that are read into take memory
-        self._views = shape.views(landing)
-        self._seals = shape.seals(landing)
-        self._stretches = shape.stretches(landing)
+        largest = max((len(shape.span(bucket)) for bucket in wanted), default=0)
+        self._places = {bucket: order % IN_FLIGHT for order, bucket in enumerate(wanted)}
+        landing = torch.empty((IN_FLIGHT, largest), dtype=torch.uint8, device=device)
+        self._stretches = {bucket: landing[place, : len(shape.span(bucket))] for bucket, place in self._places.items()}
+        self._views = {
+            index: shape.view(index, self._stretches[bucket], shape.span(bucket).start)
+            for bucket in wanted
+            for index in source.buckets[bucket]
+        }
 
-    def views(self, slot: int) -> list[torch.Tensor]:
-        """Where the shards land, whichever the slot."""
-        return self._views
+    def view(self, slot: int, shard: int) -> torch.Tensor:
+        """Where the shard lands, whichever the slot."""
+        return self._views[shard]
 
     def seals(self, slot: int) -> list[int]:
         """The seals, read anew."""
-        if not self._remote.stretches[slot]:
-            return []
-        self._read(slot, 0).get()
+        if self._remote.stretches[slot]:
+            self._remote.stretches[slot][0].read_into(self._seals.view(torch.uint8)).get()
         return self._seals.tolist()
 
     def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -68,9 +129,10 @@ class RemoteReach:
         coming: deque[tuple[int, Any]] = deque()
         try:
             for bucket in buckets:
-                if len(coming) == IN_FLIGHT:
+                while any(self._places[other] == self._places[bucket] for other, _ in coming):  # WX-2
                     yield [_arrived(coming)]
-                coming.append((bucket, self._read(slot, 1 + bucket)))
+                read = self._remote.stretches[slot][1 + bucket].read_into(self._stretches[bucket])
+                coming.append((bucket, read))
             while coming:
                 yield [_arrived(coming)]
         finally:
@@ -79,9 +141,6 @@ class RemoteReach:
 
     def close(self) -> None:
         """Nothing: the buffers are the writer's."""
-
-    def _read(self, slot: int, stretch: int) -> Any:
-        return self._remote.stretches[slot][stretch].read_into(self._stretches[stretch])
 
 
 def _arrived(coming: deque[tuple[int, Any]]) -> int:

@@ -31,6 +31,13 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OnDevice:
+    """That a writer rank's slots are in its device's memory, and are only read over RDMA (`rdma.DirectRing`)."""
+
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """What a reader must know of one writer rank: which rectangles it stages, and where."""
 
@@ -38,7 +45,7 @@ class Source:
     buckets: tuple[range, ...]
     slots: int
     host: str
-    handle: SegmentHandle | Stored
+    handle: SegmentHandle | Stored | OnDevice
     remote: Any | None = None
     """The ring as processes on other hosts reach it (`rdma.RemoteRing`), if one asked for that."""
 
@@ -96,6 +103,10 @@ class Ring:
         """The tensors of the slot, one a shard of the layout, each contiguous."""
         return self._views[slot]
 
+    def view(self, slot: int, shard: int) -> torch.Tensor:
+        """One of them."""
+        return self._views[slot][shard]
+
     def unseal(self, slot: int) -> None:
         """Say that the slot holds nothing."""
         self._seals[slot].fill_(UNSEALED)
@@ -132,10 +143,12 @@ class SlotShape:
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """The shards in this slot's memory."""
-        return [
-            memory[offset : offset + shard.bytes].view(shard.dtype).view(shard.shape)
-            for offset, shard in zip(self._offsets, self._layout, strict=True)
-        ]
+        return [self.view(index, memory) for index in range(len(self._layout))]
+
+    def view(self, index: int, memory: torch.Tensor, begin: int = 0) -> torch.Tensor:
+        """A shard in memory that has the slot's bytes from `begin` on."""
+        offset, shard = self._offsets[index] - begin, self._layout[index]
+        return memory[offset : offset + shard.bytes].view(shard.dtype).view(shard.shape)
 
     def seals(self, memory: torch.Tensor) -> torch.Tensor:
         """The seals in this slot's memory."""
@@ -143,11 +156,14 @@ class SlotShape:
 
     def stretches(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """The bytes of the seals, then those of each bucket."""
-        ends = [self._offsets[bucket.start] for bucket in self._buckets[1:]] + [self.bytes]
-        return [
-            memory[: self._seal_bytes],
-            *(memory[self._offsets[bucket.start] : end] for bucket, end in zip(self._buckets, ends, strict=True)),
-        ]
+        spans = [self.span(bucket) for bucket in range(len(self._buckets))]
+        return [memory[: self._seal_bytes], *(memory[span.start : span.stop] for span in spans)]
+
+    def span(self, bucket: int) -> range:
+        """Which of the slot's bytes are a bucket's."""
+        is_last = bucket + 1 == len(self._buckets)
+        end = self.bytes if is_last else self._offsets[self._buckets[bucket + 1].start]
+        return range(self._offsets[self._buckets[bucket].start], end)
 
 
 def _up(size: int, multiple: int) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 TRANSFER_DTYPES = ("float32", "bfloat16", "float16")
-TRANSPORTS = ("auto", "shm", "rdma", "torchstore")
+TRANSPORTS = ("auto", "shm", "rdma", "direct", "torchstore")
 APPLY_MODES = ("copy", "flip")
 NO_TORCHSTORE = (
     "the package torchstore is not installed; install it (github.com/meta-pytorch/torchstore) or use auto, shm or rdma"
@@ -33,8 +33,9 @@ class WeightSettings:
 
     transport: str = "auto"
     """How readers reach the trainer's ring: "auto" maps it on the same host and reads it over RDMA (or TCP, where
-    there is no such hardware) from others; "shm" and "rdma" allow only the one or the other. "torchstore" keeps the
-    versions in TorchStore instead, for sites that run it; the package has to be installed."""
+    there is no such hardware) from others; "shm" and "rdma" allow only the one or the other. "direct" keeps the
+    versions in the trainer's GPUs, from where the readers' GPUs read them over RDMA, past both hosts' memory.
+    "torchstore" keeps them in TorchStore, for sites that run it; the package has to be installed."""
 
     apply: str = "copy"
     """How a generator puts fetched weights in place between two decode steps: "copy" copies them into its parameters,

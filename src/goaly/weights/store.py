@@ -52,8 +52,8 @@ class _Writer:
 class WeightStore(Actor):
     """Versions of the policy's weights: staged by the trainer's ranks, leased by readers."""
 
-    def __init__(self, settings: WeightSettings):
-        self._slots = settings.slots
+    def __init__(self, settings: WeightSettings | None = None):
+        self._slots = (settings or WeightSettings()).slots
         self._changed = asyncio.Condition()
         self._ledger: VersionLedger | None = None
         self._writers: dict[int, _Writer] = {}

@@ -17,7 +17,7 @@ Invariants
 import asyncio
 import threading
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import torch
 
@@ -66,7 +66,8 @@ class Subscriber:
         self._reader = reader
         self._transport = settings.transport
         self._process = this_process(host)
-        self._copier = Copier(settings.copy_threads, gpu_of(tensors if live is None else live))
+        self._gpu = gpu_of(tensors if live is None else live)
+        self._copier = Copier(settings.copy_threads, self._gpu)
         self._destination = Destination(tensors, settings.apply, live, naming)
         self._number: int | None = None
         self._request = 0
@@ -78,6 +79,12 @@ class Subscriber:
         self._spares_lock = threading.Lock()
         self._one_at_a_time = asyncio.Lock()
         self._attendants = Attendants()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     @property
     def held(self) -> Lease | None:
@@ -176,7 +183,6 @@ class Subscriber:
     def _connected(self, sources: tuple[Source, ...]) -> list[Reached]:
         layouts = [source.layout for source in sources]
         self._destination.allocate({shard.name for layout in layouts for shard in layout})
-        reached = [reach(source, transport=self._transport, host=self._process.host) for source in sources]
         bucket_of = [
             {index: number for number, bucket in enumerate(source.buckets) for index in bucket} for source in sources
         ]
@@ -184,7 +190,10 @@ class Subscriber:
         for copy in plan(layouts, self._destination.layout):
             bucket = bucket_of[copy.source][copy.source_shard]
             self._plan[copy.source].setdefault(bucket, []).append(copy)
-        return reached
+        return [
+            reach(source, sorted(buckets), transport=self._transport, host=self._process.host, device=self._gpu)
+            for source, buckets in zip(sources, self._plan, strict=True)
+        ]
 
     async def _fetch(self, lease: Lease) -> bool:
         """Fill the spares with a version that is held; False if it is given up before it is whole."""
@@ -256,7 +265,7 @@ class Subscriber:
                     bucket: [
                         (
                             region(targets[copy.shard], copy.offset, copy.shape),
-                            region(reached.views(slot)[copy.source_shard], copy.source_offset, copy.shape),
+                            region(reached.view(slot, copy.source_shard), copy.source_offset, copy.shape),
                         )
                         for copy in copies
                     ]

@@ -14,6 +14,7 @@ Invariants
 """
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ from goaly.weights.settings import NO_TORCHSTORE
 
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
+
+LONGEST_MESSAGE = ("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 40))
+"""Monarch's limit. Where nobody has set it, TorchStore does when imported, and has all loggers print from then on."""
 
 SEALS = 0
 """Which stretch of a slot the seals are; bucket b is stretch 1 + b."""
@@ -108,9 +112,9 @@ class StoredReach:
         self._seals = shape.seals(landing)
         self._stretches = shape.stretches(landing)
 
-    def views(self, slot: int) -> list[torch.Tensor]:
-        """Where the shards land, whichever the slot."""
-        return self._views
+    def view(self, slot: int, shard: int) -> torch.Tensor:
+        """Where the shard lands, whichever the slot."""
+        return self._views[shard]
 
     def seals(self, slot: int) -> list[int]:
         """The seals, read anew."""
@@ -137,6 +141,7 @@ class StoredReach:
 
 
 def _package() -> Any:
+    os.environ.setdefault(*LONGEST_MESSAGE)
     try:
         return import_module("torchstore")
     except ModuleNotFoundError as error:

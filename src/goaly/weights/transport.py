@@ -2,7 +2,8 @@
 
 On one host the ring is mapped (`ring.Ring`): its shards are copied from where the writer put them. From another host
 its buckets are read over Monarch's RDMA (`rdma.RemoteReach`), or over TCP where there is no such hardware. Where all
-use TorchStore, slots lie there, and neither host matters (`torchstore.StoredRing`, `torchstore.StoredReach`).
+use TorchStore, slots lie there, and neither host matters (`torchstore.StoredRing`, `torchstore.StoredReach`). Where
+all go direct, slots lie in the writers' GPUs, and are read over RDMA by the readers' (`rdma.DirectRing`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,12 @@ import torch
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout
-from goaly.weights.ring import Ring, Source, Stored
+from goaly.weights.memory import SegmentHandle
+from goaly.weights.ring import OnDevice, Ring, Source, Stored
+
+PLACES = {SegmentHandle: "in shared memory", Stored: "in TorchStore", OnDevice: "in its device's memory"}
+HANDLES = {"torchstore": Stored, "direct": OnDevice}
+"""What a writer rank's slots are reached by under these transports; a segment's handle under all others."""
 
 
 class Staging(Protocol):
@@ -50,11 +56,11 @@ class Reached(Protocol):
         ...
 
     def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Bring these buckets within reach of `views`; yields those that are, as they come."""
+        """Bring these buckets within reach of `view`; yields those that are, as they come."""
         ...
 
-    def views(self, slot: int) -> list[torch.Tensor]:
-        """The slot's shards: what they hold is the slot's once their bucket is fetched, until the next `fetch`."""
+    def view(self, slot: int, shard: int) -> torch.Tensor:
+        """One of the slot's shards: holds what the slot does once `fetch` has yielded its bucket, until it goes on."""
         ...
 
     def close(self) -> None:
@@ -73,32 +79,40 @@ def crosses(transport: str, reader: str, writer: str) -> bool:
 
 def needs_remote(source: Source, *, transport: str, host: str) -> bool:
     """Whether a reader on this host can read the source only once its writer has registered it for the network."""
-    stored = isinstance(source.handle, Stored)
-    if stored != (transport == "torchstore"):
+    if not isinstance(source.handle, HANDLES.get(transport, SegmentHandle)):
         raise WeightsError(
-            f"weights.transport={transport}: must be torchstore for readers and trainer ranks alike, or for none; "
-            f"a trainer rank's weights are {'' if stored else 'not '}in TorchStore"
+            f"weights.transport={transport}: must be the same for readers and trainer ranks; a trainer rank has its "
+            f"weights {PLACES[type(source.handle)]}"
         )
-    return not stored and crosses(transport, host, source.host)
+    return isinstance(source.handle, SegmentHandle) and crosses(transport, host, source.host)
 
 
-def stage(transport: str, layout: Layout, buckets: tuple[range, ...], slots: int) -> Staging:
-    """Slots of this process as a writer rank."""
-    if transport != "torchstore":
-        return Ring.create(layout, buckets, slots)
-    from goaly.weights.torchstore import StoredRing
+def stage(
+    transport: str, layout: Layout, buckets: tuple[range, ...], slots: int, device: torch.device | None = None
+) -> Staging:
+    """Slots of this process as a writer rank, whose tensors are on this GPU, if on any."""
+    if transport == "torchstore":
+        from goaly.weights.torchstore import StoredRing
 
-    return StoredRing(layout, buckets, slots)
+        return StoredRing(layout, buckets, slots)
+    if transport == "direct":
+        from goaly.weights.rdma import DirectRing
+
+        return DirectRing(layout, buckets, slots, device or torch.device("cpu"))
+    return Ring.create(layout, buckets, slots)
 
 
-def reach(source: Source, *, transport: str, host: str) -> Reached:
-    """The slots of this writer rank, for a reader on this host."""
+def reach(
+    source: Source, wanted: Sequence[int], *, transport: str, host: str, device: torch.device | None = None
+) -> Reached:
+    """The slots of this writer rank, for a reader on this host that wants these buckets; on this GPU, if on any."""
     if isinstance(source.handle, Stored):
         from goaly.weights.torchstore import StoredReach
 
         return StoredReach(source)
-    if not needs_remote(source, transport=transport, host=host):
+    direct = isinstance(source.handle, OnDevice)
+    if not direct and not needs_remote(source, transport=transport, host=host):
         return Ring.open(source)
     from goaly.weights.rdma import RemoteReach
 
-    return RemoteReach(source)
+    return RemoteReach(source, wanted, device if direct else None)

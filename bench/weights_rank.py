@@ -1,0 +1,212 @@
+"""One process of `bench.weights`: a rank of the trainer or of a replica, and what it measures of itself."""
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections import deque
+from importlib import import_module
+from typing import Any
+
+import torch
+from monarch.actor import Actor, concurrent_endpoint
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from goaly.weights.placement import local
+from goaly.weights.publisher import Publisher
+from goaly.weights.settings import WeightSettings
+from goaly.weights.subscriber import Subscriber
+
+CHUNK, IN_FLIGHT = 8 << 20, 4
+"""How RDMABuffer alone is used: buffers of this size, so many at a time."""
+
+
+class Rank(Actor):
+    """One process of the trainer or of a replica."""
+
+    def __init__(self) -> None:
+        self._roles: list[Publisher | Subscriber] = []
+
+    @concurrent_endpoint
+    async def hold(self, axis: str, count: int, whole: tuple[int, int]) -> int:
+        """Hold so many matrices, divided over the mesh by rows (fsdp) or by rows and columns in turn (tp); bytes."""
+        torch.set_num_threads(1)
+        self._rank, self._world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if not distributed.is_initialized():
+            await asyncio.to_thread(distributed.init_process_group, "gloo")
+        mesh = init_device_mesh("cpu", (self._world,))
+        self._tensors: dict[str, torch.Tensor] = {}
+        for number in range(count):
+            dim = number % 2 if axis == "tp" else 0
+            shape = list(whole)
+            shape[dim] //= self._world
+            part = torch.nn.Parameter(torch.full(shape, 1.0), requires_grad=False)
+            self._tensors[f"layers.{number}.weight"] = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
+        parts = [local(tensor) for tensor in self._tensors.values()]
+        self._copied = [(torch.zeros(part.shape), part) for part in parts]
+        return sum(part.nbytes for part in parts)
+
+    @concurrent_endpoint
+    async def write_to(self, store: Any, settings: WeightSettings) -> None:
+        """Become a writer."""
+        self._publisher = Publisher(store, self._rank, self._world, self._tensors, settings)
+        self._roles.append(self._publisher)
+
+    @concurrent_endpoint
+    async def read_from(self, store: Any, settings: WeightSettings, host: str | None) -> None:
+        """Become a reader; parameters are plain tensors, as an engine has them."""
+        live = {name: torch.nn.Parameter(local(tensor).clone()) for name, tensor in self._tensors.items()}
+        self._subscriber = Subscriber(store, self._tensors, f"reader{self._rank}", settings, live=live, host=host)
+        self._roles.append(self._subscriber)
+        self._version = -1
+
+    @concurrent_endpoint
+    async def leave(self) -> None:
+        """Be neither."""
+        while self._roles:
+            await self._roles.pop().close()
+
+    @concurrent_endpoint
+    async def publish(self, version: int, at: float) -> tuple[float, float]:
+        """Stage at that moment; seconds, and when it ended."""
+        await _until(at)
+        started = time.monotonic()
+        await self._publisher.publish(version)
+        return time.monotonic() - started, time.monotonic()
+
+    @concurrent_endpoint
+    async def lease(self) -> None:
+        """Wait for the next version."""
+        self._version = await self._subscriber.newest(self._version)
+
+    @concurrent_endpoint
+    async def pull(self, at: float) -> float:
+        """Fetch what was leased; seconds."""
+        await _until(at)
+        started = time.monotonic()
+        assert await self._subscriber.prefetch(self._version)
+        return time.monotonic() - started
+
+    @concurrent_endpoint
+    async def apply(self, at: float) -> float:
+        """Put it in place; seconds."""
+        await _until(at)
+        started = time.monotonic()
+        self._subscriber.apply()
+        return time.monotonic() - started
+
+    @concurrent_endpoint
+    async def follow(self) -> float:
+        """All of it, as a generator does; when it ended."""
+        self._version = await self._subscriber.newest(self._version, early=True)
+        assert await self._subscriber.prefetch(self._version)
+        self._subscriber.apply()
+        return time.monotonic()
+
+    @concurrent_endpoint
+    async def take(self, at: float) -> float:
+        """Ask for the next version, fetch it, put it in place; seconds."""
+        await _until(at)
+        started = time.monotonic()
+        self._version = await self._subscriber.newest(self._version)
+        assert await self._subscriber.prefetch(self._version)
+        self._subscriber.apply()
+        return time.monotonic() - started
+
+    @concurrent_endpoint
+    async def memcpy(self, at: float) -> float:
+        """Copy as many bytes within this process, in a thread as the others do; seconds."""
+        await _until(at)
+
+        def copy() -> float:
+            started = time.monotonic()
+            torch._foreach_copy_([target for target, _ in self._copied], [source for _, source in self._copied])
+            return time.monotonic() - started
+
+        return await asyncio.to_thread(copy)
+
+    @concurrent_endpoint
+    async def fetched_bytes(self) -> int:
+        """How many bytes a pull over the network reads: whole buckets, where only a part of the rows is needed."""
+        return sum(buffer.nbytes for reached in self._subscriber._reached for buffer in reached._stretches.values())
+
+    @concurrent_endpoint
+    async def serve(self, size: int) -> tuple[list[Any], int]:
+        """Offer that many bytes as RDMA buffers, and on a socket; the buffers and the port."""
+        from monarch.rdma import RDMABuffer
+
+        self._served = torch.ones(size, dtype=torch.uint8)
+        listening = socket.create_server(("127.0.0.1", 0))
+
+        def send(connection: socket.socket) -> None:
+            with connection:
+                while connection.recv(1):
+                    connection.sendall(memoryview(self._served.numpy()))
+
+        def accept() -> None:
+            while True:
+                threading.Thread(target=send, args=(listening.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        chunks = [self._served[begin : begin + CHUNK] for begin in range(0, size, CHUNK)]
+        return await asyncio.to_thread(lambda: [RDMABuffer(chunk) for chunk in chunks]), listening.getsockname()[1]
+
+    @concurrent_endpoint
+    async def read_buffers(self, buffers: list[Any], size: int, at: float) -> float:
+        """Read them with RDMABuffer alone; seconds."""
+        if not hasattr(self, "_landing"):
+            self._landing = torch.zeros(size, dtype=torch.uint8)
+        await _until(at)
+
+        def read() -> float:
+            started = time.monotonic()
+            coming: deque[Any] = deque()
+            for number, buffer in enumerate(buffers):
+                coming.append(buffer.read_into(self._landing[number * CHUNK : (number + 1) * CHUNK]))
+                if len(coming) == IN_FLIGHT:
+                    coming.popleft().get()
+            while coming:
+                coming.popleft().get()
+            return time.monotonic() - started
+
+        return await asyncio.to_thread(read)
+
+    @concurrent_endpoint
+    async def put(self, at: float) -> float:
+        """Put the tensors into TorchStore, as its users do; seconds."""
+        await _until(at)
+        started = time.monotonic()
+        await import_module("torchstore").put_state_dict(self._tensors, "weights")
+        return time.monotonic() - started
+
+    @concurrent_endpoint
+    async def get(self, at: float) -> float:
+        """Fill the tensors from there; seconds."""
+        await _until(at)
+        started = time.monotonic()
+        await import_module("torchstore").get_state_dict("weights", self._tensors)
+        return time.monotonic() - started
+
+    @concurrent_endpoint
+    async def read_socket(self, port: int, at: float) -> float:
+        """Read them over a socket; seconds."""
+        if not hasattr(self, "_connection"):
+            self._connection = socket.create_connection(("127.0.0.1", port))
+        await _until(at)
+
+        def read() -> float:
+            started = time.monotonic()
+            self._connection.sendall(b"!")
+            left = memoryview(self._landing.numpy())
+            while left:
+                left = left[self._connection.recv_into(left) :]
+            return time.monotonic() - started
+
+        return await asyncio.to_thread(read)
+
+
+async def _until(moment: float) -> None:
+    await asyncio.sleep(max(0.0, moment - time.monotonic()))
