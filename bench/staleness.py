@@ -26,16 +26,23 @@ from typing import TYPE_CHECKING, Any
 from bench.chart import line_chart
 from bench.interval import Interval
 from bench.record import append, digest, finished
-from goaly.losses.settings import LossSettings
+from goaly.losses.settings import LossSettings, Rejection
 
 if TYPE_CHECKING:
     from bench.lagged import Laboratory, LaggedSettings
 
 RECOMMENDED, UNCORRECTED = "recommended", "uncorrected"
 LOSSES: Mapping[str, LossSettings] = {
-    RECOMMENDED: LossSettings(name="grpo", options={"clip_low": 0.2, "clip_high": 4.0}),
+    RECOMMENDED: LossSettings(
+        name="reinforce",
+        proximal="trainer",
+        importance="sequence",
+        importance_cap=2.0,
+        rejections=(Rejection(measure="ratio", level="token", low=0.5),),
+    ),
     UNCORRECTED: LossSettings(name="bench.lagged:uncorrected"),
     "by answer": LossSettings(name="reinforce", proximal="trainer", importance="sequence", importance_cap=2.0),
+    "low clip": LossSettings(name="grpo", options={"clip_low": 0.2, "clip_high": 4.0}),
     "by token": LossSettings(name="reinforce", proximal="trainer", importance_cap=2.0),
     "grpo": LossSettings(name="grpo"),
     "dapo": LossSettings(name="dapo"),
