@@ -61,8 +61,9 @@ class LaunchedRun:
         self.output = folder.with_suffix(".out")
         command = [sys.executable, "-m", f"apps.{app}.main", "--config", f"configs/{app}/tiny.yaml"]
         command += [f"model.path={model}", f"run_dir={folder}", *SMALL, *overrides]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HYPERACTOR_")}
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_for_steps(self, count: int, seconds: float = 90) -> None:
         """Until so many steps are in `metrics.jsonl`."""

@@ -4,7 +4,7 @@ Invariants
     HO-1  A process that the run spawned dies with the controller, however that ends (Monarch sets the parent-death
           signal), and is in a process group of its own: a terminal's Ctrl-C reaches the controller alone.
     HO-2  The death of a process is noticed at once on this host, as the kernel tells; elsewhere Monarch's supervision
-          tells, which is polled twice a second but may wait half a minute for the dead process's answer.
+          tells, which may take it half a minute (to poll it often costs a run on two cores a tenth of its speed).
 """
 
 import asyncio
@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")  # HO-2; Monarch reads it at import
 
 import monarch.actor
 from monarch._src.actor import config as monarch_config

@@ -55,7 +55,7 @@ def launch(
 async def _main(
     config: RunConfig, episode: Callable[..., Awaitable[Any]], script: Callable[[Any], Awaitable[None]], run_dir: Path
 ) -> int:
-    from goaly.run.start import started  # imports Monarch, which reads its settings from the environment at import
+    from goaly.run.start import started  # imports Monarch and torch, which a dry run can do without
 
     _stop_on_signals()
     try:
