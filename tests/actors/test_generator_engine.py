@@ -186,7 +186,7 @@ def folders(tiny_model_folder, tmp_path_factory) -> list[Path]:
 @pytest.fixture(scope="module")
 def there(folders):
     """Runs one of this module's functions where the engines are."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, mp_context=context, initializer=start_engines, initargs=(folders,)) as child:
 
         def run(function: Callable[..., Any], *arguments: Any) -> Any:

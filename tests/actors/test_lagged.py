@@ -33,7 +33,7 @@ def outcomes(tiny_model_folder: Path) -> list[Outcome]:
         evaluation_prompts=4,
         final_prompts=8,
     )
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as child:
         return child.submit(run, settings, [0, 4, 0]).result()
 
 

@@ -74,7 +74,7 @@ def cached_prompt_tokens() -> list[int]:
 
 @pytest.fixture(scope="module")
 def there(tiny_model_folder):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, mp_context=context, initializer=start_engine, initargs=(tiny_model_folder,)) as child:
 
         def run(function: Callable[..., Any]) -> Any:

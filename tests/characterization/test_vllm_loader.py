@@ -45,7 +45,7 @@ def loaded(folder: Path, tp: int, rank: int) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def child() -> Iterator[ProcessPoolExecutor]:
     """A process that has vLLM."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as child:
         yield child
 
 

@@ -90,7 +90,7 @@ class _Logprobs(torch.autograd.Function):
             chosen_C = logits_CV.gather(1, local_C[:, None]).squeeze(1)
             if group is None:
                 normalizer_C = logits_CV.logsumexp(1)
-                expected_C = _expected(logits_CV, normalizer_C)
+                entropy_C = _entropy(logits_CV, normalizer_C)
             else:
                 # LP-2: what crosses ranks is one number a token.
                 highest_C = logits_CV.amax(1)
@@ -98,11 +98,11 @@ class _Logprobs(torch.autograd.Function):
                 total_C = (logits_CV - highest_C[:, None]).exp_().sum(1)
                 dist.all_reduce(total_C, dist.ReduceOp.SUM, group)
                 normalizer_C = highest_C + total_C.log()
-                sums_2C = torch.stack([torch.where(mine_C, chosen_C, 0.0), _expected(logits_CV, normalizer_C)])
+                sums_2C = torch.stack([torch.where(mine_C, chosen_C, 0.0), _entropy(logits_CV, normalizer_C)])
                 dist.all_reduce(sums_2C, dist.ReduceOp.SUM, group)
-                chosen_C, expected_C = sums_2C
+                chosen_C, entropy_C = sums_2C
             logprobs.append(chosen_C - normalizer_C)
-            entropies.append(normalizer_C - expected_C)
+            entropies.append(entropy_C)
             normalizers.append(normalizer_C)
         logprobs_P, entropies_P, normalizers_P = (torch.cat(parts) for parts in (logprobs, entropies, normalizers))
         ctx.save_for_backward(hidden_PD, weight_VD, targets_P, normalizers_P, entropies_P)
@@ -148,6 +148,7 @@ def _local_targets(targets_C: torch.Tensor, offset: int, vocabulary: int) -> tup
     return local_C.clamp_(0, max(vocabulary - 1, 0)), mine_C
 
 
-def _expected(logits_CV: torch.Tensor, normalizer_C: torch.Tensor) -> torch.Tensor:
-    """The mean logit under the softmax (this rank's part of the sum)."""
-    return ((logits_CV - normalizer_C[:, None]).exp_() * logits_CV).sum(1)
+def _entropy(logits_CV: torch.Tensor, normalizer_C: torch.Tensor) -> torch.Tensor:
+    """The softmax's entropy (this rank's part of the sum), of terms that are all positive: none cancels another."""
+    log_softmax_CV = logits_CV - normalizer_C[:, None]
+    return -log_softmax_CV.exp().mul_(log_softmax_CV).sum(1)

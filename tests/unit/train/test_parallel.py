@@ -139,7 +139,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(in_each_process, (port, models, out), nprocs=2)
+    torch.multiprocessing.start_processes(in_each_process, (port, models, out), nprocs=2, start_method="forkserver")
     return {name: trained(models / name, dataclasses.replace(SETTINGS, microbatch_rows=ROWS)) for name in LAYOUTS}, out
 
 
