@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import gc
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Iterable
@@ -32,7 +31,6 @@ def import_ahead(modules: Iterable[str]) -> None:
 def leave(code: int) -> NoReturn:
     """Exit with this code, but without taking the interpreter apart: with torch in it, that takes a second and more."""
     atexit._run_exitfuncs()
-    logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
             stream.flush()

@@ -57,12 +57,20 @@ class Backlog:
         self.final_reasons = await self.queue.reasons.call_one()
 
 
-class Trainer:
-    """Stage 5: batches in, policy versions out."""
+class Ranks:
+    """Actors, one a rank, that take the queue's batches."""
 
     def __init__(self, actors: Any, queue: Any):
         self._actors = actors
         self._queue = queue
+
+    async def close(self) -> None:
+        """Let go of what the actors hold."""
+        await self._actors.close.call()
+
+
+class Trainer(Ranks):
+    """Stage 5: batches in, policy versions out."""
 
     async def start(self) -> int:
         """Build and load the model on every rank; its policy version."""
@@ -80,17 +88,9 @@ class Trainer:
         """Write the policy as a Hugging Face folder."""
         await _ask("trainer.save", self._actors.save.call(folder))
 
-    async def close(self) -> None:
-        """Let go of what the actors hold."""
-        await self._actors.close.call()
 
-
-class Reference:
+class Reference(Ranks):
     """Stage 5: log-probabilities under the weights that the policy is not to go far from."""
-
-    def __init__(self, actors: Any, queue: Any):
-        self._actors = actors
-        self._queue = queue
 
     async def start(self) -> None:
         """Build and load the model on every rank."""
@@ -102,17 +102,9 @@ class Reference:
         if version is not None:
             batch.metrics["reference/version"] = float(version)
 
-    async def close(self) -> None:
-        """Let go of what the actors hold."""
-        await self._actors.close.call()
 
-
-class Critic:
+class Critic(Ranks):
     """Stage 5: what to expect from each token on."""
-
-    def __init__(self, actors: Any, queue: Any):
-        self._actors = actors
-        self._queue = queue
 
     async def start(self) -> None:
         """Build the model on every rank."""
@@ -125,10 +117,6 @@ class Critic:
     async def step(self, batch: BatchHandle) -> dict[str, float]:
         """Learn the batch's returns; the metrics."""
         return _first(await _ask("critic.step", self._actors.step.call(self._queue, batch)))
-
-    async def close(self) -> None:
-        """Let go of what the actors hold."""
-        await self._actors.close.call()
 
 
 class Rollouts:

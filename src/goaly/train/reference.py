@@ -48,14 +48,7 @@ class ReferenceModel(Actor):
         """
         assert settings.refresh_every is None or store is not None, "what is refreshed comes from a store"
         self._shares = trainer.fsdp
-        self._settings = dataclasses.replace(
-            trainer,
-            fsdp=settings.fsdp,
-            tp=settings.tp,
-            threads=settings.threads,
-            activation_checkpointing="off",
-            compile=False,
-        )
+        self._settings = settings.engine_settings(trainer)
         self._model = model if settings.path is None else dataclasses.replace(model, path=settings.path)
         self._thread: RankThread[TrainEngine] = RankThread("reference")
         self._refresh_every = settings.refresh_every

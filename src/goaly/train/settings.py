@@ -135,6 +135,11 @@ class ReferenceSettings:
         """Processes of the reference model."""
         return self.fsdp * self.tp
 
+    def engine_settings(self, trainer: TrainerSettings) -> TrainerSettings:
+        """How its engine computes: as the trainer's, but for what is set here and what only training needs."""
+        own = {key: getattr(self, key) for key in ("fsdp", "tp", "threads")}
+        return replace(trainer, compile=False, activation_checkpointing="off", **own)
+
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each."""
         found = [

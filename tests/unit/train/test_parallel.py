@@ -32,6 +32,8 @@ LAYOUTS = {"fsdp": {"fsdp": 2}, "tp": {"tp": 2}}
 TIED = {"fsdp": False, "tp": True}
 SMALL_STEPS = OptimizerSettings(lr=1e-3)
 ROWS = 4
+ALONE = dataclasses.replace(SETTINGS, microbatch_rows=ROWS)
+"""What one process computes with: all rows at once."""
 MODELS = "models"
 
 
@@ -118,12 +120,13 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     for name, degrees in LAYOUTS.items():
-        result = trained(models / name, dataclasses.replace(SETTINGS, **degrees))
+        settings = dataclasses.replace(SETTINGS, **degrees)
+        result = trained(models / name, settings)
         result.pop("engine").save_hf(out / f"{name}.hf")
         torch.save(result, out / f"{name}.{rank}")
-        torch.save(judged(models / name, dataclasses.replace(SETTINGS, **degrees)), out / f"{name}.critic.{rank}")
-        torch.save(rewritten(models / name, dataclasses.replace(SETTINGS, **degrees)), out / f"{name}.rewritten.{rank}")
-        torch.save(in_parts(models / name, dataclasses.replace(SETTINGS, **degrees)), out / f"{name}.parts.{rank}")
+        torch.save(judged(models / name, settings), out / f"{name}.critic.{rank}")
+        torch.save(rewritten(models / name, settings), out / f"{name}.rewritten.{rank}")
+        torch.save(in_parts(models / name, settings), out / f"{name}.parts.{rank}")
     dist.destroy_process_group()
 
 
@@ -140,7 +143,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[st
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torch.multiprocessing.start_processes(in_each_process, (port, models, out), nprocs=2, start_method="forkserver")
-    return {name: trained(models / name, dataclasses.replace(SETTINGS, microbatch_rows=ROWS)) for name in LAYOUTS}, out
+    return {name: trained(models / name, ALONE) for name in LAYOUTS}, out
 
 
 @pytest.mark.timeout(240)
@@ -167,7 +170,7 @@ def test_two_ranks_have_the_steps_of_one_on_a_batch_in_parts(
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
     _, out = results
-    alone = in_parts(out / MODELS / layout, dataclasses.replace(SETTINGS, microbatch_rows=ROWS))
+    alone = in_parts(out / MODELS / layout, ALONE)
     for rank in range(2):
         found = torch.load(out / f"{layout}.parts.{rank}", weights_only=False)
         assert found == pytest.approx(alone, rel=1e-3, abs=1e-5)
@@ -179,7 +182,7 @@ def test_a_sharded_model_computes_with_what_was_written_since_its_last_forward_p
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
     _, out = results
-    alone = rewritten(out / MODELS / layout, dataclasses.replace(SETTINGS, microbatch_rows=ROWS))
+    alone = rewritten(out / MODELS / layout, ALONE)
     assert (alone["after"] - alone["before"]).abs().max() > 0.1
     for rank in range(2):
         found = torch.load(out / f"{layout}.rewritten.{rank}", weights_only=False)
@@ -194,7 +197,7 @@ def test_two_ranks_have_the_values_and_the_steps_of_one_critic(
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
     _, out = results
-    alone = judged(out / MODELS / layout, dataclasses.replace(SETTINGS, microbatch_rows=ROWS))
+    alone = judged(out / MODELS / layout, ALONE)
     assert alone["values"].abs().max() > 0.1
     for rank in range(2):
         found = torch.load(out / f"{layout}.critic.{rank}", weights_only=False)
