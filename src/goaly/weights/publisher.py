@@ -6,8 +6,8 @@
 All ranks publish the same versions in the same order; a version is there for readers once the last rank is done. Each
 rank waits for the copy only, never for a reader.
 
-What is larger than a bucket is announced when its staging begins: readers fetch each bucket as soon as it is sealed.
-What is smaller takes one call of the store, which commits it and says where the next one goes.
+A publish waits for one answer of the store, which commits it and says where the next one goes. What is larger than a
+bucket is announced besides when its staging begins: readers fetch each bucket as soon as it is sealed.
 
 Invariants
     WB-1  `publish` returns once the rank's shards are copied: the tensors may change from then on.
@@ -81,11 +81,13 @@ class Publisher:
             slot, self._next_slot = self._next_slot, None
             early = sum(shard.bytes for shard in ring.layout) > self._settings.bucket_bytes
             try:
-                if early or slot is None:
+                if slot is None:
                     slot = await self._store.begin.call_one(
                         self._rank, self._request, version, early
                     )  # the others' last publish
                     assert slot is not None
+                elif early:
+                    self._store.announce.broadcast(self._rank, self._request, version)
                 staged_in = slot
                 await self._copier.run(lambda: self._stage(ring, staged_in, version))
                 staged: Staged = await self._store.staged.call_one(

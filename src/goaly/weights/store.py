@@ -12,6 +12,7 @@ Invariants
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -101,17 +102,13 @@ class WeightStore(Actor):
 
         `early` wakes readers that want to follow the staging bucket by bucket.
         """
-        ledger = self._require_ledger()
-        current = self._current_writer(rank, request)
+        return await self._begun(rank, request, version, early)
 
-        def begun() -> int | None:
-            current()
-            return ledger.begin(rank, version, early=early)
-
-        slot = await self._until(begun)  # the slower ranks' `staged`, or a rank's death
-        if early:
-            await self._wake()
-        return slot
+    @concurrent_endpoint
+    async def announce(self, rank: int, request: int, version: int) -> None:
+        """As `begin` with `early`, for a rank that knows the slot; what is wrong, its `staged` will be told."""
+        with suppress(WeightsError):
+            await self._begun(rank, request, version, early=True)
 
     @concurrent_endpoint
     async def staged(self, rank: int, request: int, version: int, slot: int) -> Staged:
@@ -243,6 +240,19 @@ class WeightStore(Actor):
         )
 
     # Waiting, and the ends of processes
+
+    async def _begun(self, rank: int, request: int, version: int, early: bool) -> int:
+        ledger = self._require_ledger()
+        current = self._current_writer(rank, request)
+
+        def begun() -> int | None:
+            current()
+            return ledger.begin(rank, version, early=early)
+
+        slot = await self._until(begun)  # the slower ranks' `staged`, or a rank's death
+        if early:
+            await self._wake()
+        return slot
 
     async def _until(self, ready: Callable[[], Answer | None], *, for_writer: bool = True) -> Answer:
         """What `ready` answers, asked again after every change until it is not None."""

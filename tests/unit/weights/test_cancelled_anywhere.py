@@ -51,9 +51,9 @@ class Protocol(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.lives: list[Life] = []
 
-    @initialize(slots=st.integers(2, 3))
-    def start(self, slots: int) -> None:
-        self.settings = WeightSettings(slots=slots)
+    @initialize(slots=st.integers(2, 3), bucket_mib=st.sampled_from([1e-5, 8.0]))
+    def start(self, slots: int, bucket_mib: float) -> None:
+        self.settings = WeightSettings(slots=slots, bucket_mib=bucket_mib)  # the small one: every publish is announced
         self.loop.run_until_complete(self._start())
 
     async def _start(self) -> None:
