@@ -15,6 +15,7 @@ Invariants
 """
 
 import asyncio
+import random
 import threading
 from collections.abc import Mapping
 from typing import NoReturn, Self
@@ -222,7 +223,9 @@ class Subscriber:
         with span("pull", version=lease.version, reader=self._reader) as pull:
             self._forget()
             self._destination.settle()
-            waiting = {rank: sorted(buckets) for rank, buckets in enumerate(self._plan) if buckets}
+            ranks = [rank for rank, buckets in enumerate(self._plan) if buckets]
+            first = random.randrange(max(1, len(ranks)))  # not all readers ask the same rank at once
+            waiting = {rank: sorted(self._plan[rank]) for rank in ranks[first:] + ranks[:first]}
             while waiting:
                 whole = arrival.whole  # asked before the seals are read: once it is whole, all are sealed
                 moved = [self._take(rank, buckets, lease) for rank, buckets in waiting.items()]
