@@ -1,6 +1,9 @@
 """What an update of the weights costs, against plain copies of the same bytes by as many processes and threads.
 
-    python -m bench.weights [--gb X[,Y…]] [--src fsdp=2] [--dst tp=2,replicas=2] [--transport …] [--json FILE]
+    python -m bench.weights [--gb X[,Y…] | --model NAME] [--src fsdp=2] [--dst tp=2,replicas=2]
+                            [--transport …] [--json FILE]
+
+With `--gb` the weights are matrices of one shape in float32, with `--model` a known model's parameters in bfloat16.
 
 Trainer ranks and reader ranks are processes of their own, over a real store. Each update, in turns: all trainer ranks
 stage (`stage`), then copy the same bytes within their memory (`memcpy`); all readers pull, then copy theirs; all
@@ -8,12 +11,12 @@ readers apply, in both modes. Then one update as in a run, readers following the
 `announced_to_applied` is from the start of the staging to the last reader's apply, `committed_to_applied` from its end.
 All are medians.
 
-With `--transport rdma` the readers count as being on another host, and read over Monarch's RDMABuffer, TCP where there
-is no such hardware; beside it the same bytes are read with RDMABuffer alone and over a plain socket.
+With `--transport rdma` the readers count as being on another host, and pull over Monarch's RDMABuffer, TCP where there
+is no such hardware; in turns with it the same bytes are read with RDMABuffer alone and over a plain socket.
 
 With `--transport torchstore`, an update by shared memory and TorchStore's put and get of the same state dict, in turns:
 `update` is from the start of the publish to the last reader's apply, `torchstore` the slowest rank's put and the
-slowest reader's get. TorchStore has to be installed. With `--keys N` the same bytes are in at least N tensors.
+slowest reader's get. TorchStore has to be installed. With `--keys N` the same bytes are in at least N matrices.
 
 A reader that has columns of a matrix copies a piece of each row: slower than a plain copy, the more so the shorter the
 rows. `--row-kib` is their length: 8 as of an 8B model's attention output in bfloat16, 4 as of a 0.6B model's.
@@ -30,6 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from monarch.actor import this_host
 from monarch.spmd import setup_torch_elastic_env_async
 from rich.console import Console
@@ -37,6 +41,7 @@ from rich.table import Table
 
 from bench.weights_rank import Rank
 from goaly.weights import torchstore
+from goaly.weights.architectures import MODELS, Parameter
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
 
@@ -97,22 +102,25 @@ class Bench:
         applied = max(end for values in await following for end in values.values())
         return {"announced_to_applied": applied - at, "committed_to_applied": applied - max(ends)}
 
-    async def network(self, count: int) -> float:
-        """Beside it: the same bytes with RDMABuffer alone, and over a socket. Fetched over needed bytes."""
-        fetched = [size for replica in self._replicas for size in (await replica.fetched_bytes.call()).values()]
-        size = max(fetched)
-        served = list((await self._trainer.serve.call(size)).values())
+    async def beside_rdmabuffer(self, count: int) -> float:
+        """In turns: a pull, the same bytes with RDMABuffer alone, and over a socket; the bytes that a reader fetches."""
         readers = [replica.slice(procs=rank) for replica in self._replicas for rank in range(len(replica))]
-        for update in range(count + WARM_UPDATES):
+        fetched, served = 0, []
+        for version in range(count + WARM_UPDATES):
+            await self._all([self._trainer], "publish", version)
+            await asyncio.gather(*(replica.lease.call() for replica in self._replicas))
+            pulled = max(await self._all(self._replicas, "pull"))
+            if not served:
+                fetched = max(await asyncio.gather(*(reader.fetched_bytes.call_one() for reader in readers)))
+                served = list((await self._trainer.serve.call(fetched)).values())
+            pairs = [(reader, *served[number % len(served)]) for number, reader in enumerate(readers)]
             at = time.monotonic() + LEAD_SECONDS
-            sources = [served[number % len(served)] for number in range(len(readers))]
-            pairs = list(zip(readers, sources, strict=True))
-            alone = max(await asyncio.gather(*(r.read_buffers.call_one(s[0], size, at) for r, s in pairs)))
+            alone = max(await asyncio.gather(*(r.read_buffers.call_one(held, fetched, at) for r, held, _ in pairs)))
             at = time.monotonic() + LEAD_SECONDS
-            plain = max(await asyncio.gather(*(r.read_socket.call_one(s[1], at) for r, s in pairs)))
-            if update >= WARM_UPDATES:
-                self._note(rdmabuffer=alone, socket=plain)
-        return size
+            plain = max(await asyncio.gather(*(r.read_socket.call_one(port, at) for r, _, port in pairs)))
+            if version >= WARM_UPDATES:
+                self._note(pull=pulled, rdmabuffer=alone, socket=plain)
+        return fetched
 
     async def beside_torchstore(self, mode: str, count: int) -> None:
         """In turns: an update, and the same state dict through TorchStore."""
@@ -138,9 +146,8 @@ class Bench:
         return [value for values in answers for value in values.values()]
 
 
-async def measure(gb: float, given: argparse.Namespace) -> dict[str, Any]:
-    """Everything at this size, by name: seconds, and ratios."""
-    count, shape = _matrices(gb, given.keys, given.row_kib)
+async def measure(parameters: tuple[Parameter, ...], dtype: torch.dtype, given: argparse.Namespace) -> dict[str, Any]:
+    """Everything with these weights, by name: seconds, and ratios."""
     (axis, ranks), tp, replicas = next(iter(given.src.items())), given.dst["tp"], given.dst["replicas"]
     sizes = [ranks, *([tp] * replicas)]
     meshes = [this_host().spawn_procs(per_host={"procs": size}, bootstrap=_one_thread) for size in sizes]
@@ -149,41 +156,46 @@ async def measure(gb: float, given: argparse.Namespace) -> dict[str, Any]:
         await setup_torch_elastic_env_async(mesh)
     trainer, *readers = (mesh.spawn(f"rank_{number}", Rank) for number, mesh in enumerate(meshes))
     held = await asyncio.gather(
-        trainer.hold.call(axis, count, shape), *(one.hold.call("tp", count, shape) for one in readers)
+        trainer.hold.call(axis, parameters, dtype), *(one.hold.call("tp", parameters, dtype) for one in readers)
     )
     bench = Bench(trainer, readers, hub, ELSEWHERE if given.transport == "rdma" else None)
     numbers: dict[str, Any] = {
-        "gb": count * shape[0] * shape[1] * 4 / 1e9,
-        "keys": count,
+        "gb": sum(parameter.elements for parameter in parameters) * dtype.itemsize / 1e9,
+        "keys": len(parameters),
         "reader_bytes": max(held[1].values()),
     }
-    if given.transport == "torchstore":
-        numbers |= await _beside_torchstore(bench, meshes[0], given.updates)
-    else:
-        numbers |= await _beside_copies(bench, given, numbers["reader_bytes"])
+    match given.transport:
+        case "torchstore":
+            numbers |= await _beside_torchstore(bench, meshes[0], given.updates)
+        case "rdma":
+            numbers |= await _beside_rdmabuffer(bench, given.updates, numbers["reader_bytes"])
+        case _:
+            numbers |= await _beside_copies(bench, given.updates)
     await asyncio.gather(*(mesh.stop() for mesh in (*meshes, hub)))
     return {f"{name}_ms": 1e3 * median(taken) for name, taken in bench.taken.items()} | numbers
 
 
-async def _beside_copies(bench: Bench, given: argparse.Namespace, reader_bytes: int) -> dict[str, float]:
-    fetched = None
+async def _beside_copies(bench: Bench, count: int) -> dict[str, float]:
     for mode in MODES:
         await bench.open(mode)
-        await bench.updates(mode, given.updates)
-        if given.transport == "rdma" and mode == MODES[-1]:
-            fetched = await bench.network(given.updates)
+        await bench.updates(mode, count)
         await bench.close()
-    ratios = {
+    return {
         "stage_over_memcpy": bench.ratio("stage", "stage_memcpy"),
         "pull_over_memcpy": bench.ratio("pull", "pull_memcpy"),
         "stall_copy_over_memcpy": bench.ratio("stall_copy", "stall_memcpy"),
     }
-    if fetched is not None:
-        seconds = {name: median(taken) for name, taken in bench.taken.items()}
-        ratios["fetched_over_needed"] = fetched / reader_bytes
-        ratios["tcp_over_rdmabuffer"] = seconds["pull"] / seconds["rdmabuffer"]
-        ratios["rdmabuffer_over_socket"] = seconds["rdmabuffer"] / seconds["socket"]
-    return ratios
+
+
+async def _beside_rdmabuffer(bench: Bench, count: int, reader_bytes: int) -> dict[str, float]:
+    await bench.open(MODES[0])
+    fetched = await bench.beside_rdmabuffer(count)
+    await bench.close()
+    return {
+        "fetched_over_needed": fetched / reader_bytes,
+        "tcp_over_rdmabuffer": bench.ratio("pull", "rdmabuffer"),
+        "rdmabuffer_over_socket": bench.ratio("rdmabuffer", "socket"),
+    }
 
 
 async def _beside_torchstore(bench: Bench, writers: Any, count: int) -> dict[str, float]:
@@ -196,13 +208,17 @@ async def _beside_torchstore(bench: Bench, writers: Any, count: int) -> dict[str
     return {f"torchstore_over_update_{mode}": bench.ratio(f"torchstore_{mode}", f"update_{mode}") for mode in MODES}
 
 
-def _matrices(gb: float, keys: int, row_kib: int) -> tuple[int, tuple[int, int]]:
-    """How many matrices make so many bytes, and their shape."""
+def _matrices(gb: float, keys: int, row_kib: int) -> tuple[Parameter, ...]:
+    """As many matrices as make so many bytes; tensor parallelism divides them by rows and by columns in turn."""
     columns = row_kib * 256
     shape = [ELEMENTS // columns, columns]
     while (count := round(gb * 1e9 / (shape[0] * shape[1] * 4))) < keys and min(shape) > 8:
         shape[shape.index(max(shape))] //= 2
-    return max(2, count), (shape[0], shape[1])
+    rows, columns = shape
+    return tuple(
+        Parameter(name=f"layers.{number}.weight", shape=(rows, columns), tp_dim=number % 2)
+        for number in range(max(2, count))
+    )
 
 
 def _one_thread() -> None:
@@ -228,7 +244,9 @@ def _sizes(text: str) -> list[float]:
 def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description="Weight updates against plain copies of the same bytes.")
-    parser.add_argument("--gb", type=_sizes, default=[0.5], help="size of the model in GB, float32; several by commas")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--gb", type=_sizes, default=[0.5], help="size of the weights in GB; several by commas")
+    weights.add_argument("--model", choices=MODELS, help="the weights of this model")
     parser.add_argument("--keys", type=int, default=24, help="at least so many tensors")
     parser.add_argument("--row-kib", type=int, default=8, help="length of a matrix's rows in KiB, a power of 2")
     parser.add_argument("--src", type=_axes({"fsdp": 1, "tp": 1}), default={"fsdp": 2}, help="trainer: fsdp=N or tp=N")
@@ -242,11 +260,15 @@ def main() -> None:
         print("--transport torchstore: skipped, the package torchstore is not installed")
         return
 
+    if given.model is not None:
+        weights_of_each = [(MODELS[given.model].parameters(), torch.bfloat16)]
+    else:
+        weights_of_each = [(_matrices(gb, given.keys, given.row_kib), torch.float32) for gb in given.gb]
     results: list[dict[str, Any]] = []
 
     async def each() -> None:
-        for gb in given.gb:
-            results.append(await measure(gb, given))
+        for parameters, dtype in weights_of_each:
+            results.append(await measure(parameters, dtype, given))
             if given.json is not None:
                 given.json.write_text(json.dumps(results, indent=2) + "\n")
 

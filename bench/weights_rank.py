@@ -13,8 +13,9 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Replicate, Shard, ones
 
+from goaly.weights.architectures import Parameter
 from goaly.weights.placement import local
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
@@ -31,22 +32,22 @@ class Rank(Actor):
         self._roles: list[Publisher | Subscriber] = []
 
     @concurrent_endpoint
-    async def hold(self, axis: str, count: int, whole: tuple[int, int]) -> int:
-        """Hold so many matrices, divided over the mesh by rows (fsdp) or by rows and columns in turn (tp); bytes."""
+    async def hold(self, axis: str, parameters: tuple[Parameter, ...], dtype: torch.dtype) -> int:
+        """Hold these parameters, divided over the mesh by rows (fsdp) or as tensor parallelism does (tp); bytes."""
         torch.set_num_threads(1)
         self._rank, self._world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if not distributed.is_initialized():
             await asyncio.to_thread(distributed.init_process_group, "gloo")
         mesh = init_device_mesh("cpu", (self._world,))
         self._tensors: dict[str, torch.Tensor] = {}
-        for number in range(count):
-            dim = number % 2 if axis == "tp" else 0
-            shape = list(whole)
-            shape[dim] //= self._world
-            part = torch.nn.Parameter(torch.full(shape, 1.0), requires_grad=False)
-            self._tensors[f"layers.{number}.weight"] = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
+        for parameter in parameters:
+            dim = parameter.tp_dim if axis == "tp" else 0
+            placement = Replicate() if dim is None else Shard(dim)
+            self._tensors[parameter.name] = ones(
+                *parameter.shape, dtype=dtype, device_mesh=mesh, placements=[placement]
+            )
         parts = [local(tensor) for tensor in self._tensors.values()]
-        self._copied = [(torch.zeros(part.shape), part) for part in parts]
+        self._copied = [(torch.zeros(part.shape, dtype=part.dtype), part) for part in parts]
         return sum(part.nbytes for part in parts)
 
     @concurrent_endpoint
