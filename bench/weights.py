@@ -103,7 +103,7 @@ class Bench:
         return {"announced_to_applied": applied - at, "committed_to_applied": applied - max(ends)}
 
     async def beside_rdmabuffer(self, count: int) -> float:
-        """In turns: a pull, the same bytes with RDMABuffer alone, and over a socket; the bytes that a reader fetches."""
+        """In turns: a pull, the same bytes with RDMABuffer alone, and over a socket; the bytes that a reader gets."""
         readers = [replica.slice(procs=rank) for replica in self._replicas for rank in range(len(replica))]
         fetched, served = 0, []
         for version in range(count + WARM_UPDATES):

@@ -10,7 +10,6 @@ import torch
 from local_store import Gone, Life, LocalStore, as_process, meshes, sharded
 from torch.distributed.device_mesh import DeviceMesh
 
-from goaly.errors import WeightsError
 from goaly.weights import publisher, subscriber
 from goaly.weights.placement import local
 from goaly.weights.publisher import Publisher
