@@ -15,8 +15,9 @@ With `--transport rdma` the readers count as being on another host, and pull ove
 is no such hardware; in turns with it the same bytes are read with RDMABuffer alone and over a plain socket.
 
 With `--transport torchstore`, an update by shared memory and TorchStore's put and get of the same state dict, in turns:
-`update` is from the start of the publish to the last reader's apply, `torchstore` the slowest rank's put and the
-slowest reader's get. TorchStore has to be installed. With `--keys N` the same bytes are in at least N matrices.
+`update` is from the start of the publish to the last reader's apply, `blocked` what of it keeps trainer or reader from
+their work (the publish, and the apply), `torchstore` the slowest rank's put and the slowest reader's get. TorchStore
+has to be installed. With `--keys N` the same bytes are in at least N matrices.
 
 A reader that has columns of a matrix copies a piece of each row: slower than a plain copy, the more so the shorter the
 rows. `--row-kib` is their length: 8 as of an 8B model's attention output in bfloat16, 4 as of a 0.6B model's.
@@ -128,9 +129,11 @@ class Bench:
             put = max(await self._all([self._trainer], "put"))
             got = max(await self._all(self._replicas, "get"))
             staged = max(seconds for seconds, _ in await self._all([self._trainer], "publish", version))
-            taken = max(await self._all(self._replicas, "take"))
+            taken = await self._all(self._replicas, "take")
+            update = staged + max(whole for whole, _ in taken)
+            blocked = staged + max(stall for _, stall in taken)
             if version >= WARM_UPDATES:
-                self._note(**{f"update_{mode}": staged + taken, f"torchstore_{mode}": put + got})
+                self._note(**{f"update_{mode}": update, f"blocked_{mode}": blocked, f"torchstore_{mode}": put + got})
 
     def ratio(self, name: str, over: str) -> float:
         """The median of one over the other, each measured right after the other."""
@@ -205,7 +208,11 @@ async def _beside_torchstore(bench: Bench, writers: Any, count: int) -> dict[str
         await bench.beside_torchstore(mode, count)
         await bench.close()
     await torchstore.stop()
-    return {f"torchstore_over_update_{mode}": bench.ratio(f"torchstore_{mode}", f"update_{mode}") for mode in MODES}
+    return {
+        f"torchstore_over_{name}_{mode}": bench.ratio(f"torchstore_{mode}", f"{name}_{mode}")
+        for name in ("update", "blocked")
+        for mode in MODES
+    }
 
 
 def _matrices(gb: float, keys: int, row_kib: int) -> tuple[Parameter, ...]:

@@ -108,14 +108,16 @@ class Rank(Actor):
         return time.monotonic()
 
     @concurrent_endpoint
-    async def take(self, at: float) -> float:
-        """Ask for the next version, fetch it, put it in place; seconds."""
+    async def take(self, at: float) -> tuple[float, float]:
+        """Ask for the next version, fetch it, put it in place; seconds, and those of the last."""
         await _until(at)
         started = time.monotonic()
         self._version = await self._subscriber.newest(self._version)
         assert await self._subscriber.prefetch(self._version)
+        fetched = time.monotonic()
         self._subscriber.apply()
-        return time.monotonic() - started
+        applied = time.monotonic()
+        return applied - started, applied - fetched
 
     @concurrent_endpoint
     async def memcpy(self, at: float) -> float:
