@@ -14,6 +14,7 @@ Invariants
     WV-5  The newest version is the last to be written over: only while readers hold all the others. If what was to
           take its place is abandoned, the newest that is left is what readers get.
     WV-6  All ranks stage a version in the same slot. A slot that was reserved for the next version holds none.
+    WV-7  A version that one rank gives up is spent for all: ranks that come to it later are told, and go on to the next.
 """
 
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class VersionLedger:
         self._staging: _Staging | None = None
         self._reserved: int | None = None
         self._leases: dict[int, int] = {}
-        self._abandoned: dict[int, str] = {}
+        self._abandoned: tuple[int, str] | None = None
 
     def begin(self, rank: int, version: int, *, early: bool = False) -> int | None:
         """The slot in which this rank stages the version; None while another version is being staged.
@@ -54,12 +55,13 @@ class VersionLedger:
         if staging is None:
             if self.newest is not None and version <= self.newest:
                 raise WeightsError(f"version {version} comes after {self.newest}: versions must go up")  # WV-4
+            if self._abandoned is not None and version <= self._abandoned[0]:
+                raise WeightsError(f"version {version} can't be staged any more: {self._abandoned[1]}")  # WV-7
             slot = self._free_slot() if self._reserved is None else self._reserved
             assert slot is not None, "WV-3: every slot is leased"
             self._reserved = None
             self._slots[slot] = None
             self._staging = _Staging(version=version, slot=slot, early=early)
-            self._abandoned.pop(version, None)
             return slot
         if version == staging.version:
             if rank in staging.staged:
@@ -87,9 +89,8 @@ class VersionLedger:
         """
         staging = self._staging
         if staging is None or staging.version != version:
-            if slot != self._reserved or version in self._abandoned:
-                why = self._abandoned.get(version, "it was never begun")
-                raise WeightsError(f"rank {rank} staged version {version}, which no one can commit: {why}")
+            if slot != self._reserved:
+                raise WeightsError(f"rank {rank} staged version {version} in slot {slot}, where it was never begun")
             if self.begin(rank, version) is None:
                 return None
             staging = self._staging
@@ -106,10 +107,12 @@ class VersionLedger:
 
     def abandon(self, version: int, why: str) -> None:
         """Forget a version that can't be completed. A committed version stays."""
+        if self.newest is not None and version <= self.newest:
+            return
+        self._abandoned = max(self._abandoned or (version, why), (version, why))
         staging = self._staging
         if staging is not None and staging.version == version:
             self._staging = None
-            self._abandoned = {version: why}
             if self._reserved is None:
                 self._reserved = staging.slot  # who was told that slot before goes on with it
             for reader in [reader for reader, held in self._leases.items() if held == version]:

@@ -23,15 +23,22 @@ class Protocol(RuleBasedStateMachine):
         self.memory: list[dict[int, int]] = [{} for _ in range(slots)]
         self.held: dict[int, int] = {}
         self.committed = -1
+        self.given_up: set[int] = set()
 
     @rule(data=st.data(), early=st.booleans())
     def begin(self, data: st.DataObject, early: bool) -> None:
         idle = [rank for rank in range(len(self.next_version)) if rank not in self.writing]
         if not idle:
             return
-        rank = data.draw(st.sampled_from(idle))
+        self.begins(data.draw(st.sampled_from(idle)), early=early)
+
+    def begins(self, rank: int, *, early: bool = False) -> None:
         version = self.next_version[rank]
-        slot = self.ledger.begin(rank, version, early=early)
+        try:
+            slot = self.ledger.begin(rank, version, early=early)
+        except WeightsError:
+            self.refused(rank, version)
+            return
         if slot is None:
             # WV-3: only a slower rank makes a rank wait, never a reader.
             assert min(self.next_version) < version
@@ -45,22 +52,34 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), goes_on=st.booleans())
     def staged(self, data: st.DataObject, goes_on: bool) -> None:
-        rank = data.draw(st.sampled_from(sorted(self.writing)))
+        self.has_staged(data.draw(st.sampled_from(sorted(self.writing))), goes_on=goes_on)
+
+    def has_staged(self, rank: int, *, goes_on: bool = False) -> None:
         version, slot = self.writing[rank]
-        committed = self.ledger.staged(rank, version, slot)
+        try:
+            committed = self.ledger.staged(rank, version, slot)
+        except WeightsError:
+            del self.writing[rank]
+            self.refused(rank, version)
+            return
         if committed is None:
             assert min(self.next_version) < version
             return
         del self.writing[rank]
         self.memory[slot][rank] = version
         self.next_version[rank] += 1
+        assert version not in self.given_up  # WV-7
         assert committed == (min(self.next_version) > version)  # WV-1
         if committed:
-            assert version == self.committed + 1
+            assert set(range(self.committed + 1, version)) <= self.given_up
             self.committed = version
         following = self.ledger.reserve(rank)
         if goes_on and following is not None:
             self.writes(rank, version + 1, following)
+
+    def refused(self, rank: int, version: int) -> None:
+        assert version in self.given_up  # WV-7
+        self.next_version[rank] += 1
 
     @rule(reader=reader_numbers, back=st.integers(0, 3))
     def lease(self, reader: int, back: int) -> None:
@@ -86,13 +105,15 @@ class Protocol(RuleBasedStateMachine):
         self.ledger.release(reader)
         self.held.pop(reader, None)
 
-    @precondition(lambda self: self.ledger.staging is not None and len(self.next_version) == 1)
-    @rule()
-    def abandon(self) -> None:
-        version = self.ledger.staging
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(sorted(self.writing)))
+        version, _ = self.writing.pop(rank)
+        self.next_version[rank] += 1
         self.ledger.abandon(version, "the copy failed")
-        assert self.ledger.whole(version) is False
-        self.writing.clear()
+        self.given_up.add(version)
+        assert not self.ledger.whole(version)
         self.held = {reader: held for reader, held in self.held.items() if held != version}
 
     @invariant()
@@ -112,6 +133,19 @@ class Protocol(RuleBasedStateMachine):
     def a_slot_is_left_for_the_trainer(self) -> None:
         if hasattr(self, "ledger"):
             assert len(set(self.held.values())) < len(self.memory)  # WV-3
+
+    def teardown(self) -> None:
+        """Whatever was given up, the ranks come to a version together."""
+        if not hasattr(self, "ledger"):
+            return
+        last = max(self.next_version) + 1
+        for _ in range(3 * (last + 2)):
+            for rank, following in enumerate(self.next_version):
+                if rank in self.writing:
+                    self.has_staged(rank)
+                elif following <= last:
+                    self.begins(rank)
+        assert self.ledger.newest == last
 
 
 Protocol.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -176,9 +210,11 @@ def test_a_version_that_was_written_over_is_gone() -> None:
     [
         ([("begin", 0, 5), ("begin", 1, 6)], "rank 1 stages version 6 while the others stage 5"),
         ([("begin", 0, 5), ("staged", 0, 5, 0), ("begin", 0, 5)], "rank 0 has already staged version 5"),
-        ([("staged", 0, 5, 0)], "it was never begun"),
+        ([("staged", 0, 5, 0)], "in slot 0, where it was never begun"),
         ([("begin", 0, 5), ("staged", 0, 5, 0), ("staged", 1, 5, 1)], "in slot 1, the others in 0"),
         ([("begin", 0, 5), ("abandon", 5, "disk on fire"), ("staged", 0, 5, 0)], "disk on fire"),
+        ([("begin", 0, 5), ("abandon", 5, "disk on fire"), ("begin", 1, 5)], "disk on fire"),
+        ([("abandon", 5, "disk on fire"), ("begin", 1, 5)], "disk on fire"),
     ],
 )
 def test_ranks_that_break_the_protocol_are_told_how(steps, said: str) -> None:
