@@ -5,6 +5,7 @@
     ├── SchemaError        token data broke the trajectory schema (names the key)
     ├── EpisodeError       a script's episode failed; carries prompt and cause
     ├── WeightsError       the weight store's protocol was broken
+    │   └── WritersGone    no newer weights will come
     ├── ReplicaLost        a replica died; its requests may go elsewhere
     └── RunFailed          an actor's failure ended the run (names actor, endpoint, cause)
 
@@ -37,6 +38,10 @@ class EpisodeError(GoalyError):
 
 class WeightsError(GoalyError):
     """The weight store's protocol was broken, or its data can't be had."""
+
+
+class WritersGone(WeightsError):
+    """Who published weights has left or died: no newer version will come."""
 
 
 class ReplicaLost(GoalyError):

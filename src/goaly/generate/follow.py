@@ -5,17 +5,21 @@ Rank 0 waits for versions and tells its peers; a version is applied once every r
 Invariants
     FO-1  Ranks apply the same versions at the same steps: each is announced to all, voted on, then sequenced by rank 0.
     FO-2  What a rank holds ready is not overwritten before its engine has applied it.
-    FO-3  What rank 0 leased lasts until all ranks have copied it: it asks for the next after their vote.
+    FO-3  What rank 0 leased lasts until all ranks have copied it, and no longer: it is released after their vote.
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
+from goaly.errors import WritersGone
 from goaly.generate.loop import EngineLoop
 from goaly.generate.ranks import Link
 from goaly.weights.records import Lease
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -27,6 +31,7 @@ class Versions(Protocol):
     def held(self) -> Lease | None: ...
     async def newest(self, after: int, *, early: bool) -> int: ...
     async def prefetch(self, version: int, lent: Lease | None = None) -> bool: ...
+    async def release(self) -> None: ...
     def apply(self) -> int: ...
 
 
@@ -39,10 +44,14 @@ class WeightFollower:
         self._link = link
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """Follow until cancelled, or until no newer weights can come."""
         if self._link is None or self._link.rank == 0:
-            while True:
-                await self.catch_up()
+            try:
+                while True:
+                    await self.catch_up()
+            except WritersGone as gone:
+                logger.info("the weights stay as they are: %s", gone)
+                return
         while True:
             lease: Lease = await _in_thread(self._link.receive)
             if await self._hold_ready(lease.version, lease):
@@ -55,7 +64,7 @@ class WeightFollower:
             await _in_thread(self._link.send, self._versions.held)
         if not await self._hold_ready(version):
             return False
-        await self._loop.apply(version)
+        await asyncio.gather(self._versions.release(), self._loop.apply(version))  # FO-3: a drain may take long
         return True
 
     async def _hold_ready(self, version: int, lent: Lease | None = None) -> bool:

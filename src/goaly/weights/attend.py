@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 class Attendants:
-    """Tasks that end with their owner. What fails is logged: the owner's next call meets the same fault."""
+    """Tasks that end with their owner. What fails is logged."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -21,12 +21,15 @@ class Attendants:
         task.add_done_callback(self._ended)
 
     def every(self, seconds: float, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Call this every so many seconds."""
+        """Call this every so many seconds, also after it has failed."""
 
         async def repeat() -> None:
             while True:
                 await asyncio.sleep(seconds)
-                await call()
+                try:
+                    await call()
+                except Exception as error:
+                    logger.warning("%s: %s", type(error).__name__, error)
 
         self.start(repeat())
 

@@ -14,7 +14,8 @@ Invariants
     WV-5  The newest version is the last to be written over: only while readers hold all the others. If what was to
           take its place is abandoned, the newest that is left is what readers get.
     WV-6  All ranks stage a version in the same slot. A slot that was reserved for the next version holds none.
-    WV-7  A version that one rank gives up is spent for all: ranks that come to it later are told, and go on to the next.
+    WV-7  A version that one rank gives up is spent for all: ranks that come to it later are told, and can go on to the
+          next.
 """
 
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class VersionLedger:
             raise WeightsError(f"slots={slots}: must be at least 2, one to read and one to write")
         self.writers = writers
         self.newest: int | None = None
+        self.ended: str | None = None
+        """Why no version can begin any more, if so."""
         self._slots: list[int | None] = [None] * slots
         self._staging: _Staging | None = None
         self._reserved: int | None = None
@@ -52,11 +55,9 @@ class VersionLedger:
         `early` announces it to the readers that want to begin before the commit.
         """
         staging = self._staging
+        if staging is None or version != staging.version:
+            self._check_new(version)
         if staging is None:
-            if self.newest is not None and version <= self.newest:
-                raise WeightsError(f"version {version} comes after {self.newest}: versions must go up")  # WV-4
-            if self._abandoned is not None and version <= self._abandoned[0]:
-                raise WeightsError(f"version {version} can't be staged any more: {self._abandoned[1]}")  # WV-7
             slot = self._free_slot() if self._reserved is None else self._reserved
             assert slot is not None, "WV-3: every slot is leased"
             self._reserved = None
@@ -89,6 +90,7 @@ class VersionLedger:
         """
         staging = self._staging
         if staging is None or staging.version != version:
+            self._check_new(version)
             if slot != self._reserved:
                 raise WeightsError(f"rank {rank} staged version {version} in slot {slot}, where it was never begun")
             if self.begin(rank, version) is None:
@@ -118,8 +120,15 @@ class VersionLedger:
             for reader in [reader for reader, held in self._leases.items() if held == version]:
                 self.release(reader)
 
-    def abandon_staging(self, why: str) -> None:
-        """Forget whatever is being staged."""
+    def leave(self, rank: int, why: str) -> None:
+        """The rank stages nothing from now on: only what it has staged can still be committed."""
+        self.ended = self.ended or why
+        if self._staging is not None and rank not in self._staging.staged:
+            self.abandon(self._staging.version, why)
+
+    def end(self, why: str) -> None:
+        """Nothing is staged from now on, and what is being staged is forgotten."""
+        self.ended = self.ended or why
         if self._staging is not None:
             self.abandon(self._staging.version, why)
 
@@ -153,6 +162,10 @@ class VersionLedger:
         """Whether the version is there; None while it is being staged, False once it is gone or abandoned."""
         return None if self.staging == version else version in self._slots
 
+    def may_come(self, after: int) -> bool:
+        """Whether a version above `after` is there or under way."""
+        return any(version is not None and version > after for version in (*self._slots, self.staging))
+
     def slot_of(self, version: int) -> int:
         """Where a version lies, or is being staged."""
         staging = self._staging
@@ -172,6 +185,14 @@ class VersionLedger:
     def staging(self) -> int | None:
         """The version that is being staged."""
         return None if self._staging is None else self._staging.version
+
+    def _check_new(self, version: int) -> None:
+        """Raise unless this version may be begun, now or later."""
+        if self.newest is not None and version <= self.newest:
+            raise WeightsError(f"version {version} comes after {self.newest}: versions must go up")  # WV-4
+        why = self._abandoned[1] if self._abandoned is not None and version <= self._abandoned[0] else self.ended
+        if why is not None:
+            raise WeightsError(f"version {version} can't be staged any more: {why}")  # WV-7
 
     def _announced(self, version: int) -> bool:
         return self._staging is not None and self._staging.early and self._staging.version == version

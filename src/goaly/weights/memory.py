@@ -18,6 +18,7 @@ import logging
 import mmap
 import os
 import warnings
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class Segment:
     def __init__(self, handle: SegmentHandle, memory: torch.Tensor, descriptor: int | None):
         self.handle = handle
         self._memory = memory
-        self._descriptor = descriptor
+        self._let_no_one_in = None if descriptor is None else weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def create(cls, size: int) -> "Segment":
@@ -100,9 +101,8 @@ class Segment:
 
     def close(self) -> None:
         """Let no further reader in. The memory is freed with the last tensor over it, here and in the readers."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._let_no_one_in is not None:
+            self._let_no_one_in()
 
 
 class _Mapping(mmap.mmap):

@@ -16,7 +16,7 @@ Invariants
 
 import asyncio
 from collections.abc import Mapping
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -27,12 +27,16 @@ from goaly.weights.copying import Copier, Pair, gpu_of
 from goaly.weights.layout import view
 from goaly.weights.liveness import PULSE_SECONDS, this_process
 from goaly.weights.mapping import Naming, renamed
+from goaly.weights.once import Once
 from goaly.weights.placement import layout_of, local
 from goaly.weights.records import Membership, Staged
 from goaly.weights.ring import Ring, in_dtype
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
 from goaly.weights.transport import Staging, stage
+
+if TYPE_CHECKING:
+    from goaly.weights.rdma import RemoteRing
 
 
 class Publisher:
@@ -61,7 +65,9 @@ class Publisher:
         self._process = this_process(host)
         self._gpu = gpu_of(self._tensors)
         self._copier = Copier(settings.copy_threads, self._gpu)
+        self._join = Once(self._joined)
         self._ring: Staging | None = None
+        self._remote: RemoteRing | None = None
         self._next_slot: int | None = None
         self._request = 0
         self._one_at_a_time = asyncio.Lock()
@@ -76,7 +82,7 @@ class Publisher:
     async def publish(self, version: int) -> bool:
         """Stage this rank's shards as `version`; True if this was the last rank and readers can have it now."""
         async with self._one_at_a_time:
-            ring = self._ring or await self._join()
+            ring = await self._join()
             self._request += 1
             slot, self._next_slot = self._next_slot, None
             early = sum(shard.bytes for shard in ring.layout) > self._settings.bucket_bytes
@@ -101,15 +107,19 @@ class Publisher:
             return staged.committed
 
     async def close(self) -> None:
-        """Leave the store and let no further reader in."""
+        """Leave the store, for all ranks' versions to come, and let no further reader in."""
+        await self._join.end(cancel=True)  # it may wait for ranks that never come
         self._attendants.end()
         if self._ring is not None:
             await self._store.leave_writer.call_one(self._rank)
             await self._copier.run(self._ring.close)
             self._ring = None
+        if self._remote is not None:
+            await asyncio.to_thread(self._remote.drop)
         self._copier.close()
 
-    async def _join(self) -> Staging:
+    async def _joined(self) -> Staging:
+        """Enter the store with this rank's slots."""
         dtype = None if self._settings.transfer_dtype is None else getattr(torch, self._settings.transfer_dtype)
         layout = in_dtype(renamed(layout_of(self._tensors), self._naming), dtype)
         membership: Membership = await self._store.join_writer.call_one(
@@ -118,13 +128,14 @@ class Publisher:
         pieces = cut(membership.layout, self._settings.bucket_bytes)
         buckets = buckets_of(pieces, self._settings.bucket_bytes)
         transport = self._settings.transport
-        ring = await self._copier.run(lambda: stage(transport, pieces, buckets, membership.slots, self._gpu))
+        ring = self._ring = await self._copier.run(
+            lambda: stage(transport, pieces, buckets, membership.slots, self._gpu)
+        )
         await self._store.offer.call_one(self._rank, ring.source(self._process.host))
         if isinstance(ring, Ring):
             self._attendants.start(self._offer_remotely(ring))
         if membership.pulse:
             self._attendants.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(writer=self._rank))
-        self._ring = ring
         return ring
 
     async def _offer_remotely(self, ring: Ring) -> None:
@@ -132,8 +143,12 @@ class Publisher:
         await self._store.wanted_remotely.call_one(self._rank)  # the first reader on another host
         from goaly.weights.rdma import RemoteRing
 
-        remote = await asyncio.to_thread(RemoteRing.of, ring)
-        await self._store.offer.call_one(self._rank, ring.source(self._process.host, remote))
+        try:
+            self._remote = await asyncio.to_thread(RemoteRing.of, ring)
+        except Exception as error:
+            await self._store.no_offer.call_one(self._rank, f"{type(error).__name__}: {error}")
+            raise
+        await self._store.offer.call_one(self._rank, ring.source(self._process.host, self._remote))
 
     def _stage(self, ring: Staging, slot: int, version: int) -> None:
         with span("stage", version=version, rank=self._rank) as staging:

@@ -7,6 +7,7 @@ GPUs, weights pass through no host's memory.
 Invariants
     WX-1  No read is under way once `fetch` has ended, however it ended.
     WX-2  A bucket's place is read into again only once whoever fetches has taken the bucket out and asks for the next.
+    WX-3  After a read that failed nothing more is read into that memory: what failed for us may still arrive.
 """
 
 import warnings
@@ -43,6 +44,11 @@ class RemoteRing:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="No ibverbs RDMA hardware")
             return cls(tuple(tuple(RDMABuffer(stretch) for stretch in stretches) for stretches in slots))
+
+    def drop(self) -> None:
+        """Give the memory back to whom it is of. Not on an event loop: it waits for Monarch's manager."""
+        for dropping in [buffer.drop() for stretches in self.stretches for buffer in stretches]:
+            dropping.get()
 
 
 class DirectRing:
@@ -88,8 +94,7 @@ class DirectRing:
 
     def close(self) -> None:
         """Give the memory back: who has not read it by now gets an error."""
-        for dropping in [buffer.drop() for stretches in self._remote.stretches for buffer in stretches]:
-            dropping.get()
+        self._remote.drop()
 
     def _stretches(self, slot: int) -> list[torch.Tensor]:
         return [self._seals[slot].view(torch.uint8), *self._shape.stretches(self._memory[slot])[1:]]
@@ -102,6 +107,7 @@ class RemoteReach:
         """`wanted` are the buckets that will be fetched, `device` what their places are in the memory of."""
         assert isinstance(source.remote, RemoteRing), "the store waits until the writer has registered its ring"
         self._remote = source.remote
+        self._failed: BaseException | None = None
         self._seals = torch.full((len(source.buckets),), UNSEALED)
         shape = SlotShape(source.layout, source.buckets)
         largest = max((len(shape.span(bucket)) for bucket in wanted), default=0)
@@ -121,29 +127,37 @@ class RemoteReach:
     def seals(self, slot: int) -> list[int]:
         """The seals, read anew."""
         if self._remote.stretches[slot]:
-            self._remote.stretches[slot][0].read_into(self._seals.view(torch.uint8)).get()
+            self._check()
+            read = self._remote.stretches[slot][0].read_into(self._seals.view(torch.uint8))
+            self._failed = read.exception()
+            self._check()
         return self._seals.tolist()
 
     def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
         """Each bucket as it arrives, while the next ones are read."""
         coming: deque[tuple[int, Any]] = deque()
+        self._check()
         try:
             for bucket in buckets:
                 while any(self._places[other] == self._places[bucket] for other, _ in coming):  # WX-2
-                    yield [_arrived(coming)]
+                    yield [self._arrived(coming)]
                 read = self._remote.stretches[slot][1 + bucket].read_into(self._stretches[bucket])
                 coming.append((bucket, read))
             while coming:
-                yield [_arrived(coming)]
+                yield [self._arrived(coming)]
         finally:
             while coming:  # WX-1
-                coming.popleft()[1].exception()
+                self._failed = coming.popleft()[1].exception() or self._failed
 
     def close(self) -> None:
         """Nothing: the buffers are the writer's."""
 
+    def _arrived(self, coming: deque[tuple[int, Any]]) -> int:
+        bucket, read = coming.popleft()
+        self._failed = read.exception()
+        self._check()
+        return bucket
 
-def _arrived(coming: deque[tuple[int, Any]]) -> int:
-    bucket, read = coming.popleft()
-    read.get()
-    return bucket
+    def _check(self) -> None:
+        if self._failed is not None:  # WX-3
+            raise WeightsError(f"a read from a trainer rank on another host failed: {self._failed}") from self._failed

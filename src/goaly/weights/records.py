@@ -46,6 +46,13 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """That no newer version will come, and why."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreState:
     """What the store holds at one moment."""
 

@@ -22,7 +22,7 @@ from goaly.errors import WeightsError
 from goaly.weights.layout import Layout, share
 from goaly.weights.ledger import VersionLedger
 from goaly.weights.liveness import ProcessMark, Watch, this_host, watch
-from goaly.weights.records import Joined, Lease, Membership, Staged, StoreState
+from goaly.weights.records import Ended, Joined, Lease, Membership, Staged, StoreState
 from goaly.weights.ring import Source
 from goaly.weights.settings import WeightSettings
 from goaly.weights.transport import needs_remote
@@ -47,6 +47,8 @@ class _Writer:
     watch: Watch
     source: Source | None = None
     wanted_remotely: bool = False
+    unreachable: str | None = None
+    """Why processes on other hosts can't reach it, if so."""
     request: int = 0
 
 
@@ -88,6 +90,12 @@ class WeightStore(Actor):
     async def offer(self, rank: int, source: Source) -> None:
         """Tell the readers where this rank's shards will lie."""
         self._writers[rank].source = source
+        await self._wake()
+
+    @concurrent_endpoint
+    async def no_offer(self, rank: int, why: str) -> None:
+        """Tell the readers on other hosts that this rank's shards can't be reached from there."""
+        self._writers[rank].unreachable = f"writer rank {rank} can't be reached from other hosts: {why}"
         await self._wake()
 
     @concurrent_endpoint
@@ -134,8 +142,10 @@ class WeightStore(Actor):
 
     @concurrent_endpoint
     async def leave_writer(self, rank: int) -> None:
-        """The rank publishes no more. Its memory may go with its process."""
+        """The rank publishes no more, so no rank can: only what it has staged can still be committed."""
         self._writers[rank].watch.close()
+        self._require_ledger().leave(rank, f"writer rank {rank} has left")
+        await self._wake()
 
     # Readers
 
@@ -160,7 +170,11 @@ class WeightStore(Actor):
                 source = writer.source
                 if source is None:
                     continue
-                if source.remote is not None or not needs_remote(source, transport=transport, host=host):
+                if not needs_remote(source, transport=transport, host=host):
+                    sources.append(source)
+                elif (why := self._ledger.ended or writer.unreachable) is not None:
+                    raise WeightsError(f"weights can't be read from another host any more: {why}")
+                elif source.remote is not None:
                     sources.append(source)
                 elif not writer.wanted_remotely:
                     writer.wanted_remotely = True
@@ -170,7 +184,7 @@ class WeightStore(Actor):
         return await self._until(offered, for_writer=False)  # the writers' first publish, and their offer
 
     @concurrent_endpoint
-    async def lease_newer(self, reader: int, request: int, after: int, early: bool) -> Lease:
+    async def lease_newer(self, reader: int, request: int, after: int, early: bool) -> Lease | Ended:
         """Wait for a version above `after` and hold it for the reader; releases what it held before.
 
         With `early`, that may be one that is still being staged.
@@ -178,11 +192,15 @@ class WeightStore(Actor):
         self._supersede(reader, request)
         await self._wake()
 
-        def granted() -> Lease | None:
+        def granted() -> Lease | Ended | None:
             self._check_current(reader, request)
             ledger = self._ledger
-            version = None if ledger is None else ledger.lease_newer(reader, after, early=early)
-            return None if ledger is None or version is None else _lease(ledger, version)
+            if ledger is None:
+                return None
+            version = ledger.lease_newer(reader, after, early=early)
+            if version is not None:
+                return _lease(ledger, version)
+            return None if ledger.ended is None or ledger.may_come(after) else Ended(why=ledger.ended)
 
         return await self._until(granted, for_writer=False)  # a commit; a release where all other slots are held
 
@@ -285,7 +303,7 @@ class WeightStore(Actor):
     def _writer_ended(self, rank: int, process: ProcessMark) -> None:
         self._writer_lost = f"writer rank {rank} ({process}) ended"
         logger.warning("%s", self._writer_lost)
-        self._require_ledger().abandon_staging(self._writer_lost)  # WS-2
+        self._require_ledger().end(self._writer_lost)  # WS-2
         self._wake_soon()
 
     def _current_writer(self, rank: int, request: int) -> Callable[[], None]:

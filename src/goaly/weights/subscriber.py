@@ -22,7 +22,7 @@ from typing import NoReturn, Self
 
 import torch
 
-from goaly.errors import WeightsError
+from goaly.errors import WeightsError, WritersGone
 from goaly.telemetry.spans import span
 from goaly.weights.arrival import Arrival
 from goaly.weights.attend import Attendants
@@ -31,7 +31,8 @@ from goaly.weights.destination import Destination
 from goaly.weights.layout import Copy, plan, region
 from goaly.weights.liveness import PULSE_SECONDS, this_process
 from goaly.weights.mapping import Naming
-from goaly.weights.records import Joined, Lease
+from goaly.weights.once import Once
+from goaly.weights.records import Ended, Joined, Lease
 from goaly.weights.ring import Source
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
@@ -70,6 +71,7 @@ class Subscriber:
         self._gpu = gpu_of(tensors if live is None else live)
         self._copier = Copier(settings.copy_threads, self._gpu)
         self._destination = Destination(tensors, settings.apply, live, naming)
+        self._join = Once(self._joined)
         self._number: int | None = None
         self._request = 0
         self._held: Lease | None = None
@@ -95,17 +97,22 @@ class Subscriber:
     async def newest(self, after: int = -1, *, early: bool = False) -> int:
         """Wait for a committed version above `after`. It can't go away before the next call, `release` or `close`.
 
-        With `early`, it may be one that is still being staged; its `prefetch` then ends with its commit.
+        With `early`, it may be one that is still being staged; its `prefetch` then ends with its commit. Raises
+        `WritersGone` once none can come any more.
         """
         async with self._one_at_a_time:
             number = await self._join()
             self._held = None
             self._request += 1
             try:
-                lease = await self._store.lease_newer.call_one(number, self._request, after, early)  # the next commit
+                lease: Lease | Ended = await self._store.lease_newer.call_one(
+                    number, self._request, after, early
+                )  # the next commit
             except asyncio.CancelledError:
                 self._give_up(number)
                 raise
+            if isinstance(lease, Ended):
+                raise WritersGone(f"no version above {after} will come: {lease.why}")
             self._held = lease
             return lease.version
 
@@ -151,10 +158,11 @@ class Subscriber:
 
     async def close(self) -> None:
         """Leave the store."""
-        self._attendants.end()
+        await self._join.end()
         if self._number is not None:
             await self._store.leave_reader.call_one(self._number)
             self._number = None
+        self._attendants.end()
         for reached in self._reached:
             reached.close()
         self._copier.close()
@@ -164,13 +172,13 @@ class Subscriber:
         self._request += 1
         self._store.release.broadcast(number, self._request)
 
-    async def _join(self) -> int:
-        if self._number is None:
-            joined: Joined = await self._store.join_reader.call_one(self._reader, self._process)
-            number = self._number = joined.number
-            if joined.pulse:
-                self._attendants.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(reader=number))
-        return self._number
+    async def _joined(self) -> int:
+        """Enter the store; what it knows this reader by."""
+        joined: Joined = await self._store.join_reader.call_one(self._reader, self._process)
+        self._number = joined.number
+        if joined.pulse:
+            self._attendants.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(reader=joined.number))
+        return joined.number
 
     async def _connect(self) -> None:
         """Once: reach the writers' memory, plan the copies, allocate the spares."""

@@ -54,6 +54,7 @@ def own_segment(size: int) -> Callable[[Connection], None]:
         segment = Segment.create(size)
         segment.tensor(torch.float32, (size // 4,), 0).fill_(7.0)
         there.send(segment.handle)
+        there.poll(None)  # the segment is let go with the process
 
     return work
 

@@ -1,0 +1,194 @@
+"""Who leaves, dies or fails tells the others: nobody waits for what can't come, and nothing is left behind."""
+
+import asyncio
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from local_store import Life, LocalStore, as_process
+
+from goaly.errors import WeightsError, WritersGone
+from goaly.weights import publisher, rdma
+from goaly.weights.attend import Attendants
+from goaly.weights.once import Once
+from goaly.weights.publisher import Publisher
+from goaly.weights.settings import WeightSettings
+from goaly.weights.subscriber import Subscriber
+
+SETTINGS = WeightSettings()
+ELSEWHERE = "another host"
+
+
+@pytest.fixture
+def store() -> LocalStore:
+    return LocalStore(SETTINGS)
+
+
+@pytest.fixture
+def life() -> Iterator[Life]:
+    life = Life()
+    yield life
+    life.kill()
+
+
+def writers(store: LocalStore, world: int) -> list[Publisher]:
+    return [Publisher(store, rank, world, {"a": torch.zeros(4)}, SETTINGS) for rank in range(world)]
+
+
+def reader(store: LocalStore, host: str | None = None) -> Subscriber:
+    return Subscriber(store, {"a": torch.zeros(4)}, "reader", SETTINGS, host=host)
+
+
+async def within(awaitable: Any) -> Any:
+    return await asyncio.wait_for(awaitable, 10)
+
+
+def open_segments() -> int:
+    count = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            count += "goaly-weights" in os.readlink(f"/proc/self/fd/{descriptor}")
+    return count
+
+
+async def test_once_a_rank_has_left_the_others_are_told_that_no_version_can_be_whole(store: LocalStore) -> None:
+    first, second = writers(store, 2)
+    await within(asyncio.gather(first.publish(0), second.publish(0)))
+    await second.close()
+    for version in (1, 2):
+        with pytest.raises(WeightsError, match=f"version {version} can't be staged any more: writer rank 1 has left"):
+            await within(first.publish(version))
+    await first.close()
+
+
+async def test_what_a_rank_had_staged_when_it_left_is_committed_by_the_others(store: LocalStore) -> None:
+    first, second = writers(store, 2)
+    await within(asyncio.gather(first.publish(0), second.publish(0)))
+    assert not await within(first.publish(1))
+    await first.close()
+    assert await within(second.publish(1))
+    assert (await store.state.call_one()).newest == 1
+    await second.close()
+
+
+async def test_readers_that_wait_are_told_when_the_writers_have_left(store: LocalStore) -> None:
+    (writer,) = writers(store, 1)
+    await within(writer.publish(0))
+    waiting = asyncio.ensure_future(reader(store).newest(0))
+    assert await within(reader(store).newest()) == 0  # what is there can be had
+    await writer.close()
+    with pytest.raises(WritersGone, match="no version above 0 will come: writer rank 0 has left"):
+        await within(waiting)
+
+
+async def test_readers_that_wait_are_told_when_a_writer_has_died(store: LocalStore, life: Life) -> None:
+    with as_process(publisher, life.mark):
+        (writer,) = writers(store, 1)
+    await within(writer.publish(0))
+    waiting = [asyncio.ensure_future(call) for call in (reader(store).newest(0), reader(store, ELSEWHERE).prefetch(0))]
+    await asyncio.sleep(0)
+    writer._attendants.end()  # it registers nothing any more
+    life.kill()
+    with pytest.raises(WritersGone, match=r"no version above 0 will come: writer rank 0 .* ended"):
+        await within(waiting[0])
+    with pytest.raises(WeightsError, match=r"can't be read from another host any more: writer rank 0 .* ended"):
+        await within(waiting[1])
+    await writer.close()
+
+
+async def test_readers_on_other_hosts_are_told_when_a_writer_can_not_be_reached_from_there(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(ring: Any) -> None:
+        raise RuntimeError("no memory can be registered")
+
+    monkeypatch.setattr(rdma.RemoteRing, "of", refuse)
+    (writer,) = writers(store, 1)
+    await within(writer.publish(0))
+    with pytest.raises(WeightsError, match=r"writer rank 0 can't be reached .* RuntimeError: no memory"):
+        await within(reader(store, ELSEWHERE).prefetch(0))
+    assert await within(reader(store).prefetch(0))  # one on this host can
+    await writer.close()
+
+
+async def test_what_was_registered_for_other_hosts_is_given_back_at_the_end(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[rdma.RemoteRing] = []
+    monkeypatch.setattr(rdma.RemoteRing, "drop", lambda ring: dropped.append(ring))
+    monkeypatch.setattr(rdma.RemoteRing, "of", lambda ring: rdma.RemoteRing(()))
+    (writer,) = writers(store, 1)
+    await within(writer.publish(0))
+    await within(store.sources.call_one(ELSEWHERE, "auto"))
+    await writer.close()
+    assert len(dropped) == 1
+
+
+async def test_a_first_publish_that_is_cancelled_anywhere_leaves_no_memory_behind(store: LocalStore) -> None:
+    gc.collect()
+    before = open_segments()
+    for turns in range(12):
+        (writer,) = writers(LocalStore(SETTINGS), 1)
+        publishing = asyncio.ensure_future(writer.publish(0))
+        for _ in range(turns):
+            await asyncio.sleep(0.001 if turns > 6 else 0)
+        publishing.cancel()
+        await asyncio.wait({publishing})
+        if turns % 2:
+            assert await within(writer.publish(1))
+        await within(writer.close())
+    gc.collect()
+    assert open_segments() == before
+
+
+async def test_a_reader_whose_joining_was_cancelled_is_one_reader(store: LocalStore) -> None:
+    (writer,) = writers(store, 1)
+    await within(writer.publish(0))
+    one = reader(store)
+    for turns in range(5):
+        joining = asyncio.ensure_future(one.newest())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        joining.cancel()
+        await asyncio.wait({joining})
+    assert await within(one.newest()) == 0
+    assert (await store.state.call_one()).readers == 1
+    await within(one.close())
+    assert (await store.state.call_one()).readers == 0
+    await writer.close()
+
+
+async def test_what_is_done_once_is_tried_again_only_after_it_failed() -> None:
+    outcomes: list[Any] = [RuntimeError("not yet"), 7, 8]
+
+    async def work() -> int:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    once = Once(work)
+    with pytest.raises(RuntimeError, match="not yet"):
+        await once()
+    assert [await once(), await once()] == [7, 7]
+
+
+async def test_a_pulse_goes_on_after_one_was_lost() -> None:
+    pulses = 0
+    enough = asyncio.Event()
+
+    async def pulse() -> None:
+        nonlocal pulses
+        pulses += 1
+        if pulses == 1:
+            raise ConnectionError("lost")
+        enough.set()
+
+    attendants = Attendants()
+    attendants.every(0.001, pulse)
+    await within(enough.wait())
+    attendants.end()
