@@ -179,14 +179,13 @@ def summary(runs: Sequence[Finished]) -> dict[str, Any]:
         of_arm = by_arm[name]
         loss = name.partition("/")[0]
         base = by_arm.get(f"{loss}/0") or by_arm.get(f"{RECOMMENDED}/0", {})
-        common = sorted(of_arm.keys() & base.keys())
+        common = [] if base is of_arm else sorted(of_arm.keys() & base.keys())
         arms[name] = {
             "seeds": len(of_arm),
             "pass_at_1": Interval.of([run.pass_at_1 for run in of_arm.values()]),
             "area": Interval.of([run.area for run in of_arm.values()]),
-            "difference": Interval.of([of_arm[seed].pass_at_1 - base[seed].pass_at_1 for seed in common])
-            if common and base is not of_arm
-            else None,
+            "difference": _difference([of_arm[seed].pass_at_1 - base[seed].pass_at_1 for seed in common]),
+            "area_difference": _difference([of_arm[seed].area - base[seed].area for seed in common]),
             "effective_sample_size": statistics.fmean(run.effective_sample_size for run in of_arm.values()),
             "age_mean": statistics.fmean(run.age_mean for run in of_arm.values()),
             "age_max": max(run.age_max for run in of_arm.values()),
@@ -199,6 +198,10 @@ def summary(runs: Sequence[Finished]) -> dict[str, Any]:
     return arms
 
 
+def _difference(seed_by_seed: Sequence[float]) -> Interval | None:
+    return Interval.of(seed_by_seed) if seed_by_seed else None
+
+
 def _place(name: str) -> tuple[int, int]:
     loss, _, bound = name.partition("/")
     return list(LOSSES).index(loss), int(bound)
@@ -207,14 +210,13 @@ def _place(name: str) -> tuple[int, int]:
 def table(arms: Mapping[str, Any]) -> str:
     """The arms as a table in Markdown."""
     lines = [
-        "| loss / max_staleness | seeds | pass@1 | difference from 0 | area | ESS | mean age | greatest age |",
-        "|---|---|---|---|---|---|---|---|",
+        "| loss / max_staleness | seeds | pass@1 | from 0 | area | from 0 | ESS | mean age | greatest age |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, arm in arms.items():
-        lines.append(
-            f"| {name} | {arm['seeds']} | {arm['pass_at_1']} | {arm['difference'] or ''} | {arm['area']} "
-            f"| {arm['effective_sample_size']:.3f} | {arm['age_mean']:.1f} | {arm['age_max']:.0f} |"
-        )
+        learned = f"{arm['pass_at_1']} | {arm['difference'] or ''} | {arm['area']} | {arm['area_difference'] or ''}"
+        age = f"{arm['effective_sample_size']:.3f} | {arm['age_mean']:.1f} | {arm['age_max']:.0f}"
+        lines.append(f"| {name} | {arm['seeds']} | {learned} | {age} |")
     return "\n".join(lines)
 
 

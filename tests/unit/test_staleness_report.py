@@ -86,7 +86,7 @@ def test_a_difference_is_taken_seed_by_seed_from_the_same_loss_at_zero() -> None
     runs = [run(fresh, 0, 0.8), run(fresh, 1, 0.6), run(stale, 0, 0.7), run(stale, 1, 0.5), run(stale, 2, 0.0)]
     arms = summary(runs)
     assert list(arms) == ["uncorrected/0", "uncorrected/8"]
-    assert arms["uncorrected/0"]["difference"] is None
+    assert arms["uncorrected/0"]["difference"] is arms["uncorrected/0"]["area_difference"] is None
     difference = arms["uncorrected/8"]["difference"]
     assert (difference.mean, difference.half_width, difference.count) == (pytest.approx(-0.1), pytest.approx(0), 2)
     assert arms["uncorrected/8"]["seeds"] == 3
