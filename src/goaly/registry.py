@@ -8,8 +8,8 @@ it takes after `*` are its options; annotations say what they may be, and `Must`
     def clipped(tokens, *, clip_low: Share = 0.2): ...
 
 Invariants
-    RG-1  An option that the chosen function does not take is an error that names who takes it; none is ignored.
-    RG-2  What can't be found, or can't have these options, is told before anything runs.
+    RY-1  An option that the chosen function does not take is an error that names who takes it; none is ignored.
+    RY-2  What can't be found, or can't have these options, is told before anything runs.
 """
 
 import functools
@@ -99,7 +99,7 @@ class Registry(Generic[F]):
         for option, value in options.items():
             key = f"{prefix}options.{option}={show(value)}"
             if option not in taken:
-                found.append(f"{key}: {self._untaken(name, option, taken)}")  # RG-1
+                found.append(f"{key}: {self._untaken(name, option, taken)}")  # RY-1
             elif complaint := _complaint(annotations.get(option, Any), value):
                 found.append(f"{key}: {complaint}")
         return found

@@ -66,7 +66,7 @@ def test_what_can_not_be_found_lists_what_is_known(registry: Registry, name: str
 )
 def test_options_are_checked_against_the_signature(registry: Registry, options: dict, problem: str):
     name = f"{__name__}:own"
-    assert registry.problems("x.", name, options) == [f"x.{problem.format(own=name)}"]  # RG-1
+    assert registry.problems("x.", name, options) == [f"x.{problem.format(own=name)}"]  # RY-1
     with pytest.raises(ValueError, match="options"):
         registry.bound(name, options)
 

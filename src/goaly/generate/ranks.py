@@ -1,7 +1,7 @@
 """How the tensor-parallel ranks of one replica stay in step: rank 0 decides, the others hear it over gloo.
 
 Invariants
-    RK-1  Every rank's engine gets the same commands in the same order: rank 0 broadcasts a round before acting on it.
+    GR-1  Every rank's engine gets the same commands in the same order: rank 0 broadcasts a round before acting on it.
     RK-2  An idle rank blocks in a receive; it neither spins nor wakes.
     RK-3  No named shared memory or semaphore outlives the start of the engines: what needs a name to be opened by
           the other ranks is unlinked once they have it, so a killed run leaves nothing behind.

@@ -4,7 +4,7 @@ Samples through a router of its own, so that requests travel straight to a gener
 ones serve. Groups go straight to the queue; the controller gets a summary.
 
 Invariants
-    RK-1  Every group's task has an owner here: `cancel` and `close` end them, and their requests and tickets with them.
+    WR-1  Every group's task has an owner here: `cancel` and `close` end them, and their requests and tickets with them.
           (Cancelling the caller of `run_group` does not reach it: Monarch does not pass a cancellation on.)
 """
 

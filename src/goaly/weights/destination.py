@@ -9,6 +9,7 @@ Invariants
     WD-1  Names of one and the same memory (tied weights) stay so, and are filled once.
     WD-2  Between two `apply` the parameters don't change, and memory that they have is not written; nor is memory that
           a GPU still works with: it goes on after `apply` has returned.
+    WD-3  What is filled is all of a parameter, each element once, or the reader is refused.
 """
 
 import logging
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from goaly.weights.layout import Layout, Shard, view
 from goaly.weights.mapping import Naming, renamed
-from goaly.weights.placement import layout_of
+from goaly.weights.placement import check_filled, layout_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class Destination:
         self.layout = tuple(shard for name in by_name for shard in self._layouts[name])
         for shard in self.layout:
             by_name[shard.tensor or shard.name].shards.append(shard)
+        check_filled({name: self._live[name] for name in by_name}, self.layout)  # WD-3
         self._memories = list(by_name.values())
         if self._mode == "flip":
             for memory in self._memories:
@@ -120,7 +122,7 @@ class Destination:
         if device is not None:
             self._applied = torch.cuda.Event()
             self._applied.record(torch.cuda.current_stream(device))
-        self._side ^= 1
+        self._side ^= self._mode == "flip"
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:

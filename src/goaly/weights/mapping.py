@@ -14,7 +14,7 @@ Where a tensor-parallel rank fuses what it holds of each part (vLLM's `qkv_proj`
 its v heads), its local tensor is no rectangle of a global one: `concatenated` is its layout.
 
 Invariants
-    WM-1  The parts of a tensor cover it exactly: a renamed layout has every element of the original once.
+    WN-1  The parts of a tensor cover it exactly: a renamed layout has every element of the original once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -110,7 +110,7 @@ def renamed(layout: Layout, naming: Naming) -> Layout:
         if parts is None:
             shards.append(shard)
             continue
-        if parts and not tile(tuple(part.place for part in parts), shard.global_shape):  # WM-1
+        if parts and not tile(tuple(part.place for part in parts), shard.global_shape):  # WN-1
             places = ", ".join(f"{part.place[1]} at {part.place[0]}" for part in parts[:4])
             raise WeightsError(
                 f"`{shard.name}` has shape {shard.global_shape}, which its parts don't cover once: {places}"

@@ -4,7 +4,7 @@ Ranks are numbered with tensor parallelism innermost, replicas outermost. Expert
 where the expert axis takes the place of tensor parallelism and of as much FSDP as it needs.
 
 Invariants
-    WP-1  A rank's layout is what torchtitan's `parallelize_fn` puts there, for FSDP, HSDP, TP, EP and their mixes.
+    WE-1  A rank's layout is what torchtitan's `parallelize_fn` puts there, for FSDP, HSDP, TP, EP and their mixes.
 """
 
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ class WeightSettings:
     each tensor's own."""
 
     copy_threads: int = 1
-    """Threads that copy a rank's weights when it publishes or pulls."""
+    """Copies that run at a time when a rank publishes or pulls, each with as many threads as torch uses there."""
 
     bucket_mib: float = 8.0
     """Weights are staged and fetched in buckets of about this size, in MiB: readers take each one as soon as it is
@@ -39,7 +39,7 @@ class WeightSettings:
 
     apply: str = "copy"
     """How a generator puts fetched weights in place between two decode steps: "copy" copies them into its parameters,
-    "flip" makes the fetched memory the parameters', which takes under 2 ms for any size. Both need the weights' memory
+    "flip" makes the fetched memory the parameters', about a microsecond for each of them. Both need the weights' memory
     twice. Recorded CUDA graphs don't see a flip."""
 
     @property

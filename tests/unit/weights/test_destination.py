@@ -1,9 +1,10 @@
-"""How fetched weights become a model's: WD-1 and WD-2, in both modes."""
+"""How fetched weights become a model's: WD-1 to WD-3, in both modes."""
 
 import pytest
 import torch
 from torch import nn
 
+from goaly.errors import WeightsError
 from goaly.weights.destination import Destination
 
 
@@ -110,3 +111,10 @@ def test_spares_are_not_written_before_the_gpu_is_done_with_them(mode: str) -> N
     torch.cuda.synchronize()
     assert bool((read == 1).all())
     assert bool((parameter == 2).all())
+
+
+def test_a_parameter_that_is_not_what_was_said_of_it_is_refused() -> None:  # WD-3
+    live = {"w": nn.Parameter(torch.zeros(10, 4))}
+    destination = Destination({"w": torch.zeros(8, 4)}, "copy", live)
+    with pytest.raises(WeightsError, match=r"`w` has shape \(10, 4\) here, which the layout doesn't cover once"):
+        destination.allocate({"w"})

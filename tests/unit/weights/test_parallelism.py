@@ -1,4 +1,4 @@
-"""WP-1: names, shapes and placements on paper are those of a real torchtitan model on a process group without peers."""
+"""WE-1: names, shapes and placements on paper are those of a real torchtitan model on a process group without peers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,7 +114,7 @@ def parallelized(flavor: str, parallelism: Parallelism) -> Any:
     ],
     ids=["fsdp", "hsdp and tp", "ep", "hsdp, tp and ep", "tp within experts", "fsdp within experts", "tp ranks, too"],
 )
-def test_a_rank_holds_what_torchtitan_puts_there(flavor, decoder, parallelism, rank) -> None:  # WP-1
+def test_a_rank_holds_what_torchtitan_puts_there(flavor, decoder, parallelism, rank) -> None:  # WE-1
     with fake_world(rank, parallelism.ranks):
         tensors = dict(parallelized(flavor, parallelism).named_parameters())
     held: dict[str, int] = {name: 0 for name in tensors}
