@@ -226,7 +226,7 @@ def test_ranks_that_break_the_protocol_are_told_how(steps, said: str) -> None:
         getattr(ledger, last[0])(*last[1:])
 
 
-def test_versions_must_go_up() -> None:
+def test_versions_must_go_up() -> None:  # WV-4
     ledger = VersionLedger(writers=1, slots=2)
     published(ledger, 3)
     with pytest.raises(WeightsError, match="version 3 comes after 3"):
@@ -240,7 +240,7 @@ def test_a_version_that_is_not_committed_cannot_be_leased() -> None:
         ledger.lease(1, 4)
 
 
-def test_a_rank_knows_the_next_slot_when_it_has_staged_and_needs_not_ask() -> None:
+def test_a_rank_knows_the_next_slot_when_it_has_staged_and_needs_not_ask() -> None:  # WV-6
     ledger = VersionLedger(writers=2, slots=3)
     published(ledger, 0)
     first = ledger.begin(0, 1)

@@ -76,14 +76,20 @@ def test_a_killed_owners_memory_stays_with_its_readers_and_is_free_after_them() 
     assert {name for name in os.listdir("/dev/shm") if "goaly" in name} <= names
 
 
-def test_readers_cannot_write() -> None:
+def test_readers_cannot_write() -> None:  # WM-2
     segment = Segment.create(4096)
     pid, _ = child(lambda there: Segment.open(segment.handle).tensor(torch.uint8, (1,), 0).fill_(1))
     assert os.WTERMSIG(reap(pid)) == signal.SIGSEGV
     assert int(segment.tensor(torch.uint8, (1,), 0)) == 0
 
 
-def test_a_descriptor_that_was_used_again_is_noticed() -> None:
+def test_nobody_can_shrink_a_segment_under_its_readers() -> None:  # WM-4
+    segment = Segment.create(4096)
+    with pytest.raises(PermissionError):
+        os.truncate(f"/proc/self/fd/{segment.handle.descriptor}", 0)
+
+
+def test_a_descriptor_that_was_used_again_is_noticed() -> None:  # WM-3
     first = Segment.create(4096)
     handle = first.handle
     first.close()

@@ -1,5 +1,8 @@
 """Reads over the network, some of which fail."""
 
+from collections.abc import Iterator
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -13,16 +16,24 @@ from goaly.weights.ring import Ring, Source
 
 LAYOUT: Layout = layout_of({name: torch.zeros(16) for name in "abcdef"})
 BUCKETS = buckets_of(LAYOUT, 64)
+WANTED = list(range(len(BUCKETS)))
 
 
 class Read:
-    """A read that has ended."""
+    """A read that ends when it is waited for."""
 
-    def __init__(self, error: Exception | None):
-        self._error = error
+    under_way: ClassVar[list["Read"]] = []
+
+    def __init__(self, memory: torch.Tensor, target: torch.Tensor, *, lost: bool):
+        self._memory, self.target, self._lost = memory, target, lost
+        self.under_way.append(self)
 
     def exception(self) -> Exception | None:
-        return self._error
+        self.under_way.remove(self)
+        if self._lost:
+            return TimeoutError("no answer")
+        self.target.copy_(self._memory)
+        return None
 
 
 class Buffer:
@@ -33,33 +44,48 @@ class Buffer:
         self.lost = 0
 
     def read_into(self, target: torch.Tensor) -> Read:
-        if self.lost:
-            self.lost -= 1
-            return Read(TimeoutError("no answer"))
-        target.copy_(self._memory)
-        return Read(None)
+        assert all(read.target.data_ptr() != target.data_ptr() for read in Read.under_way)
+        self.lost -= (lost := self.lost > 0)
+        return Read(self._memory, target, lost=lost)
 
 
-def test_after_a_read_that_failed_nothing_is_read_into_that_memory() -> None:
+@pytest.fixture
+def buffers() -> Iterator[tuple[tuple[Buffer, ...], ...]]:
+    """Those of a ring of two slots; in the first, each shard is filled with its number."""
     ring = Ring.create(LAYOUT, BUCKETS, 2)
     for number, view in enumerate(ring.views(0)):
         view.fill_(number)
-    buffers = tuple(tuple(Buffer(stretch) for stretch in ring.stretches(slot)) for slot in range(2))
-    handle = SegmentHandle(pid=0, descriptor=0, inode=0, bytes=0)
-    remote = RemoteRing(buffers)
-    source = Source(layout=LAYOUT, buckets=BUCKETS, slots=2, host="elsewhere", handle=handle, remote=remote)
-    wanted = list(range(len(BUCKETS)))
+    yield tuple(tuple(Buffer(stretch) for stretch in ring.stretches(slot)) for slot in range(2))
+    ring.close()
+    assert not Read.under_way  # WX-1
 
-    reach = RemoteReach(source, wanted)
-    found = [float(reach.view(0, shard)[0]) for buckets in reach.fetch(0, wanted) for shard in buckets]
+
+def source(buffers: tuple[tuple[Buffer, ...], ...]) -> Source:
+    handle = SegmentHandle(pid=0, descriptor=0, inode=0, bytes=0)
+    return Source(layout=LAYOUT, buckets=BUCKETS, slots=2, host="elsewhere", handle=handle, remote=RemoteRing(buffers))
+
+
+def test_what_was_fetched_stays_until_the_next_is_asked_for_and_nothing_is_read_after_the_end(buffers) -> None:
+    reach = RemoteReach(source(buffers), WANTED)
+    fetching = reach.fetch(0, WANTED)
+    for bucket in WANTED[:2]:
+        assert next(fetching) == [bucket]
+        assert float(reach.view(0, bucket)[0]) == bucket  # WX-2
+        assert Read.under_way
+    fetching.close()
+    assert not Read.under_way  # WX-1
+
+
+def test_after_a_read_that_failed_nothing_is_read_into_that_memory(buffers) -> None:
+    reach = RemoteReach(source(buffers), WANTED)
+    found = [float(reach.view(0, shard)[0]) for buckets in reach.fetch(0, WANTED) for shard in buckets]
     assert found == [0, 1, 2, 3, 4, 5]
 
     buffers[0][2].lost = 1
     with pytest.raises(WeightsError, match="failed: no answer"):
-        list(reach.fetch(0, wanted))
+        list(reach.fetch(0, WANTED))
     with pytest.raises(WeightsError, match="failed: no answer"):  # WX-3
-        list(reach.fetch(0, wanted))
+        list(reach.fetch(0, WANTED))
     with pytest.raises(WeightsError, match="failed: no answer"):
         reach.seals(0)
-    assert list(RemoteReach(source, wanted).fetch(0, wanted)) == [[bucket] for bucket in wanted]
-    ring.close()
+    assert list(RemoteReach(source(buffers), WANTED).fetch(0, WANTED)) == [[bucket] for bucket in WANTED]
