@@ -3,7 +3,8 @@
 An estimator takes the batch (`Scored`) and gives a value for each sample, f64 `[S]`, which all its trained tokens get,
 or a tensor `[T]` for each sample, a value for each token. `docs/algorithms.md` has the formulas and references. To add
 one, write the function and decorate it with `@ESTIMATORS.register(name)`, or name it by its path. With `@of_values` it
-sees a critic's values, and gives an `Estimate`: beside the advantages the returns that the critic learns.
+sees a critic's values, and gives an `Estimate`: beside the advantages the returns that the critic learns. With
+`@compares_groups` it says that a group whose samples all have the same total teaches it nothing.
 
 Invariants
     AV-1  Where samples are compared with their group alone, a group of equal rewards has advantages of exactly 0, and
@@ -50,12 +51,19 @@ def of_values(estimator: F) -> F:
     return estimator
 
 
+def compares_groups(estimator: F) -> F:
+    """Mark an estimator that takes from each sample's total only how it differs from its group's other totals."""
+    estimator.compares_groups = True  # type: ignore[attr-defined]
+    return estimator
+
+
 def needs(name: str) -> tuple[str, ...]:
     """The columns that later stages must add to a batch before this estimator can be asked."""
     return getattr(ESTIMATORS.find(name), "needs", ())
 
 
 @ESTIMATORS.register("group")
+@compares_groups
 def group(batch: Scored, *, epsilon: NotNegative = 1e-6) -> Tensor:
     """Distance from the group's mean in standard deviations (population)."""
     centred_S = batch.centred(batch.totals_S)
@@ -63,12 +71,14 @@ def group(batch: Scored, *, epsilon: NotNegative = 1e-6) -> Tensor:
 
 
 @ESTIMATORS.register("group_mean")
+@compares_groups
 def group_mean(batch: Scored) -> Tensor:
     """Distance from the group's mean; hard and easy prompts keep their own scale."""
     return batch.centred(batch.totals_S)
 
 
 @ESTIMATORS.register("rloo")
+@compares_groups
 def rloo(batch: Scored) -> Tensor:
     """Distance from the mean of the group's other samples; a sample alone in its group has none, and gets 0."""
     others_S = (batch.group_size_S - 1).clamp(min=1)
@@ -82,6 +92,7 @@ def reinforce_pp(batch: Scored, *, epsilon: NotNegative = 1e-6) -> list[Tensor]:
 
 
 @ESTIMATORS.register("reinforce_pp_baseline")
+@compares_groups
 def reinforce_pp_baseline(batch: Scored, *, epsilon: NotNegative = 1e-6) -> list[Tensor]:
     """Distance from the group's mean, normalized over all trained tokens of the batch."""
     centred_S = batch.centred(batch.totals_S)

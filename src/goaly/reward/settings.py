@@ -79,6 +79,13 @@ class AdvantageSettings:
         return "values" in self.needs
 
     @property
+    def compares_groups(self) -> bool:
+        """Whether a group whose samples all have the same total teaches nothing, so that a sample alone never does."""
+        from goaly.reward.advantages import ESTIMATORS  # imports torch, which `--help` can do without
+
+        return getattr(ESTIMATORS.find(self.name), "compares_groups", False)
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """The columns that later stages must add to a batch's rows before advantages can be computed."""
         from goaly.reward.advantages import needs  # imports torch, which `--help` can do without

@@ -132,6 +132,15 @@ def test_process_rewards_of_a_single_step_are_the_group_estimator():
     assert values("process", batch) == pytest.approx(values("group", batch))
 
 
+@pytest.mark.parametrize("name", ESTIMATORS.names)
+def test_the_mark_says_whether_a_group_of_equal_totals_teaches(name: str):
+    even = grouped(sample(1.0, turns="p2a1p2"), sample(0.0, turns="p2a1p3", credits={1: 1.0}))  # by other steps
+    batch, settings = [even, *groups([0, 1, 1])], AdvantageSettings(name=name)
+    found = estimate(batch, settings, values_of(batch)).advantages[:2]
+    of_even = torch.cat([value_T[one.tokens["trained"]] for value_T, one in zip(found, even.samples, strict=True)])
+    assert (len(of_even.unique()) == 1) is settings.compares_groups
+
+
 @pytest.mark.parametrize("name", COMPARING)
 @pytest.mark.parametrize("rewards", [[0.0] * 3, [0.7] * 7, [1.0]])
 def test_equal_rewards_give_exactly_zero_whatever_the_rounding(name: str, rewards: list[float]):
