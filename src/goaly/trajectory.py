@@ -192,14 +192,16 @@ class PackedRows:
     """What the rows are divided into, in order; empty where all of them make one optimizer step."""
 
     def split(self) -> list["PackedRows"]:
-        """The rows of each optimizer step, with counts of their own."""
+        """The rows of each optimizer step, with counts of their own; a part with nothing to train makes none."""
         if not self.parts:
             return [self]
         rows = self.rows.split([part.rows for part in self.parts])
-        return [
+        steps = [
             PackedRows(rows=of_part, batch_trained_tokens=part.trained_tokens, batch_sequences=part.sequences)
             for of_part, part in zip(rows, self.parts, strict=True)
+            if part.trained_tokens
         ]
+        return steps or [self]
 
     @property
     def row_length(self) -> int:

@@ -10,7 +10,7 @@ STEPS = 5
 
 @pytest.mark.timeout(180)
 def test_a_run_trains_policy_and_critic_on_every_batch(launch: Callable[..., LaunchedRun]) -> None:
-    overrides = ["critic.minibatches=2", "critic.value_clip=0.5", "evaluation.prompts=2"]
+    overrides = ["critic.epochs=2", "critic.value_clip=0.5", "evaluation.prompts=2"]
     overrides += ["trainer.minibatches=2", "loss.proximal=trainer"]
     overrides += ["reward.verifier=tests.loop.verifiers:share_of_digits"]
     run = launch(f"steps={STEPS}", *overrides, app="ppo")

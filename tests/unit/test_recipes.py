@@ -68,7 +68,7 @@ def test_a_critic_and_advantages_over_its_values_come_together_or_not_at_all(tin
         "nothing uses them"
     ]
     assert problems("critic.tp=3", "critic.value_clip=0.2") == [
-        "critic.value_clip=0.2: has no effect on a batch's first step, and critic.epochs * critic.minibatches is 1",
+        "critic.value_clip=0.2: has no effect on a batch's first step, and critic.epochs * trainer.minibatches is 1",
         "critic.tp=3: must divide the model's 4 attention heads",
         "critic.tp=3: must divide the model's 2 key-value heads",
     ]

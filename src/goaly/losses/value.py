@@ -22,7 +22,7 @@ class ValueLoss:
         self._clip = clip
 
     def __call__(self, values_P: torch.Tensor, columns: Columns, steps_done: int) -> Contribution:
-        """These tokens' share; counts them, so that the mean is that of whichever tokens a step is made on."""
+        """These tokens' share."""
         old_P, returns_P = _column(columns, "values"), _column(columns, "returns")
         square_P = (values_P - returns_P).square()
         mean = moments(old_P, returns_P)
@@ -31,7 +31,7 @@ class ValueLoss:
             clipped_square_P = (clipped_P - returns_P).square()
             mean["clip_fraction"] = (clipped_square_P > square_P).float()
             square_P = torch.maximum(square_P, clipped_square_P)
-        return Contribution(total=square_P.sum() / 2, count=square_P.new_tensor(len(square_P)), mean=mean)
+        return Contribution(total=square_P.sum() / 2, mean=mean)
 
 
 def moments(values_P: torch.Tensor, returns_P: torch.Tensor) -> dict[str, torch.Tensor]:

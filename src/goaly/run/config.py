@@ -121,6 +121,11 @@ class RunConfig:
         return found
 
     def _critic_problems(self, prefix: str) -> list[str]:
+        critic = self.critic
+        if critic is not None and critic.value_clip is not None and critic.epochs * self.trainer.minibatches == 1:
+            clip = f"{prefix}critic.value_clip={critic.value_clip}"
+            first = "has no effect on a batch's first step, and"
+            return [f"{clip}: {first} {prefix}critic.epochs * {prefix}trainer.minibatches is 1"]
         name = self.advantages.name
         if self.advantages.problems("") or self.advantages.uses_values == (self.critic is not None):
             return []

@@ -16,7 +16,6 @@ from goaly.train.rank import RankThread
 from goaly.train.settings import CriticSettings, TrainerSettings
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
     from torch import Tensor
 
     from goaly.backlog.batch import BatchHandle
@@ -51,9 +50,9 @@ class ValueModel(Actor):
     @concurrent_endpoint
     async def step(self, queue: Any, batch: "BatchHandle") -> dict[str, float]:
         """The optimizer steps on the batch; the metrics are those of the whole batch on every rank."""
-        rows = await shares.rows(queue, batch.id, self._thread.engine, count=self._trainer.fsdp)
+        packed = await shares.rows(queue, batch.id, self._thread.engine, count=self._trainer.fsdp)
         started = time.monotonic()
-        metrics = await self._thread.run(lambda: self._train(rows, batch.id))
+        metrics = await self._thread.run(lambda: self._train(packed, batch.id))
         metrics["train_seconds"] = time.monotonic() - started
         return {f"critic/{name}": value for name, value in metrics.items()}
 
@@ -72,6 +71,6 @@ class ValueModel(Actor):
         with spans.span("values", batch=batch_id):
             return self._thread.engine.values(packed.rows)
 
-    def _train(self, rows: "TensorDict", batch_id: int) -> dict[str, float]:
+    def _train(self, packed: "PackedRows", batch_id: int) -> dict[str, float]:
         with spans.span("train_critic", batch=batch_id):
-            return self._thread.engine.train_steps(rows)
+            return self._thread.engine.train_steps(packed)

@@ -12,7 +12,7 @@ Invariants
     TE-2  A loss or gradient that isn't finite raises, and its step changes no parameter.
     TE-3  The same inputs give bit-identical parameters.
     TE-4  A policy's version is the number of batches trained, however many optimizer steps each of them makes; the
-          schedule counts them too.
+          schedule, also a critic's, counts them too.
     TE-5  A forward pass is by the parameters as they are, also where others than the optimizer write them.
     TE-6  The proximal policy of all parts of a batch is that of before the first one's step.
 """
@@ -199,7 +199,7 @@ class ModelEngine(ABC):
 
     @property
     def _when(self) -> str:
-        return f"after {self.steps_done} optimizer steps"
+        return f"after {self.steps_done} batches"
 
 
 class TrainEngine(ModelEngine):

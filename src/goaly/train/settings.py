@@ -76,8 +76,9 @@ class TrainerSettings:
     microbatch_rows: int = 4
     """Packed rows in one forward and backward pass. Changes memory and speed, not the gradient."""
     minibatches: int = 1
-    """Parts of a batch, each an optimizer step of its own: balanced by tokens, every group whole in one of them. The
-    policy version and the schedule go up by one with the batch, however many these are."""
+    """Parts of a batch, each an optimizer step of its own, of the policy and of a critic: balanced by tokens, every
+    group whole in one of them. The policy version and the schedules go up by one with the batch, however many these
+    are."""
     logprob_chunk: int = 1024
     """Tokens whose logits exist at one time."""
     temperature: float = 1.0
@@ -161,7 +162,7 @@ class ReferenceSettings:
 class CriticSettings:
     """The model that learns what to expect from each token on, for advantages over its values (`gae`).
 
-    Microbatches and activation checkpointing are the trainer's.
+    Minibatches, microbatches and activation checkpointing are the trainer's.
     """
 
     path: str | None = None
@@ -173,9 +174,7 @@ class CriticSettings:
     threads: int = 1
     """CPU threads of each rank."""
     epochs: int = 1
-    """Passes over each batch."""
-    minibatches: int = 1
-    """Parts of a batch's rows in a pass, each an optimizer step of its own; at most one for each row of a rank."""
+    """Passes over each batch, each of `trainer.minibatches` optimizer steps."""
     value_clip: float | None = None
     """Leaves values no gain from going further than this from what they were before the batch; null never clips."""
     max_grad_norm: float | None = 1.0
@@ -183,7 +182,7 @@ class CriticSettings:
     optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))
     """AdamW's settings."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
-    """The learning rate over the critic's own optimizer steps."""
+    """The learning rate over time."""
 
     @property
     def ranks(self) -> int:
@@ -199,18 +198,13 @@ class CriticSettings:
         """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `critic.`."""
         lines = [
             f"{prefix}{name}={getattr(self, name)}: must be at least 1"
-            for name in ("fsdp", "tp", "threads", "epochs", "minibatches")
+            for name in ("fsdp", "tp", "threads", "epochs")
             if getattr(self, name) < 1
         ]
         for name in ("value_clip", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 lines.append(f"{prefix}{name}={value}: must be above 0, or null")
-        if self.value_clip is not None and self.epochs * self.minibatches == 1:
-            lines.append(
-                f"{prefix}value_clip={self.value_clip}: has no effect on a batch's first step, and {prefix}epochs * "
-                f"{prefix}minibatches is 1"
-            )
         lines += self.optimizer.problems(f"{prefix}optimizer.")
         lines += self.schedule.problems(f"{prefix}schedule.")
         return lines

@@ -2,12 +2,11 @@
 
 Invariants
     VE-1  The value of a trained token is that of the state before it is written: of the hidden state that predicts it.
-    VE-2  The gradient of a step is that of the mean loss over its trained tokens, whatever the packing, the
-          microbatches and the ranks.
+    VE-2  The steps on a batch are those of the policy's parts of it, each with the gradient of the mean loss over its
+          trained tokens: the same whatever the packing, the microbatches and the ranks.
 """
 
 import dataclasses
-from statistics import fmean
 
 import torch
 from tensordict import TensorDict
@@ -15,9 +14,11 @@ from tensordict import TensorDict
 from goaly.losses.value import ValueLoss, explained
 from goaly.models.settings import ModelSettings
 from goaly.train.engine import ModelEngine
+from goaly.train.measured import Measured, together
 from goaly.train.microbatch import Microbatch, split_rows
 from goaly.train.parallel import Head
 from goaly.train.settings import CriticSettings, TrainerSettings
+from goaly.trajectory import PackedRows
 
 
 class ValueEngine(ModelEngine):
@@ -28,28 +29,27 @@ class ValueEngine(ModelEngine):
         if critic.path is not None:
             model = dataclasses.replace(model, path=critic.path)
         super().__init__(model, critic.engine_settings(trainer))
-        self._critic = critic
+        self._epochs = critic.epochs
         self._loss = ValueLoss(critic.value_clip)
 
     def values(self, rows: TensorDict) -> torch.Tensor:
         """Values `[R, L]` f32 of the trained tokens; 0 at all others."""
         return self._column(rows)
 
-    def train_steps(self, rows: TensorDict) -> dict[str, float]:
-        """The batch's optimizer steps, on this rank's rows; the metrics of all ranks' rows, averaged over the steps.
+    def train_steps(self, packed: PackedRows) -> dict[str, float]:
+        """An optimizer step for each part of this rank's share of a batch, `epochs` times; the global batch's metrics.
 
-        The rows hold `values`, which were computed before the first step, and `returns`. All ranks have as many rows.
+        The rows hold `values`, which were computed before the first step, and `returns`.
         """
-        minibatches = min(self._critic.minibatches, len(rows))
-        steps = []
-        for _ in range(self._critic.epochs):
-            for first in range(minibatches):
-                steps.append(self._step(rows[first::minibatches]))  # rows are packed by length: each gets some of all
-        return explained({name: fmean(step[name] for step in steps) for name in steps[0]})
+        parts = packed.split() * self._epochs
+        steps = [self._step(part, last=number == len(parts)) for number, part in enumerate(parts, 1)]
+        return explained(together(steps).metrics)
 
-    def _step(self, rows: TensorDict) -> dict[str, float]:
-        microbatches = split_rows(rows, self._settings.microbatch_rows)
-        return self.forward_backward(microbatches, self._loss, 1) | self.optimizer_step()  # VE-2: the loss counts
+    def _step(self, part: PackedRows, *, last: bool) -> Measured:
+        microbatches = split_rows(part.rows, self._settings.microbatch_rows)
+        found = self._accumulate(microbatches, self._loss, part.batch_trained_tokens)  # VE-2
+        found.means |= self.optimizer_step(last=last)
+        return found
 
     def _head(self) -> Head:
         from goaly.train.value_head import VALUES

@@ -16,7 +16,7 @@ from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import split_rows
 from goaly.train.settings import CriticSettings, OptimizerSettings, TrainerSettings
 from goaly.train.value import ValueEngine
-from goaly.trajectory import Part
+from goaly.trajectory import PackedRows, Part
 from tests.unit.train.batches import documents, pack
 
 REJECTION = Rejection(measure="ratio", level="token", low=0.3, high=3.0)
@@ -80,13 +80,18 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     }
 
 
+def in_two(batch: PackedRows, rank: int, ranks: int) -> PackedRows:
+    """A rank's share of the batch in two parts, each two of its four rows."""
+    counts = [int(rows["trained"].sum()) for rows in batch.rows.split(2)]
+    parts = tuple(Part(rows=2 // ranks, trained_tokens=count, sequences=5) for count in counts)
+    return dataclasses.replace(batch, rows=batch.rows[rank::ranks], parts=parts)
+
+
 def in_parts(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a batch in two parts gives on this rank, of a loss whose second step looks back to before the first."""
     engine = TrainEngine(ModelSettings(path=str(folder)), dataclasses.replace(settings, optimizer=SMALL_STEPS))
     batch = pack(documents(10), rows=ROWS, row_length=160)
-    counts = [int(rows["trained"].sum()) for rows in batch.rows.split(2)]
-    parts = tuple(Part(rows=2 // settings.fsdp, trained_tokens=count, sequences=5) for count in counts)
-    share = dataclasses.replace(batch, rows=batch.rows[engine.dp_rank :: settings.fsdp], parts=parts)
+    share = in_two(batch, engine.dp_rank, settings.fsdp)
     return engine.train_step(share, policy_loss(LossSettings(name="ppo", proximal="trainer")))
 
 
@@ -103,15 +108,15 @@ def rewritten(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
 
 
 def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
-    """What a critic's two steps on the batch give on this rank: metrics and, before and after, values."""
+    """What a critic's two passes over a batch in two parts give on this rank: metrics, and values after them."""
     degrees = {"fsdp": settings.fsdp, "tp": settings.tp}
     critic = CriticSettings(optimizer=OptimizerSettings(lr=1e-2), epochs=2, value_clip=1.0, **degrees)
     engine = ValueEngine(ModelSettings(path=str(folder)), critic, settings)
-    rows = pack(documents(10), rows=ROWS, row_length=160).rows[engine.dp_rank :: settings.fsdp]
-    rows["returns"] = rows["advantages"]  # any numbers
-    rows["values"] = engine.values(rows)
-    metrics = engine.train_steps(rows)
-    return {"metrics": metrics, "values": engine.values(rows), "dp_rank": engine.dp_rank}
+    share = in_two(pack(documents(10), rows=ROWS, row_length=160), engine.dp_rank, settings.fsdp)
+    share.rows["returns"] = share.rows["advantages"]  # any numbers
+    share.rows["values"] = engine.values(share.rows)
+    metrics = engine.train_steps(share)
+    return {"metrics": metrics, "values": engine.values(share.rows), "dp_rank": engine.dp_rank}
 
 
 def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:

@@ -1,7 +1,7 @@
 """A batch's shares reach ranks of any number, each once, in as many rounds for all."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goaly.train import shares
+from goaly.trajectory import Part
 from tests.unit.train.batches import documents, pack
 
 
@@ -63,7 +64,20 @@ def test_every_share_is_computed_and_annotated_once_and_all_ranks_work_alike(cou
 def test_all_ranks_get_as_many_rows_with_every_trained_token_once(count: int, ranks: int):
     queue, packed, _ = queue_of(count)
     found = [asyncio.run(shares.rows(queue, 0, Engine(rank, ranks), count=count)) for rank in range(ranks)]
-    assert len({rows.batch_size for rows in found}) == 1  # SH-1
-    trained = sum(int(rows["trained"].sum()) for rows in found)
+    assert len({one.rows.batch_size for one in found}) == 1  # SH-1
+    trained = sum(int(one.rows["trained"].sum()) for one in found)
     assert trained == sum(int(share.rows["trained"].sum()) for share in packed)
     assert all(share.rows["trained"].any() for share in packed)  # standing in changed nothing at the queue
+
+
+@settings(max_examples=20, deadline=None)
+@given(count=st.integers(1, 5), ranks=st.integers(1, 5))
+def test_a_part_of_the_batch_is_one_part_of_all_shares_on_any_number_of_ranks(count: int, ranks: int):
+    queue, packed, _ = queue_of(count)
+    counts = [sum(int(share.rows["trained"][row].sum()) for share in packed) for row in range(2)]
+    parts = tuple(Part(rows=1, trained_tokens=tokens, sequences=count) for tokens in counts)
+    packed[:] = [replace(share, parts=parts) for share in packed]
+    found = [asyncio.run(shares.rows(queue, 0, Engine(rank, ranks), count=count)) for rank in range(ranks)]
+    for number, of_ranks in enumerate(zip(*(one.split() for one in found), strict=True)):
+        assert sum(int(step.rows["trained"].sum()) for step in of_ranks) == counts[number]  # SH-2
+        assert {step.batch_trained_tokens for step in of_ranks} == {counts[number]}

@@ -1,19 +1,26 @@
-"""The critic's engine on one rank: what a value stands for, its gradient, and that it learns."""
+"""The critic's engine on one rank: what a value stands for, its gradient, its steps, and that it learns."""
 
+import asyncio
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from goaly.backlog.batch import build_batch
+from goaly.backlog.settings import BacklogSettings
 from goaly.models.attention import document_masks
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.reward.settings import AdvantageSettings
+from goaly.train import shares
 from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import split_rows
-from goaly.train.settings import CriticSettings, OptimizerSettings, TrainerSettings
+from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.train.value import ValueEngine
-from goaly.trajectory import PackedRows
+from goaly.trajectory import Group, Outcome, PackedRows, Part, Trajectory, token_data
 from tests.unit.train.batches import Document, documents, pack
 
 TRAINER = TrainerSettings(microbatch_rows=2)
@@ -53,10 +60,54 @@ def judged(count: int, *, seed: int = 0) -> list[Document]:
 
 
 def gradients(engine: ValueEngine, packed: PackedRows, microbatch_rows: int) -> dict[str, torch.Tensor]:
-    engine.forward_backward(split_rows(packed.rows, microbatch_rows), engine._loss, 1)
+    engine.forward_backward(split_rows(packed.rows, microbatch_rows), engine._loss, packed.batch_trained_tokens)
     found = {name: parameter.grad for name, parameter in engine._model.named_parameters()}
     engine._optimizer._optimizers.zero_grad()
     return found
+
+
+def in_parts(packed: PackedRows, *sizes: int) -> PackedRows:
+    """The same rows in parts of so many."""
+    counts = [int(rows["trained"].sum()) for rows in packed.rows.split(list(sizes))]
+    parts = tuple(Part(rows=rows, trained_tokens=count, sequences=1) for rows, count in zip(sizes, counts, strict=True))
+    return dataclasses.replace(packed, parts=parts)
+
+
+def groups_of_two(sequences: Sequence[Document]) -> list[Group]:
+    samples = [
+        Trajectory(
+            tokens=token_data(document),
+            prompt_id=str(number // 2),
+            sample_index=number % 2,
+            turns=(),
+            environment="",
+            outcome=Outcome.COMPLETE,
+        )
+        for number, document in enumerate(sequences)
+    ]
+    return [
+        Group(ticket=first // 2, prompt_id=str(first // 2), source="", samples=tuple(samples[first : first + 2]))
+        for first in range(0, len(samples), 2)
+    ]
+
+
+def of_one_critic_rank(groups: list[Group], *, trainer_ranks: int, row_length: int) -> PackedRows:
+    """A batch in three parts, packed for so many ranks of the trainer, as a critic of one rank pulls it."""
+    batch = build_batch(
+        0,
+        groups,
+        settings=BacklogSettings(row_length=row_length),
+        advantage_settings=AdvantageSettings(name="group_mean"),
+        dp_ranks=trainer_ranks,
+        pad_token=0,
+        minibatches=3,
+    )
+
+    async def rows(batch_id: int, dp_rank: int) -> PackedRows:
+        return batch.ranks[dp_rank]
+
+    queue = SimpleNamespace(rows=SimpleNamespace(call_one=rows))
+    return asyncio.run(shares.rows(queue, 0, SimpleNamespace(dp_rank=0, dp_ranks=1), count=trainer_ranks))
 
 
 def assert_same(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
@@ -127,41 +178,89 @@ def test_values_and_gradient_are_the_same_for_any_packing_and_any_microbatches(e
 
 
 def test_a_critic_learns_what_can_be_known(engine, small_model: Path):
-    made = engine(dataclasses.replace(SETTINGS, epochs=15, minibatches=2, value_clip=5.0), small_model)
-    rows = pack(judged(12), rows=4, row_length=180).rows
+    made = engine(dataclasses.replace(SETTINGS, epochs=15, value_clip=5.0), small_model)
+    packed = in_parts(pack(judged(12), rows=4, row_length=180), 2, 2)
+    rows = packed.rows
 
     def error() -> float:
         return float((made.values(rows) - rows["returns"])[rows["trained"]].square().mean())
 
     assert error() > 0.2
-    first = made.train_steps(rows)
-    assert made.steps_done == 15 * 2
+    first = made.train_steps(packed)
     assert error() < 0.02
     assert first["explained_variance"] == pytest.approx(0, abs=1e-6)  # of what it said before the first step
     rows["values"] = made.values(rows)
-    assert made.train_steps(rows)["explained_variance"] > 0.9
+    assert made.train_steps(packed)["explained_variance"] > 0.9
+
+
+def test_the_steps_on_a_batch_are_the_same_on_any_packing_and_any_number_of_ranks(engine, small_model: Path):
+    smooth = OptimizerSettings(lr=0.3, eps=1.0)  # AdamW that is nearly linear: rounding stays rounding
+    groups = groups_of_two(judged(12))
+    found = []
+    for trainer_ranks, row_length in ((1, 60), (1, 200), (2, 80), (3, 120)):
+        made = moved(engine(dataclasses.replace(SETTINGS, epochs=2, value_clip=0.5, optimizer=smooth), small_model))
+        metrics = made.train_steps(of_one_critic_rank(groups, trainer_ranks=trainer_ranks, row_length=row_length))
+        found.append((metrics, {name: tensor.clone() for name, tensor in made.named_tensors().items()}))
+    (metrics, parameters), *others = found
+    started = moved(engine(folder=small_model)).named_tensors()
+    assert max(float((parameters[name] - started[name]).abs().max()) for name in started) > 0.05
+    for of_other, theirs in others:  # VE-2
+        assert of_other == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(theirs, parameters, atol=1e-5, rtol=1e-3)
+
+
+def test_a_batchs_metrics_are_means_over_its_tokens_not_over_its_steps(engine):
+    sequences = judged(4, seed=1)
+    for number, document in enumerate(sequences):
+        document["returns"] = 10.0 * (number == 3) * document["trained"].float()
+    packed = in_parts(pack([*sequences[::2], *sequences[1::2]], rows=2, row_length=200), 1, 1)
+    returns = packed.rows["returns"][packed.rows["trained"]]
+    counts = [part.trained_tokens for part in packed.parts]
+    assert counts[0] != counts[1]
+    metrics = engine().train_steps(packed)
+    assert metrics["return"] == pytest.approx(float(returns.mean()))
+    assert metrics["explained_variance"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_part_without_trained_tokens_makes_no_step(engine):
+    packed = pack(judged(4), rows=2, row_length=200)
+    idle = packed.rows[:1].clone()
+    idle["trained"].zero_()
+    with_idle = dataclasses.replace(packed, rows=torch.cat([packed.rows, idle]))
+    one, other = engine(), engine()
+    assert one.train_steps(in_parts(packed, 1, 1)) == other.train_steps(in_parts(with_idle, 1, 1, 1))
+    theirs = other.named_tensors()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in one.named_tensors().items())
+
+
+def test_the_rate_goes_on_with_the_batch_not_with_its_steps(engine):
+    schedule = ScheduleSettings(decay="linear", total_steps=4)
+    made = engine(dataclasses.replace(SETTINGS, epochs=3, schedule=schedule))
+    packed = in_parts(pack(judged(4), rows=2, row_length=200), 1, 1)
+    rates = [made.train_steps(packed)["lr"] for _ in range(3)]
+    assert rates == pytest.approx([3e-3, 0.75 * 3e-3, 0.5 * 3e-3])  # TE-4
+    assert made.steps_done == 3
 
 
 def test_a_critics_values_move_no_further_than_the_clip_lets_them_gain(engine, small_model: Path):
     made = engine(dataclasses.replace(SETTINGS, epochs=15, value_clip=0.1), small_model)
-    rows = pack(judged(12), rows=4, row_length=180).rows
-    metrics = made.train_steps(rows)
+    packed = pack(judged(12), rows=4, row_length=180)
+    metrics = made.train_steps(packed)
     assert metrics["clip_fraction"] > 0.2
-    assert made.values(rows).abs().max() < 0.5  # momentum carries them on for a while
+    assert made.values(packed.rows).abs().max() < 0.5  # momentum carries them on for a while
 
 
 def test_what_is_not_finite_names_the_critic(engine):
-    made, rows = engine(), pack(judged(2), rows=1, row_length=128).rows
-    rows["returns"][rows["trained"]] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"critic \w+ is nan after 0 optimizer steps"):
-        made.train_steps(rows)
+    made, packed = engine(), pack(judged(2), rows=1, row_length=128)
+    packed.rows["returns"][packed.rows["trained"]] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"critic \w+ is nan after 0 batches"):
+        made.train_steps(packed)
 
 
 def test_settings_that_can_not_work_are_refused_with_their_key():
-    broken = CriticSettings(epochs=0, minibatches=0, value_clip=0.0, max_grad_norm=-1.0)
+    broken = CriticSettings(epochs=0, value_clip=0.0, max_grad_norm=-1.0)
     assert broken.problems("critic.") == [
         "critic.epochs=0: must be at least 1",
-        "critic.minibatches=0: must be at least 1",
         "critic.value_clip=0.0: must be above 0, or null",
         "critic.max_grad_norm=-1.0: must be above 0, or null",
     ]
