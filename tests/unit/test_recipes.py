@@ -13,6 +13,7 @@ from apps.sft.config import SftConfig
 from goaly.config import load, to_yaml
 from goaly.losses.objective import policy_loss
 from goaly.losses.policy import LOSSES
+from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.config import RunConfig
 from goaly.run.plan import describe, needs
@@ -63,7 +64,7 @@ def test_a_critic_and_advantages_over_its_values_come_together_or_not_at_all(tin
         "critic=null: must be a section, because advantages.name=gae is over a critic's values; `critic: {}` has the "
         "defaults"
     ]
-    assert problems("advantages.name=group") == [
+    assert problems("advantages.name=group", "backlog.group_size=2") == [
         "advantages.name=group: must be one over a critic's values, such as gae, because there is a section critic, or "
         "nothing uses them"
     ]
@@ -94,6 +95,53 @@ def test_a_reference_is_refreshed_only_where_there_is_one_and_from_the_policy_al
     ]:
         with pytest.raises(ConfigError, match=said):
             run_config(file, tiny_model_folder, *overrides)
+
+
+def test_a_critic_or_a_reference_of_ones_own_is_looked_at_as_the_model_is(tiny_model_folder: Path, tmp_path: Path):
+    from goaly.errors import ConfigError
+
+    other = write_tiny_model(tmp_path / "other", TinyModel(layers=1, heads=6, kv_heads=3))
+    kl, own = "loss.kl_coef=0.1", f"path={other}"
+    for overrides, said in [
+        (
+            [kl, "reference.path=/nowhere"],
+            ["reference.path=/nowhere: has no config.json, must be a Hugging Face folder"],
+        ),
+        (["critic.path=/nowhere"], ["critic.path=/nowhere: has no config.json, must be a Hugging Face folder"]),
+        (
+            [kl, "reference.tp=3"],
+            [f"reference.tp=3: must divide the model's {count} heads" for count in ("4 attention", "2 key-value")],
+        ),
+        (
+            [kl, f"reference.{own}", "reference.tp=4", f"critic.{own}", "critic.tp=2"],
+            [
+                "critic.tp=2: must divide the critic's 3 key-value heads",
+                "reference.tp=4: must divide the reference's 6 attention heads",
+                "reference.tp=4: must divide the reference's 3 key-value heads",
+            ],
+        ),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            run_config(CONFIGS / "ppo" / "tiny.yaml", tiny_model_folder, *overrides)
+        assert [problem.rpartition(" (")[0] for problem in error.value.problems] == said
+    assert run_config(CONFIGS / "ppo" / "tiny.yaml", tiny_model_folder, kl, f"reference.{own}", "reference.tp=3")
+
+
+@pytest.mark.parametrize("name", ESTIMATORS.names)
+def test_a_sample_alone_is_refused_where_it_is_compared_with_its_group(name: str, tiny_model_folder: Path):
+    from goaly.errors import ConfigError
+
+    folder, *others = ("ppo",) if name == "gae" else ("grpo", f"advantages.name={name}")
+    overrides = [*others, "backlog.group_size=1"]
+    if name in ("gae", "reinforce_pp", "process"):  # process compares the steps of an answer, too
+        run_config(CONFIGS / folder / "tiny.yaml", tiny_model_folder, *overrides)
+        return
+    with pytest.raises(ConfigError) as error:
+        run_config(CONFIGS / folder / "tiny.yaml", tiny_model_folder, *overrides)
+    assert error.value.problems == [
+        f"backlog.group_size=1: must be at least 2, because advantages.name={name} compares a sample with the others of "
+        "its group (override)"
+    ]
 
 
 def test_a_batch_has_no_more_parts_than_groups(tiny_model_folder: Path):

@@ -115,10 +115,19 @@ class RunConfig:
                 f"{prefix}reference.refresh_every={self.reference.refresh_every}: has no effect, {prefix}loss.kl_coef "
                 f"and {prefix}advantages.kl_coef are 0"
             )
+        found += self._group_problems(prefix)
         found += self._critic_problems(prefix)
-        if not self.model.problems(""):
-            found += self._shape_problems(prefix)
+        found += self._shape_problems(prefix)
         return found
+
+    def _group_problems(self, prefix: str) -> list[str]:
+        size, advantages = self.backlog.group_size, self.advantages
+        if size != 1 or advantages.problems("") or not advantages.compares_groups:
+            return []
+        return [
+            f"{prefix}backlog.group_size={size}: must be at least 2, because {prefix}advantages.name={advantages.name} "
+            "compares a sample with the others of its group"
+        ]
 
     def _critic_problems(self, prefix: str) -> list[str]:
         critic = self.critic
@@ -143,25 +152,40 @@ class RunConfig:
         from goaly.errors import ConfigError
         from goaly.models.spec import architecture, read_config  # imports torch, which `--help` can do without
 
-        try:
-            shape = architecture(read_config(self.model.path), where=f"{prefix}model.path={self.model.path}")
-        except ConfigError as error:
-            return error.problems
+        found = []
+        for whose, (path, degrees) in self._folders().items():
+            if ModelSettings(path=path).problems(""):
+                continue  # the section's own problem
+            try:
+                shape = architecture(read_config(path), where=f"{prefix}{whose}.path={path}")
+            except ConfigError as error:
+                found += error.problems
+                continue
+            for key, tp in degrees.items():
+                for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
+                    if tp > 0 and count % tp:
+                        found.append(f"{prefix}{key}={tp}: must divide the {whose}'s {count} {what}")
+            if whose == "model" and self.generator.max_context > shape.max_context:
+                found.append(
+                    f"{prefix}generator.max_context={self.generator.max_context}: must be at most the model's context "
+                    f"of {shape.max_context}"
+                )
+        return found + self._flip_problems(prefix)
+
+    def _folders(self) -> dict[str, tuple[str, dict[str, int]]]:
+        """By section, each folder that a model is read from, and the tensor-parallel degrees it is divided by."""
+        folders = {"model": (self.model.path, {"trainer.tp": self.trainer.tp, "generator.tp": self.generator.tp})}
+        others = {"critic": self.critic, "reference": self.reference if self.uses_reference else None}
+        for section, settings in others.items():
+            if settings is not None:
+                whose = "model" if settings.path is None else section
+                path = self.model.path if settings.path is None else settings.path
+                folders.setdefault(whose, (path, {}))[1][f"{section}.tp"] = settings.tp
+        return folders
+
+    def _flip_problems(self, prefix: str) -> list[str]:
         import torch
 
-        found = []
         if self.weights.apply == "flip" and self.generator.cuda_graphs and torch.cuda.is_available():
-            found.append(f"{prefix}weights.apply=flip: {FLIP_UNDER_GRAPHS}")
-        degrees = {"trainer.tp": self.trainer.tp, "generator.tp": self.generator.tp}
-        if self.critic is not None and self.critic.path is None:
-            degrees["critic.tp"] = self.critic.tp
-        for key, tp in degrees.items():
-            for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
-                if tp > 0 and count % tp:
-                    found.append(f"{prefix}{key}={tp}: must divide the model's {count} {what}")
-        if self.generator.max_context > shape.max_context:
-            found.append(
-                f"{prefix}generator.max_context={self.generator.max_context}: must be at most the model's context "
-                f"of {shape.max_context}"
-            )
-        return found
+            return [f"{prefix}weights.apply=flip: {FLIP_UNDER_GRAPHS}"]
+        return []

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from goaly.models.settings import ModelSettings
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
@@ -150,6 +152,7 @@ class ReferenceSettings:
         ]
         if self.refresh_every is not None and self.refresh_every < 1:
             found.append(f"{prefix}refresh_every={self.refresh_every}: must be at least 1, or null")
+        found += _path_problems(prefix, self.path)
         if self.refresh_every is not None and self.path is not None:
             found.append(
                 f"{prefix}path={self.path}: must be null where {prefix}refresh_every is set: the reference is "
@@ -201,6 +204,7 @@ class CriticSettings:
             for name in ("fsdp", "tp", "threads", "epochs")
             if getattr(self, name) < 1
         ]
+        lines += _path_problems(prefix, self.path)
         for name in ("value_clip", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -208,3 +212,7 @@ class CriticSettings:
         lines += self.optimizer.problems(f"{prefix}optimizer.")
         lines += self.schedule.problems(f"{prefix}schedule.")
         return lines
+
+
+def _path_problems(prefix: str, path: str | None) -> list[str]:
+    return [] if path is None else ModelSettings(path=path).problems(prefix)
