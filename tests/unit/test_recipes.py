@@ -102,12 +102,10 @@ def test_a_critic_or_a_reference_of_ones_own_is_looked_at_as_the_model_is(tiny_m
 
     other = write_tiny_model(tmp_path / "other", TinyModel(layers=1, heads=6, kv_heads=3))
     kl, own = "loss.kl_coef=0.1", f"path={other}"
+    nowhere = "/nowhere: has no config.json, must be a Hugging Face folder"
     for overrides, said in [
-        (
-            [kl, "reference.path=/nowhere"],
-            ["reference.path=/nowhere: has no config.json, must be a Hugging Face folder"],
-        ),
-        (["critic.path=/nowhere"], ["critic.path=/nowhere: has no config.json, must be a Hugging Face folder"]),
+        ([kl, "reference.path=/nowhere"], [f"reference.path={nowhere}"]),
+        (["critic.path=/nowhere"], [f"critic.path={nowhere}"]),
         (
             [kl, "reference.tp=3"],
             [f"reference.tp=3: must divide the model's {count} heads" for count in ("4 attention", "2 key-value")],
@@ -139,8 +137,8 @@ def test_a_sample_alone_is_refused_where_it_is_compared_with_its_group(name: str
     with pytest.raises(ConfigError) as error:
         run_config(CONFIGS / folder / "tiny.yaml", tiny_model_folder, *overrides)
     assert error.value.problems == [
-        f"backlog.group_size=1: must be at least 2, because advantages.name={name} compares a sample with the others of "
-        "its group (override)"
+        f"backlog.group_size=1: must be at least 2, because advantages.name={name} compares a sample with the others "
+        "of its group (override)"
     ]
 
 

@@ -6,7 +6,8 @@
 leaves out what is rejected or too old. The KL term is not importance-weighted.
 
 Invariants
-    OB-1  ratio * importance is current / sampler before clipping and capping: no factor is dropped.
+    OB-1  ratio * importance is current / sampler before clipping and capping, no factor is dropped: of each token where
+          both are the token's own; of the whole sequence where importance is its product and the ratio is 1.
     OB-2  A rejected token adds nothing to the loss and has no gradient, KL term included.
     OB-3  What is returned is a sum and counts: it adds up over microbatches and ranks to that of the whole batch.
 """
@@ -21,7 +22,7 @@ from goaly.errors import SchemaError
 from goaly.losses import aggregation as aggregations
 from goaly.losses.corrections import importance_weights, rejected, too_old
 from goaly.losses.kl import divergence, k3
-from goaly.losses.policy import LOSSES, own_aggregation
+from goaly.losses.policy import LOSSES, nature
 from goaly.losses.proximal import proximal_logprobs
 from goaly.losses.settings import LossSettings
 from goaly.losses.tokens import Columns, LossOutput, Tokens
@@ -89,7 +90,7 @@ class PolicyObjective:
             raise ValueError("\n".join(problems))
         self._settings = settings
         self._loss: Callable[[Tokens], torch.Tensor | LossOutput] = LOSSES.bound(settings.name, settings.options)
-        self._aggregation = settings.aggregation or own_aggregation(settings.name)
+        self._aggregation = settings.aggregation or nature(settings.name).aggregation
 
     @property
     def looks_back(self) -> bool:

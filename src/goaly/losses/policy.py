@@ -6,11 +6,13 @@ that returns `[P]` values (or a `LossOutput`, to report something too) and decor
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from goaly.losses.aggregation import Aggregation
+from goaly.losses.settings import Level
 from goaly.losses.tokens import LossOutput, Tokens
 from goaly.registry import AtLeastOne, NotNegative, Positive, Registry, Share
 
@@ -18,18 +20,34 @@ PolicyLoss = Callable[..., torch.Tensor | LossOutput]
 """Function of `Tokens`, with options after `*`."""
 
 LOSSES: Registry[PolicyLoss] = Registry("loss")
-_OWN_AGGREGATION: dict[str, Aggregation] = {}
 
 
-def loss(name: str, *, aggregation: Aggregation = "token_mean") -> Callable[[PolicyLoss], PolicyLoss]:
-    """Register a loss, with the aggregation that belongs to it."""
-    _OWN_AGGREGATION[name] = aggregation
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nature:
+    """What a loss is like."""
+
+    aggregation: Aggregation = "token_mean"
+    """What it asks for unless the settings say otherwise."""
+    ratio: Level = "token"
+    """Whether it takes the ratio of each token, or one of its whole sequence."""
+    bounds_ratio: bool = False
+    """Whether all its options only bound the ratio, so that they have no effect where that is 1."""
+
+
+_NATURES: dict[str, Nature] = {}
+
+
+def loss(
+    name: str, *, aggregation: Aggregation = "token_mean", ratio: Level = "token"
+) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Register a loss whose options only bound the ratio, with what else belongs to it."""
+    _NATURES[name] = Nature(aggregation=aggregation, ratio=ratio, bounds_ratio=True)
     return LOSSES.register(name)
 
 
-def own_aggregation(name: str) -> Aggregation:
-    """The aggregation that a loss asks for unless the settings say otherwise."""
-    return _OWN_AGGREGATION.get(name, "token_mean")
+def nature(name: str) -> Nature:
+    """What the loss is like; of one that is named by its path nothing is known."""
+    return _NATURES.get(name, Nature())
 
 
 @loss("ppo")
@@ -78,7 +96,7 @@ def cispo(tokens: Tokens, *, clip_low: Share = 1.0, clip_high: NotNegative = 4.0
     return LossOutput(loss_P=-weight_P * tokens.advantages_P * tokens.logprobs_P, mean=mean)
 
 
-@loss("gspo", aggregation="sequence_mean")
+@loss("gspo", aggregation="sequence_mean", ratio="sequence")
 def gspo(tokens: Tokens, *, clip_low: Share = 3e-4, clip_high: NotNegative = 4e-4) -> LossOutput:
     """PPO's surrogate with one ratio a sequence: the geometric mean of its tokens' ratios."""
     ratio_P = tokens.sequence_mean(tokens.logprobs_P - tokens.proximal_logprobs_P).exp()

@@ -1,6 +1,7 @@
 """What the trainer minimizes: the loss, its aggregation, its corrections and its KL term."""
 
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import Any, Literal
 
 Level = Literal["token", "sequence"]
@@ -27,11 +28,22 @@ class Rejection:
 
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each."""
-        if self.low is None and self.high is None:
+        bounds = {name: bound for name in ("low", "high") if (bound := getattr(self, name)) is not None}
+        if not bounds:
             return [f"{prefix}high: is not set, and neither is {prefix}low: one is needed"]
-        if self.low is not None and self.high is not None and self.low >= self.high:
-            return [f"{prefix}low={self.low}: must be below {prefix}high={self.high}"]
-        return []
+        found = [
+            f"{prefix}{name}={bound}: must be a finite number, or null"
+            for name, bound in bounds.items()
+            if not isfinite(bound)
+        ]
+        found += [
+            f"{prefix}{name}={bound}: must be above 0, or null: no {self.measure} is below 0"
+            for name, bound in bounds.items()
+            if self.measure != "k1" and bound <= 0 and isfinite(bound)
+        ]
+        if not found and len(bounds) == 2 and bounds["low"] >= bounds["high"]:
+            found.append(f"{prefix}low={self.low}: must be below {prefix}high={self.high}")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +84,16 @@ class LossSettings:
 
         lines = LOSSES.problems(prefix, self.name, self.options)
         lines += self._aggregation_problems(prefix) + self._correction_problems(prefix)
-        if self.kl_coef < 0:
-            lines.append(f"{prefix}kl_coef={self.kl_coef}: must be at least 0")
+        if not 0 <= self.kl_coef < inf:
+            lines.append(f"{prefix}kl_coef={self.kl_coef}: must be a number of at least 0")
         if self.kl_coef == 0 and self.kl_estimator != _default("kl_estimator"):
             lines.append(f"{prefix}kl_estimator={self.kl_estimator}: has no effect, {prefix}kl_coef is 0")
         return lines
 
     def _aggregation_problems(self, prefix: str) -> list[str]:
-        from goaly.losses.policy import own_aggregation
+        from goaly.losses.policy import nature
 
-        aggregation = self.aggregation or own_aggregation(self.name)
+        aggregation = self.aggregation or nature(self.name).aggregation
         if aggregation == "sequence_sum" and self.constant_length is None:
             return [f"{prefix}constant_length: is not set, the aggregation sequence_sum needs it"]
         if aggregation != "sequence_sum" and self.constant_length is not None:
@@ -91,9 +103,16 @@ class LossSettings:
         return []
 
     def _correction_problems(self, prefix: str) -> list[str]:
+        from goaly.losses.policy import nature
+
         lines = []
-        if self.importance_cap is not None and self.importance_cap <= 0:
-            lines.append(f"{prefix}importance_cap={self.importance_cap}: must be above 0, or null")
+        if self.importance == "token" and self.proximal != "sampler" and nature(self.name).ratio == "sequence":
+            lines.append(
+                f"{prefix}importance=token: must be sequence, because with {prefix}proximal={self.proximal} the weight "
+                f"goes with the ratio, and the loss {self.name} has one ratio a sequence"
+            )
+        if self.importance_cap is not None and not 0 < self.importance_cap < inf:
+            lines.append(f"{prefix}importance_cap={self.importance_cap}: must be a number above 0, or null")
         for key in ("importance", "importance_cap"):
             if self.proximal == "sampler" and getattr(self, key) != _default(key):
                 lines.append(

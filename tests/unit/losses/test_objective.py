@@ -271,7 +271,16 @@ def test_a_missing_column_is_named_with_what_the_batch_holds():
         ),
         (LossSettings(name="dr_grpo"), "constant_length: is not set, the aggregation sequence_sum needs it"),
         (LossSettings(constant_length=9), "constant_length=9: has no effect, the aggregation is token_mean"),
-        (LossSettings(importance_cap=0, proximal="trainer"), "importance_cap=0: must be above 0, or null"),
+        (LossSettings(importance_cap=0, proximal="trainer"), "importance_cap=0: must be a number above 0, or null"),
+        (
+            LossSettings(importance_cap=math.inf, proximal="trainer"),
+            "importance_cap=inf: must be a number above 0, or null",
+        ),
+        (
+            LossSettings(name="gspo", proximal="trainer"),
+            "importance=token: must be sequence, because with loss.proximal=trainer the weight goes with the ratio, and "
+            "the loss gspo has one ratio a sequence",
+        ),
         (
             LossSettings(importance="sequence"),
             "importance=sequence: has no effect, with loss.proximal=sampler the weight is 1",
@@ -283,7 +292,8 @@ def test_a_missing_column_is_named_with_what_the_batch_holds():
         (LossSettings(rejections=(NONE_LEFT, NONE_LEFT)), "rejections.1: ratio by token is there already"),
         (LossSettings(max_age=-1), "max_age=-1: must be at least 0, or null"),
         (LossSettings(denominator="after"), "denominator=after: has no effect, nothing is left out"),
-        (LossSettings(kl_coef=-1.0), "kl_coef=-1.0: must be at least 0"),
+        (LossSettings(kl_coef=-1.0), "kl_coef=-1.0: must be a number of at least 0"),
+        (LossSettings(kl_coef=math.inf), "kl_coef=inf: must be a number of at least 0"),
         (LossSettings(kl_estimator="k1"), "kl_estimator=k1: has no effect, loss.kl_coef is 0"),
     ],
 )
@@ -300,6 +310,21 @@ def test_a_rejection_needs_bounds_in_order():
     assert Rejection(measure="k3", level="token", low=1.0, high=0.5).problems("r.") == [
         "r.low=1.0: must be below r.high=0.5"
     ]
+    assert Rejection(measure="k1", level="token", low=-0.5, high=0.0).problems("r.") == []  # k1 may be below 0
+
+
+@pytest.mark.parametrize("measure", ["ratio", "k2", "k3"])
+def test_a_bound_that_rejects_nothing_or_all_is_refused(measure):
+    def problems(low: float | None, high: float | None) -> list[str]:
+        return Rejection(measure=measure, level="token", low=low, high=high).problems("r.")
+
+    assert problems(1e-4, 0.5) == []
+    for bound in (0.0, -1.0):
+        said = f"={bound}: must be above 0, or null: no {measure} is below 0"
+        assert problems(bound, None) == [f"r.low{said}"]
+        assert problems(None, bound) == [f"r.high{said}"]
+    assert problems(None, math.inf) == ["r.high=inf: must be a finite number, or null"]
+    assert problems(-math.inf, 1.0) == ["r.low=-inf: must be a finite number, or null"]
 
 
 def test_the_help_of_the_setting_names_every_loss():

@@ -1,6 +1,7 @@
 """Each policy loss against values worked out by hand, its gradient against autograd of the plain formula, and what must
 not change it."""
 
+import inspect
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.losses.policy import LOSSES
+from goaly.losses.policy import LOSSES, nature
 from tests.unit.losses.tokens_by_hand import SAMPLED, evaluated, tokens
 
 close = torch.testing.assert_close
@@ -134,6 +135,34 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str):
     # at r = 1 nothing is clipped: the gradient of a one-token sequence is -A
     _, gradient = evaluated(name, tokens([1.0, 1.0], [1.5, -0.5], lengths=[1, 1]))
     close(gradient, torch.tensor([-1.5, 0.5]))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ppo", {"clip_low": 0.0, "clip_high": 0.0, "dual_clip": 1.0}),
+        ("grpo", {"clip_low": 0.0, "clip_high": 0.0}),
+        ("dr_grpo", {"clip_low": 0.0, "clip_high": 0.0}),
+        ("dapo", {"clip_low": 0.0, "clip_high": 0.0}),
+        ("cispo", {"clip_low": 0.0, "clip_high": 0.0}),
+        ("gspo", {"clip_low": 0.0, "clip_high": 0.0}),
+        ("sapo", {"positive": 9.0, "negative": 0.1}),
+        ("dppo", {"divergence": "kl", "threshold": 1e-9}),
+        ("reinforce", {}),
+    ],
+)
+def test_no_option_of_a_registered_loss_has_an_effect_where_the_ratio_is_one(name: str, options: dict[str, object]):
+    assert nature(name).bounds_ratio
+    assert options.keys() == inspect.signature(LOSSES.find(name)).parameters.keys() - {"tokens"}
+    _, gradient = evaluated(name, tokens([1.0, 1.0], [1.5, -0.5], lengths=[1, 1]), **options)
+    close(gradient, torch.tensor([-1.5, 0.5]))
+
+
+@pytest.mark.parametrize("name", LOSSES.names)
+def test_the_ratio_of_a_loss_is_the_tokens_or_the_sequences_as_its_nature_says(name: str):
+    _, (alone, *_) = evaluated(name, tokens([1.0002, 1.0], [1.0, 1.0]))
+    _, (among, *_) = evaluated(name, tokens([1.0002, 1.0004], [1.0, 1.0]))
+    assert torch.equal(alone, among) is (nature(name).ratio == "token")
 
 
 @pytest.mark.parametrize("name", LOSSES.names)

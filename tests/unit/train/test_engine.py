@@ -76,7 +76,7 @@ def test_counting_what_is_kept_divides_gradient_and_loss_by_that_count(engine):
 
 def test_a_batch_of_which_nothing_is_kept_has_no_gradient(engine):
     made, packed = engine(), pack(documents(4), rows=2, row_length=128)
-    nothing = Rejection(measure="k2", level="token", high=-1.0)
+    nothing = Rejection(measure="ratio", level="token", high=1e-30)
     metrics = made.train_step(packed, policy_loss(LossSettings(rejections=(nothing,), denominator="after")))
     assert (metrics["rejected"], metrics["loss"], metrics["grad_norm"]) == (1, 0, 0)
 
