@@ -18,6 +18,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Any, Generic, TypeVar
 
 from goaly.configuration.schema import members, show, wording
@@ -35,7 +36,7 @@ class Must:
 
 Share = Annotated[float, Must("be between 0 and 1", lambda value: 0 <= value <= 1)]
 NotNegative = Annotated[float, Must("be at least 0", lambda value: value >= 0)]
-Positive = Annotated[float, Must("be above 0", lambda value: value > 0)]
+Positive = Annotated[float, Must("be a number above 0", lambda value: 0 < value < inf)]
 AtLeastOne = Annotated[float, Must("be at least 1", lambda value: value >= 1)]
 
 

@@ -142,6 +142,48 @@ def test_a_sample_alone_is_refused_where_it_is_compared_with_its_group(name: str
     ]
 
 
+CONSTANT = "trainer.schedule.decay is constant"
+ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"
+
+
+@pytest.mark.parametrize(
+    ("set_idle", "why", "more"),
+    [
+        ("backlog.window=3", "backlog.order is completion", ["backlog.order=completion"]),
+        ("backlog.max_length_weight=9.0", "backlog.length_correction is none", []),
+        ("backlog.max_no_signal_share=0.5", "backlog.dynamic_sampling is off", []),
+        ("reference.threads=2", "loss.kl_coef and advantages.kl_coef are 0", []),
+        (
+            "trainer.schedule.min_lr_factor=0.1",
+            "trainer.schedule.decay is constant",
+            ["trainer.schedule.total_steps=null"],
+        ),
+        ("trainer.schedule.total_steps=9", "trainer.schedule.decay is constant", ["trainer.schedule.min_lr_factor=0"]),
+        ("loss.max_age=9", "backlog lets no token become more than 9 versions old", []),
+        ("advantages.overlong.limit=266", "a sequence has at most 256 tokens", ["advantages.overlong.buffer=10"]),
+        ("loss.options.clip_low=0.1", ONE_STEP, ["loss.proximal=trainer"]),
+        ("loss.options.positive=2.0", ONE_STEP, ["loss.proximal=trainer", "loss.name=sapo"]),
+    ],
+)
+def test_what_another_setting_leaves_without_effect_is_told(set_idle, why, more, tiny_model_folder: Path):
+    from goaly.errors import ConfigError
+
+    file = CONFIGS / "grpo" / "tiny.yaml"
+    if set_idle.startswith("trainer.schedule"):
+        more = [*more, "trainer.schedule.decay=constant"]
+    with pytest.raises(ConfigError) as error:
+        run_config(file, tiny_model_folder, *more, set_idle)
+    assert error.value.problems == [f"{set_idle}: has no effect, {why} (override)"]
+
+
+def test_a_clip_has_an_effect_from_a_batchs_second_step_on_and_a_loss_of_ones_own_may_always(tiny_model_folder: Path):
+    file, clip = CONFIGS / "grpo" / "tiny.yaml", "loss.options.clip_low=0.1"
+    assert run_config(file, tiny_model_folder, "loss.proximal=trainer", "trainer.minibatches=2", clip)
+    own = ["loss.name=tests.unit.losses.test_objective:share_clipped", "loss.options.most=2.0"]
+    assert run_config(file, tiny_model_folder, "loss.proximal=trainer", *own)
+    assert run_config(file, tiny_model_folder, "loss.max_age=8")
+
+
 def test_a_batch_has_no_more_parts_than_groups(tiny_model_folder: Path):
     from goaly.errors import ConfigError
 

@@ -56,6 +56,16 @@ class BacklogSettings:
                 f"{prefix}length_correction={self.length_correction}: must be none where {prefix}order is "
                 f"{self.order}, which leaves nothing to correct"
             )
+        without_effect = {
+            "window": (self.order == "completion", f"{prefix}order is completion"),
+            "max_length_weight": (self.length_correction == "none", f"{prefix}length_correction is none"),
+            "max_no_signal_share": (not self.dynamic_sampling, f"{prefix}dynamic_sampling is off"),
+        }
+        found += [
+            f"{prefix}{key}={getattr(self, key)}: has no effect, {why}"
+            for key, (idle, why) in without_effect.items()
+            if idle and getattr(self, key) != self.__dataclass_fields__[key].default
+        ]
         if not 1 <= self.max_length_weight < float("inf"):
             found.append(f"{prefix}max_length_weight={self.max_length_weight}: must be a number of at least 1")
         if not 0 < self.max_no_signal_share < 1:

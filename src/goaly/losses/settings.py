@@ -78,6 +78,12 @@ class LossSettings:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How that divergence is estimated at each token."""
 
+    def bounds_nothing(self, optimizer_steps: int) -> bool:
+        """Whether the loss's options are without effect in a batch of so many steps: its ratio is 1 in all of them."""
+        from goaly.losses.policy import nature  # imports torch, which `--help` can do without
+
+        return self.proximal == "trainer" and optimizer_steps == 1 and nature(self.name).bounds_ratio
+
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `loss.`."""
         from goaly.losses.policy import LOSSES  # imports torch, which `--help` can do without

@@ -16,12 +16,13 @@ Invariants
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from math import inf
+from typing import Annotated, TypeVar
 
 import torch
 from torch import Tensor
 
-from goaly.registry import NotNegative, Registry, Share
+from goaly.registry import Must, Registry, Share
 from goaly.reward.gae import gae, rewards_of_steps
 from goaly.reward.scored import Scored, less_divergence, less_overlong, scored
 from goaly.reward.settings import AdvantageSettings
@@ -43,6 +44,7 @@ Estimator = Callable[..., Tensor | Sequence[Tensor] | Estimate]
 F = TypeVar("F", bound=Estimator)
 
 ESTIMATORS: Registry[Estimator] = Registry("advantage")
+Epsilon = Annotated[float, Must("be a number of at least 0", lambda value: 0 <= value < inf)]
 
 
 def of_values(estimator: F) -> F:
@@ -64,7 +66,7 @@ def needs(name: str) -> tuple[str, ...]:
 
 @ESTIMATORS.register("group")
 @compares_groups
-def group(batch: Scored, *, epsilon: NotNegative = 1e-6) -> Tensor:
+def group(batch: Scored, *, epsilon: Epsilon = 1e-6) -> Tensor:
     """Distance from the group's mean in standard deviations (population)."""
     centred_S = batch.centred(batch.totals_S)
     return _over(centred_S, batch.group_mean(centred_S.square()).sqrt() + epsilon)
@@ -86,14 +88,14 @@ def rloo(batch: Scored) -> Tensor:
 
 
 @ESTIMATORS.register("reinforce_pp")
-def reinforce_pp(batch: Scored, *, epsilon: NotNegative = 1e-6) -> list[Tensor]:
+def reinforce_pp(batch: Scored, *, epsilon: Epsilon = 1e-6) -> list[Tensor]:
     """The reward from each token on, normalized over all trained tokens of the batch."""
     return normalized(batch, [to_go(rewards_T) for rewards_T in batch.rewards], epsilon)
 
 
 @ESTIMATORS.register("reinforce_pp_baseline")
 @compares_groups
-def reinforce_pp_baseline(batch: Scored, *, epsilon: NotNegative = 1e-6) -> list[Tensor]:
+def reinforce_pp_baseline(batch: Scored, *, epsilon: Epsilon = 1e-6) -> list[Tensor]:
     """Distance from the group's mean, normalized over all trained tokens of the batch."""
     centred_S = batch.centred(batch.totals_S)
     values = [value.expand(len(sample)) for sample, value in zip(batch.samples, centred_S, strict=True)]
@@ -101,7 +103,7 @@ def reinforce_pp_baseline(batch: Scored, *, epsilon: NotNegative = 1e-6) -> list
 
 
 @ESTIMATORS.register("process")
-def process(batch: Scored, *, epsilon: NotNegative = 1e-6) -> list[Tensor]:
+def process(batch: Scored, *, epsilon: Epsilon = 1e-6) -> list[Tensor]:
     """The rewards from each step on, in standard deviations from the mean of all steps of the group.
 
     A step is a turn that is trained, and all that follows until the next one: a credit in between is its.

@@ -1,6 +1,7 @@
 """Who judges a finished sequence, for how long, and what its group makes of the reward."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 
@@ -51,8 +52,8 @@ class OverlongSettings:
             found.append(f"{prefix}buffer={self.buffer}: must be at least 1")
         if self.limit <= self.buffer:
             found.append(f"{prefix}limit={self.limit}: must be above {prefix}buffer={self.buffer}")
-        if self.penalty <= 0:
-            found.append(f"{prefix}penalty={self.penalty}: must be above 0")
+        if not 0 < self.penalty < inf:
+            found.append(f"{prefix}penalty={self.penalty}: must be a number above 0")
         return found
 
 
@@ -97,8 +98,8 @@ class AdvantageSettings:
         from goaly.reward.advantages import ESTIMATORS  # imports torch, which `--help` can do without
 
         found = ESTIMATORS.problems(prefix, self.name, self.options)
-        if self.kl_coef < 0:
-            found.append(f"{prefix}kl_coef={self.kl_coef}: must be at least 0")
+        if not 0 <= self.kl_coef < inf:
+            found.append(f"{prefix}kl_coef={self.kl_coef}: must be a number of at least 0")
         if self.kl_coef == 0 and self.kl_estimator != "k1":
             found.append(f"{prefix}kl_estimator={self.kl_estimator}: has no effect, {prefix}kl_coef is 0")
         return found

@@ -1,6 +1,6 @@
 """The settings of a run: each stage's own, side by side, and what only their combination can get wrong."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from goaly.backlog.settings import BacklogSettings
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings, SamplingSettings
@@ -110,15 +110,40 @@ class RunConfig:
                 f"{prefix}trainer.minibatches={self.trainer.minibatches}: must be at most "
                 f"{prefix}backlog.groups_per_step={self.backlog.groups_per_step}, for groups stay whole"
             )
-        if self.reference.refresh_every is not None and not self.uses_reference:
-            found.append(
-                f"{prefix}reference.refresh_every={self.reference.refresh_every}: has no effect, {prefix}loss.kl_coef "
-                f"and {prefix}advantages.kl_coef are 0"
-            )
+        found += self._idle_problems(prefix)
         found += self._group_problems(prefix)
         found += self._critic_problems(prefix)
         found += self._shape_problems(prefix)
         return found
+
+    def _idle_problems(self, prefix: str) -> list[str]:
+        """What was set and has no effect."""
+        found, loss = [], self.loss
+        oldest = None if self.backlog.problems("") else self.backlog.max_age
+        for key in fields(self.reference) if not self.uses_reference else ():
+            if (value := getattr(self.reference, key.name)) != key.default:
+                found.append(
+                    f"{prefix}reference.{key.name}={value}: has no effect, {prefix}loss.kl_coef and "
+                    f"{prefix}advantages.kl_coef are 0"
+                )
+        if loss.max_age is not None and oldest is not None and loss.max_age >= oldest:
+            found.append(
+                f"{prefix}loss.max_age={loss.max_age}: has no effect, {prefix}backlog lets no token become more than "
+                f"{oldest} versions old"
+            )
+        overlong = self.advantages.overlong
+        if overlong is not None and overlong.limit - overlong.buffer >= self.max_context:
+            found.append(
+                f"{prefix}advantages.overlong.limit={overlong.limit}: has no effect, a sequence has at most "
+                f"{self.max_context} tokens"
+            )
+        if loss.problems("") or not loss.bounds_nothing(self.trainer.minibatches):
+            return found
+        return found + [
+            f"{prefix}loss.options.{option}={value}: has no effect, with {prefix}loss.proximal=trainer and "
+            f"{prefix}trainer.minibatches=1 the ratio is 1"
+            for option, value in loss.options.items()
+        ]
 
     def _group_problems(self, prefix: str) -> list[str]:
         size, advantages = self.backlog.group_size, self.advantages

@@ -278,8 +278,8 @@ def test_a_missing_column_is_named_with_what_the_batch_holds():
         ),
         (
             LossSettings(name="gspo", proximal="trainer"),
-            "importance=token: must be sequence, because with loss.proximal=trainer the weight goes with the ratio, and "
-            "the loss gspo has one ratio a sequence",
+            "importance=token: must be sequence, because with loss.proximal=trainer the weight goes with the ratio, "
+            "and the loss gspo has one ratio a sequence",
         ),
         (
             LossSettings(importance="sequence"),

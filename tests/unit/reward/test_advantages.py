@@ -1,6 +1,7 @@
 """Advantages by hand, for whole batches."""
 
 import re
+from math import inf
 
 import pytest
 import torch
@@ -323,8 +324,12 @@ def test_settings_that_can_not_work_are_refused_with_the_known_names():
         "advantages.kl_estimator=k3: has no effect, advantages.kl_coef is 0",
     ]
     assert AdvantageSettings(options={"epsilon": -1.0}, kl_coef=-1).problems("advantages.") == [
-        "advantages.options.epsilon=-1.0: must be at least 0",
-        "advantages.kl_coef=-1: must be at least 0",
+        "advantages.options.epsilon=-1.0: must be a number of at least 0",
+        "advantages.kl_coef=-1: must be a number of at least 0",
+    ]
+    assert AdvantageSettings(options={"epsilon": inf}, kl_coef=inf).problems("advantages.") == [
+        "advantages.options.epsilon=inf: must be a number of at least 0",
+        "advantages.kl_coef=inf: must be a number of at least 0",
     ]
     assert AdvantageSettings(name="gae", options={"lam": 1.5, "normalize": 1}).problems("advantages.") == [
         "advantages.options.lam=1.5: must be between 0 and 1",
@@ -332,7 +337,7 @@ def test_settings_that_can_not_work_are_refused_with_the_known_names():
     ]
     assert OverlongSettings(limit=4, buffer=4, penalty=0).problems("o.") == [
         "o.limit=4: must be above o.buffer=4",
-        "o.penalty=0: must be above 0",
+        "o.penalty=0: must be a number above 0",
     ]
     assert OverlongSettings(limit=4, buffer=0).problems("o.") == ["o.buffer=0: must be at least 1"]
 
