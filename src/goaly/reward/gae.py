@@ -9,14 +9,14 @@ import torch
 
 
 def gae(
-    rewards_A: torch.Tensor, values_A: torch.Tensor, *, gamma: float = 1.0, lam: float = 0.95, last_value: float = 0.0
+    rewards_A: torch.Tensor, values_A: torch.Tensor, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(advantages_A, returns_A)` in the values' dtype; `last_value` is the critic's for what follows, 0 at an end.
+    """`(advantages_A, returns_A)` in the values' dtype; nothing follows the last step.
 
     With `delta_t = r_t + gamma * V_{t+1} - V_t`, `A_t = delta_t + gamma * lam * A_{t+1}`, and the return, which the
     critic learns, is `A_t + V_t` (Schulman et al., arXiv:1506.02438).
     """
-    following_A = torch.cat([values_A[1:], values_A.new_tensor([last_value])])[: len(values_A)]
+    following_A = torch.cat([values_A[1:], values_A.new_zeros(1)])[: len(values_A)]
     deltas = (rewards_A + gamma * following_A - values_A).double().tolist()
     advantages, later = [], 0.0
     for delta in reversed(deltas):
