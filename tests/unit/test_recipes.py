@@ -13,7 +13,6 @@ from apps.sft.config import SftConfig
 from goaly.config import load, to_yaml
 from goaly.losses.objective import policy_loss
 from goaly.losses.policy import LOSSES
-from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.config import RunConfig
 from goaly.run.plan import describe, needs
@@ -95,93 +94,6 @@ def test_a_reference_is_refreshed_only_where_there_is_one_and_from_the_policy_al
     ]:
         with pytest.raises(ConfigError, match=said):
             run_config(file, tiny_model_folder, *overrides)
-
-
-def test_a_critic_or_a_reference_of_ones_own_is_looked_at_as_the_model_is(tiny_model_folder: Path, tmp_path: Path):
-    from goaly.errors import ConfigError
-
-    other = write_tiny_model(tmp_path / "other", TinyModel(layers=1, heads=6, kv_heads=3))
-    kl, own = "loss.kl_coef=0.1", f"path={other}"
-    nowhere = "/nowhere: has no config.json, must be a Hugging Face folder"
-    for overrides, said in [
-        ([kl, "reference.path=/nowhere"], [f"reference.path={nowhere}"]),
-        (["critic.path=/nowhere"], [f"critic.path={nowhere}"]),
-        (
-            [kl, "reference.tp=3"],
-            [f"reference.tp=3: must divide the model's {count} heads" for count in ("4 attention", "2 key-value")],
-        ),
-        (
-            [kl, f"reference.{own}", "reference.tp=4", f"critic.{own}", "critic.tp=2"],
-            [
-                "critic.tp=2: must divide the critic's 3 key-value heads",
-                "reference.tp=4: must divide the reference's 6 attention heads",
-                "reference.tp=4: must divide the reference's 3 key-value heads",
-            ],
-        ),
-    ]:
-        with pytest.raises(ConfigError) as error:
-            run_config(CONFIGS / "ppo" / "tiny.yaml", tiny_model_folder, *overrides)
-        assert [problem.rpartition(" (")[0] for problem in error.value.problems] == said
-    assert run_config(CONFIGS / "ppo" / "tiny.yaml", tiny_model_folder, kl, f"reference.{own}", "reference.tp=3")
-
-
-@pytest.mark.parametrize("name", ESTIMATORS.names)
-def test_a_sample_alone_is_refused_where_it_is_compared_with_its_group(name: str, tiny_model_folder: Path):
-    from goaly.errors import ConfigError
-
-    folder, *others = ("ppo",) if name == "gae" else ("grpo", f"advantages.name={name}")
-    overrides = [*others, "backlog.group_size=1"]
-    if name in ("gae", "reinforce_pp", "process"):  # process compares the steps of an answer, too
-        run_config(CONFIGS / folder / "tiny.yaml", tiny_model_folder, *overrides)
-        return
-    with pytest.raises(ConfigError) as error:
-        run_config(CONFIGS / folder / "tiny.yaml", tiny_model_folder, *overrides)
-    assert error.value.problems == [
-        f"backlog.group_size=1: must be at least 2, because advantages.name={name} compares a sample with the others "
-        "of its group (override)"
-    ]
-
-
-CONSTANT = "trainer.schedule.decay is constant"
-ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"
-
-
-@pytest.mark.parametrize(
-    ("set_idle", "why", "more"),
-    [
-        ("backlog.window=3", "backlog.order is completion", ["backlog.order=completion"]),
-        ("backlog.max_length_weight=9.0", "backlog.length_correction is none", []),
-        ("backlog.max_no_signal_share=0.5", "backlog.dynamic_sampling is off", []),
-        ("reference.threads=2", "loss.kl_coef and advantages.kl_coef are 0", []),
-        (
-            "trainer.schedule.min_lr_factor=0.1",
-            "trainer.schedule.decay is constant",
-            ["trainer.schedule.total_steps=null"],
-        ),
-        ("trainer.schedule.total_steps=9", "trainer.schedule.decay is constant", ["trainer.schedule.min_lr_factor=0"]),
-        ("loss.max_age=9", "backlog lets no token become more than 9 versions old", []),
-        ("advantages.overlong.limit=266", "a sequence has at most 256 tokens", ["advantages.overlong.buffer=10"]),
-        ("loss.options.clip_low=0.1", ONE_STEP, ["loss.proximal=trainer"]),
-        ("loss.options.positive=2.0", ONE_STEP, ["loss.proximal=trainer", "loss.name=sapo"]),
-    ],
-)
-def test_what_another_setting_leaves_without_effect_is_told(set_idle, why, more, tiny_model_folder: Path):
-    from goaly.errors import ConfigError
-
-    file = CONFIGS / "grpo" / "tiny.yaml"
-    if set_idle.startswith("trainer.schedule"):
-        more = [*more, "trainer.schedule.decay=constant"]
-    with pytest.raises(ConfigError) as error:
-        run_config(file, tiny_model_folder, *more, set_idle)
-    assert error.value.problems == [f"{set_idle}: has no effect, {why} (override)"]
-
-
-def test_a_clip_has_an_effect_from_a_batchs_second_step_on_and_a_loss_of_ones_own_may_always(tiny_model_folder: Path):
-    file, clip = CONFIGS / "grpo" / "tiny.yaml", "loss.options.clip_low=0.1"
-    assert run_config(file, tiny_model_folder, "loss.proximal=trainer", "trainer.minibatches=2", clip)
-    own = ["loss.name=tests.unit.losses.test_objective:share_clipped", "loss.options.most=2.0"]
-    assert run_config(file, tiny_model_folder, "loss.proximal=trainer", *own)
-    assert run_config(file, tiny_model_folder, "loss.max_age=8")
 
 
 def test_a_batch_has_no_more_parts_than_groups(tiny_model_folder: Path):

@@ -1,0 +1,91 @@
+"""What only the combination of a run's settings can get wrong is told before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from goaly.config import load
+from goaly.errors import ConfigError
+from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.reward.advantages import ESTIMATORS
+from goaly.run.config import RunConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GRPO, PPO = CONFIGS / "grpo" / "tiny.yaml", CONFIGS / "ppo" / "tiny.yaml"
+
+
+def run_config(file: Path, model: Path, *overrides: str) -> RunConfig:
+    return load(RunConfig, [f"--config={file}", f"model.path={model}", *overrides], prog="test", description="").config
+
+
+def test_a_critic_or_a_reference_of_ones_own_is_looked_at_as_the_model_is(tiny_model_folder: Path, tmp_path: Path):
+    other = write_tiny_model(tmp_path / "other", TinyModel(layers=1, heads=6, kv_heads=3))
+    kl, own = "loss.kl_coef=0.1", f"path={other}"
+    nowhere = "/nowhere: has no config.json, must be a Hugging Face folder"
+    for overrides, said in [
+        ([kl, "reference.path=/nowhere"], [f"reference.path={nowhere}"]),
+        (["critic.path=/nowhere"], [f"critic.path={nowhere}"]),
+        (
+            [kl, "reference.tp=3"],
+            [f"reference.tp=3: must divide the model's {count} heads" for count in ("4 attention", "2 key-value")],
+        ),
+        (
+            [kl, f"reference.{own}", "reference.tp=4", f"critic.{own}", "critic.tp=2"],
+            [
+                "critic.tp=2: must divide the critic's 3 key-value heads",
+                "reference.tp=4: must divide the reference's 6 attention heads",
+                "reference.tp=4: must divide the reference's 3 key-value heads",
+            ],
+        ),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            run_config(PPO, tiny_model_folder, *overrides)
+        assert [problem.rpartition(" (")[0] for problem in error.value.problems] == said
+    assert run_config(PPO, tiny_model_folder, kl, f"reference.{own}", "reference.tp=3")
+
+
+@pytest.mark.parametrize("name", ESTIMATORS.names)
+def test_a_sample_alone_is_refused_where_it_is_compared_with_its_group(name: str, tiny_model_folder: Path):
+    file, overrides = PPO if name == "gae" else GRPO, [f"advantages.name={name}", "backlog.group_size=1"]
+    if name in ("gae", "reinforce_pp", "process"):  # process compares the steps of an answer, too
+        assert run_config(file, tiny_model_folder, *overrides).backlog.group_size == 1
+        return
+    with pytest.raises(ConfigError) as error:
+        run_config(file, tiny_model_folder, *overrides)
+    assert error.value.problems == [
+        f"backlog.group_size=1: must be at least 2, because advantages.name={name} compares a sample with the others "
+        "of its group (override)"
+    ]
+
+
+CONSTANT, DECAY = "trainer.schedule.decay=constant", "trainer.schedule.decay is constant"
+ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"
+
+
+@pytest.mark.parametrize(
+    ("set_idle", "why", "more"),
+    [
+        ("backlog.window=3", "backlog.order is completion", ["backlog.order=completion"]),
+        ("backlog.max_length_weight=9.0", "backlog.length_correction is none", []),
+        ("backlog.max_no_signal_share=0.5", "backlog.dynamic_sampling is off", []),
+        ("reference.threads=2", "loss.kl_coef and advantages.kl_coef are 0", []),
+        ("trainer.schedule.min_lr_factor=0.1", DECAY, ["trainer.schedule.total_steps=null", CONSTANT]),
+        ("trainer.schedule.total_steps=9", DECAY, ["trainer.schedule.min_lr_factor=0", CONSTANT]),
+        ("loss.max_age=9", "backlog lets no token become more than 9 versions old", []),
+        ("advantages.overlong.limit=266", "a sequence has at most 256 tokens", ["advantages.overlong.buffer=10"]),
+        ("loss.options.clip_low=0.1", ONE_STEP, ["loss.proximal=trainer"]),
+        ("loss.options.positive=2.0", ONE_STEP, ["loss.proximal=trainer", "loss.name=sapo"]),
+    ],
+)
+def test_what_another_setting_leaves_without_effect_is_told(set_idle, why, more, tiny_model_folder: Path):
+    with pytest.raises(ConfigError) as error:
+        run_config(GRPO, tiny_model_folder, *more, set_idle)
+    assert error.value.problems == [f"{set_idle}: has no effect, {why} (override)"]
+
+
+def test_a_clip_has_an_effect_from_a_batchs_second_step_on_and_a_loss_of_ones_own_may_always(tiny_model_folder: Path):
+    decoupled, clip = "loss.proximal=trainer", "loss.options.clip_low=0.1"
+    assert run_config(GRPO, tiny_model_folder, decoupled, "trainer.minibatches=2", clip)
+    own = ["loss.name=tests.unit.losses.test_objective:share_clipped", "loss.options.most=2.0"]
+    assert run_config(GRPO, tiny_model_folder, decoupled, *own)
+    assert run_config(GRPO, tiny_model_folder, "loss.max_age=8")
