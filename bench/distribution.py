@@ -12,12 +12,13 @@ step: the run is looked at after `--steps` steps, while its long groups are unde
 import argparse
 import asyncio
 import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from random import Random
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +27,15 @@ from bench import virtual
 from bench.chart import line_chart
 from goaly.backlog.admission import Ticket
 from goaly.backlog.backlog import Backlog
+from goaly.backlog.distribution import Distance
 from goaly.backlog.settings import BacklogSettings
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
 
 PROMPT_TOKENS = 8
 KINDS = {40: 0.4, 160: 0.5, 800: 0.1}
-"""Tokens of an answer, give or take a fifth, and the share of the prompts that have such answers."""
+"""Tokens of an answer, give or take a fifth, and the share of the prompts that have such answers. Each kind lies in an
+octave of its own, so the total variation by octave is that by kind."""
 TOKEN_SECONDS = 0.01
 STEPS_AT_ONCE = 4
 """Steps' worth of sequences that the generator decodes at once."""
@@ -153,53 +156,68 @@ class Arm:
     """What one setting came to."""
 
     name: str
-    tv_over_run: float
-    """Mean of the total variation after each step."""
-    tv: float
-    w1: float
-    """Mean after each of the last steps, a fifth of all; with weights where the arm has them."""
+    over_run: Distance
+    """Mean of the distances after each step; with weights where the arm has them."""
+    at_end: Distance
+    """Mean of those after each of the last steps, a fifth of all."""
+    greatest_tv: float
     idle_share: float
     age_mean: float
     age_max: float
     max_age: int | None
     """The bound; None where there is none."""
-    curve: list[tuple[float, float, float]]
-    """Step, total variation, Wasserstein-1."""
+    curve: list[Distance]
+    """After each step."""
 
 
 def measure(name: str, settings: BacklogSettings, steps: int, seed: int = 0) -> Arm:
     """Simulate this setting and say what it came to after so many steps."""
     simulation = Simulation(settings, steps + DRAIN_STEPS, seed).run()
-    prefix = "weighted_" if settings.length_correction != "none" else ""
-    names = ("known_step", f"{prefix}tv", f"{prefix}w1")
-    known = [step for step in simulation.metrics if "distribution/known_step" in step]
-    points = [tuple(step[f"distribution/{name}"] for name in names) for step in known]
-    curve = [(step, tv, w1) for step, tv, w1 in points if step <= steps]
-    last = [(tv, w1) for step, tv, w1 in curve if step > 0.8 * steps]
+    curve = [step.weighted or step.so_far for step in simulation.backlog.known_steps[:steps]]
+    assert len(curve) == steps, f"{name}: {len(curve)} steps are known"
     ages = simulation.metrics[:steps]
     return Arm(
         name=name,
-        tv_over_run=statistics.fmean(tv for _, tv, _ in curve),
-        tv=statistics.fmean(tv for tv, _ in last),
-        w1=statistics.fmean(w1 for _, w1 in last),
+        over_run=mean(curve),
+        at_end=mean(curve[-(steps // 5) :]),
+        greatest_tv=max(step.tv for step in curve),
         idle_share=simulation.idle_share,
-        age_mean=statistics.fmean(step["age/mean"] for step in ages),
+        age_mean=fmean(step["age/mean"] for step in ages),
         age_max=max(step["age/max"] for step in ages),
         max_age=settings.max_age,
         curve=curve,
     )
 
 
+def mean(distances: Sequence[Distance]) -> Distance:
+    """The mean of each number."""
+    return Distance(**{name: fmean(getattr(one, name) for one in distances) for name in asdict(distances[0])})
+
+
 def table(arms: Sequence[Arm]) -> str:
     """The arms as lines of text."""
-    lines = ["arm                     TV over run      TV  W1 tokens  generator idle  age mean  age max  bound"]
+    lines = [
+        "                                over the run        |         at the end",
+        "arm                         TV  by kind  W1 tokens  |      TV  by kind  W1 tokens  |  greatest TV"
+        "  generator idle  age mean  age max  bound",
+    ]
     for arm in arms:
         bound = "none" if arm.max_age is None else str(arm.max_age)
         lines.append(
-            f"{arm.name:22}  {arm.tv_over_run:11.4f}  {arm.tv:6.4f}  {arm.w1:9.2f}  {arm.idle_share:14.1%}"
-            f"  {arm.age_mean:8.2f}  {arm.age_max:7.0f}  {bound:>5}"
+            f"{arm.name:22}  {_row(arm.over_run)}  |  {_row(arm.at_end)}  |  {arm.greatest_tv:11.3f}"
+            f"  {arm.idle_share:14.1%}  {arm.age_mean:8.2f}  {arm.age_max:7.0f}  {bound:>5}"
         )
     return "\n".join(lines)
+
+
+def record(arm: Arm) -> dict[str, Any]:
+    """The arm as JSON has it: its curve as three lists, to six digits."""
+    curve = {name: [float(f"{getattr(one, name):.6g}") for one in arm.curve] for name in asdict(arm.curve[0])}
+    return {**asdict(arm), "curve": curve}
+
+
+def _row(distance: Distance) -> str:
+    return f"{distance.tv:6.4f}  {distance.octave_tv:7.4f}  {distance.w1:9.2f}"
 
 
 def main() -> None:
@@ -212,11 +230,11 @@ def main() -> None:
     arms = [measure(name, settings, arguments.steps) for name, settings in ARMS.items()]
     print(table(arms))
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(arm) for arm in arms]) + "\n")
+        arguments.json.write_text(json.dumps([record(arm) for arm in arms]) + "\n")
     if arguments.plot:
         chart = line_chart(
             # Strict FIFO is 0 throughout.
-            {arm.name: [(step, w1) for step, _, w1 in arm.curve] for arm in islice(arms, 1, None)},
+            {arm.name: [(step, one.w1) for step, one in enumerate(arm.curve, 1)] for arm in islice(arms, 1, None)},
             title="Distance between the lengths launched and trained so far",
             x_label="step",
             y_label="Wasserstein-1, tokens (of 176 on average)",

@@ -20,13 +20,13 @@ Invariants
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from goaly.backlog.admission import Admission, Ticket
 from goaly.backlog.batch import Batch, BatchHandle, add_advantages, build_batch
-from goaly.backlog.distribution import LengthDistribution, SourceShares
+from goaly.backlog.distribution import KnownStep, LengthDistribution, SourceShares
 from goaly.backlog.ledger import Ledger, State
 from goaly.backlog.order import order_of
 from goaly.backlog.outcomes import NO_SIGNAL, Outcomes
@@ -74,6 +74,11 @@ class Backlog:
         self._policy_version = 0
         self._closed = False
         self._changed = asyncio.Event()
+
+    @property
+    def known_steps(self) -> Sequence[KnownStep]:
+        """How far what was trained is from what was launched, for each step from the first on that is known."""
+        return self._distribution.known
 
     async def admit(self) -> Ticket | None:
         """The next ticket, as soon as a group may start; None once closed."""

@@ -3,21 +3,24 @@
 Let G be `groups_per_step`. *Launched* up to step k are the first k * G tickets, in order of admission, that were not
 dropped: the very groups that k steps of strict FIFO would have trained. *Trained* up to step k are the groups of the
 first k batches. Both hold k * G groups, so their length histograms compare as they are, with nothing estimated and
-nothing left out because it is still under way: the distance is stated for the newest k whose launched groups have all
-finished, which lags behind the newest batch while a long group is under way.
+nothing left out because it is still under way: the distances of step k are known once its launched groups have all
+finished. While a long group is under way no step becomes known; when it ends, many do at once.
 
 A length is the number of a sample's trained tokens. Bins are `BINS_PER_OCTAVE` to a doubling of the length.
 
 Invariants
     DI-1  In windowed FIFO the total variation after k steps is at most (window - 1) / (k * G); `docs/schedule.md` has
           the proof. In strict FIFO every distance is exactly 0.
-    DI-2  What is kept: the bins of each group, and a histogram for each step, since the oldest ticket under way.
+    DI-2  What is kept: the bins of each group, and a histogram for each step, since the oldest ticket under way; and
+          nine numbers for each step known.
     DI-3  Weights have a mean of 1 over the groups of a batch, and are exactly 1 where there is nothing to correct.
+    DI-4  Each step's distances are found once, and told once: none is passed over, however many become known together.
 """
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +74,40 @@ def inverse_propensity(launched: Histogram, trained: Histogram, bins: Bins, most
 
 
 @dataclass(frozen=True, slots=True)
+class Distance:
+    """How far two histograms of lengths are apart."""
+
+    w1: float
+    """Wasserstein-1, in tokens."""
+    tv: float
+    """Total variation."""
+    octave_tv: float
+    """Total variation where lengths within an octave count as equal: weights correct nothing finer."""
+
+
+def distance(first: Histogram, second: Histogram) -> Distance:
+    """How far apart these are."""
+    octaves = range(0, len(first), BINS_PER_OCTAVE)
+    return Distance(
+        w1=wasserstein(first, second),
+        tv=total_variation(first, second),
+        octave_tv=total_variation(np.add.reduceat(first, octaves), np.add.reduceat(second, octaves)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KnownStep:
+    """How far what was trained is from what was launched, up to one step and in it."""
+
+    so_far: Distance
+    """Of all batches up to this one."""
+    alone: Distance
+    """Of this batch, from the one that strict FIFO would have trained."""
+    weighted: Distance | None
+    """Of all batches up to this one, each group with its weight; None where there are none."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Totals:
     """What the first steps hold, by sample bins: as counted, and with the weights they were trained with."""
 
@@ -98,8 +135,13 @@ class LengthDistribution:
         self._launched_steps: deque[Histogram] = deque()
         self._trained_steps: deque[_Totals] = deque()
         self._last = (np.zeros(self._count), np.zeros(self._count))
-        self._known_step = 0
-        self._distances: dict[str, float] = {}
+        self._known: list[KnownStep] = []
+        self._told = 0
+
+    @property
+    def known(self) -> Sequence[KnownStep]:
+        """The steps whose distances are known, from the first on."""
+        return self._known
 
     def admit(self, index: int) -> None:
         """A ticket is under way."""
@@ -134,8 +176,18 @@ class LengthDistribution:
         return weights.tolist()
 
     def metrics(self) -> dict[str, float]:
-        """The newest distances that are known, and the step they speak of; empty before the first."""
-        return dict(self._distances)
+        """The distances up to the newest step known, and the means of those in each step that was not told of yet."""
+        if not self._known:
+            return {}
+        untold, self._told = self._known[self._told :], len(self._known)  # DI-4
+        found = {"distribution/known_step": float(len(self._known))}
+        found |= {f"distribution/{name}": value for name, value in asdict(self._known[-1].so_far).items()}
+        if weighted := self._known[-1].weighted:
+            found |= {f"distribution/weighted_{name}": value for name, value in asdict(weighted).items()}
+        if untold:
+            steps = [asdict(step.alone) for step in untold]
+            found |= {f"distribution/step_{name}": fmean(step[name] for step in steps) for name in steps[0]}
+        return found
 
     def _advance(self) -> None:
         while self._ahead and (self._ahead[0] in self._finished or self._ahead[0] in self._dropped):
@@ -156,18 +208,13 @@ class LengthDistribution:
             launched, trained = self._launched_steps.popleft(), self._trained_steps.popleft()
             launched_before, trained_before = self._last
             self._last = (launched, trained.counted)
-            self._known_step += 1
-            step = (launched - launched_before, trained.counted - trained_before)
-            self._distances = {
-                "distribution/known_step": float(self._known_step),
-                "distribution/w1": wasserstein(launched, trained.counted),
-                "distribution/tv": total_variation(launched, trained.counted),
-                "distribution/step_w1": wasserstein(*step),
-                "distribution/step_tv": total_variation(*step),
-            }
-            if self._most is not None:
-                self._distances["distribution/weighted_w1"] = wasserstein(launched, trained.weighted)
-                self._distances["distribution/weighted_tv"] = total_variation(launched, trained.weighted)
+            self._known.append(
+                KnownStep(
+                    so_far=distance(launched, trained.counted),
+                    alone=distance(launched - launched_before, trained.counted - trained_before),
+                    weighted=None if self._most is None else distance(launched, trained.weighted),
+                )
+            )
 
 
 class SourceShares:

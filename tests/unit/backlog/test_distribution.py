@@ -1,5 +1,7 @@
 """How far what is trained is from what was launched: by hand, and the bound of windowed FIFO over random schedules."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,9 +9,11 @@ from hypothesis import strategies as st
 
 from goaly.backlog.distribution import (
     BINS_PER_OCTAVE,
+    KnownStep,
     LengthDistribution,
     SourceShares,
     bin_count,
+    distance,
     inverse_propensity,
     length_bins,
     total_variation,
@@ -21,8 +25,13 @@ from goaly.backlog.settings import BacklogSettings
 SHORT, LONG = 4, 512
 
 
-def followed(config: BacklogSettings, lengths: list[int], finishing: list[int], dropped=()) -> list[dict[str, float]]:
-    """The metrics of every batch, when tickets finish in this order and batches are formed as soon as they can be."""
+def followed(
+    config: BacklogSettings, lengths: list[int], finishing: list[int], dropped=()
+) -> tuple[list[dict[str, float]], Sequence[KnownStep]]:
+    """Every batch's metrics, and the steps known at the end.
+
+    Tickets finish in this order, and batches are formed as soon as they can be.
+    """
     order, distribution, metrics = order_of(config), LengthDistribution(config), []
     for index in range(len(lengths)):
         order.admit(index)
@@ -37,7 +46,7 @@ def followed(config: BacklogSettings, lengths: list[int], finishing: list[int], 
         while (tickets := order.take(config.groups_per_step)) is not None:
             distribution.deliver(tickets)
             metrics.append(distribution.metrics())
-    return metrics
+    return metrics, distribution.known
 
 
 def test_bins_double_in_four_steps_and_hold_every_length_up_to_the_longest():
@@ -56,23 +65,41 @@ def test_distances_by_hand():
 
 def test_strict_fifo_trains_exactly_what_was_launched():
     config = BacklogSettings(groups_per_step=2, window=1)
-    metrics = followed(config, [LONG, SHORT, SHORT, LONG, SHORT, SHORT], [5, 4, 3, 2, 1, 0])
+    metrics, _ = followed(config, [LONG, SHORT, SHORT, LONG, SHORT, SHORT], [5, 4, 3, 2, 1, 0])
     assert metrics[-1]["distribution/known_step"] == 3
     assert {value for key, value in metrics[-1].items() if key != "distribution/known_step"} == {0.0}  # DI-1
 
 
-def test_the_distance_is_told_once_the_long_groups_have_finished_and_names_its_step():
+def test_steps_that_become_known_together_are_all_told_and_none_twice():
     config = BacklogSettings(groups_per_step=2, order="completion")
-    metrics = followed(config, [LONG, SHORT, SHORT, SHORT, SHORT, SHORT], [1, 2, 3, 4, 0, 5])
+    lengths = [LONG, *[SHORT] * 5, LONG, SHORT]
+    metrics, known = followed(config, lengths, [1, 2, 3, 4, 0, 5, 7, 6])
     assert metrics[:2] == [{}, {}]  # ticket 0 was launched and its length is not known
     assert metrics[2]["distribution/known_step"] == 3
     assert metrics[2]["distribution/tv"] == 0
-    assert metrics[2]["distribution/step_tv"] == 0.5  # the last batch holds the long one, its place is in the first
+    # strict FIFO's batches are long and short, twice two short; trained were twice two short, then short and long
+    assert metrics[2]["distribution/step_tv"] == pytest.approx((0.5 + 0 + 0.5) / 3)  # DI-4
+    assert metrics[3]["distribution/step_tv"] == 0
+    assert [(step.so_far.tv, step.alone.tv) for step in known] == [(0.5, 0.5), (0.25, 0), (0, 0.5), (0, 0)]
+
+
+def test_a_batch_before_which_no_step_became_known_repeats_what_is_known_so_far_but_no_step():
+    config = BacklogSettings(groups_per_step=1, order="completion")
+    metrics, known = followed(config, [SHORT, LONG, SHORT], [0, 2])  # ticket 1 is under way
+    assert len(known) == metrics[1]["distribution/known_step"] == 1
+    assert metrics[0].keys() - metrics[1].keys() == {f"distribution/step_{name}" for name in ("tv", "w1", "octave_tv")}
+
+
+def test_lengths_of_one_octave_are_equal_to_the_octaves_total_variation_alone():
+    within, across = np.zeros((2, 6)), np.zeros((2, 6))
+    within[0, 0] = within[1, 3] = across[0, 3] = across[1, 4] = 1.0
+    assert (distance(*within).tv, distance(*within).octave_tv) == (1.0, 0.0)
+    assert (distance(*across).tv, distance(*across).octave_tv) == (1.0, 1.0)
 
 
 def test_dropped_tickets_were_launched_in_vain_and_do_not_count():
     config = BacklogSettings(groups_per_step=2, window=1)
-    metrics = followed(config, [LONG, LONG, SHORT, LONG, SHORT], [1, 2, 0, 3, 4], dropped=(0, 3))
+    metrics, _ = followed(config, [LONG, LONG, SHORT, LONG, SHORT], [1, 2, 0, 3, 4], dropped=(0, 3))
     assert [step["distribution/tv"] for step in metrics] == [0.0]
 
 
@@ -91,10 +118,9 @@ def finishes(draw):
 @given(finishes())
 def test_in_windowed_order_the_total_variation_is_at_most_the_window_over_what_was_trained(schedule):
     config, lengths, finishing, dropped = schedule
-    for metrics in followed(config, lengths, finishing, dropped):
-        if metrics:
-            groups = metrics["distribution/known_step"] * config.groups_per_step
-            assert metrics["distribution/tv"] <= (config.window - 1) / groups + 1e-12  # DI-1
+    _, known = followed(config, lengths, finishing, dropped)
+    for step, found in enumerate(known, 1):
+        assert found.so_far.tv <= (config.window - 1) / (step * config.groups_per_step) + 1e-12  # DI-1
 
 
 def test_the_bound_on_the_total_variation_is_reached():

@@ -22,23 +22,25 @@ def arms() -> dict[str, Arm]:
 
 def test_windowed_order_keeps_both_of_its_bounds_and_converges(arms: dict[str, Arm]) -> None:
     windowed = arms["windowed"]
-    for step, tv, _ in windowed.curve:
-        assert tv <= (WINDOWED.window - 1) / (step * WINDOWED.groups_per_step) + 1e-12  # DI-1
+    for step, found in enumerate(windowed.curve, 1):
+        assert found.tv <= (WINDOWED.window - 1) / (step * WINDOWED.groups_per_step) + 1e-12  # DI-1
     assert windowed.age_max <= windowed.max_age == 12  # AD-4
-    assert windowed.tv < 0.01
+    assert windowed.at_end.tv < 0.01
 
 
 def test_completion_order_never_idles_and_pays_with_a_skewed_distribution_and_with_age(arms: dict[str, Arm]) -> None:
     windowed, completion = arms["windowed"], arms["completion"]
     assert completion.idle_share < 0.05 < 0.3 < windowed.idle_share
-    assert completion.tv_over_run > 3 * windowed.tv_over_run
+    assert completion.over_run.w1 > 3 * windowed.over_run.w1
+    assert completion.at_end.tv > 3 * windowed.at_end.tv
     assert completion.age_max > windowed.max_age
 
 
-def test_weights_bring_the_distribution_of_completion_order_back(arms: dict[str, Arm]) -> None:
+def test_weights_bring_back_most_of_what_a_run_ends_with_and_little_of_its_beginning(arms: dict[str, Arm]) -> None:
     completion, weighted = arms["completion"], arms["weighted"]
-    assert weighted.tv < completion.tv
-    assert weighted.w1 < completion.w1 / 2
+    assert weighted.at_end.w1 < completion.at_end.w1 / 2
+    assert weighted.at_end.octave_tv < completion.at_end.octave_tv
+    assert completion.over_run.tv / 2 < weighted.over_run.tv < completion.over_run.tv
     assert (weighted.idle_share, weighted.age_max) == (completion.idle_share, completion.age_max)
 
 
