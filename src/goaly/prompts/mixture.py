@@ -77,8 +77,7 @@ class Mixture:
         mixed = [name for name, share in self._shares.items() if share > 0]  # MX-3
         source = max(mixed, key=self._credits.__getitem__)
         self._credits[source] -= 1  # MX-2
-        prompt = self._streams[source].next()
-        return prompt if len(self._streams) == 1 else replace(prompt, source=source)
+        return self._streams[source].next()
 
     def state_dict(self) -> dict[str, Any]:
         """Where every source is, and the state of the mixing."""
@@ -128,7 +127,7 @@ def prompt_mixture(settings: PromptSettings, split: Split = Split.TRAIN) -> Mixt
             curriculum=None,
             seed=_seed(settings.seed, source.name),
         )
-        streams[source.name] = prompt_stream(alone, split)
+        streams[source.name] = prompt_stream(alone, split, source.name)
     curriculum = Curriculum(streams, settings.curriculum) if settings.curriculum and split is Split.TRAIN else None
     return Mixture(streams, {source.name: source.weight for source in settings.sources}, curriculum)
 

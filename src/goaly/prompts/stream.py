@@ -9,6 +9,7 @@ Invariants
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any, Protocol
 
@@ -100,12 +101,16 @@ class FileSource:
 
 
 class PromptStream:
-    """The prompts of one split, from a position onwards, without end."""
+    """The prompts of one split, from a position onwards, without end.
 
-    def __init__(self, source: PromptSource, seed: int, split: Split = Split.TRAIN):
+    They carry `name` as their source, or where there is none what their task or file says.
+    """
+
+    def __init__(self, source: PromptSource, seed: int, split: Split = Split.TRAIN, name: str | None = None):
         self._source = source
         self._seed = seed
         self._split = split
+        self._name = name
         self._position = 0
 
     @property
@@ -117,7 +122,7 @@ class PromptStream:
         """The next prompt."""
         prompt = self._source.at(self._position, self._seed, self._split)  # ST-1, ST-2
         self._position += 1
-        return prompt
+        return prompt if self._name is None else replace(prompt, source=self._name)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, and what it is a stream of."""
@@ -141,6 +146,6 @@ def prompt_source(settings: PromptSettings) -> PromptSource:
     return TaskSource(build_task(settings.task, settings.arithmetic), settings.held_out_fraction)
 
 
-def prompt_stream(settings: PromptSettings, split: Split = Split.TRAIN) -> PromptStream:
-    """The stream of the one source that the settings describe."""
-    return PromptStream(prompt_source(settings), settings.seed, split)
+def prompt_stream(settings: PromptSettings, split: Split = Split.TRAIN, name: str | None = None) -> PromptStream:
+    """The stream of the one source that the settings describe, under this name."""
+    return PromptStream(prompt_source(settings), settings.seed, split, name)

@@ -40,6 +40,11 @@ def test_one_source_is_the_plain_stream() -> None:
     assert [mixture.next() for _ in range(5)] == [stream.next() for _ in range(5)]
 
 
+def test_a_single_listed_source_gives_its_name_too() -> None:
+    mixture = prompt_mixture(PromptSettings(task=None, sources=(source("own", 2),)))
+    assert drawn(mixture, 3) == {"own": 3}
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(WEIGHTS, st.integers(0, 12)), min_size=1, max_size=8))
 def test_each_source_stays_within_the_number_of_sources_of_its_shares_whatever_they_change_to(changes) -> None:
