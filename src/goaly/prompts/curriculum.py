@@ -6,9 +6,11 @@ source's factor is that variance, scaled to at most 1, and never below a floor: 
 seen to change.
 
 Invariants
-    CU-1  A factor lies in [floor, 1], and depends on what was observed only, not on when.
+    CU-1  A factor lies in [floor, 1], and depends on what was observed, not on how often it was reported: a report's
+          samples fade one behind the other, each counted as passed by the report's share, for it has no order.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +41,12 @@ class Curriculum:
 
     def observe(self, passes: Mapping[str, Passes]) -> None:
         """Take these samples into account; older ones fade, by half for every `half_life_samples` newer ones."""
+        fading = math.log(2) / self._settings.half_life_samples
         for source, found in passes.items():
-            kept = 0.5 ** (found.samples / self._settings.half_life_samples)
+            kept = math.exp(-fading * found.samples)
+            added = math.expm1(-fading * found.samples) / math.expm1(-fading)  # 1, and what is left of those before it
             passed, samples = self._counts[source]
-            self._counts[source] = (kept * passed + found.passed, kept * samples + found.samples)
+            self._counts[source] = (kept * passed + added * found.rate, kept * samples + added)  # CU-1
 
     def pass_rate(self, source: str) -> float:
         """The share of the source's recent samples that passed."""

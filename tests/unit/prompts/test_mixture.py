@@ -126,10 +126,25 @@ def test_a_curriculum_prefers_what_is_passed_half_the_time_and_gives_up_on_none(
 
 
 def test_older_samples_fade_by_half_in_a_half_life() -> None:
-    curriculum = Curriculum(["a"], CurriculumSettings(half_life_samples=8))
-    curriculum.observe({"a": Passes(samples=8, passed=8)})
-    assert curriculum.pass_rate("a") == pytest.approx((1 / 2 + 8) / (2 / 2 + 8))
-    assert curriculum.factor("a") == pytest.approx(max(0.1, 4 * (8.5 / 9) * (0.5 / 9)))
+    curriculum = Curriculum(["a"], CurriculumSettings(half_life_samples=1))
+    curriculum.observe({"a": Passes(samples=2, passed=2)})
+    # of one pass in two a quarter is left; the two new ones count 1/2 and 1
+    assert curriculum.pass_rate("a") == pytest.approx((1 / 4 + 3 / 2) / (2 / 4 + 3 / 2))
+    assert curriculum.factor("a") == pytest.approx(4 * (7 / 8) * (1 / 8))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=6),
+    st.floats(0.5, 1000),
+)
+def test_how_often_samples_are_reported_changes_nothing(reports, half_life) -> None:
+    once, often = (Curriculum(["a"], CurriculumSettings(half_life_samples=half_life)) for _ in range(2))
+    for times, samples, passed in reports:
+        found = Passes(samples=samples, passed=min(passed, samples))
+        once.observe({"a": Passes(samples=times * found.samples, passed=times * found.passed)})
+        for _ in range(times):
+            often.observe({"a": found})
+    assert once.pass_rate("a") == pytest.approx(often.pass_rate("a"))  # CU-1
 
 
 def test_what_is_learnt_moves_the_shares_on_top_of_the_weights() -> None:
