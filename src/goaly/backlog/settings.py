@@ -27,7 +27,8 @@ class BacklogSettings:
     """Greatest weight of a group that `length_correction` gives, and the inverse of the least, before the batch's
     weights are scaled to a mean of 1."""
     dynamic_sampling: bool = False
-    """Whether a group whose samples all got the same reward is rejected (`no_signal`) and replaced by another."""
+    """Whether a group whose samples all got the same reward is rejected (`no_signal`) and replaced by another. Needs an
+    `advantages.name` that compares the rewards of a group alone; what shaping takes off later does not count."""
     max_no_signal_share: float = 0.95
     """Dynamic sampling ends the run with an error when more of the recent groups than this had no signal: at 0.95, a
     group trained costs twenty."""

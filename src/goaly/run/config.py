@@ -105,6 +105,7 @@ class RunConfig:
                 f"{prefix}sampling.max_tokens={sampling.max_tokens}: must leave room for a prompt in "
                 f"{self.max_context} tokens, the least of {prefix}generator.max_context and {prefix}backlog.row_length"
             )
+        found += self._signal_problems(prefix)
         if self.trainer.minibatches > self.backlog.groups_per_step:
             found.append(
                 f"{prefix}trainer.minibatches={self.trainer.minibatches}: must be at most "
@@ -171,6 +172,18 @@ class RunConfig:
         return [
             f"{prefix}advantages.name={name}: must be one over a critic's values, such as gae, because there is a "
             f"section {prefix}critic, or nothing uses them"
+        ]
+
+    def _signal_problems(self, prefix: str) -> list[str]:
+        if not self.backlog.dynamic_sampling or self.advantages.problems("") or self.advantages.compares_groups:
+            return []
+        from goaly.reward.advantages import ESTIMATORS  # imports torch, which `--help` can do without
+
+        fit = [name for name in ESTIMATORS.names if AdvantageSettings(name=name).compares_groups]
+        return [
+            f"{prefix}backlog.dynamic_sampling=true: must be false where {prefix}advantages.name is "
+            f"{self.advantages.name}, which also learns from groups of equal rewards; {', '.join(fit)} do not, nor "
+            "does your own with @compares_groups"
         ]
 
     def _shape_problems(self, prefix: str) -> list[str]:
