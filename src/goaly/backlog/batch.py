@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from goaly.backlog.outcomes import PASS_REWARD
 from goaly.backlog.packing import Row, assign, divide, pack, spans
 from goaly.backlog.settings import BacklogSettings
 from goaly.prompts.curriculum import Passes
+from goaly.prompts.prompt import PASS_REWARD
 from goaly.reward.advantages import estimate, has_signal
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, PackedRows, Part, Trajectory, lengths

@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed
 from goaly.prompts.curriculum import Passes
+from goaly.prompts.prompt import PASS_REWARD
 from goaly.reward.advantages import has_signal
 from goaly.trajectory import Group
 
 NO_SIGNAL = "no_signal"
-PASS_REWARD = 1.0
-"""A sample passes at this reward or above."""
 RECENT_STEPS = 16
 """The share of groups without signal is that of the last so many steps' worth of finished groups."""
 

@@ -11,11 +11,8 @@ from math import comb
 from statistics import fmean
 from typing import Any, Protocol
 
-from goaly.prompts.prompt import Prompt
+from goaly.prompts.prompt import PASS_REWARD, Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
-
-PASSING_REWARD = 1.0
-"""A sample with at least this reward is right."""
 
 
 class Answer(Protocol):
@@ -86,7 +83,7 @@ class EvalResult:
         samples = len(rewards[0])
         if any(len(group) != samples for group in rewards):
             raise ValueError(f"every prompt must have {samples} samples, as the first one has")
-        right = [sum(reward >= PASSING_REWARD for reward in group) for group in rewards]
+        right = [sum(reward >= PASS_REWARD for reward in group) for group in rewards]
         return cls(
             prompts=len(rewards),
             samples_per_prompt=samples,

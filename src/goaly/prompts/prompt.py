@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 
+PASS_REWARD = 1.0
+"""An answer passes at this reward or more: for metrics, curricula and evaluations alike."""
 SPLIT_KEY = "split_key"
 _SPLIT_BUCKETS = 1_000_000
 

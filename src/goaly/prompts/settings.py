@@ -56,7 +56,8 @@ class SourceSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumSettings:
-    """Weighs sources by how much the policy can learn from them: by p * (1 - p), p being the recent pass rate."""
+    """Weighs sources by how much the policy can learn from them: by p * (1 - p), p being the recent pass rate. A sample
+    passes at a reward of 1 or more; a source of which none ever gets so much stays at the floor."""
 
     floor: float = 0.1
     """Least factor of a source's weight, where 1 is that of a source that every other sample passes."""

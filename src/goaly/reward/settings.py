@@ -10,7 +10,8 @@ class RewardSettings:
     """The verifier and the child processes that run it."""
 
     verifier: str = "goaly.prompts.tasks.arithmetic:verify"
-    """Function that scores one response, as `package.module:function`; it takes a Prompt and the response's text."""
+    """Function that scores one response, as `package.module:function`; it takes a Prompt and the response's text. Any
+    finite number trains; metrics, curricula and evaluations count a reward of 1 or more as a pass."""
     placement: Literal["worker", "hub"] = "worker"
     """Who owns the processes: each rollout worker its own, with no message between actors for a score (0.5 ms and
     more), or the hub one pool that all workers share, for verifiers that hold much memory."""
