@@ -58,7 +58,6 @@ def test_a_sample_alone_is_refused_where_it_is_compared_with_its_group(name: str
     ]
 
 
-CONSTANT, DECAY = "trainer.schedule.decay=constant", "trainer.schedule.decay is constant"
 ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"
 
 
@@ -69,8 +68,6 @@ ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"
         ("backlog.max_length_weight=9.0", "backlog.length_correction is none", []),
         ("backlog.max_no_signal_share=0.5", "backlog.dynamic_sampling is off", []),
         ("reference.threads=2", "loss.kl_coef and advantages.kl_coef are 0", []),
-        ("trainer.schedule.min_lr_factor=0.1", DECAY, ["trainer.schedule.total_steps=null", CONSTANT]),
-        ("trainer.schedule.total_steps=9", DECAY, ["trainer.schedule.min_lr_factor=0", CONSTANT]),
         ("loss.max_age=9", "backlog lets no token become more than 9 versions old", []),
         ("advantages.overlong.limit=266", "a sequence has at most 256 tokens", ["advantages.overlong.buffer=10"]),
         ("loss.options.clip_low=0.1", ONE_STEP, ["loss.proximal=trainer"]),

@@ -62,9 +62,6 @@ class ScheduleSettings:
             )
         if not 0 <= self.min_lr_factor <= 1:
             lines.append(f"{prefix}min_lr_factor={self.min_lr_factor}: must be between 0 and 1")
-        for key in ("total_steps", "min_lr_factor"):
-            if self.decay == "constant" and getattr(self, key) != self.__dataclass_fields__[key].default:
-                lines.append(f"{prefix}{key}={getattr(self, key)}: has no effect, {prefix}decay is constant")
         return lines
 
 
