@@ -81,6 +81,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     named_before = set(os.listdir("/dev/shm"))
     versions = await asyncio.gather(one.start.call(), two.start.call())
     assert [version.item(procs=0) for version in versions] == [1, 1]  # GE-1
+    assert (await store.state.call_one()).readers == 3  # GE-3
     left = {name for name in os.listdir("/dev/shm") if name.startswith(("goaly-", "psm_", "sem.mp-"))}
     assert left <= named_before  # RK-3
     samples = await asyncio.gather(*(ask(replica, f"{n}") for replica in (one, leader) for n in range(8)))

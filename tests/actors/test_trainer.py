@@ -163,7 +163,9 @@ async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_
     processes = this_host().spawn_procs(per_host={"procs": 2}, bootstrap=partial(import_ahead, IMPORTS["trainer"]))
     await setup_torch_elastic_env_async(processes)
     reference = processes.spawn("following", ReferenceModel, settings, SETTINGS, model, WeightSettings(), actors.store)
+    readers = (await actors.store.state.call_one()).readers
     await reference.start.call()
+    assert (await actors.store.state.call_one()).readers == readers + 2  # both ranks have said what they need
     version, _ = await stepped()
     if version % 2:
         version, _ = await stepped()

@@ -78,6 +78,22 @@ class Rank(Actor):
         self.subscriber = Subscriber(store, self.tensors, f"reader{self.rank}", settings, host=host)
 
     @concurrent_endpoint
+    async def join(self) -> None:
+        """Say what this rank needs."""
+        await self.subscriber.join()
+
+    @concurrent_endpoint
+    async def read_and_needed(self, store: WeightStore, transport: str) -> tuple[int, int]:
+        """Bytes of all buckets that it reads of a version, and of what it needs."""
+        sources = await store.sources.call_one("elsewhere", transport)
+        read = [
+            sum(source.layout[piece].bytes for piece in source.buckets[bucket])
+            for source, planned in zip(sources, self.subscriber._plan, strict=True)
+            for bucket in planned
+        ]
+        return sum(read), sum(local(tensor).nbytes for tensor in self.tensors.values())
+
+    @concurrent_endpoint
     async def publish_numbered(self, version: int) -> bool:
         """Publish numbers x (version + 1)."""
         for name, tensor in self.tensors.items():
@@ -168,7 +184,7 @@ def transport(request: pytest.FixtureRequest, meshes: list[Any]) -> Iterator[str
     asyncio.run(torchstore.stop())
 
 
-async def joined(
+async def joined_with_store(
     ranks: tuple[Any, Any],
     source: str,
     destination: str | None,
@@ -178,13 +194,19 @@ async def joined(
     settings: WeightSettings | None = None,
     host: str | None = None,
     device: str = "cpu",
-) -> tuple[Any, Any]:
-    """Trainer and generator ranks over a store of their own."""
+) -> tuple[Any, Any, Any]:
+    """Trainer and generator ranks over a store of their own, and that."""
     settings = settings or WeightSettings()
     store = this_proc().spawn(f"weights_{next(numbers)}", WeightStore, settings)
     trainer, generator = ranks
     await asyncio.gather(trainer.hold.call(source, shapes, device), generator.hold.call(destination, shapes, device))
     await asyncio.gather(trainer.write_to.call(store, settings), generator.read_from.call(store, dtype, settings, host))
+    return trainer, generator, store
+
+
+async def joined(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Trainer and generator ranks over a store of their own."""
+    trainer, generator, _ = await joined_with_store(*args, **kwargs)
     return trainer, generator
 
 
@@ -258,6 +280,28 @@ async def test_every_transport_brings_each_version_to_readers_elsewhere_and_refu
             for name, tensor in arrived.items():
                 assert torch.equal(tensor, numbered(name, LARGE[name]) * (version + 1)), name
     assert not any((await generator.prefetch.call(0)).values())
+
+
+@pytest.mark.parametrize("transport", ["rdma", "direct", "torchstore"], indirect=True)
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_who_reads_whole_buckets_reads_what_it_needs_if_it_joined_before_the_first_publish_and_works_if_not(
+    ranks, transport: str, in_time: bool
+) -> None:
+    settings = WeightSettings(bucket_mib=0.05, transport=transport)
+    trainer, generator, store = await joined_with_store(
+        ranks, "fsdp", "tp", shapes=LARGE, settings=settings, host="elsewhere"
+    )
+    if in_time:
+        await generator.join.call()
+    await trainer.publish_numbered.call(0)
+    await generator.newest.call(-1)
+    assert all((await generator.prefetch.call(0)).values())
+    await generator.apply.call()
+    for arrived in (await generator.whole.call()).values():
+        for name, tensor in arrived.items():
+            assert torch.equal(tensor, numbered(name, LARGE[name])), name
+    for read, needed in (await generator.read_and_needed.call(store, transport)).values():
+        assert read == needed if in_time else read > 1.2 * needed
 
 
 @pytest.mark.parametrize("transport", ["torchstore", "direct"])

@@ -5,6 +5,7 @@ One actor a process; a replica is a mesh of `tp` of them. Requests go to rank 0;
 Invariants
     GE-1  `start` returns with the newest version applied: a replica that was replaced serves no older weights.
     GE-2  A request sees weights of at least its `min_version` from its first token on.
+    GE-3  When `start` returns, the store knows what every rank needs: the first publish fixes how weights are cut.
 """
 
 import asyncio
@@ -78,6 +79,7 @@ class Generator(Actor):
             live=engine.live_tensors(),
             naming=engine.naming(),
         )
+        await subscriber.join()  # GE-3
         self._engine_loop = loop(fill=subscriber.apply)
         follower = WeightFollower(subscriber, self._engine_loop, announcements)
         if rank == 0:

@@ -72,6 +72,7 @@ class ReferenceModel(Actor):
                 f"reference.{self._thread.rank}",
                 self._weight_settings,
             )
+            await self._subscriber.join()
 
     @concurrent_endpoint
     async def annotate(self, queue: Any, batch: "BatchHandle") -> int | None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from goaly.weights.layout import Layout, Shard, view
 from goaly.weights.mapping import Naming, renamed
+from goaly.weights.needs import Needs, needs_of
 from goaly.weights.placement import check_filled, layout_of
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,11 @@ class Destination:
             copied = [memory.name for memory in self._memories if not memory.flips]
             if copied:
                 logger.warning("%d parameters are copied, others hold views of them: %s", len(copied), copied[:5])
+
+    @property
+    def needs(self) -> Needs:
+        """What fills it, whichever of the names of one memory turn out to be published."""
+        return needs_of(tuple(shard for layout in self._layouts.values() for shard in layout))
 
     @property
     def side(self) -> int:

@@ -22,7 +22,7 @@ import torch
 
 from goaly.telemetry.spans import span
 from goaly.weights.attend import Attendants
-from goaly.weights.buckets import buckets_of, cut
+from goaly.weights.buckets import cut
 from goaly.weights.copying import Copier, Pair, gpu_of
 from goaly.weights.layout import view
 from goaly.weights.liveness import PULSE_SECONDS, this_process
@@ -125,8 +125,7 @@ class Publisher:
         membership: Membership = await self._store.join_writer.call_one(
             self._rank, self._world, layout, self._process
         )  # unblocked by the other ranks' first publish
-        pieces = cut(membership.layout, self._settings.bucket_bytes)
-        buckets = buckets_of(pieces, self._settings.bucket_bytes)
+        pieces, buckets = cut(membership.layout, self._settings.bucket_bytes, membership.needs)
         transport = self._settings.transport
         ring = self._ring = await self._copier.run(
             lambda: stage(transport, pieces, buckets, membership.slots, self._gpu)

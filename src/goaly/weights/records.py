@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from goaly.weights.layout import Layout
+from goaly.weights.needs import Needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -10,6 +11,8 @@ class Membership:
     """What a writer rank is told when all have joined: what it stages, in how many slots."""
 
     layout: Layout
+    needs: tuple[Needs, ...]
+    """What its readers of whole buckets need, as far as they have said so."""
     slots: int
     pulse: bool
     """Whether the store can't watch the process, and must be told that it is alive."""

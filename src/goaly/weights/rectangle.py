@@ -1,6 +1,6 @@
 """Rectangles of tensors: where one begins in each dim, and how long it is there."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import combinations
 from math import prod
@@ -80,6 +80,28 @@ def tile(rectangles: tuple[Rectangle, ...], shape: Extent) -> bool:
         and sum(prod(lengths) for _, lengths in rectangles) == prod(shape)
         and all(common(one, other) is None for one, other in combinations(rectangles, 2))
     )
+
+
+def joined(rectangles: Iterable[Rectangle]) -> tuple[Rectangle, ...]:
+    """The same elements in fewer rectangles: those that touch along one dim and agree in all others become one."""
+    found = list(dict.fromkeys(rectangles))
+    for dim in range(len(found[0][0]) if found else 0):
+        parts = sorted((*_but(dim, one), one[0][dim], one) for one in found)
+        found = []
+        for *_, (offset, shape) in parts:
+            last = found[-1] if found else None
+            touches = last is not None and last[0][dim] + last[1][dim] == offset[dim]
+            if last is not None and touches and _but(dim, last) == _but(dim, (offset, shape)):
+                found[-1] = sliced(last, dim, 0, last[1][dim] + shape[dim])
+            else:
+                found.append((offset, shape))
+    return tuple(found)
+
+
+def _but(dim: int, rectangle: Rectangle) -> Rectangle:
+    """The rectangle in all dims but one."""
+    offset, shape = rectangle
+    return (*offset[:dim], *offset[dim + 1 :]), (*shape[:dim], *shape[dim + 1 :])
 
 
 def plus(one: Extent, other: Extent) -> Extent:

@@ -22,10 +22,11 @@ from goaly.errors import WeightsError
 from goaly.weights.layout import Layout, share
 from goaly.weights.ledger import VersionLedger
 from goaly.weights.liveness import ProcessMark, Watch, this_host, watch
+from goaly.weights.needs import Needs, distinct
 from goaly.weights.records import Ended, Joined, Lease, Membership, Staged, StoreState
 from goaly.weights.ring import Source
 from goaly.weights.settings import WeightSettings
-from goaly.weights.transport import needs_remote
+from goaly.weights.transport import needs_remote, reads_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class _Reader:
     name: str
     process: ProcessMark
     watch: Watch
+    transport: str
+    needs: Needs
     request: int = 0
 
 
@@ -61,6 +64,7 @@ class WeightStore(Actor):
         self._ledger: VersionLedger | None = None
         self._writers: dict[int, _Writer] = {}
         self._shared: tuple[Layout, ...] = ()
+        self._needs: list[tuple[Needs, ...]] = []
         self._writer_lost: str | None = None
         self._readers: dict[int, _Reader] = {}
         self._joined = 0
@@ -84,7 +88,13 @@ class WeightStore(Actor):
         await self._until(lambda: len(self._writers) == world or None)  # the other ranks' joins, or a rank's death
         if not self._shared:
             self._shared = share([self._writers[other].layout for other in range(world)])
-        return Membership(layout=self._shared[rank], slots=self._slots, pulse=process.host != this_host())
+            self._needs = [self._needed_of(self._writers[other].process.host) for other in range(world)]
+        return Membership(
+            layout=self._shared[rank],
+            needs=self._needs[rank],
+            slots=self._slots,
+            pulse=process.host != this_host(),
+        )
 
     @concurrent_endpoint
     async def offer(self, rank: int, source: Source) -> None:
@@ -150,12 +160,16 @@ class WeightStore(Actor):
     # Readers
 
     @concurrent_endpoint
-    async def join_reader(self, name: str, process: ProcessMark) -> Joined:
-        """Enter a reader."""
+    async def join_reader(
+        self, name: str, process: ProcessMark, transport: str = "auto", needs: Needs | None = None
+    ) -> Joined:
+        """Enter a reader; writers that have not joined by then all cut their buckets to its needs."""
         self._joined += 1
         reader = self._joined
         watching = watch(process, lambda: self._reader_ended(reader))
-        self._readers[reader] = _Reader(name=name, process=process, watch=watching)
+        self._readers[reader] = _Reader(
+            name=name, process=process, watch=watching, transport=transport, needs=needs or {}
+        )
         return Joined(number=reader, pulse=process.host != this_host())
 
     @concurrent_endpoint
@@ -316,6 +330,11 @@ class WeightStore(Actor):
                 raise WeightsError(f"writer rank {rank} gave up this request")
 
         return check
+
+    def _needed_of(self, host: str) -> tuple[Needs, ...]:
+        """What those readers need that read whole buckets from this host."""
+        readers = self._readers.values()
+        return distinct(one.needs for one in readers if reads_buckets(one.transport, one.process.host, host))
 
     def _forget(self, reader: int) -> None:
         self._readers.pop(reader).watch.close()

@@ -5,7 +5,7 @@
         subscriber.apply()                                # the engine's thread, between two steps
 
 The ranks of a tensor-parallel replica follow their rank 0: it alone asks for `newest`, and lends its lease to the
-others' `prefetch`, which ask the store nothing.
+others' `prefetch`, which ask the store nothing. Each of them tells the store beforehand what it needs (`join`).
 
 Invariants
     WU-1  `apply` puts in place one whole version: what `prefetch` copied under one lease, bucket by bucket, each of
@@ -94,6 +94,14 @@ class Subscriber:
         """What `newest` took, which other ranks of the replica can borrow until it is asked again."""
         return self._held
 
+    async def join(self) -> None:
+        """Enter the store. Who has done so before the first publish gets no more than it needs from other hosts.
+
+        The other calls do so, too; a rank that borrows leases need not, but for that.
+        """
+        async with self._one_at_a_time:
+            await self._join()
+
     async def newest(self, after: int = -1, *, early: bool = False) -> int:
         """Wait for a committed version above `after`. It can't go away before the next call, `release` or `close`.
 
@@ -174,7 +182,9 @@ class Subscriber:
 
     async def _joined(self) -> int:
         """Enter the store; what it knows this reader by."""
-        joined: Joined = await self._store.join_reader.call_one(self._reader, self._process)
+        joined: Joined = await self._store.join_reader.call_one(
+            self._reader, self._process, self._transport, self._destination.needs
+        )
         self._number = joined.number
         if joined.pulse:
             self._attendants.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(reader=joined.number))

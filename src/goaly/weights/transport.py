@@ -77,6 +77,11 @@ def crosses(transport: str, reader: str, writer: str) -> bool:
     return transport == "rdma" or reader != writer
 
 
+def reads_buckets(transport: str, reader: str, writer: str) -> bool:
+    """Whether the reader reads whole buckets, rather than what it needs of them."""
+    return transport in HANDLES or transport == "rdma" or reader != writer
+
+
 def needs_remote(source: Source, *, transport: str, host: str) -> bool:
     """Whether a reader on this host can read the source only once its writer has registered it for the network."""
     if not isinstance(source.handle, HANDLES.get(transport, SegmentHandle)):

@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from goaly.errors import WeightsError
-from goaly.weights.buckets import buckets_of
-from goaly.weights.layout import Layout
+from goaly.weights.buckets import cut
 from goaly.weights.memory import SegmentHandle
 from goaly.weights.placement import layout_of
 from goaly.weights.rdma import RemoteReach, RemoteRing
 from goaly.weights.ring import Ring, Source
 
-LAYOUT: Layout = layout_of({name: torch.zeros(16) for name in "abcdef"})
-BUCKETS = buckets_of(LAYOUT, 64)
+LAYOUT, BUCKETS = cut(layout_of({name: torch.zeros(16) for name in "abcdef"}), 64)
 WANTED = list(range(len(BUCKETS)))
 
 
