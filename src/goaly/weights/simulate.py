@@ -2,8 +2,10 @@
 
     python -m goaly.weights.simulate --model qwen3-235b-a22b --trainer fsdp=32,ep=8 --generator tp=8,replicas=4
 
-Runs the real planner on shapes alone. Trainer ranks are numbered first, generator ranks after them, and
-`--ranks-per-host` of them in a row share a host. Times are lower bounds: every rank's network card carries its bytes
+Runs the real planner on shapes alone, cut into buckets as writers cut them for readers that joined in time. What is
+read from another host is counted in whole buckets, what is copied within one in the rectangles that are needed. Trainer
+ranks are numbered first, generator ranks after them, and `--ranks-per-host` of them in a row share a host. Times are
+lower bounds: every rank's network card carries its bytes
 to and from other hosts in both directions at once, every rank moves bytes within its host at the memory's speed, and
 nothing else takes time.
 """
@@ -12,20 +14,25 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from goaly.errors import ConfigError
 from goaly.weights.architectures import MODELS, Parameter
+from goaly.weights.buckets import cut
 from goaly.weights.layout import Copy, Layout, plan, share
+from goaly.weights.needs import distinct, needs_of
 from goaly.weights.parallelism import Parallelism
-from goaly.weights.rectangle import Extent
+from goaly.weights.settings import MIB, WeightSettings
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +44,10 @@ class Cluster:
     """Gigabits a second of one rank's network card, each way."""
     memory_gbps: float
     """Gigabits a second at which one rank copies within its host."""
+
+    def host(self, rank: int) -> int:
+        """Where a rank is, counted over both sides."""
+        return rank // self.ranks_per_host
 
     def problems(self) -> list[str]:
         """What can't work, a line each."""
@@ -52,10 +63,11 @@ class Link:
     generator: int
     in_host: bool
     bytes: int = 0
+    """What moves: across hosts, whole buckets."""
+    needed: int = 0
+    """What of it the generator has a place for."""
     messages: int = 0
-    """Rectangles to copy."""
-    stretches: int = 0
-    """Contiguous stretches of the trainer's memory that these are: the messages of a transport that can't gather."""
+    """Buckets across hosts, rectangles to copy within one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +96,8 @@ class Update:
     parameters: int
     tensors: int
     share_seconds: float
+    cut_seconds: float
+    """The longest that cutting one trainer rank's share took here."""
     plan_seconds: float
     """The longest that planning for one generator rank took here."""
     staged: Load
@@ -93,28 +107,37 @@ class Update:
     pull_seconds: float
     slowest: str
     """What the pull waits for."""
+    read_over_needed: float
+    """Bytes that cross hosts, as a multiple of those of them that are needed."""
     links: list[Link]
 
 
-def simulate(model: str, trainer: Parallelism, generator: Parallelism, cluster: Cluster, dtype: str) -> Update:
+def simulate(
+    model: str,
+    trainer: Parallelism,
+    generator: Parallelism,
+    cluster: Cluster,
+    dtype: str,
+    bucket_bytes: int = WeightSettings().bucket_bytes,
+) -> Update:
     """Plan one update of the model from the trainer's ranks to all replicas of the generator."""
     parameters = MODELS[model].parameters()
     layouts = [trainer.layout(parameters, rank, DTYPES[dtype]) for rank in range(trainer.ranks)]
-    begun = time.perf_counter()
-    sources = share(layouts)
-    share_seconds = time.perf_counter() - begun
+    shares, share_seconds = _timed(lambda: share(layouts))
+    replica_ranks = generator.fsdp * generator.tp
+    destinations = [generator.layout(parameters, rank, DTYPES[dtype]) for rank in range(replica_ranks)]
+    writers, cut_seconds = _cut(shares, destinations, generator.replicas, cluster, bucket_bytes)
+    layouts = [writer.layout for writer in writers]
     links: list[Link] = []
     plan_seconds = 0.0
-    for rank in range(generator.fsdp * generator.tp):
-        destination = generator.layout(parameters, rank, DTYPES[dtype])
-        begun = time.perf_counter()
-        copies = plan(sources, destination)
-        plan_seconds = max(plan_seconds, time.perf_counter() - begun)
+    for rank, destination in enumerate(destinations):
+        copies, seconds = _timed(lambda wanted=destination: plan(layouts, wanted))
+        plan_seconds = max(plan_seconds, seconds)
         for replica in range(generator.replicas):  # all hold the same, so all have the same plan
-            number = replica * generator.fsdp * generator.tp + rank
-            links.extend(_links(sources, copies, number, trainer.ranks, cluster.ranks_per_host))
-    staged = _load([sum(shard.bytes for shard in mine) for mine in sources])
+            links.extend(_links(writers, copies, replica * replica_ranks + rank, cluster))
+    staged = _load([sum(shard.bytes for shard in mine) for mine in shares])
     pull_seconds, slowest = _pull(links, cluster)
+    read, needed = (sum(getattr(link, of) for link in links if not link.in_host) for of in ("bytes", "needed"))
     return Update(
         model=model,
         trainer=str(trainer),
@@ -123,6 +146,7 @@ def simulate(model: str, trainer: Parallelism, generator: Parallelism, cluster: 
         parameters=sum(parameter.elements for parameter in parameters),
         tensors=len(parameters),
         share_seconds=share_seconds,
+        cut_seconds=cut_seconds,
         plan_seconds=plan_seconds,
         staged=staged,
         sent=_load(_sums(links, "trainer", trainer.ranks)),
@@ -130,36 +154,66 @@ def simulate(model: str, trainer: Parallelism, generator: Parallelism, cluster: 
         stage_seconds=staged.largest * 8e-9 / cluster.memory_gbps,
         pull_seconds=pull_seconds,
         slowest=slowest,
+        read_over_needed=read / needed if needed else 1.0,
         links=links,
     )
 
 
-def _links(
-    sources: Sequence[Layout], copies: Sequence[Copy], generator: int, trainers: int, ranks_per_host: int
-) -> list[Link]:
+class _Writer:
+    """One trainer rank's pieces, by bucket."""
+
+    def __init__(self, layout: Layout, buckets: Sequence[range]):
+        self.layout = layout
+        self.bucket_of = {piece: number for number, bucket in enumerate(buckets) for piece in bucket}
+        self.bytes = [sum(layout[piece].bytes for piece in bucket) for bucket in buckets]
+
+
+def _cut(
+    shares: Sequence[Layout], destinations: Sequence[Layout], replicas: int, cluster: Cluster, bucket_bytes: int
+) -> tuple[list[_Writer], float]:
+    """What each trainer rank stages, cut for the generator's ranks on other hosts; the longest that took."""
+    needs = [needs_of(destination) for destination in destinations]
+    writers, longest = [], 0.0
+    for trainer, layout in enumerate(shares):
+        numbers = range(replicas * len(needs))
+        elsewhere = {
+            number % len(needs) for number in numbers if cluster.host(len(shares) + number) != cluster.host(trainer)
+        }
+        told = distinct(needs[rank] for rank in sorted(elsewhere))
+        cut_here, seconds = _timed(lambda share=layout, told=told: cut(share, bucket_bytes, told))
+        writers.append(_Writer(*cut_here))
+        longest = max(longest, seconds)
+    return writers, longest
+
+
+def _links(writers: Sequence[_Writer], copies: Sequence[Copy], generator: int, cluster: Cluster) -> list[Link]:
     """The links of one generator rank."""
-    host = (trainers + generator) // ranks_per_host
+    host = cluster.host(len(writers) + generator)
     links: dict[int, Link] = {}
+    read: set[tuple[int, int]] = set()
     for copy in copies:
         link = links.get(copy.source)
         if link is None:
-            in_host = copy.source // ranks_per_host == host
+            in_host = cluster.host(copy.source) == host
             link = links[copy.source] = Link(trainer=copy.source, generator=generator, in_host=in_host)
-        shard = sources[copy.source][copy.source_shard]
-        link.bytes += prod(copy.shape) * shard.dtype.itemsize
-        link.messages += 1
-        link.stretches += stretches(copy.shape, shard.shape)
+        writer = writers[copy.source]
+        needed = prod(copy.shape) * writer.layout[copy.source_shard].dtype.itemsize
+        bucket = writer.bucket_of[copy.source_shard]
+        link.needed += needed
+        if link.in_host:
+            link.bytes += needed
+            link.messages += 1
+        elif (copy.source, bucket) not in read:
+            read.add((copy.source, bucket))
+            link.bytes += writer.bytes[bucket]
+            link.messages += 1
     return list(links.values())
 
 
-def stretches(shape: Extent, within: Extent) -> int:
-    """Of how many contiguous stretches of memory a rectangle of this shape is, within a contiguous tensor."""
-    length = 1
-    for part, whole in zip(reversed(shape), reversed(within), strict=True):
-        length *= part
-        if part < whole:
-            break
-    return prod(shape) // length
+def _timed(work: Callable[[], Answer]) -> tuple[Answer, float]:
+    begun = time.perf_counter()
+    answer = work()
+    return answer, time.perf_counter() - begun
 
 
 def _sums(links: Sequence[Link], side: str, ranks: int, in_host: bool | None = None) -> list[int]:
@@ -196,7 +250,8 @@ def report(update: Update) -> str:
         f"{update.dtype}",
         f"trainer    {update.trainer}: {_loads(update.staged)} staged, {_loads(update.sent)} sent",
         f"generator  {update.generator}: {_loads(update.received)} received",
-        f"planned    in {update.plan_seconds:.2f} s for one rank, after {update.share_seconds:.2f} s for all sources",
+        f"planned    in {update.plan_seconds:.2f} s for one rank, after {update.share_seconds:.2f} s for all sources, "
+        f"{update.cut_seconds:.2f} s to cut one's",
     ]
     for in_host, where in ((True, "in-host"), (False, "cross-host")):
         links = [link for link in update.links if link.in_host == in_host]
@@ -204,8 +259,8 @@ def report(update: Update) -> str:
             total, largest = sum(link.bytes for link in links), max(link.bytes for link in links)
             lines.append(
                 f"{where:10s} {len(links)} links, {_size(total)}: {_size(total / len(links))} a link, "
-                f"{_size(largest)} at most; {sum(link.messages for link in links):,} messages, "
-                f"{sum(link.stretches for link in links):,} contiguous stretches"
+                f"{_size(largest)} at most; {sum(link.messages for link in links):,} "
+                + ("copies" if in_host else f"buckets, {update.read_over_needed:.2f} x what is needed")
             )
     lines.append(
         f"seconds    {update.stage_seconds:.3f} to stage, {update.pull_seconds:.3f} to pull ({update.slowest})"
@@ -252,6 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--generator", required=True, help="axes of its ranks, as tp=8,replicas=4 or tp=8,ep=8")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES), help="what weights are sent as")
+    parser.add_argument("--bucket-mib", type=float, default=WeightSettings().bucket_mib, help="weights.bucket_mib")
     parser.add_argument("--ranks-per-host", type=int, default=8)
     parser.add_argument("--nic-gbps", type=float, default=400.0, help="gigabits a second of a rank's network card")
     parser.add_argument("--memory-gbps", type=float, default=400.0, help="gigabits a second of a rank's copies in-host")
@@ -261,11 +317,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         trainer, generator = parallelism(chosen.trainer), parallelism(chosen.generator)
         problems = _problems(MODELS[chosen.model].parameters(), trainer, generator, cluster)
+        if chosen.bucket_mib <= 0:
+            problems.append(f"--bucket-mib={chosen.bucket_mib:g}: must be above 0")
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
         parser.error(str(error))
-    update = simulate(chosen.model, trainer, generator, cluster, chosen.dtype)
+    update = simulate(chosen.model, trainer, generator, cluster, chosen.dtype, int(chosen.bucket_mib * MIB))
     print(report(update))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(asdict(update), indent=1))

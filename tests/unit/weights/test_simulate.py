@@ -9,9 +9,11 @@ import torch
 
 from goaly.weights import simulate as simulated
 from goaly.weights.architectures import MODELS, Decoder
+from goaly.weights.buckets import cut
 from goaly.weights.layout import plan, share
+from goaly.weights.needs import needs_of
 from goaly.weights.parallelism import Parallelism
-from goaly.weights.simulate import Cluster, Update, main, simulate, stretches
+from goaly.weights.simulate import Cluster, Update, main, simulate
 
 CLUSTER = Cluster(ranks_per_host=2, nic_gbps=8.0, memory_gbps=80.0)
 TINY = Decoder(layers=1, dim=8, hidden_dim=16, heads=2, kv_heads=1, head_dim=4, vocab_size=32, qk_norm=False)
@@ -41,9 +43,17 @@ def test_bytes_are_those_worked_out_by_hand() -> None:
         (0, 1): columns + norms,
         (1, 1): rows + columns + norms,
     }
-    assert links[0, 1].messages == 2 + 3
-    assert links[0, 1].stretches == 4 + 4 + 3  # a row each of wo's and w2's half
+    assert links[0, 1].messages == 2  # one bucket of wo's and w2's columns, one of what both ranks need
+    assert found.read_over_needed == 1
     assert (found.staged.total, found.received.total) == (2 * 1112, 2 * (1112 + 24))
+
+
+def test_across_hosts_whole_buckets_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "cut", lambda layout, limit, needs: cut(layout, limit))  # readers told nothing
+    across = update(Parallelism(fsdp=2), Parallelism(tp=2))
+    assert (across.received.total, across.read_over_needed) == (2 * 2 * 1112, 2 * 1112 / (1112 + 24))
+    within = update(Parallelism(), Parallelism())
+    assert (within.received.total, within.read_over_needed) == (2 * 1112, 1)
 
 
 def test_replicas_each_pull_everything() -> None:
@@ -90,23 +100,25 @@ def test_replicated_trainers_send_within_a_tenth_of_evenly(model, trainer, gener
         assert min(loads) >= 0.9 * even
 
 
-def test_planning_the_largest_model_for_one_rank_takes_under_two_seconds() -> None:
+def test_planning_the_largest_model_for_one_rank_takes_under_two_seconds_and_it_reads_what_it_needs() -> None:
     parameters = MODELS["qwen3-235b-a22b"].parameters()
     trainer, generator = Parallelism(fsdp=32, ep=8), Parallelism(tp=8)
-    sources = share([trainer.layout(parameters, rank, torch.bfloat16) for rank in range(trainer.ranks)])
-    destination = generator.layout(parameters, 3, torch.bfloat16)
+    shares = share([trainer.layout(parameters, rank, torch.bfloat16) for rank in range(trainer.ranks)])
+    destinations = [generator.layout(parameters, rank, torch.bfloat16) for rank in range(generator.ranks)]
+    needs = [needs_of(destination) for destination in destinations]
+    pieces, buckets = zip(*(cut(layout, 8 << 20, needs) for layout in shares), strict=True)
     begun = time.process_time()
-    copies = plan(sources, destination)
+    copies = plan(pieces, destinations[3])
     assert time.process_time() - begun < 2
     assert len({copy.source for copy in copies}) == trainer.ranks
-
-
-@pytest.mark.parametrize(
-    ("shape", "within", "expected"),
-    [((2, 3), (4, 3), 1), ((2, 3), (4, 5), 2), ((2, 1, 3), (2, 4, 3), 2), ((2, 4, 3), (8, 4, 3), 1), ((), (), 1)],
-)
-def test_stretches_are_counted_as_in_row_major_memory(shape, within, expected) -> None:
-    assert stretches(shape, within) == expected
+    wanted = {(copy.source, copy.source_shard) for copy in copies}
+    read = [
+        sum(pieces[rank][piece].bytes for piece in bucket)
+        for rank, staged in enumerate(buckets)
+        for bucket in staged
+        if any((rank, piece) in wanted for piece in bucket)
+    ]
+    assert sum(read) == sum(shard.bytes for shard in destinations[3])
 
 
 def test_the_command_prints_a_table_and_writes_every_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
