@@ -62,6 +62,7 @@ class Rank(Actor):
         live = {name: torch.nn.Parameter(local(tensor).clone()) for name, tensor in self._tensors.items()}
         self._subscriber = Subscriber(store, self._tensors, f"reader{self._rank}", settings, live=live, host=host)
         self._roles.append(self._subscriber)
+        await self._subscriber.join()
         self._version = -1
 
     @concurrent_endpoint
