@@ -134,7 +134,7 @@ class Rank(Actor):
 
     @concurrent_endpoint
     async def fetched_bytes(self) -> int:
-        """How many bytes a pull over the network reads: whole buckets, where only a part of the rows is needed."""
+        """How many bytes a pull over the network reads: whole buckets."""
         return sum(buffer.nbytes for reached in self._subscriber._reached for buffer in reached._stretches.values())
 
     @concurrent_endpoint
