@@ -3,7 +3,7 @@
 A reader that reads whole buckets tells the store before the first publish, so that writers cut buckets to it.
 
 Invariants
-    WN-1  Needs say nothing about sources: a reader that is wrong about a tensor's shape is told so by `plan`, and
+    WY-1  Needs say nothing about sources: a reader that is wrong about a tensor's shape is told so by `plan`, and
           spoils no writer's buckets.
 """
 
@@ -39,7 +39,7 @@ def needed_of(shard: Shard, needs: Sequence[Needs]) -> tuple[tuple[Rectangle, ..
         tuple(
             part
             for rectangle in one.get(shard.name, ())
-            if len(rectangle[0]) == len(shard.offset) and (part := common(place, rectangle)) is not None  # WN-1
+            if len(rectangle[0]) == len(shard.offset) and (part := common(place, rectangle)) is not None  # WY-1
         )
         for one in needs
     )

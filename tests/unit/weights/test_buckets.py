@@ -1,4 +1,4 @@
-"""Buckets are cut to what readers need: WK-1 to WK-3, WN-1; and each goes the way its hosts demand."""
+"""Buckets are cut to what readers need: WK-1 to WK-3, WY-1; and each goes the way its hosts demand."""
 
 import asyncio
 
@@ -106,7 +106,7 @@ def test_readers_of_columns_have_buckets_of_their_own_and_share_those_of_what_al
     ]
 
 
-def test_a_reader_that_is_wrong_about_a_tensors_shape_spoils_no_buckets() -> None:  # WN-1
+def test_a_reader_that_is_wrong_about_a_tensors_shape_spoils_no_buckets() -> None:  # WY-1
     layout = layout_of({"w": torch.zeros(4, 4)})
     wrong: Needs = {"w": (((0,), (2,)),), "unheard of": (((0,), (2,)),)}
     assert cut(layout, 1000, [wrong]) == cut(layout, 1000)
