@@ -139,12 +139,13 @@ class Subscriber:
                 if not held_before:
                     lease = await self._store.lease.call_one(number, self._request, version)
                 there = lease is not None and await self._fetch(lease)
+                if not held_before:
+                    await self.release()
             except BaseException:
                 self._held = None
+                self._forget()  # WU-2
                 self._give_up(number)
                 raise
-            if not held_before:
-                await self.release()
             return there
 
     def apply(self) -> int:

@@ -162,6 +162,26 @@ async def test_a_reader_whose_joining_was_cancelled_is_one_reader(store: LocalSt
     await writer.close()
 
 
+async def test_a_prefetch_that_is_cancelled_at_its_very_end_leaves_nothing_to_apply(store: LocalStore) -> None:  # WU-2
+    (writer,) = writers(store, 1)
+    await within(writer.publish(0))
+    one, releasing = reader(store), asyncio.Event()
+
+    async def release() -> None:
+        releasing.set()
+        await asyncio.Event().wait()
+
+    one.release = release  # type: ignore[method-assign]
+    pulling = asyncio.ensure_future(one.prefetch(0))
+    await within(releasing.wait())
+    pulling.cancel()
+    await asyncio.wait({pulling})
+    with pytest.raises(WeightsError, match="nothing to apply"):
+        one.apply()
+    assert (await store.state.call_one()).leased == {}
+    await writer.close()
+
+
 async def test_what_is_done_once_is_tried_again_only_after_it_failed() -> None:
     outcomes: list[Any] = [RuntimeError("not yet"), 7, 8]
 
