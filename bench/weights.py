@@ -36,11 +36,11 @@ from typing import Any
 
 import torch
 from monarch.actor import this_host
-from monarch.spmd import setup_torch_elastic_env_async
 from rich.console import Console
 from rich.table import Table
 
 from bench.weights_rank import Rank
+from goaly.run.meeting import meet
 from goaly.weights import torchstore
 from goaly.weights.architectures import MODELS, Parameter
 from goaly.weights.settings import WeightSettings
@@ -156,7 +156,7 @@ async def measure(parameters: tuple[Parameter, ...], dtype: torch.dtype, given: 
     meshes = [this_host().spawn_procs(per_host={"procs": size}, bootstrap=_one_thread) for size in sizes]
     hub = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=_one_thread)
     for mesh in meshes:
-        await setup_torch_elastic_env_async(mesh)
+        await meet(mesh)
     trainer, *readers = (mesh.spawn(f"rank_{number}", Rank) for number, mesh in enumerate(meshes))
     held = await asyncio.gather(
         trainer.hold.call(axis, parameters, dtype), *(one.hold.call("tp", parameters, dtype) for one in readers)

@@ -17,8 +17,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from monarch.spmd import setup_torch_elastic_env_async
-
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.generate.actor import Generator
 from goaly.generate.service import GeneratorService
@@ -27,6 +25,7 @@ from goaly.reward.pool import RewardPool
 from goaly.rollout.worker import RolloutWorker, packed
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
+from goaly.run.meeting import meet
 from goaly.run.processes import processes
 from goaly.run.run import Run
 from goaly.run.stages import Backlog, Critic, Reference, Rollouts, Trainer
@@ -105,7 +104,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
     run.backlog = Backlog(queue)
     closers["backlog"] = run.backlog.close
 
-    await setup_torch_elastic_env_async(trainer_mesh)
+    await meet(trainer_mesh)
     if config.weights.transport == "torchstore":
         await torchstore.start(trainer_mesh)
         closers["torchstore"] = torchstore.stop
@@ -140,7 +139,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
         replica = int(name.split("-")[1])
         mesh = hosts.spawn(dataclasses.replace(planned[f"generator-{replica}"], name=name))
         if config.generator.tp > 1:
-            await setup_torch_elastic_env_async(mesh)
+            await meet(mesh)
         return spawn(mesh, name, Generator, config.generator, config.model, store, replica, config.weights)
 
     run.generators = GeneratorService(
@@ -155,7 +154,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
         starts.create_task(run.generators.start())
         if config.uses_reference:
             mesh = meshes["reference"]
-            await setup_torch_elastic_env_async(mesh)
+            await meet(mesh)
             run.reference = Reference(
                 spawn(
                     mesh,
@@ -173,7 +172,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
             starts.create_task(run.reference.start())
         if config.critic is not None:
             mesh = meshes["critic"]
-            await setup_torch_elastic_env_async(mesh)
+            await meet(mesh)
             run.critic = Critic(spawn(mesh, "critic", ValueModel, config.critic, config.trainer, config.model), queue)
             closers["critic"] = run.critic.close
             starts.create_task(run.critic.start())

@@ -8,8 +8,8 @@ Invariants
           limit, unless it is one element.
     WK-2  Each reader that told its needs needs all of a piece or nothing of it, and so it is with buckets: it reads
           nothing that it doesn't need.
-    WK-3  A bucket has one piece, or several that are small, within the limit: a reader that came later seldom reads
-          what it needs nothing of.
+    WK-3  A bucket has one piece, or several within the limit: what the same known readers need, or what is small. A
+          reader that came later seldom reads what it needs nothing of.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from goaly.weights.needs import Needs, needed_of
 from goaly.weights.rectangle import Rectangle, common, sliced
 
 SMALL = 1 / 8
-"""Pieces below this part of a bucket share one."""
+"""Pieces below this part of a bucket share one, whoever needs them."""
 
 Audience = tuple[bool, ...]
 """Which of the readers need a piece."""
@@ -33,7 +33,7 @@ def cut(layout: Layout, limit: int, needs: Sequence[Needs] = ()) -> tuple[Layout
     filling: dict[Audience, list[Shard]] = {}
     room: dict[Audience, int] = {}
     for piece, audience in _pieces(layout, limit, needs):
-        if piece.bytes >= SMALL * limit:
+        if piece.bytes >= SMALL * limit and not any(audience):
             buckets.append([piece])
             continue
         if piece.bytes > room.get(audience, 0):  # WK-3
