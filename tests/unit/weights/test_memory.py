@@ -25,6 +25,7 @@ def child(work: Callable[[Connection], None]) -> tuple[int, Connection]:
     here, there = Pipe()
     pid = os.fork()
     if pid == 0:
+        here.close()  # so that this end hears of the other's, and nothing is left of a test that failed
         faulthandler.disable()
         try:
             work(there)
