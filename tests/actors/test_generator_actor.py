@@ -25,11 +25,12 @@ pytestmark = pytest.mark.timeout(240)
 
 async def procs(count: int, role: str) -> Any:
     from monarch.actor import this_host
-    from monarch.spmd import setup_torch_elastic_env_async
+
+    from goaly.run.meeting import meet
 
     mesh = this_host().spawn_procs(per_host={"procs": count}, bootstrap=partial(import_ahead, IMPORTS[role]))
     if count > 1:
-        await setup_torch_elastic_env_async(mesh)
+        await meet(mesh)
     return mesh
 
 
@@ -83,7 +84,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     assert [version.item(procs=0) for version in versions] == [1, 1]  # GE-1
     assert (await store.state.call_one()).readers == 3  # GE-3
     left = {name for name in os.listdir("/dev/shm") if name.startswith(("goaly-", "psm_", "sem.mp-"))}
-    assert left <= named_before  # RK-3
+    assert left <= named_before  # GR-3
     samples = await asyncio.gather(*(ask(replica, f"{n}") for replica in (one, leader) for n in range(8)))
     assert [sample.tokens.tolist() for sample in samples] == [greedy[1]] * 16
     assert {int(version) for sample in samples for version in sample.versions} == {1}

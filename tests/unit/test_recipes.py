@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from test_run_config import CONFIGS, run_config
 
 import apps.grpo.main
 import apps.ppo.main
@@ -18,13 +19,7 @@ from goaly.run.config import RunConfig
 from goaly.run.plan import describe, needs
 from goaly.run.processes import processes
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = sorted(file for folder in ("grpo", "ppo", "recipes") for file in (CONFIGS / folder).glob("*.yaml"))
-
-
-def run_config(file: Path, model: Path, *overrides: str) -> RunConfig:
-    arguments = [f"--config={file}", f"model.path={model}", *overrides]
-    return load(RunConfig, arguments, prog="test", description="").config
 
 
 @pytest.mark.parametrize("file", RUNS, ids=lambda file: f"{file.parent.name}/{file.stem}")
@@ -94,24 +89,6 @@ def test_a_reference_is_refreshed_only_where_there_is_one_and_from_the_policy_al
     ]:
         with pytest.raises(ConfigError, match=said):
             run_config(file, tiny_model_folder, *overrides)
-
-
-@pytest.mark.parametrize("name", ["rloo", "process", "gae"])
-def test_dynamic_sampling_is_refused_where_a_group_of_equal_rewards_teaches(name: str, tiny_model_folder: Path):
-    from goaly.errors import ConfigError
-
-    file = CONFIGS / ("ppo" if name == "gae" else "grpo") / "tiny.yaml"
-    overrides = [f"advantages.name={name}", "backlog.dynamic_sampling=true", "backlog.group_size=2"]
-    if name == "rloo":
-        assert run_config(file, tiny_model_folder, *overrides).advantages.compares_groups
-        return
-    with pytest.raises(ConfigError) as error:
-        run_config(file, tiny_model_folder, *overrides)
-    assert error.value.problems == [
-        f"backlog.dynamic_sampling=true: must be false where advantages.name is {name}, which also learns from groups "
-        "of equal rewards; group, group_mean, rloo, reinforce_pp_baseline do not, nor does your own with "
-        "@compares_groups (override)"
-    ]
 
 
 def test_a_batch_has_no_more_parts_than_groups(tiny_model_folder: Path):

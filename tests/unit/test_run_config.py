@@ -44,18 +44,41 @@ def test_a_critic_or_a_reference_of_ones_own_is_looked_at_as_the_model_is(tiny_m
     assert run_config(PPO, tiny_model_folder, kl, f"reference.{own}", "reference.tp=3")
 
 
+def with_advantages(name: str, model: Path, *overrides: str) -> RunConfig | list[str]:
+    """The run's settings with these advantages, or what is wrong with them."""
+    try:
+        return run_config(PPO if name == "gae" else GRPO, model, f"advantages.name={name}", *overrides)
+    except ConfigError as error:
+        return error.problems
+
+
 @pytest.mark.parametrize("name", ESTIMATORS.names)
 def test_a_sample_alone_is_refused_where_it_is_compared_with_its_group(name: str, tiny_model_folder: Path):
-    file, overrides = PPO if name == "gae" else GRPO, [f"advantages.name={name}", "backlog.group_size=1"]
+    found = with_advantages(name, tiny_model_folder, "backlog.group_size=1")
     if name in ("gae", "reinforce_pp", "process"):  # process compares the steps of an answer, too
-        assert run_config(file, tiny_model_folder, *overrides).backlog.group_size == 1
+        assert isinstance(found, RunConfig)
+        assert found.backlog.group_size == 1
         return
-    with pytest.raises(ConfigError) as error:
-        run_config(file, tiny_model_folder, *overrides)
-    assert error.value.problems == [
+    said = (
         f"backlog.group_size=1: must be at least 2, because advantages.name={name} compares a sample with the others "
         "of its group (override)"
-    ]
+    )
+    assert found == [said]
+
+
+@pytest.mark.parametrize("name", ["rloo", "process", "gae"])
+def test_dynamic_sampling_is_refused_where_a_group_of_equal_rewards_teaches(name: str, tiny_model_folder: Path):
+    found = with_advantages(name, tiny_model_folder, "backlog.dynamic_sampling=true", "backlog.group_size=2")
+    if name == "rloo":
+        assert isinstance(found, RunConfig)
+        assert found.advantages.compares_groups
+        return
+    said = (
+        f"backlog.dynamic_sampling=true: must be false where advantages.name is {name}, which also learns from groups "
+        "of equal rewards; group, group_mean, rloo, reinforce_pp_baseline do not, nor does your own with "
+        "@compares_groups (override)"
+    )
+    assert found == [said]
 
 
 ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"

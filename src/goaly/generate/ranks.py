@@ -2,8 +2,8 @@
 
 Invariants
     GR-1  Every rank's engine gets the same commands in the same order: rank 0 broadcasts a round before acting on it.
-    RK-2  An idle rank blocks in a receive; it neither spins nor wakes.
-    RK-3  No named shared memory or semaphore outlives the start of the engines: what needs a name to be opened by
+    GR-2  An idle rank blocks in a receive; it neither spins nor wakes.
+    GR-3  No named shared memory or semaphore outlives the start of the engines: what needs a name to be opened by
           the other ranks is unlinked once they have it, so a killed run leaves nothing behind.
 """
 
@@ -33,7 +33,7 @@ class Link:
         dist.broadcast_object_list([message], src=0, group=self._group)
 
     def receive(self) -> Any:
-        """Peers: the next message; blocks until rank 0 sends one or dies (RK-2)."""
+        """Peers: the next message; blocks until rank 0 sends one or dies (GR-2)."""
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
@@ -46,7 +46,7 @@ class Link:
 
 
 def unname_semaphores() -> None:
-    """Before an engine's start: give vLLM and its progress bars locks that have no name to leave behind (RK-3).
+    """Before an engine's start: give vLLM and its progress bars locks that have no name to leave behind (GR-3).
 
     Under the start method "spawn", which Monarch's processes have, a lock keeps its name until its process ends well.
     """
@@ -60,7 +60,7 @@ def unname_semaphores() -> None:
 
 
 def unlink_what_all_hold_open() -> None:
-    """After the engines' start: unlink vLLM's message queues (RK-3)."""
+    """After the engines' start: unlink vLLM's message queues (GR-3)."""
     from vllm.distributed import parallel_state
 
     for group in (parallel_state.get_world_group(), parallel_state.get_tp_group()):
@@ -71,7 +71,7 @@ def unlink_what_all_hold_open() -> None:
 
 
 def name_shared_memory_for_this_run() -> None:
-    """Make vLLM's CPU ranks name their shared memory uniquely and unlink the names at once (RK-3).
+    """Make vLLM's CPU ranks name their shared memory uniquely and unlink the names at once (GR-3).
 
     Left alone it uses one constant name, which two replicas on a host would share and a killed run would leave behind.
     """

@@ -1,7 +1,6 @@
 """Two processes over gloo, sharded by FSDP2 and by tensor parallelism, do what one process does."""
 
 import dataclasses
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.multiprocessing
 from goaly.losses.objective import policy_loss
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings
+from goaly.run.meeting import lasting_port
 from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import split_rows
 from goaly.train.settings import CriticSettings, OptimizerSettings, TrainerSettings
@@ -144,9 +144,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[st
     models = out / MODELS
     for layout, tied in TIED.items():
         write_tiny_model(models / layout, TinyModel(layers=1, tied=tied))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = lasting_port()
     torch.multiprocessing.start_processes(in_each_process, (port, models, out), nprocs=2, start_method="forkserver")
     return {name: trained(models / name, ALONE) for name in LAYOUTS}, out
 
