@@ -1,13 +1,29 @@
-"""The first and the last second of a process that imports torch."""
+"""How a process of a run begins and how it ends.
 
+Invariants
+    PR-1  A process whose engine, link, weight follower or thread cannot continue logs the reason and exits at once. Its
+          owner notices the death and replaces the process or ends the run; nothing stays failed but alive.
+"""
+
+import asyncio
 import atexit
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import sys
-from collections.abc import Iterable
-from typing import NoReturn
+import threading
+from collections.abc import Coroutine, Iterable
+from typing import Any, NoReturn
+
+logger = logging.getLogger(__name__)
+
+GAVE_UP = 70
+"""Exit code of a process that could not continue."""
+
+LAST_WORDS = "cannot continue: "
+"""Begins the log record of a process that ends itself; the rest of the record is the reason."""
 
 
 def import_ahead(modules: Iterable[str]) -> None:
@@ -35,3 +51,36 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
             stream.flush()
     os._exit(code)
+
+
+def give_up(why: str, error: BaseException | None = None) -> NoReturn:
+    """Log why this process cannot continue and exit at once, from whichever thread calls (PR-1)."""
+    cause = "" if error is None else f": {type(error).__name__}: {error}"
+    logger.critical("%s%s%s", LAST_WORDS, why, cause, exc_info=error)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(GAVE_UP)  # no exit handlers: they may wait for what is broken
+
+
+def give_up_when_a_thread_fails() -> None:
+    """From now on an uncaught exception in any thread ends this process (PR-1)."""
+
+    def failed(arguments: threading.ExceptHookArgs) -> None:
+        if arguments.exc_type is not SystemExit:
+            name = arguments.thread.name if arguments.thread is not None else "unknown"
+            give_up(f"thread {name} failed", arguments.exc_value)
+
+    threading.excepthook = failed
+
+
+def vital_task(work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+    """Run the coroutine as a task whose failure ends this process (PR-1). Cancelling it and its normal end do not."""
+
+    def ended(task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            give_up(f"task {name} failed", error)
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(ended)
+    return task

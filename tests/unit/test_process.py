@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+from goaly.process import GAVE_UP, LAST_WORDS
+
 
 def test_leaving_runs_exit_handlers_keeps_the_output_and_the_code_and_waits_for_nothing_else() -> None:
     script = (
@@ -25,4 +29,46 @@ def test_what_is_imported_ahead_is_never_looked_at_by_the_collector_and_what_is_
         "import_ahead(['goaly.no_such_module', 'fractions'])\n"
         "assert 'fractions' in sys.modules and gc.isenabled() and gc.get_freeze_count() > before\n"
     )
+    subprocess.run([sys.executable, "-c", script], timeout=20, check=True)
+
+
+ENDS = {
+    "a call": "process.give_up('the link broke', OSError('reset'))",
+    "a thread": "threading.Thread(target=int, args=('x',), name='engine').start(); threading.Event().wait()",
+    "a task": "asyncio.run(waits_for_a_vital_task())",
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_what_cannot_continue_ends_its_process_at_once_and_says_why(how: str) -> None:
+    script = f"""
+import asyncio, atexit, logging, threading
+from goaly import process
+logging.basicConfig()
+atexit.register(print, 'exit handlers may wait for what is broken')
+process.give_up_when_a_thread_fails()
+async def broken():
+    raise OSError('reset')
+async def waits_for_a_vital_task():
+    process.vital_task(broken(), 'follower')
+    await asyncio.Event().wait()
+{ENDS[how]}
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False)
+    assert (ended.returncode, ended.stdout) == (GAVE_UP, "")
+    why = {"a call": "the link broke: OSError", "a thread": "thread engine", "a task": "task follower"}[how]
+    assert f"{LAST_WORDS}{why}" in ended.stderr
+
+
+def test_a_vital_task_that_ends_or_is_cancelled_leaves_its_process_alone() -> None:
+    script = """
+import asyncio
+from goaly.process import vital_task
+async def main():
+    await vital_task(asyncio.sleep(0), 'ends')
+    cancelled = vital_task(asyncio.Event().wait(), 'cancelled')
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+asyncio.run(main())
+"""
     subprocess.run([sys.executable, "-c", script], timeout=20, check=True)

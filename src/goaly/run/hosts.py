@@ -156,13 +156,14 @@ def _bootstrap(
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
-        from goaly.process import import_ahead
+        from goaly.process import give_up_when_a_thread_fails, import_ahead
         from goaly.telemetry import logs, spans
 
         rank = current_rank()
         process = f"{name}.{rank.rank}" if rank.extent.nelements > 1 else name
         logs.quiet(run_dir / "logs" / f"{process}.log")
         spans.configure(run_dir if trace else None, process)
+        give_up_when_a_thread_fails()
         import_ahead(imports)
 
     return bootstrap
