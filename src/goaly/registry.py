@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any, Generic, TypeVar
 
-from goaly.configuration.schema import members, show, wording
+from goaly.configuration.schema import matching, members, show, wording
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -141,7 +141,7 @@ def _complaint(annotation: Any, value: Any) -> str | None:
 
 def _is(kind: Any, value: Any) -> bool:
     if typing.get_origin(kind) is typing.Literal:
-        return any(type(value) is type(choice) and value == choice for choice in typing.get_args(kind))
+        return bool(matching(typing.get_args(kind), value))
     if kind is float:
         return type(value) in (int, float)
     return kind is Any or type(value) is kind

@@ -135,9 +135,8 @@ class Builder:
     def _choice(self, choices: dict[Any, Any], value: Any, path: str) -> Any:
         words = (self.given.texts.get(path), *_YAML_WORDS.get(value, ())) if isinstance(value, bool) else ()
         for candidate in (value, *words, self.given.texts.get(path)):
-            for choice, meaning in choices.items():
-                if type(choice) is type(candidate) and choice == candidate:
-                    return meaning
+            for choice in schemas.matching(choices, candidate):
+                return choices[choice]
         return _NOTHING
 
     def _sequence(self, kind: type, args: tuple[Any, ...], value: Any, path: str) -> Any:

@@ -8,7 +8,7 @@ import dataclasses
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -92,6 +92,37 @@ def section_of(annotation: Any) -> type | None:
         if isinstance(member, type) and dataclasses.is_dataclass(member):
             return member
     return None
+
+
+def matching(choices: Iterable[Any], value: Any) -> list[Any]:
+    """Those of the choices that are the value: equal and of its type, for `True` is no `1`."""
+    return [choice for choice in choices if type(choice) is type(value) and choice == value]
+
+
+class KnownWords:
+    """Base of settings that Python code builds too: a word that a field's `Literal` does not list is a ValueError."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        annotations = hints(type(self))
+        found = [
+            f"{type(self).__name__}.{field.name}={show(value)}: must be {wording(annotations[field.name])}"
+            for field in init_fields(type(self))
+            if not _word_known(annotations[field.name], value := getattr(self, field.name))
+        ]
+        if found:
+            raise ValueError("; ".join(found))
+
+
+def _word_known(annotation: Any, value: Any) -> bool:
+    """Whether the value is one that the annotation lists; True where it lists none."""
+    options = members(annotation)
+    words = [
+        word for option in options if typing.get_origin(option) is typing.Literal for word in typing.get_args(option)
+    ]
+    others = tuple(option for option in options if isinstance(option, type))
+    return not words or bool(matching(words, value)) or isinstance(value, others)
 
 
 def join(path: str, name: object) -> str:

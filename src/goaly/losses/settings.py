@@ -4,11 +4,13 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any, Literal
 
+from goaly.configuration.schema import KnownWords
+
 Level = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rejection:
+class Rejection(KnownWords):
     """Tokens that are left out because the trainer and the sampler disagree about them."""
 
     measure: Literal["ratio", "k1", "k2", "k3"]
@@ -47,7 +49,7 @@ class Rejection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossSettings:
+class LossSettings(KnownWords):
     """What the trainer minimizes; `docs/algorithms.md` has the formulas."""
 
     name: str = "grpo"

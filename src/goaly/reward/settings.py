@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
+from goaly.configuration.schema import KnownWords
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSettings:
+class RewardSettings(KnownWords):
     """The verifier and the child processes that run it."""
 
     verifier: str = "goaly.prompts.tasks.arithmetic:verify"
@@ -59,7 +61,7 @@ class OverlongSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageSettings:
+class AdvantageSettings(KnownWords):
     """How the rewards of a batch become the advantages of its tokens; `docs/algorithms.md` has the formulas."""
 
     name: str = "group"
