@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 UV_SOURCES := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)",$(if $(filter cpu,$(EXTRA)),UV_TORCH_BACKEND=cpu))
 UV_OVERRIDES := $(wildcard constraints/$(EXTRA)-overrides.txt)
 
-.PHONY: install sft grpo eval test check clean
+.PHONY: install sft grpo eval test check peer mutants clean
 
 install: $(INSTALLED)
 
@@ -34,6 +34,17 @@ grpo: sft
 eval: sft
 	$(RUN) -m apps.eval.main --config configs/eval/tiny.yaml $(SETTINGS)
 
+# TRL has an environment of its own: its dependencies are not ours.
+PEER := .venv-peer
+$(PEER)/.installed: constraints/peer.txt $(INSTALLED)
+	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	$(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)",UV_TORCH_BACKEND=cpu) $(VENV)/bin/uv pip install --quiet \
+		--python $(PEER)/bin/python --constraint constraints/peer.txt trl
+	touch $@
+
+peer: sft $(PEER)/.installed
+	$(RUN) -m bench.peer --peer-python $(PEER)/bin/python $(SETTINGS)
+
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q
 
@@ -43,4 +54,4 @@ check: $(INSTALLED)
 	$(VENV)/bin/pyrefly check --summarize-errors
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER) .pytest_cache .ruff_cache .hypothesis

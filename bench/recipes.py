@@ -1,18 +1,23 @@
-"""Does every recipe learn? Each one is run to its end, as a user runs it, and has to pass on held-out prompts.
+"""Does every recipe learn, and would this benchmark notice if one did not?
 
-    python -m bench.recipes [--only A,B] [--minutes M] [--runs FILE] [--json FILE] [--markdown FILE]
+    python -m bench.recipes [--only A,B] [--seeds N] [--minutes M] [--runs FILE] [--json FILE] [--markdown FILE]
 
 The recipes are `configs/recipes/*.yaml` and the two that they stand on, `configs/grpo/tiny.yaml` and
-`configs/ppo/tiny.yaml`. All start from one warm start (`python -m apps.sft.main --config configs/sft/tiny.yaml`) and
-run one after the other, since each uses the whole machine. Each finished run is a line of the `--runs` file; what is
-there already, under the same settings and from the same warm start, is not run again. With `--minutes` no run is begun
-after that time. A recipe passes with a held-out pass@1 of at least 0.85; the exit code is 1 if one of those asked for
-has not passed.
+`configs/ppo/tiny.yaml`. Three negative controls (`bench/controls.py`) are `grpo/tiny` with its advantages shuffled
+within each group, with their sign flipped, or taken from another group. Each is run to its end with several seeds, as a
+user runs it, from one warm start (`python -m apps.sft.main --config configs/sft/tiny.yaml`); runs follow one another,
+since each uses the whole machine. A finished run is a line of the `--runs` file and is not repeated under the same
+settings, seed and warm start. With `--minutes` no run starts after that time.
+
+A recipe passes if every seed ends with a held-out pass@1 of at least 0.85 and the area under its curve (the mean
+training pass rate over all steps) is above that of every control's run. A control passes if no seed reaches 0.85. The
+exit code is 1 if anything that was asked for has not passed.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -35,15 +40,22 @@ RUN_SECONDS = 1800.0
 WHERE_NOT_WHAT = ("run_dir", "hosts", "telemetry")
 """Sections of a config that its result does not depend on."""
 
+CONTROL = "control/"
+CONTROLS = ("shuffled", "flipped", "other_group")
+"""Functions of `bench/controls.py`."""
+
 PAGE = """\
 # Does every recipe learn?
 
     python -m bench.recipes --json docs/results/recipes.json --markdown docs/results/recipes.md
 
-Each recipe was run once to its end, from the embedded warm start, by the command that its user types: a run of
-actors on {cores} cores. pass@1 is that of held-out prompts, before the first step and after the last; {passed} of
-{count} recipes have at least {least}. Rejected are groups that dynamic sampling replaced, and those still under way
-when the last step was done. How long a run takes, and how old what it trains, depends on the machine.
+Each recipe was run to its end with {seeds} seeds of prompts and sampling, from the embedded warm start, by the command
+that its user types: a run of actors on {cores} cores. pass@1 is that of held-out prompts, before the first step and
+after the last; area is the mean training pass rate over all steps, which tells fast learning from slow. {passed} of
+{count} recipes reach {least} with every seed. The controls are `grpo/tiny` with one thing broken (advantages shuffled
+within the group, with flipped sign, or of another group): they have to fail, or this table would prove nothing.
+Rejected are groups that dynamic sampling replaced, and those still under way after the last step. Run time, and the
+age of the trained data, depend on the machine. Values are means and the range over seeds.
 
 {table}
 
@@ -54,24 +66,34 @@ start that it was made with.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A config and the script that it is for."""
+    """A config, the script that it is for, and a seed."""
 
     name: str
     file: Path
     app: str
     settings: str
-    """A digest of all that the result depends on but chance."""
+    """A digest of all that the result depends on but seed and chance."""
+    seed: int = 0
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Tells one experiment from another."""
+        return self.name, self.settings, self.seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """What one run of a recipe came to."""
+    """The result of one run of a recipe."""
 
     recipe: str
     settings: str
+    seed: int
     pass_at_1_before: float
     pass_at_1: float
     """Held-out, of the last version."""
+    area: float
+    """Mean training pass rate over all steps."""
     seconds: float
     policy_version: int
     rejected: int
@@ -79,15 +101,20 @@ class Finished:
     failed: int
 
     @property
-    def passed(self) -> bool:
-        """Whether the recipe learns."""
+    def learned(self) -> bool:
+        """Whether the policy passes on held-out prompts."""
         return self.pass_at_1 >= PASS_AT_1
 
 
+Runs = Mapping[str, Sequence[Finished]]
+"""The newest run of each seed, by recipe."""
+
+
 def files() -> dict[str, Path]:
-    """The config of each recipe by name."""
+    """The config of each recipe and control by name."""
     found = {f"{folder}/tiny": CONFIGS / folder / "tiny.yaml" for folder in ("grpo", "ppo")}
-    return found | {file.stem: file for file in sorted((CONFIGS / "recipes").glob("*.yaml"))}
+    found |= {file.stem: file for file in sorted((CONFIGS / "recipes").glob("*.yaml"))}
+    return found | {CONTROL + name: found["grpo/tiny"] for name in CONTROLS}
 
 
 def chosen(only: str | None) -> dict[str, Path]:
@@ -99,14 +126,22 @@ def chosen(only: str | None) -> dict[str, Path]:
     return {name: found[name] for name in names}
 
 
-def recipe(name: str, file: Path, *overrides: str) -> Recipe:
+def recipe(name: str, file: Path, *overrides: str, seed: int = 0) -> Recipe:
     """The recipe in this file; ConfigError if it can't work."""
     from goaly.config import load
     from goaly.run.config import RunConfig
 
+    if name.startswith(CONTROL):
+        overrides = (*overrides, f"advantages.name=bench.controls:{name.removeprefix(CONTROL)}")
     config = load(RunConfig, [f"--config={file}", *overrides], prog="bench.recipes", description="").config
-    app = "apps.grpo.main" if config.critic is None else "apps.ppo.main"
-    return Recipe(name=name, file=file, app=app, settings=digest(settled(config), config.model.path))
+    return Recipe(
+        name=name,
+        file=file,
+        app="apps.grpo.main" if config.critic is None else "apps.ppo.main",
+        settings=digest(settled(config), config.model.path),
+        seed=seed,
+        overrides=(*overrides, f"prompts.seed={seed}", f"generator.seed={seed}"),
+    )
 
 
 def settled(config: "RunConfig") -> dict[str, Any]:
@@ -130,10 +165,10 @@ def _without(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
 
 def run(one: Recipe) -> Finished | None:
     """Run it to its end; None, once the reason is printed, where it does not get there."""
-    folder = RUNS / f"{one.name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = RUNS / f"{one.name.replace('/', '-')}-{one.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder.mkdir(parents=True)
     log = folder / "output.log"
-    command = [sys.executable, "-m", one.app, "--config", str(one.file), f"run_dir={folder}"]
+    command = [sys.executable, "-m", one.app, "--config", str(one.file), f"run_dir={folder}", *one.overrides]
     with log.open("w") as out:
         try:
             code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=RUN_SECONDS).returncode
@@ -144,16 +179,20 @@ def run(one: Recipe) -> Finished | None:
         said = "\n  ".join(log.read_text().splitlines()[-5:])
         print(f"{one.name:24} did not finish: {how}; the end of {log}:\n  {said}", flush=True)
         return None
-    return outcome(one, json.loads((folder / "summary.json").read_text()))
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rates = [step["reward/pass_rate"] for step in steps]
+    return outcome(one, json.loads((folder / "summary.json").read_text()), rates)
 
 
-def outcome(one: Recipe, summary: Mapping[str, Any]) -> Finished:
-    """What a finished run's summary says."""
+def outcome(one: Recipe, summary: Mapping[str, Any], pass_rates: Sequence[float]) -> Finished:
+    """The result that a finished run's summary and the training pass rate of its steps give."""
     return Finished(
         recipe=one.name,
         settings=one.settings,
+        seed=one.seed,
         pass_at_1_before=summary["pass_at_1_before"],
         pass_at_1=summary["pass_at_1_after"],
+        area=round(statistics.fmean(pass_rates), 4),
         seconds=summary["seconds"],
         policy_version=summary["policy_version"],
         rejected=summary["rejected"],
@@ -162,9 +201,9 @@ def outcome(one: Recipe, summary: Mapping[str, Any]) -> Finished:
 
 
 def remaining(recipes: Sequence[Recipe], found: Sequence[Finished]) -> list[Recipe]:
-    """What is still to be run."""
-    known = {(run.recipe, run.settings) for run in found}
-    return [one for one in recipes if (one.name, one.settings) not in known]
+    """The experiments that have no finished run yet."""
+    known = {(run.recipe, run.settings, run.seed) for run in found}
+    return [one for one in recipes if one.key not in known]
 
 
 def run_all(work: Sequence[Recipe], file: Path, *, minutes: float) -> None:
@@ -176,64 +215,86 @@ def run_all(work: Sequence[Recipe], file: Path, *, minutes: float) -> None:
         done = run(one)
         if done is not None:
             append(file, done)
-            print(f"{one.name:24} pass@1 {done.pass_at_1:.3f}  {done.seconds:.0f} s", flush=True)
+            learned = f"pass@1 {done.pass_at_1:.3f}  area {done.area:.3f}"
+            print(f"{one.name:24} seed {one.seed}  {learned}  {done.seconds:.0f} s", flush=True)
 
 
-def latest(recipes: Sequence[Recipe], found: Sequence[Finished]) -> dict[str, Finished | None]:
-    """Each recipe's last run under its settings; None where there is none."""
-    by_key = {(run.recipe, run.settings): run for run in found}
-    return {one.name: by_key.get((one.name, one.settings)) for one in recipes}
+def latest(recipes: Sequence[Recipe], found: Sequence[Finished]) -> dict[str, list[Finished]]:
+    """The newest run of each seed under its recipe's settings; what is missing is left out."""
+    by_key = {(run.recipe, run.settings, run.seed): run for run in found}
+    return {
+        name: [by_key[one.key] for one in recipes if one.name == name and one.key in by_key]
+        for name in dict.fromkeys(one.name for one in recipes)
+    }
 
 
-def complaints(runs: Mapping[str, Finished | None]) -> list[str]:
-    """What keeps the recipes from all being good, a line each."""
+def complaints(runs: Runs, seeds: int) -> list[str]:
+    """What keeps the recipes and controls from all passing, a line each."""
+    controls = [run for name, of_name in runs.items() if name.startswith(CONTROL) for run in of_name]
+    best_control = max((run.area for run in controls), default=None)
     lines = []
-    for name, done in runs.items():
-        if done is None:
-            lines.append(f"{name}: has no finished run")
-        elif not done.passed:
-            lines.append(f"{name}: held-out pass@1 {done.pass_at_1:.3f}, must be at least {PASS_AT_1}")
+    for name, of_name in runs.items():
+        if len(of_name) < seeds:
+            lines.append(f"{name}: has {len(of_name)} finished runs, must have {seeds}")
+        for run in of_name:
+            where = f"{name}, seed {run.seed}"
+            if name.startswith(CONTROL):
+                if run.learned:
+                    lines.append(f"{where}: a control learned, held-out pass@1 {run.pass_at_1:.3f}")
+            elif not run.learned:
+                lines.append(f"{where}: held-out pass@1 {run.pass_at_1:.3f}, must be at least {PASS_AT_1}")
+            elif best_control is not None and run.area <= best_control:
+                lines.append(f"{where}: area {run.area:.3f}, must be above that of every control ({best_control:.3f})")
     return lines
 
 
-def table(runs: Mapping[str, Finished | None]) -> str:
+def table(runs: Runs) -> str:
     """The runs as a table in Markdown."""
     lines = [
-        "| recipe | pass@1 before -> after | policy versions | groups rejected | seconds |",
-        "|---|---|---|---|---|",
+        "| recipe | seeds | pass@1 before -> after | area | policy versions | groups rejected | seconds |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, done in runs.items():
-        if done is None:
-            lines.append(f"| {name} | not finished | | | |")
+    for name, of_name in runs.items():
+        if not of_name:
+            lines.append(f"| {name} | 0 | not finished | | | | |")
             continue
-        mark = "" if done.passed else " (too low)"
+        before = statistics.fmean(run.pass_at_1_before for run in of_name)
         lines.append(
-            f"| {name} | {done.pass_at_1_before:.3f} -> {done.pass_at_1:.3f}{mark} | {done.policy_version} "
-            f"| {done.rejected} | {done.seconds:.0f} |"
+            f"| {name} | {len(of_name)} | {before:.3f} -> {_spread([run.pass_at_1 for run in of_name])} "
+            f"| {_spread([run.area for run in of_name])} | {of_name[0].policy_version} "
+            f"| {statistics.fmean(run.rejected for run in of_name):.0f} "
+            f"| {statistics.fmean(run.seconds for run in of_name):.0f} |"
         )
     return "\n".join(lines)
 
 
-def page(runs: Mapping[str, Finished | None]) -> str:
-    """The table with what it says, for a reader who has not seen the command."""
-    passed = sum(done is not None and done.passed for done in runs.values())
-    return PAGE.format(cores=os.cpu_count(), passed=passed, count=len(runs), least=PASS_AT_1, table=table(runs))
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-def content(runs: Mapping[str, Finished | None]) -> dict[str, Any]:
-    """The numbers for a file; `pass_at_1` is that after the last step, by recipe."""
-    done = {name: run for name, run in runs.items() if run is not None}
+def page(runs: Runs, seeds: int) -> str:
+    """The table with its meaning, for a reader who has not seen the command."""
+    recipes = {name: of_name for name, of_name in runs.items() if not name.startswith(CONTROL)}
+    passed = sum(len(of_name) >= seeds and all(run.learned for run in of_name) for of_name in recipes.values())
+    return PAGE.format(
+        cores=os.cpu_count(), seeds=seeds, passed=passed, count=len(recipes), least=PASS_AT_1, table=table(runs)
+    )
+
+
+def content(runs: Runs, seeds: int) -> dict[str, Any]:
+    """The numbers for a file; `pass_at_1` is the least over seeds of that after the last step, by recipe."""
     return {
-        "pass_at_1": {name: run.pass_at_1 for name, run in done.items()},
-        "recipes": {name: asdict(run) | {"passed": run.passed} for name, run in done.items()},
-        "complaints": complaints(runs),
+        "pass_at_1": {name: min(run.pass_at_1 for run in of_name) for name, of_name in runs.items() if of_name},
+        "recipes": {name: [asdict(run) for run in of_name] for name, of_name in runs.items()},
+        "complaints": complaints(runs, seeds),
     }
 
 
 def main() -> int:
     """Run what is missing, print the table, write what was asked for, and say what has not passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="names of recipes, such as dapo,grpo/tiny; all if not given")
+    parser.add_argument("--only", help="names of recipes, such as dapo,grpo/tiny,control/flipped; all if not given")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=90.0)
     parser.add_argument("--runs", type=Path, default=Path("docs/results/recipes.jsonl"))
     parser.add_argument("--json", type=Path)
@@ -242,17 +303,21 @@ def main() -> int:
     from goaly.errors import ConfigError
 
     try:
-        recipes = [recipe(name, file) for name, file in chosen(arguments.only).items()]
+        work = [
+            recipe(name, file, seed=seed)
+            for seed in range(arguments.seeds)
+            for name, file in chosen(arguments.only).items()
+        ]
     except (ConfigError, ValueError) as error:
         parser.error(str(error))
-    run_all(remaining(recipes, finished(arguments.runs, Finished)), arguments.runs, minutes=arguments.minutes)
-    runs = latest(recipes, finished(arguments.runs, Finished))
+    run_all(remaining(work, finished(arguments.runs, Finished)), arguments.runs, minutes=arguments.minutes)
+    runs = latest(work, finished(arguments.runs, Finished))
     print(table(runs))
     if arguments.json:
-        arguments.json.write_text(json.dumps(content(runs), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(content(runs, arguments.seeds), indent=1) + "\n")
     if arguments.markdown:
-        arguments.markdown.write_text(page(runs))
-    found = complaints(runs)
+        arguments.markdown.write_text(page(runs, arguments.seeds))
+    found = complaints(runs, arguments.seeds)
     for line in found:
         print(line)
     return 1 if found else 0

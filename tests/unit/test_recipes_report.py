@@ -24,14 +24,22 @@ SUMMARY = {
 }
 
 
-def named(name: str, settings: str = "s") -> Recipe:
-    return Recipe(name=name, file=Path(f"{name}.yaml"), app="apps.grpo.main", settings=settings)
+RATES = [0.4, 0.6, 0.8]
+
+
+def named(name: str, settings: str = "s", seed: int = 0) -> Recipe:
+    return Recipe(name=name, file=Path(f"{name}.yaml"), app="apps.grpo.main", settings=settings, seed=seed)
+
+
+def done(name: str, pass_at_1: float = 0.9, area: float = 0.6, seed: int = 0) -> Finished:
+    return replace(outcome(named(name, seed=seed), SUMMARY | {"pass_at_1_after": pass_at_1}, RATES), area=area)
 
 
 def test_the_recipes_are_all_files_of_the_folder_and_the_two_they_stand_on() -> None:
     names = list(files())
     assert names[:2] == ["grpo/tiny", "ppo/tiny"]
-    assert names[2:] == sorted(file.stem for file in Path("configs/recipes").glob("*.yaml"))
+    recipes = sorted(file.stem for file in Path("configs/recipes").glob("*.yaml"))
+    assert names[2:] == [*recipes, "control/shuffled", "control/flipped", "control/other_group"]
 
 
 def test_only_names_recipes_and_one_that_is_not_there_is_told_with_those_that_are() -> None:
@@ -70,38 +78,53 @@ def test_another_warm_start_is_another_result(tiny_model_folder: Path, tmp_path:
     assert recipe("grpo", files()["grpo"], f"model.path={tmp_path}").settings != before
 
 
-def test_what_is_finished_is_not_run_again_and_what_had_other_settings_is(tmp_path: Path) -> None:
+def test_what_is_finished_is_not_run_again_and_what_had_other_settings_or_seeds_is(tmp_path: Path) -> None:
     file = tmp_path / "new" / "runs.jsonl"
     assert finished(file, Finished) == []
     for one in (named("a"), named("b", "before")):
-        append(file, outcome(one, SUMMARY))
+        append(file, outcome(one, SUMMARY, RATES))
     found = finished(file, Finished)
-    assert remaining([named("a"), named("b"), named("c")], found) == [named("b"), named("c")]
-    assert latest([named("a"), named("b")], found) == {"a": outcome(named("a"), SUMMARY), "b": None}
+    wanted = [named("a"), named("a", seed=1), named("b"), named("c")]
+    assert remaining(wanted, found) == wanted[1:]
+    assert latest(wanted, found) == {"a": [outcome(named("a"), SUMMARY, RATES)], "b": [], "c": []}
 
 
-def test_of_two_runs_of_a_recipe_the_last_one_counts() -> None:
-    first = outcome(named("a"), SUMMARY)
-    second = replace(first, pass_at_1=0.5)
-    assert latest([named("a")], [first, second]) == {"a": second}
+def test_of_two_runs_of_a_recipe_and_seed_the_last_one_counts() -> None:
+    assert latest([named("a")], [done("a"), done("a", 0.5)]) == {"a": [done("a", 0.5)]}
 
 
-def test_a_recipe_that_ends_too_low_or_not_at_all_is_told() -> None:
-    good = outcome(named("good"), SUMMARY | {"pass_at_1_after": 0.85})
-    low = outcome(named("low"), SUMMARY | {"pass_at_1_after": 0.849})
-    runs = {"good": good, "low": low, "missing": None}
-    assert complaints({"good": good}) == []
-    assert complaints(runs) == [
-        "low: held-out pass@1 0.849, must be at least 0.85",
-        "missing: has no finished run",
+def test_a_run_knows_its_seed_and_the_area_under_its_curve() -> None:
+    run = outcome(named("a", seed=2), SUMMARY, RATES)
+    assert (run.seed, run.area, run.pass_at_1) == (2, 0.6, 0.9)
+
+
+def test_a_seed_overrides_prompts_and_sampling_and_is_no_other_setting(tiny_model_folder: Path) -> None:
+    model = f"model.path={tiny_model_folder}"
+    one, two = (recipe("grpo", files()["grpo"], model, seed=seed) for seed in (0, 3))
+    assert one.settings == two.settings
+    assert set(two.overrides) == {model, "prompts.seed=3", "generator.seed=3"}
+
+
+def test_a_recipe_passes_only_if_every_seed_learns_and_learns_more_than_every_control() -> None:
+    assert complaints({"a": [done("a"), done("a", seed=1)], "control/x": [done("control/x", 0.4, 0.3)] * 2}, 2) == []
+    runs = {
+        "slow": [done("slow", area=0.3)],
+        "low": [done("low", 0.849)],
+        "missing": [],
+        "control/learns": [done("control/learns", 0.85, 0.3)],
+    }
+    assert complaints(runs, 1) == [
+        "slow, seed 0: area 0.300, must be above that of every control (0.300)",
+        "low, seed 0: held-out pass@1 0.849, must be at least 0.85",
+        "missing: has 0 finished runs, must have 1",
+        "control/learns, seed 0: a control learned, held-out pass@1 0.850",
     ]
-    assert content(runs)["pass_at_1"] == {"good": 0.85, "low": 0.849}
-    json.dumps(content(runs))
-    text = page(runs)
-    assert "1 of\n3 recipes have at least 0.85." in text
-    assert "| good | 0.400 -> 0.850 | 160 | 70 | 85 |" in text
-    assert "| low | 0.400 -> 0.849 (too low) |" in text
-    assert "| missing | not finished |" in text
+    assert content(runs, 1)["pass_at_1"] == {"slow": 0.9, "low": 0.849, "control/learns": 0.85}
+    json.dumps(content(runs, 1))
+    text = page(runs, 1)
+    assert "1 of\n3 recipes reach 0.85" in text
+    assert "| low | 1 | 0.400 -> 0.849 (0.849 to 0.849) | 0.600 (0.600 to 0.600) | 160 | 70 | 85 |" in text
+    assert "| missing | 0 | not finished |" in text
 
 
 def test_a_run_that_fails_is_no_finished_run(

@@ -1,0 +1,72 @@
+"""The machine that a benchmark ran on, and how busy it was: absolute times mean little without it."""
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PROBE_SECONDS = 0.3
+PROBE_SIDE = 192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The state of the machine at one moment."""
+
+    cores: int
+    """Cores that this process may use."""
+    load_1m: float
+    """The kernel's load average over the last minute."""
+    busy_cores: float
+    """Cores in use by anyone while the probe below ran, the probe's own core taken off."""
+    gflops: float
+    """Speed of one core on small float32 matrix products: half of the usual number means a shared or throttled core."""
+
+    @classmethod
+    def now(cls) -> "Machine":
+        """Measure for a third of a second; call it while the benchmark itself does nothing."""
+        busy_before, began = _busy_seconds(), time.monotonic()
+        gflops = _gflops(PROBE_SECONDS)
+        busy = (_busy_seconds() - busy_before) / (time.monotonic() - began)
+        return cls(
+            cores=len(os.sched_getaffinity(0)),
+            load_1m=os.getloadavg()[0],
+            busy_cores=max(0.0, busy - 1),
+            gflops=gflops,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cores} cores, load {self.load_1m:.2f}, {self.busy_cores:.2f} cores busy with other work, "
+            f"{self.gflops:.1f} GFLOP/s a core"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Its numbers for a result file."""
+        return asdict(self)
+
+
+def _busy_seconds() -> float:
+    """Seconds that all cores together have worked since the boot, time stolen by the host included."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    )
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _gflops(seconds: float) -> float:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        a, b = torch.ones(2, PROBE_SIDE, PROBE_SIDE).unbind()
+        a @ b  # the first product prepares the library
+        products, began = 0, time.monotonic()
+        while (spent := time.monotonic() - began) < seconds:
+            a @ b
+            products += 1
+        return products * 2 * PROBE_SIDE**3 / spent / 1e9
+    finally:
+        torch.set_num_threads(threads)
