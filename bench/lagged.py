@@ -56,8 +56,6 @@ class LaggedSettings:
     max_tokens: int = 40
     digits: int = 3
     """Of both numbers to add: answers of one length, so that the generator's batches stay full."""
-    lr: float = 2e-4
-    """At its peak; it decays linearly to a tenth."""
     warmup_steps: int = 5
     evaluate_every: int = 20
     evaluation_prompts: int = 64
@@ -112,13 +110,13 @@ class Laboratory:
         )
         self._sampling = Sampling(max_tokens=settings.max_tokens, stop_token_ids=self._tokenizer.stop_token_ids)
 
-    def run(self, loss: LossSettings, max_staleness: int, seed: int) -> Outcome:
-        """Train from the warm start, every group as old as the bound allows."""
+    def run(self, loss: LossSettings, max_staleness: int, seed: int, lr: float) -> Outcome:
+        """Train from the warm start, every group as old as the bound allows; `lr` decays linearly to a tenth."""
         from goaly.train.engine import TrainEngine
 
         settings = self._settings
         torch.manual_seed(seed)  # LA-2
-        trainer, objective = TrainEngine(self._model, self._trainer_settings()), policy_loss(loss)
+        trainer, objective = TrainEngine(self._model, self._trainer_settings(lr)), policy_loss(loss)
         tickets_by_version = self._tickets_by_version(max_staleness)
         prompts = prompt_stream(self._prompt_settings(seed))
         held_out = self._held_out()
@@ -220,9 +218,9 @@ class Laboratory:
             arithmetic=ArithmeticSettings(min_digits=settings.digits, max_digits=settings.digits), seed=seed
         )
 
-    def _trainer_settings(self) -> TrainerSettings:
+    def _trainer_settings(self, lr: float) -> TrainerSettings:
         return TrainerSettings(
-            optimizer=OptimizerSettings(lr=self._settings.lr),
+            optimizer=OptimizerSettings(lr=lr),
             schedule=ScheduleSettings(
                 warmup_steps=self._settings.warmup_steps,
                 decay="linear",

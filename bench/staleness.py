@@ -1,13 +1,15 @@
-"""What staleness does to learning: the same short run at several bounds, with correction and without.
+"""What staleness does to learning: the same short run at several bounds and learning rates, corrected or not.
 
     python -m bench.staleness [--seeds N] [--other-seeds N] [--minutes M] [--processes N]
                               [--runs FILE] [--json FILE] [--plot FILE]
 
 Every group is as old as the bound allows (`bench/lagged.py`): harsher than a run, and independent of the machine. All
 runs start from one warm start (`python -m apps.sft.main --config configs/sft/tiny.yaml`) and, seed by seed, get the
-same prompts. Each finished run is a line of the `--runs` file; what is there already, under the same settings and from
-the same warm start, is not run again. With `--minutes` no run is begun after that time. Intervals are 95 % t-intervals
-over seeds; a difference is taken seed by seed from the run of the same loss at staleness 0.
+same prompts. Seeds count from 100: the recommended settings were chosen on seeds 0 to 4, which are not reported.
+
+Each finished run is a line of the `--runs` file and is not repeated under the same settings and warm start. With
+`--minutes` no run starts after that time. Intervals are 95 % t-intervals over seeds; a difference is taken seed by seed
+from the run of the same loss and learning rate at staleness 0.
 """
 
 import argparse
@@ -31,7 +33,9 @@ from goaly.losses.settings import LossSettings, Rejection
 if TYPE_CHECKING:
     from bench.lagged import Laboratory, LaggedSettings
 
-RECOMMENDED, UNCORRECTED = "recommended", "uncorrected"
+RECOMMENDED, UNCORRECTED, DEFAULT = "recommended", "uncorrected", "default"
+FIRST_SEED = 100
+LEARNING_RATES = (2e-4, 4e-4)
 LOSSES: Mapping[str, LossSettings] = {
     RECOMMENDED: LossSettings(
         name="reinforce",
@@ -40,11 +44,11 @@ LOSSES: Mapping[str, LossSettings] = {
         importance_cap=2.0,
         rejections=(Rejection(measure="ratio", level="token", low=0.5),),
     ),
+    DEFAULT: LossSettings(),
     UNCORRECTED: LossSettings(name="bench.lagged:uncorrected"),
     "by answer": LossSettings(name="reinforce", proximal="trainer", importance="sequence", importance_cap=2.0),
     "low clip": LossSettings(name="grpo", options={"clip_low": 0.2, "clip_high": 4.0}),
     "by token": LossSettings(name="reinforce", proximal="trainer", importance_cap=2.0),
-    "grpo": LossSettings(name="grpo"),
     "dapo": LossSettings(name="dapo"),
     "cispo": LossSettings(name="cispo"),
     "sapo": LossSettings(name="sapo"),
@@ -56,10 +60,11 @@ MAIN_BOUNDS, OTHER_BOUNDS = (0, 8, 32), (1, 2, 4, 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A loss at a staleness bound."""
+    """A loss at a staleness bound and a learning rate."""
 
     loss: str
     max_staleness: int
+    lr: float
 
     @property
     def name(self) -> str:
@@ -67,11 +72,18 @@ class Arm:
         return f"{self.loss}/{self.max_staleness}"
 
 
-MAIN = tuple(Arm(loss=loss, max_staleness=bound) for bound in MAIN_BOUNDS[::-1] for loss in (RECOMMENDED, UNCORRECTED))
+COMPARED = (RECOMMENDED, DEFAULT, UNCORRECTED)
+MAIN = tuple(
+    Arm(loss=loss, max_staleness=bound, lr=lr) for lr in LEARNING_RATES for bound in MAIN_BOUNDS for loss in COMPARED
+)
 OTHERS = (
-    *(Arm(loss=loss, max_staleness=32) for loss in LOSSES if loss not in (RECOMMENDED, UNCORRECTED)),
-    *(Arm(loss=loss, max_staleness=bound) for bound in OTHER_BOUNDS for loss in (RECOMMENDED, UNCORRECTED)),
-    *(Arm(loss=loss, max_staleness=8) for loss in LOSSES if loss not in (RECOMMENDED, UNCORRECTED)),
+    *(Arm(loss=loss, max_staleness=bound, lr=LEARNING_RATES[0]) for bound in OTHER_BOUNDS for loss in COMPARED),
+    *(
+        Arm(loss=loss, max_staleness=bound, lr=LEARNING_RATES[0])
+        for bound in MAIN_BOUNDS[1:]
+        for loss in LOSSES
+        if loss not in COMPARED
+    ),
 )
 
 
@@ -80,6 +92,7 @@ class Finished:
     """What one run of an arm came to."""
 
     arm: str
+    lr: float
     seed: int
     settings: str
     """A digest of all that the result depends on but the seed."""
@@ -114,9 +127,10 @@ def _start(settings: "LaggedSettings", cores: Any) -> None:
 
 def _run(arm: Arm, seed: int, settings: str) -> Finished:
     began = time.monotonic()
-    outcome = _laboratory.run(LOSSES[arm.loss], arm.max_staleness, seed)
+    outcome = _laboratory.run(LOSSES[arm.loss], arm.max_staleness, seed, arm.lr)
     return Finished(
         arm=arm.name,
+        lr=arm.lr,
         seed=seed,
         settings=settings,
         pass_at_1=outcome.pass_at_1,
@@ -139,10 +153,10 @@ def remaining(
     found: Sequence[Finished], settings: "LaggedSettings", seeds: int, other_seeds: int
 ) -> list[tuple[Arm, int]]:
     """What is still to be run: the main arms first, seed by seed, so that all arms have about as many at any time."""
-    wanted = [(arm, seed) for seed in range(seeds) for arm in MAIN]
-    wanted += [(arm, seed) for seed in range(other_seeds) for arm in OTHERS]
-    known = {(run.arm, run.seed, run.settings) for run in found}
-    return [(arm, seed) for arm, seed in wanted if (arm.name, seed, settings_of(arm, settings)) not in known]
+    wanted = [(arm, seed) for seed in range(FIRST_SEED, FIRST_SEED + seeds) for arm in MAIN]
+    wanted += [(arm, seed) for seed in range(FIRST_SEED, FIRST_SEED + other_seeds) for arm in OTHERS]
+    known = {(run.seed, run.settings) for run in found}
+    return [(arm, seed) for arm, seed in wanted if (seed, settings_of(arm, settings)) not in known]
 
 
 def run_all(
@@ -166,11 +180,14 @@ def run_all(
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for run in (future.result() for future in done):
                 append(file, run)
-                print(f"{run.arm:16} seed {run.seed}  pass@1 {run.pass_at_1:.3f}  {run.seconds:.0f} s", flush=True)
+                print(
+                    f"{run.arm:16} lr {run.lr:g}  seed {run.seed}  pass@1 {run.pass_at_1:.3f}  {run.seconds:.0f} s",
+                    flush=True,
+                )
 
 
 def summary(runs: Sequence[Finished]) -> dict[str, Any]:
-    """The numbers by arm: means, intervals, and differences from the same loss at staleness 0."""
+    """The numbers of one learning rate by arm: means, intervals, and differences from the same loss at staleness 0."""
     by_arm: dict[str, dict[int, Finished]] = defaultdict(dict)
     for run in runs:
         by_arm[run.arm][run.seed] = run
@@ -234,8 +251,9 @@ def content(arms: Mapping[str, Any]) -> dict[str, Any]:
 
 def plot(arms: Mapping[str, Any]) -> str:
     """Held-out pass@1 of the main arms over the run, as SVG."""
+    names = sorted({arm.name for arm in MAIN if arm.name in arms}, key=_place)
     return line_chart(
-        {arm.name: arms[arm.name]["curve"] for arm in sorted(MAIN, key=lambda a: _place(a.name)) if arm.name in arms},
+        {name: arms[name]["curve"] for name in names},
         title="Held-out pass@1, mean over seeds",
         x_label="policy version",
         y_label="pass@1",
@@ -260,12 +278,14 @@ def main() -> None:
     work = remaining(finished(arguments.runs, Finished), settings, arguments.seeds, arguments.other_seeds)
     run_all(work, settings, arguments.runs, processes=arguments.processes, minutes=arguments.minutes)
     current = {settings_of(arm, settings) for arm in (*MAIN, *OTHERS)}
-    arms = summary([run for run in finished(arguments.runs, Finished) if run.settings in current])
-    print(table(arms))
+    runs = [run for run in finished(arguments.runs, Finished) if run.settings in current]
+    by_rate = {lr: summary([run for run in runs if run.lr == lr]) for lr in LEARNING_RATES}
+    for lr, arms in by_rate.items():
+        print(f"\nlr {lr:g}\n\n{table(arms)}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(content(arms), indent=1) + "\n")
+        arguments.json.write_text(json.dumps({f"{lr:g}": content(by_rate[lr]) for lr in by_rate}, indent=1) + "\n")
     if arguments.plot:
-        arguments.plot.write_text(plot(arms))
+        arguments.plot.write_text(plot(by_rate[LEARNING_RATES[0]]))
 
 
 if __name__ == "__main__":

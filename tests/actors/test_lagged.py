@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(180)
 def run(settings: LaggedSettings, bounds: list[int]) -> list[Outcome]:
     """A run at each bound, in this order, with one laboratory."""
     laboratory = Laboratory(settings, share_of_digits)
-    return [laboratory.run(LOSSES[RECOMMENDED], bound, seed=3) for bound in bounds]
+    return [laboratory.run(LOSSES[RECOMMENDED], bound, seed=3, lr=3e-3) for bound in bounds]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,6 @@ def outcomes(tiny_model_folder: Path) -> list[Outcome]:
         groups_per_step=2,
         group_size=4,
         max_tokens=12,
-        lr=3e-3,
         evaluate_every=5,
         evaluation_prompts=4,
         final_prompts=8,

@@ -10,6 +10,8 @@ from bench.interval import Interval
 from bench.lagged import LaggedSettings, Outcome
 from bench.record import finished
 from bench.staleness import (
+    FIRST_SEED,
+    LEARNING_RATES,
     LOSSES,
     MAIN,
     OTHERS,
@@ -38,12 +40,19 @@ def run(arm: Arm, seed: int, pass_at_1: float, settings: str = "", **more: float
     known = {"area": 0.5, "effective_sample_size": 0.9, "age_mean": 1.0, "age_max": 2.0, "stopped_at": None}
     curve = [(0, 0.4), (10, pass_at_1)]
     return Finished(
-        arm=arm.name, seed=seed, settings=settings, pass_at_1=pass_at_1, curve=curve, seconds=1.0, **(known | more)
+        arm=arm.name,
+        lr=arm.lr,
+        seed=seed,
+        settings=settings,
+        pass_at_1=pass_at_1,
+        curve=curve,
+        seconds=1.0,
+        **(known | more),
     )
 
 
 def arm(loss: str, max_staleness: int) -> Arm:
-    return Arm(loss=loss, max_staleness=max_staleness)
+    return Arm(loss=loss, max_staleness=max_staleness, lr=LEARNING_RATES[0])
 
 
 def test_an_interval_is_students_over_the_standard_error() -> None:
@@ -68,11 +77,22 @@ def test_what_is_finished_is_not_run_again_and_what_had_other_settings_is(
     settings: LaggedSettings, tmp_path: Path
 ) -> None:
     file = tmp_path / "runs.jsonl"
-    done = run(MAIN[0], 0, 0.9, settings_of(MAIN[0], settings))
-    other = run(MAIN[1], 0, 0.9, settings_of(MAIN[1], replace(settings, lr=1.0)))
+    done = run(MAIN[0], FIRST_SEED, 0.9, settings_of(MAIN[0], settings))
+    other = run(MAIN[1], FIRST_SEED, 0.9, settings_of(MAIN[1], replace(settings, steps=1)))
     file.write_text("".join(json.dumps(asdict(one)) + "\n" for one in (done, other)))
     work = remaining(finished(file, Finished), settings, 2, 1)
-    assert work == [(main, 0) for main in MAIN[1:]] + [(main, 1) for main in MAIN] + [(rest, 0) for rest in OTHERS]
+    first, second = FIRST_SEED, FIRST_SEED + 1
+    expected = [(main, first) for main in MAIN[1:]] + [(main, second) for main in MAIN]
+    assert work == expected + [(rest, first) for rest in OTHERS]
+
+
+def test_another_learning_rate_is_another_experiment(settings: LaggedSettings) -> None:
+    one, other = (Arm(loss=RECOMMENDED, max_staleness=8, lr=lr) for lr in LEARNING_RATES)
+    assert settings_of(one, settings) != settings_of(other, settings)
+
+
+def test_the_reported_seeds_are_not_those_that_the_settings_were_chosen_on(settings: LaggedSettings) -> None:
+    assert min(seed for _, seed in remaining([], settings, 5, 3)) > 4
 
 
 def test_another_warm_start_is_another_experiment(settings: LaggedSettings) -> None:
@@ -106,9 +126,10 @@ def test_the_recommended_loss_is_the_recipe_for_stale_data(tiny_model_folder: Pa
 
 
 def test_table_file_and_plot_hold_every_arm() -> None:
-    arms = summary([run(main, seed, 0.5 + 0.1 * seed) for main in MAIN for seed in range(2)])
+    at_one_rate = [main for main in MAIN if main.lr == LEARNING_RATES[0]]
+    arms = summary([run(main, seed, 0.5 + 0.1 * seed) for main in at_one_rate for seed in range(2)])
     assert content(arms)["pass_at_1"] == {name: pytest.approx(0.55) for name in arms}
     json.dumps(content(arms))
-    for main in MAIN:
+    for main in at_one_rate:
         assert f"| {main.name} | 2 |" in table(arms)
         assert f">{main.name}</text>" in plot(arms)
