@@ -19,26 +19,26 @@ class Machine:
     load_1m: float
     """The kernel's load average over the last minute."""
     busy_cores: float
-    """Cores in use by anyone while the probe below ran, the probe's own core taken off."""
+    """Cores that others used while the probe below ran."""
     gflops: float
     """Speed of one core on small float32 matrix products: half of the usual number means a shared or throttled core."""
 
     @classmethod
     def now(cls) -> "Machine":
         """Measure for a third of a second; call it while the benchmark itself does nothing."""
-        busy_before, began = _busy_seconds(), time.monotonic()
+        busy_before, own_before, began = _busy_seconds(), time.process_time(), time.monotonic()
         gflops = _gflops(PROBE_SECONDS)
-        busy = (_busy_seconds() - busy_before) / (time.monotonic() - began)
+        busy = _busy_seconds() - busy_before - (time.process_time() - own_before)
         return cls(
             cores=len(os.sched_getaffinity(0)),
             load_1m=os.getloadavg()[0],
-            busy_cores=max(0.0, busy - 1),
+            busy_cores=max(0.0, busy / (time.monotonic() - began)),
             gflops=gflops,
         )
 
     def __str__(self) -> str:
         return (
-            f"{self.cores} cores, load {self.load_1m:.2f}, {self.busy_cores:.2f} cores busy with other work, "
+            f"{self.cores} cores, load {self.load_1m:.2f}, {self.busy_cores:.2f} of them busy with other work, "
             f"{self.gflops:.1f} GFLOP/s a core"
         )
 

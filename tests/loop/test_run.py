@@ -84,10 +84,8 @@ def test_ctrl_c_stops_a_run_cleanly_within_ten_seconds(launch: Launch) -> None:
     run = launch("steps=10000")
     run.wait_for_steps(2)
     children = list(run.processes())
-    begun = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     assert run.wait(10) == 130
-    assert time.monotonic() - begun < 10
     summary = run.summary()
     assert summary["status"] == "interrupted"
     assert summary["admitted"] == summary["trained"] + summary["rejected"] + summary["failed"]
