@@ -40,6 +40,8 @@ LATER: dict[str, torch.dtype] = {
     "returns": torch.float32,
 }
 NO_VERSION = -1
+TRUNCATED = "truncated"
+"""A batch's column of tokens that belong to an answer that the token limit ended."""
 
 
 class Outcome(StrEnum):

@@ -17,7 +17,7 @@ from goaly.prompts.curriculum import Passes
 from goaly.prompts.prompt import PASS_REWARD
 from goaly.reward.advantages import estimate, has_signal
 from goaly.reward.settings import AdvantageSettings
-from goaly.trajectory import Group, PackedRows, Part, Trajectory, lengths
+from goaly.trajectory import TRUNCATED, Group, Outcome, PackedRows, Part, Trajectory, lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +103,7 @@ def build_batch(
         placement=rows_by_rank,
         ranks=ranks,
     )
+    _into_rows(batch, TRUNCATED, [torch.full((len(sample),), _truncated(sample)) for sample in samples])
     add_advantages(batch, advantage_settings)
     return batch
 
@@ -149,7 +150,7 @@ def _of_samples(batch: Batch, key: str) -> list[Tensor]:
 
 def _into_rows(batch: Batch, key: str, values: Sequence[Tensor]) -> None:
     """The samples' values `[T]` as a column of the rows."""
-    columns = [torch.zeros(packed.rows.batch_size) for packed in batch.ranks]
+    columns = [torch.zeros(packed.rows.batch_size, dtype=values[0].dtype) for packed in batch.ranks]
     for rank, row, span, place in _spans(batch):
         columns[rank][row, span] = values[place]
     for packed, column_RL in zip(batch.ranks, columns, strict=True):
@@ -176,10 +177,16 @@ def batch_metrics(policy_version: int, groups: Sequence[Group]) -> dict[str, flo
         "reward/pass_rate": (rewards >= PASS_REWARD).double().mean().item(),
         "length/mean": trained.mean().item(),
         "length/max": trained.max().item(),
+        "length/truncated_share": sum(map(_truncated, samples)) / len(samples),
         "age/mean": ages.mean().item() if len(ages) else 0.0,
         "age/max": ages.max().item() if len(ages) else 0.0,
         "groups/without_signal": float(flat),
     }
+
+
+def _truncated(sample: Trajectory) -> bool:
+    """Whether the token limit ended it."""
+    return sample.outcome is Outcome.TRUNCATED
 
 
 def _versions(sample: Trajectory) -> torch.Tensor:

@@ -6,33 +6,43 @@ the denominator is a setting of the objective.
 
 import torch
 
-from goaly.losses.kl import divergence
+from goaly.losses.kl import binary_divergence, divergence
 from goaly.losses.segments import sequence_mean, sequence_sum
-from goaly.losses.settings import Level, Rejection
+from goaly.losses.settings import Importance, Rejection
 
 
 def importance_weights(
-    proximal_P: torch.Tensor, sampler_P: torch.Tensor, documents_P: torch.Tensor, level: Level, cap: float | None
+    proximal_P: torch.Tensor,
+    sampler_P: torch.Tensor,
+    documents_P: torch.Tensor,
+    level: Importance,
+    cap: float | None,
+    floor: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """proximal / sampler of each token or of its whole sequence (the product), at most `cap`; and where it was cut."""
+    """proximal / sampler of each token or of its whole sequence, between `floor` and `cap`; and where it was cut.
+
+    Of a sequence it is the tokens' product (`sequence`) or their geometric mean (`geometric`).
+    """
     log_weight_P = proximal_P - sampler_P
-    weight_P = (sequence_sum(log_weight_P, documents_P) if level == "sequence" else log_weight_P).exp()
-    if cap is None:
-        return weight_P, torch.zeros_like(weight_P, dtype=torch.bool)
-    return weight_P.clamp(max=cap), weight_P > cap
+    if level != "token":
+        log_weight_P = (sequence_sum if level == "sequence" else sequence_mean)(log_weight_P, documents_P)
+    weight_P = log_weight_P.exp()
+    bounded_P = weight_P if cap is None else weight_P.clamp(max=cap)
+    bounded_P = bounded_P if floor is None else bounded_P.clamp(min=floor)
+    return bounded_P, bounded_P != weight_P
 
 
 def rejected(
-    rule: Rejection, current_P: torch.Tensor, sampler_P: torch.Tensor, documents_P: torch.Tensor
+    rule: Rejection, policy_P: torch.Tensor, sampler_P: torch.Tensor, documents_P: torch.Tensor
 ) -> torch.Tensor:
-    """Which tokens a rule rejects."""
-    log_ratio_P = current_P - sampler_P
+    """Which tokens a rule rejects, given the log-probs of the policy that it compares with the sampler."""
+    measured_P = _measured(rule, policy_P, sampler_P)
+    if rule.level == "sequence":
+        measured_P = sequence_mean(measured_P, documents_P)
+    if rule.level == "sequence_sum":
+        measured_P = sequence_sum(measured_P, documents_P)
     if rule.measure == "ratio":
-        whole_P = sequence_mean(log_ratio_P, documents_P) if rule.level == "sequence" else log_ratio_P
-        measured_P = whole_P.exp()  # over a sequence: the geometric mean
-    else:
-        measured_P = divergence(rule.measure, sampler_P, current_P)
-        measured_P = sequence_mean(measured_P, documents_P) if rule.level == "sequence" else measured_P
+        measured_P = measured_P.exp()  # over a sequence: the geometric mean, or the product
     outside_P = torch.zeros_like(documents_P, dtype=torch.bool)
     if rule.low is not None:
         outside_P |= measured_P < rule.low
@@ -41,6 +51,16 @@ def rejected(
     if rule.level == "veto":
         return sequence_sum(outside_P.float(), documents_P) > 0
     return outside_P
+
+
+def _measured(rule: Rejection, policy_P: torch.Tensor, sampler_P: torch.Tensor) -> torch.Tensor:
+    """What the rule measures at each token; a ratio is still its logarithm."""
+    if rule.measure in ("ratio", "log_ratio"):
+        return policy_P - sampler_P
+    if rule.measure == "binary_kl":
+        there_P, back_P = binary_divergence("kl", sampler_P, policy_P), binary_divergence("kl", policy_P, sampler_P)
+        return torch.maximum(there_P, back_P)
+    return divergence(rule.measure, sampler_P, policy_P)
 
 
 def too_old(ages_P: torch.Tensor, max_age: int) -> torch.Tensor:

@@ -1,18 +1,25 @@
-"""Estimates of KL(p || q) from tokens that p drew: one value a token. Pure.
+"""Distances of two policies at tokens that the first of them, p, drew: one value a token. Pure.
 
-With `difference = log q - log p` at the drawn token:
+Estimates of KL(p || q), with `difference = log q - log p` at the drawn token:
 
     k1 = -difference                   unbiased; may be negative
     k2 = difference^2 / 2              biased, small variance; its gradient is that of the divergence when p trains
-    k3 = e^difference - 1 - difference unbiased and never negative
+    k3 = e^difference - 1 - difference unbiased and never negative; linear where the difference exceeds K3_BOUND
+
+Divergences of two outcomes, this token or any other, need no more than the token's two probabilities.
 """
 
 from collections.abc import Callable
+from math import expm1
 from typing import Literal
 
 import torch
 
 Estimator = Literal["k1", "k2", "k3"]
+BinaryDivergence = Literal["total_variation", "kl"]
+
+K3_BOUND = 5.0
+"""Difference from which on k3 goes on along its tangent: its gradient by log p is never above e^5 - 1, about 147."""
 
 
 def k1(drawn_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor:
@@ -26,9 +33,10 @@ def k2(drawn_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor:
 
 
 def k3(drawn_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor:
-    """Unbiased like k1, and never negative."""
+    """Unbiased like k1, and never negative. Beyond K3_BOUND it is linear, or one very stale token outweighs a batch."""
     difference_P = other_P - drawn_P
-    return difference_P.exp() - 1 - difference_P
+    bounded_P = difference_P.clamp(max=K3_BOUND)
+    return bounded_P.expm1() - bounded_P + expm1(K3_BOUND) * (difference_P - K3_BOUND).relu()
 
 
 ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
@@ -37,3 +45,13 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"
 def divergence(estimator: Estimator, drawn_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor:
     """The estimate of KL(p || q) at each token that p drew with `drawn_P` and q would have with `other_P`."""
     return ESTIMATORS[estimator](drawn_P, other_P)
+
+
+def binary_divergence(kind: BinaryDivergence, p_P: torch.Tensor, q_P: torch.Tensor) -> torch.Tensor:
+    """How far two policies (log-probs) are apart in whether they draw this token: total variation, or KL(p || q)."""
+    old_P, new_P = p_P.exp(), q_P.exp()
+    if kind == "total_variation":
+        return (new_P - old_P).abs()
+    rest_old_P, rest_new_P = -torch.expm1(p_P), -torch.expm1(q_P)
+    others_P = torch.xlogy(rest_old_P, rest_old_P) - torch.xlogy(rest_old_P, rest_new_P)
+    return old_P * (p_P - q_P) + others_P

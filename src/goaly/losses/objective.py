@@ -1,14 +1,15 @@
 """From settings to what the engine minimizes: the loss of a microbatch's tokens, corrected, weighted and summed.
 
-    sum over tokens of  weight * kept * (importance * loss + kl_coef * KL)   /   denominator
+    sum over tokens of  weight * kept * (importance * loss + kl_coef * KL - entropy_coef * entropy)   /   denominator
 
 `weight` and `denominator` are the aggregation's, `importance` is proximal / sampler (1 where they are the same), `kept`
-leaves out what is rejected or too old. The KL term is not importance-weighted.
+leaves out what is rejected, too old or of a truncated answer. KL and entropy are not importance-weighted.
 
 Invariants
     OB-1  ratio * importance is current / sampler before clipping and capping, no factor is dropped: of each token where
           both are the token's own; of the whole sequence where importance is its product and the ratio is 1.
-    OB-2  A rejected token adds nothing to the loss and has no gradient, KL term included.
+    OB-2  A token that is left out adds nothing to the loss and has no gradient: through no term, and through no
+          sequence's ratio.
     OB-3  What is returned is a sum and counts: it adds up over microbatches and ranks to that of the whole batch.
 """
 
@@ -26,7 +27,7 @@ from goaly.losses.policy import LOSSES, nature
 from goaly.losses.proximal import proximal_logprobs
 from goaly.losses.settings import LossSettings
 from goaly.losses.tokens import Columns, LossOutput, Tokens
-from goaly.trajectory import PackedRows
+from goaly.trajectory import TRUNCATED, PackedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +106,13 @@ class PolicyObjective:
         self, logprobs_P: torch.Tensor, entropies_P: torch.Tensor, columns: Columns, policy_version: int
     ) -> Contribution:
         """A microbatch's share."""
-        tokens = self._tokens(logprobs_P, entropies_P, columns, policy_version)
+        tokens, left_out = self._tokens(logprobs_P, entropies_P, columns, policy_version)
         output = self._output(tokens)
         loss_P, terms = self._with_terms(output.loss_P, tokens)
-        kept_P, shares = self._kept(tokens)
-        if shares:
-            loss_P = torch.where(kept_P, loss_P, 0.0)  # OB-2
+        if left_out:
+            loss_P = torch.where(tokens.kept_P, loss_P, 0.0)  # OB-2
         after = self._settings.denominator == "after"
-        counted_P = kept_P if after else torch.ones_like(kept_P)
+        counted_P = tokens.kept_P if after else torch.ones_like(tokens.kept_P)
         weights_P = aggregations.token_weights(
             self._aggregation, tokens.documents_P, counted_P, self._settings.constant_length
         )
@@ -120,24 +120,31 @@ class PolicyObjective:
         return Contribution(
             total=(weights_P * loss_P).sum(),
             count=aggregations.counted(self._aggregation, tokens.documents_P, counted_P) if after else None,
-            mean={"entropy": entropies_P, **distance, **output.mean, **terms, **shares},
+            mean={"entropy": entropies_P, **distance, **output.mean, **terms, **left_out},
             maximum={"ratio_max": distance["ratio_mean"], **output.maximum},
         )
 
     def _with_terms(self, loss_P: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss times its importance weight, plus the KL term; and what to report of both."""
+        """The loss times its importance weight, plus the KL and entropy terms; and what to report of them."""
         settings, mean = self._settings, {}
         if settings.proximal != "sampler":  # else the weight is 1
-            proximal_P, sampler_P = tokens.proximal_logprobs_P, tokens.sampler_logprobs_P
             weight_P, cut_P = importance_weights(
-                proximal_P, sampler_P, tokens.documents_P, settings.importance, settings.importance_cap
+                tokens.proximal_logprobs_P,
+                tokens.sampler_logprobs_P,
+                tokens.documents_P,
+                settings.importance,
+                settings.importance_cap,
+                settings.importance_floor,
             )
+            weight_P = torch.where(tokens.kept_P, weight_P, 0.0)  # a rejected weight may be infinite
             loss_P = weight_P * loss_P  # OB-1
             mean |= {"importance_mean": weight_P, "importance_truncated": cut_P.float()}
         if settings.kl_coef > 0:
             reference_P = self._column(tokens.columns, "reference_logprobs")
             mean["kl_reference"] = divergence(settings.kl_estimator, tokens.logprobs_P, reference_P)
             loss_P = loss_P + settings.kl_coef * mean["kl_reference"]
+        if settings.entropy_coef > 0:
+            loss_P = loss_P - settings.entropy_coef * tokens.entropies_P
         return loss_P, mean
 
     def _output(self, tokens: Tokens) -> LossOutput:
@@ -151,10 +158,11 @@ class PolicyObjective:
 
     def _tokens(
         self, logprobs_P: torch.Tensor, entropies_P: torch.Tensor, columns: Columns, policy_version: int
-    ) -> Tokens:
+    ) -> tuple[Tokens, dict[str, torch.Tensor]]:
+        """The tokens as the loss sees them; and what to report of those that are left out."""
         sampler_P = self._column(columns, "sampler_logprobs")
         ages_P = policy_version - self._column(columns, "sampler_versions").long()
-        return Tokens(
+        tokens = Tokens(
             logprobs_P=logprobs_P,
             entropies_P=entropies_P,
             proximal_logprobs_P=proximal_logprobs(
@@ -164,23 +172,29 @@ class PolicyObjective:
             advantages_P=self._column(columns, "advantages"),
             ages_P=ages_P,
             documents_P=self._column(columns, "documents"),
+            kept_P=torch.ones_like(ages_P, dtype=torch.bool),
             columns=columns,
         )
+        masks = self._left_out(tokens)
+        if not masks:
+            return tokens, {}
+        masks["rejected"] = torch.stack([*masks.values()]).any(0)
+        return tokens.without(masks["rejected"]), {name: mask_P.float() for name, mask_P in masks.items()}  # OB-2
 
-    def _kept(self, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Which tokens are kept, and the tokens that each rule leaves out."""
-        current_P = tokens.logprobs_P.detach()
+    def _left_out(self, tokens: Tokens) -> dict[str, torch.Tensor]:
+        """The tokens that each rule leaves out."""
+        compared = {"proximal": tokens.proximal_logprobs_P, "current": tokens.logprobs_P.detach()}
         masks = {
-            f"rejected_{rule.name}": rejected(rule, current_P, tokens.sampler_logprobs_P, tokens.documents_P)
+            f"rejected_{rule.name}": rejected(
+                rule, compared[rule.policy], tokens.sampler_logprobs_P, tokens.documents_P
+            )
             for rule in self._settings.rejections
         }
         if self._settings.max_age is not None:
             masks["rejected_max_age"] = too_old(tokens.ages_P, self._settings.max_age)
-        kept_P = torch.ones_like(tokens.documents_P, dtype=torch.bool)
-        for mask_P in masks.values():
-            kept_P &= ~mask_P
-        shares = {name: mask_P.float() for name, mask_P in masks.items()}
-        return kept_P, shares | ({"rejected": (~kept_P).float()} if shares else {})
+        if self._settings.mask_truncated:
+            masks["rejected_truncated"] = self._column(tokens.columns, TRUNCATED)
+        return masks
 
     def _column(self, columns: Columns, key: str) -> torch.Tensor:
         if key not in columns:

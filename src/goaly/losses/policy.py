@@ -7,11 +7,11 @@ that returns `[P]` values (or a `LossOutput`, to report something too) and decor
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from goaly.losses.aggregation import Aggregation
+from goaly.losses.kl import BinaryDivergence, binary_divergence
 from goaly.losses.settings import Level
 from goaly.losses.tokens import LossOutput, Tokens
 from goaly.registry import AtLeastOne, NotNegative, Positive, Registry, Share
@@ -103,7 +103,15 @@ def gspo(tokens: Tokens, *, clip_low: Share = 3e-4, clip_high: NotNegative = 4e-
     return clipped(ratio_P, tokens.advantages_P, clip_low, clip_high)
 
 
-@loss("sapo")
+@loss("gspo_token", aggregation="sequence_mean", ratio="sequence")
+def gspo_token(tokens: Tokens, *, clip_low: Share = 3e-4, clip_high: NotNegative = 4e-4) -> LossOutput:
+    """GSPO's ratio and clip, with the gradient of each token's own log-prob: for advantages that differ by token."""
+    mean_P = tokens.sequence_mean(tokens.logprobs_P.detach() - tokens.proximal_logprobs_P)
+    ratio_P = (mean_P + tokens.logprobs_P - tokens.logprobs_P.detach()).exp()
+    return clipped(ratio_P, tokens.advantages_P, clip_low, clip_high)
+
+
+@loss("sapo", aggregation="sequence_mean")
 def sapo(tokens: Tokens, *, positive: Positive = 1.0, negative: Positive = 1.05) -> torch.Tensor:
     """`-4 / t sigmoid(t (r - 1)) A`: a soft gate instead of a clip; t is `positive` where A > 0, else `negative`."""
     temperature_P = torch.where(tokens.advantages_P > 0, positive, negative)
@@ -118,9 +126,7 @@ def reinforce(tokens: Tokens) -> torch.Tensor:
 
 
 @loss("dppo")
-def dppo(
-    tokens: Tokens, *, divergence: Literal["total_variation", "kl"] = "total_variation", threshold: Positive = 0.15
-) -> LossOutput:
+def dppo(tokens: Tokens, *, divergence: BinaryDivergence = "total_variation", threshold: Positive = 0.15) -> LossOutput:
     """`-r A`, without the tokens whose probability is already further than the threshold in A's direction.
 
     The divergence is that of two outcomes, this token or another.
@@ -142,13 +148,3 @@ def clipped(ratio_P: torch.Tensor, advantages_P: torch.Tensor, clip_low: float, 
         "clip_fraction_high": ((advantages_P > 0) & (ratio_P > 1 + clip_high)).float(),
     }
     return LossOutput(loss_P=-torch.minimum(ratio_P * advantages_P, clipped_P * advantages_P), mean=mean)
-
-
-def binary_divergence(kind: str, proximal_P: torch.Tensor, current_P: torch.Tensor) -> torch.Tensor:
-    """How far two policies are apart in whether they draw this token: total variation, or KL(proximal || current)."""
-    old_P, new_P = proximal_P.exp(), current_P.exp()
-    if kind == "total_variation":
-        return (new_P - old_P).abs()
-    rest_old_P, rest_new_P = -torch.expm1(proximal_P), -torch.expm1(current_P)
-    others_P = torch.xlogy(rest_old_P, rest_old_P) - torch.xlogy(rest_old_P, rest_new_P)
-    return old_P * (proximal_P - current_P) + others_P

@@ -7,17 +7,22 @@ from typing import Any, Literal
 from goaly.configuration.schema import KnownWords
 
 Level = Literal["token", "sequence"]
+Importance = Literal["token", "sequence", "geometric"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection(KnownWords):
     """Tokens that are left out because the trainer and the sampler disagree about them."""
 
-    measure: Literal["ratio", "k1", "k2", "k3"]
-    """`ratio` is current / sampler; k1, k2, k3 are estimates of KL(sampler || current)."""
-    level: Literal["token", "sequence", "veto"]
-    """`token` judges each token; `sequence` each sequence by its mean (of ratios the geometric one); `veto` each
-    sequence by its worst token."""
+    measure: Literal["ratio", "log_ratio", "k1", "k2", "k3", "binary_kl"]
+    """`ratio` is policy / sampler, `log_ratio` its logarithm; k1, k2, k3 are estimates of KL(sampler || policy);
+    `binary_kl` is the divergence of two outcomes, this token or another, in the direction in which it is greater."""
+    level: Literal["token", "sequence", "sequence_sum", "veto"]
+    """`token` judges each token; `sequence` each sequence by its mean (of ratios the geometric one); `sequence_sum` by
+    its sum (of ratios the product); `veto` by its worst token."""
+    policy: Literal["proximal", "current"] = "proximal"
+    """What is compared with the sampler: the proximal policy, as the papers do, so that a batch's own optimizer steps
+    reject nothing; or the policy that is being trained."""
     low: float | None = None
     """Reject what is below; null has no bound."""
     high: float | None = None
@@ -26,7 +31,7 @@ class Rejection(KnownWords):
     @property
     def name(self) -> str:
         """What metrics call it."""
-        return f"{self.measure}_{self.level}"
+        return f"{self.measure}_{self.level}" + ("_current" if self.policy == "current" else "")
 
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each."""
@@ -41,7 +46,7 @@ class Rejection(KnownWords):
         found += [
             f"{prefix}{name}={bound}: must be above 0, or null: no {self.measure} is below 0"
             for name, bound in bounds.items()
-            if self.measure != "k1" and bound <= 0 and isfinite(bound)
+            if self.measure not in ("k1", "log_ratio") and bound <= 0 and isfinite(bound)
         ]
         if not found and len(bounds) == 2 and bounds["low"] >= bounds["high"]:
             found.append(f"{prefix}low={self.low}: must be below {prefix}high={self.high}")
@@ -53,32 +58,42 @@ class LossSettings(KnownWords):
     """What the trainer minimizes; `docs/algorithms.md` has the formulas."""
 
     name: str = "grpo"
-    """ppo, grpo, dr_grpo, dapo, cispo, gspo, sapo, reinforce, dppo, or a function of your own as
+    """ppo, grpo, dr_grpo, dapo, cispo, gspo, gspo_token, sapo, reinforce, dppo, or a function of your own as
     `package.module:function`."""
     options: dict[str, Any] = field(default_factory=dict)
     """What the loss takes after `*` in its signature, such as clip_low and clip_high."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] | None = None
-    """How tokens become one number; null is the loss's own: sequence_mean of gspo, sequence_sum of dr_grpo, token_mean
-    of all others."""
+    """How tokens become one number; null is the loss's own: sequence_mean of gspo, gspo_token and sapo, sequence_sum of
+    dr_grpo, token_mean of all others."""
     constant_length: int | None = None
     """Tokens by which sequence_sum divides each sequence's sum: the longest answer there can be."""
     proximal: Literal["sampler", "trainer", "interpolated"] = "sampler"
     """Whose log-probs the ratio is taken against: the sampler's, the trainer's own at the start of the step, or between
     the two by age. Then the distance from the sampler is an importance weight."""
-    importance: Level = "token"
-    """Whether the weight from sampler to proximal policy is each token's own, or the product over its sequence."""
+    importance: Importance = "token"
+    """Whether the weight from sampler to proximal policy is each token's own, the product over its sequence
+    (`sequence`), or the geometric mean over it (`geometric`)."""
     importance_cap: float | None = 2.0
     """Upper bound of the importance weight; null doesn't bound it."""
+    importance_floor: float | None = None
+    """Lower bound of the importance weight; null doesn't bound it. Set it where what has become unlikely
+    should keep some weight."""
     rejections: tuple[Rejection, ...] = ()
     """Rules by which tokens are left out."""
     max_age: int | None = None
     """Leave out tokens drawn by weights more than so many versions old; null leaves none out."""
+    mask_truncated: bool = False
+    """Leave out answers that the token limit ended; their rewards still count in their groups. Set it when a limit says
+    nothing about an answer's quality."""
     denominator: Literal["before", "after"] = "before"
     """Whether the aggregation counts tokens and sequences before or after what is left out."""
     kl_coef: float = 0.0
     """Weight of the KL divergence from the reference model in the loss; 0 needs no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How that divergence is estimated at each token."""
+    entropy_coef: float = 0.0
+    """Weight of the policy's entropy at each trained token, which is taken off the loss. Raise it from 0 (to 1e-3, say)
+    when the entropy falls before rewards have risen."""
 
     def bounds_nothing(self, optimizer_steps: int) -> bool:
         """Whether the loss's options are without effect in a batch of so many steps: its ratio is 1 in all of them."""
@@ -94,6 +109,8 @@ class LossSettings(KnownWords):
         lines += self._aggregation_problems(prefix) + self._correction_problems(prefix)
         if not 0 <= self.kl_coef < inf:
             lines.append(f"{prefix}kl_coef={self.kl_coef}: must be a number of at least 0")
+        if not 0 <= self.entropy_coef < inf:
+            lines.append(f"{prefix}entropy_coef={self.entropy_coef}: must be a number of at least 0")
         if self.kl_coef == 0 and self.kl_estimator != _default("kl_estimator"):
             lines.append(f"{prefix}kl_estimator={self.kl_estimator}: has no effect, {prefix}kl_coef is 0")
         return lines
@@ -116,12 +133,19 @@ class LossSettings(KnownWords):
         lines = []
         if self.importance == "token" and self.proximal != "sampler" and nature(self.name).ratio == "sequence":
             lines.append(
-                f"{prefix}importance=token: must be sequence, because with {prefix}proximal={self.proximal} the weight "
-                f"goes with the ratio, and the loss {self.name} has one ratio a sequence"
+                f"{prefix}importance=token: must be sequence or geometric, because with "
+                f"{prefix}proximal={self.proximal} the weight goes with the ratio, and the loss {self.name} has one "
+                "ratio a sequence"
             )
-        if self.importance_cap is not None and not 0 < self.importance_cap < inf:
-            lines.append(f"{prefix}importance_cap={self.importance_cap}: must be a number above 0, or null")
-        for key in ("importance", "importance_cap"):
+        bounds = {key: getattr(self, key) for key in ("importance_floor", "importance_cap")}
+        unsound = [key for key, bound in bounds.items() if bound is not None and not 0 < bound < inf]
+        lines += [f"{prefix}{key}={bounds[key]}: must be a number above 0, or null" for key in unsound]
+        if not unsound and None not in bounds.values() and self.importance_floor >= self.importance_cap:
+            lines.append(
+                f"{prefix}importance_floor={self.importance_floor}: must be below {prefix}importance_cap="
+                f"{self.importance_cap}"
+            )
+        for key in ("importance", "importance_cap", "importance_floor"):
             if self.proximal == "sampler" and getattr(self, key) != _default(key):
                 lines.append(
                     f"{prefix}{key}={getattr(self, key)}: has no effect, with {prefix}proximal=sampler the weight is 1"
@@ -131,9 +155,14 @@ class LossSettings(KnownWords):
             lines += rule.problems(f"{prefix}rejections.{at}.")
             if rule.name in names[:at]:
                 lines.append(f"{prefix}rejections.{at}: {rule.measure} by {rule.level} is there already")
+            if rule.policy == "proximal" and self.proximal == "sampler":
+                lines.append(
+                    f"{prefix}rejections.{at}.policy=proximal: has no effect, with {prefix}proximal=sampler the "
+                    "proximal policy is the sampler itself; current compares the policy that is trained"
+                )
         if self.max_age is not None and self.max_age < 0:
             lines.append(f"{prefix}max_age={self.max_age}: must be at least 0, or null")
-        if self.denominator == "after" and not self.rejections and self.max_age is None:
+        if self.denominator == "after" and not self.rejections and self.max_age is None and not self.mask_truncated:
             lines.append(f"{prefix}denominator=after: has no effect, nothing is left out")
         return lines
 

@@ -5,7 +5,7 @@ loss needs to know of a token's sequence it gets from `sequence_sum` and `sequen
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,7 +16,7 @@ Columns = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Trained tokens. `logprobs_P` and `entropies_P` have a gradient, the others have none."""
+    """Trained tokens. `logprobs_P` and `entropies_P` have a gradient where the token is kept, the others have none."""
 
     logprobs_P: torch.Tensor
     """The current policy's log-probability of each token."""
@@ -31,6 +31,8 @@ class Tokens:
     """Policy versions made since the weights that drew the token (i64)."""
     documents_P: torch.Tensor
     """Number of the token's sequence within the microbatch, ascending (i64)."""
+    kept_P: torch.Tensor
+    """False where a correction leaves the token out: it has no gradient, and no part in what is said of a sequence."""
     columns: Columns
     """All of the batch's columns."""
 
@@ -39,13 +41,24 @@ class Tokens:
         """current / proximal."""
         return (self.logprobs_P - self.proximal_logprobs_P).exp()
 
+    def without(self, left_out_P: torch.Tensor) -> "Tokens":
+        """The same tokens, of which these are left out."""
+        kept_P = self.kept_P & ~left_out_P
+        return replace(
+            self,
+            kept_P=kept_P,
+            logprobs_P=torch.where(kept_P, self.logprobs_P, self.logprobs_P.detach()),
+            entropies_P=torch.where(kept_P, self.entropies_P, self.entropies_P.detach()),
+        )
+
     def sequence_sum(self, values_P: torch.Tensor) -> torch.Tensor:
-        """For each token the sum of the values over its sequence."""
-        return segments.sequence_sum(values_P, self.documents_P)
+        """For each token the sum of the values over the kept tokens of its sequence."""
+        return segments.sequence_sum(torch.where(self.kept_P, values_P, 0.0), self.documents_P)
 
     def sequence_mean(self, values_P: torch.Tensor) -> torch.Tensor:
-        """For each token the mean of the values over its sequence."""
-        return segments.sequence_mean(values_P, self.documents_P)
+        """For each token the mean of the values over the kept tokens of its sequence; 0 where none is kept."""
+        lengths_P = segments.sequence_sum(self.kept_P.to(values_P.dtype), self.documents_P)
+        return self.sequence_sum(values_P) / lengths_P.clamp(min=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from goaly.registry import Must, Registry, Share
-from goaly.reward.gae import gae, rewards_of_steps
+from goaly.reward.gae import gae, rewards_of_steps, to_go
 from goaly.reward.scored import Scored, less_divergence, less_overlong, scored
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Trajectory
@@ -88,9 +88,14 @@ def rloo(batch: Scored) -> Tensor:
 
 
 @ESTIMATORS.register("reinforce_pp")
-def reinforce_pp(batch: Scored, *, epsilon: Epsilon = 1e-6) -> list[Tensor]:
-    """The reward from each token on, normalized over all trained tokens of the batch."""
-    return normalized(batch, [to_go(rewards_T) for rewards_T in batch.rewards], epsilon)
+def reinforce_pp(batch: Scored, *, gamma: Share = 1.0, epsilon: Epsilon = 1e-6) -> list[Tensor]:
+    """The discounted reward from each trained token on, normalized over all trained tokens of the batch."""
+    values = []
+    for sample, rewards_T in zip(batch.samples, batch.rewards, strict=True):
+        trained_T = sample.tokens["trained"]
+        returns_A = to_go(rewards_of_steps(rewards_T, trained_T), gamma)
+        values.append(torch.zeros_like(rewards_T).masked_scatter(trained_T, returns_A))
+    return normalized(batch, values, epsilon)
 
 
 @ESTIMATORS.register("reinforce_pp_baseline")
@@ -182,13 +187,8 @@ def spread(trained_T: Tensor, value: Tensor) -> Tensor:
     return torch.where(trained_T, value.float(), 0.0)
 
 
-def to_go(rewards_T: Tensor) -> Tensor:
-    """The sum of each token's own and all later rewards."""
-    return rewards_T.flip(0).cumsum(0).flip(0)
-
-
 def normalized(batch: Scored, values: Sequence[Tensor], epsilon: float) -> list[Tensor]:
-    """The values `[T]` in standard deviations from the mean, both over all trained tokens of the batch."""
+    """The values `[T]` in standard deviations (population) from the mean, both over all trained tokens of the batch."""
     trained = [sample.tokens["trained"] for sample in batch.samples]
     of_batch = torch.cat([values_T[trained_T] for values_T, trained_T in zip(values, trained, strict=True)])
     if not len(of_batch) or bool((of_batch == of_batch[0]).all()):

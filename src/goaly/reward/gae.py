@@ -17,13 +17,19 @@ def gae(
     critic learns, is `A_t + V_t` (Schulman et al., arXiv:1506.02438).
     """
     following_A = torch.cat([values_A[1:], values_A.new_zeros(1)])[: len(values_A)]
-    deltas = (rewards_A + gamma * following_A - values_A).double().tolist()
-    advantages, later = [], 0.0
-    for delta in reversed(deltas):
-        later = delta + gamma * lam * later
-        advantages.append(later)
-    advantages_A = torch.tensor(advantages[::-1], dtype=torch.float64).to(values_A)
+    advantages_A = to_go(rewards_A + gamma * following_A - values_A, gamma * lam)
     return advantages_A, advantages_A + values_A
+
+
+def to_go(values: torch.Tensor, discount: float = 1.0) -> torch.Tensor:
+    """Of each step its own and all later values, each discounted by the steps in between; summed in float64."""
+    if discount == 1:
+        return values.double().flip(0).cumsum(0).flip(0).to(values)
+    sums, later = [], 0.0
+    for value in reversed(values.double().tolist()):
+        later = value + discount * later
+        sums.append(later)
+    return torch.tensor(sums[::-1], dtype=torch.float64).to(values)
 
 
 def rewards_of_steps(rewards_T: torch.Tensor, trained_T: torch.Tensor) -> torch.Tensor:

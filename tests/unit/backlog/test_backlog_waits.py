@@ -129,6 +129,7 @@ async def test_batch_metrics_by_hand():
             "reward/pass_rate/test": 0.5,
             "length/mean": 4.0,
             "length/max": 5.0,
+            "length/truncated_share": 0.0,
             "age/mean": 10 / 16,
             "age/max": 1.0,
             "groups/without_signal": 1.0,

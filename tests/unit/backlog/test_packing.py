@@ -1,11 +1,13 @@
 """Packing: whole sequences, equal rows, balanced ranks, the same result every time."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.backlog.batch import build_batch
+from goaly.backlog.batch import add_advantages, build_batch
 from goaly.backlog.packing import assign, divide, pack
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import SchemaError
@@ -161,3 +163,63 @@ def test_a_batch_in_one_part_has_the_rows_that_it_always_had():
     )
     assert batch.placement == assign([4, 9, 7, 2], 16, 1)
     assert batch.ranks[0].parts == ()
+
+
+def test_minibatches_are_balanced_by_tokens_not_by_groups():
+    # 16 tokens against 4 x 4: by groups it would be 3 and 2
+    groups = [group(0, [8, 8]), *(group(ticket, [2, 2]) for ticket in range(1, 5))]
+    batch = build_batch(
+        0,
+        groups,
+        settings=BacklogSettings(row_length=16),
+        advantage_settings=AdvantageSettings(),
+        dp_ranks=1,
+        pad_token=99,
+        minibatches=2,
+    )
+    assert [part.sequences for part in batch.ranks[0].parts] == [2, 8]
+
+
+def test_a_groups_weight_multiplies_its_advantages_and_not_the_returns_that_a_critic_learns():
+    groups = [group(0, [3, 4]), group(1, [5, 2])]
+    found = []
+    for weights in (None, (0.5, 1.5)):
+        batch = build_batch(
+            0,
+            groups,
+            settings=BacklogSettings(row_length=16),
+            advantage_settings=AdvantageSettings(name="gae", options={"normalize": False}),
+            dp_ranks=1,
+            pad_token=99,
+            weights=weights,
+        )
+        rows = batch.ranks[0].rows
+        rows["values"] = 0.25 * rows["trained"]
+        add_advantages(batch, AdvantageSettings(name="gae", options={"normalize": False}))
+        found.append(rows)
+    plain, weighted = found
+    assert torch.equal(weighted["returns"], plain["returns"])
+    assert plain["returns"].abs().sum() > 0
+    weight = torch.where(plain["tokens"] == 0, 0.5, 1.5)
+    torch.testing.assert_close(weighted["advantages"], weight * plain["advantages"])
+
+
+def test_the_tokens_of_an_answer_that_the_limit_ended_are_marked_and_its_share_is_reported():
+    cut = group(0, [3, 4])
+    cut = dataclasses.replace(
+        cut, samples=(dataclasses.replace(cut.samples[0], outcome=Outcome.TRUNCATED), cut.samples[1])
+    )
+    batch = build_batch(
+        0,
+        [cut, group(1, [5, 2])],
+        settings=BacklogSettings(row_length=16),
+        advantage_settings=AdvantageSettings(),
+        dp_ranks=2,
+        pad_token=99,
+    )
+    assert batch.handle.metrics["length/truncated_share"] == 0.25
+    assert sum(int(packed.rows["truncated"].sum()) for packed in batch.ranks) == 3
+    for packed in batch.ranks:
+        marked = packed.rows["truncated"]
+        assert marked.dtype == torch.bool
+        assert (packed.rows["tokens"][marked] == 0).all()

@@ -16,7 +16,7 @@ from goaly.trajectory import PackedRows
 from tests.unit.losses.tokens_by_hand import SAMPLED, columns, objective
 
 close = torch.testing.assert_close
-NONE_LEFT = Rejection(measure="ratio", level="token", high=3.0)
+NONE_LEFT = Rejection(measure="ratio", level="token", high=3.0, policy="current")
 
 
 def share_clipped(tokens: Tokens, *, most: float = 1.5) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_corrected_gradients_are_those_of_autograd_on_the_plain_formula(aggregat
     if proximal == "trainer":
         batch["proximal_logprobs"] = (SAMPLED * befores).log().float()
     length = {"constant_length": 5} if aggregation == "sequence_sum" else {}
-    rule = Rejection(measure="k2", level="token", high=0.08)
+    rule = Rejection(measure="k2", level="token", high=0.08, policy="current")
     settings = LossSettings(
         name="ppo",
         proximal=proximal,
@@ -164,7 +164,148 @@ def test_a_rejected_token_adds_neither_loss_nor_gradient_nor_kl():
     alone, gradient_alone = objective(settings, [1.0], {key: column[:1] for key, column in batch.items()})
     assert part.total.item() == pytest.approx(alone.total.item())  # OB-2
     close(gradient, torch.tensor([gradient_alone.item(), 0.0]))
-    assert part.mean["rejected_ratio_token"].tolist() == part.mean["rejected"].tolist() == [0, 1]
+    assert part.mean["rejected_ratio_token_current"].tolist() == part.mean["rejected"].tolist() == [0, 1]
+
+
+def squared(tokens: Tokens) -> torch.Tensor:
+    """A user's own loss, over sums of whole sequences that it makes by itself."""
+    totals_P = torch.zeros_like(tokens.logprobs_P).index_add(0, tokens.documents_P, tokens.logprobs_P)
+    return tokens.sequence_mean(tokens.logprobs_P).exp() + totals_P[tokens.documents_P].square()
+
+
+LEAVING_OUT = {
+    "ratio": {"rejections": (Rejection(measure="ratio", level="token", low=0.5, high=2.0),)},
+    "binary_kl": {"rejections": (Rejection(measure="binary_kl", level="token", high=0.05),)},
+    "max_age": {"max_age": 3},
+    "truncated": {"mask_truncated": True},
+}
+
+
+@pytest.mark.parametrize("how", LEAVING_OUT)
+@pytest.mark.parametrize("name", [*LOSSES.names, f"{__name__}:squared"])
+def test_a_token_that_is_left_out_has_no_gradient_and_no_part_in_the_loss_of_others(name: str, how: str):
+    # before / sampler 1, 3 and 0.3 | 1 and 1 | 3: the second, third and last are left out, by whatever rule
+    lengths, outside = [3, 2, 1], torch.tensor([0, 1, 1, 0, 0, 1], dtype=torch.bool)
+    batch = columns(
+        lengths,
+        [1.0, -2.0, 3.0, -1.0, 0.5, 2.0],
+        versions=[5, 1, 1, 5, 5, 1],
+        proximal_logprobs=[math.log(SAMPLED * ratio) for ratio in (1.0, 3.0, 0.3, 1.0, 1.0, 3.0)],
+        reference_logprobs=[-1.0] * 6,
+    )
+    batch["truncated"] = outside
+    length = {"constant_length": 5} if name == "dr_grpo" else {}
+    settings = LossSettings(
+        name=name,
+        proximal="trainer",
+        importance="sequence",
+        kl_coef=0.1,
+        entropy_coef=0.2,
+        **LEAVING_OUT[how],
+        **length,
+    )
+
+    def found(*of_outside: float) -> tuple[float, torch.Tensor]:
+        drawn = torch.tensor([1.0, of_outside[0], of_outside[1], 0.9, 1.1, of_outside[2]]) * SAMPLED
+        logprobs, entropies = drawn.log().requires_grad_(), (1 - drawn).requires_grad_()
+        part = policy_loss(settings)(logprobs, entropies, batch, 5)
+        assert part.mean["rejected"].tolist() == outside.tolist()
+        by_logprob, by_entropy = torch.autograd.grad(part.total, (logprobs, entropies))
+        assert by_entropy[outside].tolist() == [0, 0, 0]  # OB-2
+        return part.total.item(), by_logprob
+
+    total, gradient = found(1.0, 1.0, 1.0)
+    assert gradient[outside].tolist() == [0, 0, 0]
+    assert (gradient[~outside] != 0).any()
+    if ":" not in name:  # one's own loss looks at more than it is offered
+        again, by_others = found(4.9, 1e-30, 0.1)
+        assert again == pytest.approx(total, rel=1e-6)
+        close(by_others, gradient)
+
+
+def test_an_infinite_weight_of_a_rejected_sequence_leaves_the_others_as_they_are():
+    # the product of the first sequence's weights is e^200
+    rule = Rejection(measure="log_ratio", level="sequence_sum", high=5.0)
+    settings = LossSettings(
+        name="gspo", proximal="trainer", importance="sequence", importance_cap=None, rejections=(rule,)
+    )
+    batch = columns([2, 1], [1.0, 1.0, 1.0]) | {"sampler_logprobs": torch.tensor([-101.0, -101.0, -1.0])}
+    logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    part = policy_loss(settings)(logprobs, torch.zeros(3), batch, 0)
+    (gradient,) = torch.autograd.grad(part.total, logprobs)
+    assert gradient.tolist() == [0, 0, -1]
+    assert part.mean["importance_mean"].tolist() == [0, 0, 1]
+
+
+def test_a_rule_compares_the_proximal_policy_with_the_sampler_unless_it_says_current():
+    # before / sampler 4 and 1, current / sampler 1 and 4
+    batch = columns([1, 1], [1.0, 1.0], proximal_logprobs=[math.log(4 * SAMPLED), math.log(SAMPLED)])
+    rules = (Rejection(measure="ratio", level="token", high=2.0), NONE_LEFT)
+    part, gradient = objective(LossSettings(proximal="trainer", rejections=rules), [1.0, 4.0], batch)
+    assert part.mean["rejected_ratio_token"].tolist() == [1, 0]
+    assert part.mean["rejected_ratio_token_current"].tolist() == [0, 1]
+    assert gradient.tolist() == [0, 0]
+    # in a batch's first step both are the same
+    del batch["proximal_logprobs"]
+    part, _ = objective(LossSettings(proximal="trainer", rejections=rules), [1.0, 4.0], batch)
+    assert part.mean["rejected_ratio_token"].tolist() == part.mean["rejected_ratio_token_current"].tolist() == [0, 1]
+
+
+def test_the_entropy_is_taken_off_the_loss_and_reported():
+    logprobs = torch.tensor([math.log(SAMPLED)] * 2, requires_grad=True)
+    entropies = torch.tensor([0.5, 2.0], requires_grad=True)
+    batch = columns([2], [1.0, 1.0])
+    part = policy_loss(LossSettings(entropy_coef=0.1))(logprobs, entropies, batch, 0)
+    assert part.total.item() == pytest.approx(-2.0 - 0.1 * 2.5)
+    assert part.mean["entropy"].tolist() == [0.5, 2.0]
+    close(torch.autograd.grad(part.total, entropies)[0], torch.tensor([-0.1, -0.1]))
+    without = policy_loss(LossSettings())(logprobs, entropies, batch, 0)
+    assert without.mean["entropy"].tolist() == [0.5, 2.0]
+    assert torch.autograd.grad(without.total, entropies, allow_unused=True) == (None,)  # costs nothing
+
+
+def test_the_entropy_is_not_importance_weighted():
+    batch = columns([1], [1.0])
+    entropies = torch.tensor([1.0], requires_grad=True)
+    part = policy_loss(LossSettings(name="reinforce", proximal="trainer", entropy_coef=0.1))(
+        torch.tensor([math.log(1.5 * SAMPLED)], requires_grad=True), entropies, batch, 0
+    )
+    assert part.total.item() == pytest.approx(-1.5 - 0.1)
+    assert torch.autograd.grad(part.total, entropies)[0].item() == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize(("denominator", "count"), [("before", None), ("after", 1)])
+def test_a_truncated_answer_is_left_out_and_counts_in_the_denominator_if_all_do(denominator, count: int | None):
+    batch = columns([2, 1], [1.0, 1.0, 1.0]) | {"truncated": torch.tensor([True, True, False])}
+    settings = LossSettings(name="reinforce", aggregation="sequence_mean", mask_truncated=True, denominator=denominator)
+    part, gradient = objective(settings, [1.0, 1.0, 1.0], batch)
+    close(gradient, torch.tensor([0.0, 0.0, -1.0]))
+    assert part.count == count
+    assert part.mean["rejected_truncated"].tolist() == part.mean["rejected"].tolist() == [1, 1, 0]
+    _, gradient = objective(LossSettings(name="reinforce"), [1.0, 1.0, 1.0], batch)
+    close(gradient, torch.tensor([-1.0, -1.0, -1.0]))
+
+
+def test_gspo_with_a_geometric_weight_is_the_geometric_mean_of_the_whole_way_from_the_sampler():
+    # OB-1: current / sampler 4 and 1, before / sampler 2 and 1: ratio sqrt(2) times weight sqrt(2)
+    batch = columns([2], [1.0, 1.0], proximal_logprobs=[math.log(2 * SAMPLED), math.log(SAMPLED)])
+    settings = LossSettings(
+        name="gspo",
+        options={"clip_low": 1.0, "clip_high": 9.0},
+        proximal="trainer",
+        importance="geometric",
+        importance_cap=None,
+    )
+    part, gradient = objective(settings, [4.0, 1.0], batch)
+    assert part.total.item() == pytest.approx(-2.0)  # a mean over the sequence
+    close(gradient, torch.tensor([-1.0, -1.0]))
+
+
+def test_the_floor_of_the_importance_weight_keeps_a_lesson_of_what_became_unlikely():
+    settings = LossSettings(proximal="trainer", importance_floor=0.5)
+    part, gradient = objective(settings, [0.1, 1.0, 6.0], columns([3], [1.0, 1.0, 1.0]))
+    close(gradient, torch.tensor([-0.5, -1.0, -2.0]))
+    assert part.mean["importance_truncated"].tolist() == [1, 0, 1]
 
 
 def test_what_two_rules_reject_is_gone_once_and_reported_for_each():
@@ -172,7 +313,7 @@ def test_what_two_rules_reject_is_gone_once_and_reported_for_each():
     settings = LossSettings(name="reinforce", max_age=2, rejections=(NONE_LEFT,))
     part, gradient = objective(settings, [4.0, 1.0, 4.0], batch, policy_version=4)
     close(gradient, torch.tensor([0.0, -1.0, 0.0]))
-    assert part.mean["rejected_ratio_token"].tolist() == [1, 0, 1]
+    assert part.mean["rejected_ratio_token_current"].tolist() == [1, 0, 1]
     assert part.mean["rejected_max_age"].tolist() == [0, 0, 1]
     assert part.mean["rejected"].tolist() == [1, 0, 1]
 
@@ -248,6 +389,8 @@ def test_a_loss_that_is_not_one_value_a_token_is_refused():
 def test_a_missing_column_is_named_with_what_the_batch_holds():
     with pytest.raises(SchemaError, match="loss grpo: `reference_logprobs` is missing; the batch holds sampler_logp"):
         objective(LossSettings(kl_coef=0.1), [1.0], columns([1], [1.0]))
+    with pytest.raises(SchemaError, match="loss grpo: `truncated` is missing"):
+        objective(LossSettings(mask_truncated=True), [1.0], columns([1], [1.0]))
 
 
 @pytest.mark.parametrize(
@@ -255,13 +398,13 @@ def test_a_missing_column_is_named_with_what_the_batch_holds():
     [
         (
             LossSettings(name="pop"),
-            "name=pop: there is no such loss; known are ppo, grpo, dr_grpo, dapo, cispo, gspo, sapo, reinforce, dppo, "
-            "and your own as package.module:function",
+            "name=pop: there is no such loss; known are ppo, grpo, dr_grpo, dapo, cispo, gspo, gspo_token, sapo, "
+            "reinforce, dppo, and your own as package.module:function",
         ),
         (
             LossSettings(name="sapo", options={"clip_high": 0.3}),
             "options.clip_high=0.3: the loss sapo does not take it, its options are positive, negative; ppo, grpo, "
-            "dr_grpo, dapo, cispo, gspo would",
+            "dr_grpo, dapo, cispo, gspo, gspo_token would",
         ),
         (LossSettings(options={"clip_low": 2}), "options.clip_low=2: must be between 0 and 1"),
         (LossSettings(options={"clip_low": "x"}), "options.clip_low=x: must be a number"),
@@ -279,8 +422,8 @@ def test_a_missing_column_is_named_with_what_the_batch_holds():
         ),
         (
             LossSettings(name="gspo", proximal="trainer"),
-            "importance=token: must be sequence, because with loss.proximal=trainer the weight goes with the ratio, "
-            "and the loss gspo has one ratio a sequence",
+            "importance=token: must be sequence or geometric, because with loss.proximal=trainer the weight goes with "
+            "the ratio, and the loss gspo has one ratio a sequence",
         ),
         (
             LossSettings(importance="sequence"),
@@ -291,6 +434,21 @@ def test_a_missing_column_is_named_with_what_the_batch_holds():
             "importance_cap=5.0: has no effect, with loss.proximal=sampler the weight is 1",
         ),
         (LossSettings(rejections=(NONE_LEFT, NONE_LEFT)), "rejections.1: ratio by token is there already"),
+        (
+            LossSettings(importance_floor=0.5),
+            "importance_floor=0.5: has no effect, with loss.proximal=sampler the weight is 1",
+        ),
+        (
+            LossSettings(proximal="trainer", importance_floor=2.0),
+            "importance_floor=2.0: must be below loss.importance_cap=2.0",
+        ),
+        (LossSettings(importance_floor=0, proximal="trainer"), "importance_floor=0: must be a number above 0, or null"),
+        (
+            LossSettings(rejections=(Rejection(measure="ratio", level="token", high=3.0),)),
+            "rejections.0.policy=proximal: has no effect, with loss.proximal=sampler the proximal policy is the "
+            "sampler itself; current compares the policy that is trained",
+        ),
+        (LossSettings(entropy_coef=-1.0), "entropy_coef=-1.0: must be a number of at least 0"),
         (LossSettings(max_age=-1), "max_age=-1: must be at least 0, or null"),
         (LossSettings(denominator="after"), "denominator=after: has no effect, nothing is left out"),
         (LossSettings(kl_coef=-1.0), "kl_coef=-1.0: must be a number of at least 0"),
@@ -311,10 +469,11 @@ def test_a_rejection_needs_bounds_in_order():
     assert Rejection(measure="k3", level="token", low=1.0, high=0.5).problems("r.") == [
         "r.low=1.0: must be below r.high=0.5"
     ]
-    assert Rejection(measure="k1", level="token", low=-0.5, high=0.0).problems("r.") == []  # k1 may be below 0
+    for measure in ("k1", "log_ratio"):  # these may be below 0
+        assert Rejection(measure=measure, level="token", low=-0.5, high=0.0).problems("r.") == []
 
 
-@pytest.mark.parametrize("measure", ["ratio", "k2", "k3"])
+@pytest.mark.parametrize("measure", ["ratio", "k2", "k3", "binary_kl"])
 def test_a_bound_that_rejects_nothing_or_all_is_refused(measure):
     def problems(low: float | None, high: float | None) -> list[str]:
         return Rejection(measure=measure, level="token", low=low, high=high).problems("r.")

@@ -23,6 +23,7 @@ FORMULAS = {
     "dapo": lambda r, a: -torch.minimum(r * a, r.clamp(0.8, 1.28) * a),
     "cispo": lambda r, a: -r.detach().clamp(0, 5) * a * (r * SAMPLED).log(),
     "gspo": lambda r, a: -torch.minimum(_mean(r) * a, _mean(r).clamp(1 - 3e-4, 1 + 4e-4) * a),
+    "gspo_token": lambda r, a: -torch.minimum(_mean_token(r) * a, _mean_token(r).clamp(1 - 3e-4, 1 + 4e-4) * a),
     "sapo": lambda r, a: -a * torch.where(a > 0, 4 / (1 + (1 - r).exp()), 4 / 1.05 / (1 + (1.05 * (1 - r)).exp())),
     "reinforce": lambda r, a: -r * a,
     "dppo": lambda r, a: torch.where((SAMPLED * (r - 1).abs() > 0.15) & ((r - 1) * a > 0), 0.0, -r * a),
@@ -31,6 +32,10 @@ FORMULAS = {
 
 def _mean(ratio: torch.Tensor) -> torch.Tensor:
     return ratio.log().mean().exp().expand(len(ratio))
+
+
+def _mean_token(ratio: torch.Tensor) -> torch.Tensor:
+    return _mean(ratio).detach() * ratio / ratio.detach()
 
 
 @settings(max_examples=12, deadline=None)
@@ -79,6 +84,12 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient():
     close(output.loss_P, torch.tensor([-5 * math.log(1.6), math.log(0.1)]))
     close(gradient, torch.tensor([-5.0, 1.0]))
     assert output.mean["clip_fraction_high"].tolist() == [1, 0]
+    assert output.mean["clip_fraction_low"].tolist() == [0, 0]
+    # with a lower bound of 0.75, r = 0.5 has that weight, whatever the sign of its advantage
+    output, gradient = evaluated("cispo", tokens([8.0, 0.5, 0.5], [1.0, -2.0, 2.0]), clip_low=0.25)
+    close(gradient, torch.tensor([-5.0, 1.5, -1.5]))
+    assert output.mean["clip_fraction_high"].tolist() == [1, 0, 0]
+    assert output.mean["clip_fraction_low"].tolist() == [0, 1, 1]
 
 
 def test_gspo_has_one_ratio_a_sequence_the_geometric_mean():
@@ -88,6 +99,37 @@ def test_gspo_has_one_ratio_a_sequence_the_geometric_mean():
     output, gradient = evaluated("gspo", given, clip_low=0.5, clip_high=0.5)
     close(output.loss_P, torch.tensor([-1.5, -1.5, -0.5, -0.5]))
     close(gradient, torch.tensor([0.0, 0.0, -0.5, -0.5]))
+
+
+def test_gspo_token_has_the_sequences_ratio_and_each_tokens_own_advantage():
+    # sqrt(0.25 * 1) = 0.5 for both: -0.5 A, and the gradient too, of each token's own A; gspo would give both the mean
+    given = tokens([0.25, 1.0], [1.0, 3.0])
+    output, gradient = evaluated("gspo_token", given, clip_low=0.5, clip_high=0.5)
+    close(output.loss_P, torch.tensor([-0.5, -1.5]))
+    close(gradient, torch.tensor([-0.5, -1.5]))
+    close(evaluated("gspo", given, clip_low=0.5, clip_high=0.5)[1], torch.tensor([-1.0, -1.0]))
+    # the ratio sqrt(4 * 1) = 2 is clipped for A > 0 only
+    _, gradient = evaluated("gspo_token", tokens([4.0, 1.0], [1.0, -1.0]), clip_low=0.5, clip_high=0.5)
+    close(gradient, torch.tensor([0.0, 2.0]))
+
+
+def test_sapo_and_gspo_are_means_over_sequences_as_in_their_papers():
+    assert {name for name in LOSSES.names if nature(name).aggregation == "sequence_mean"} == {
+        "gspo",
+        "gspo_token",
+        "sapo",
+    }
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token"])
+def test_a_sequences_ratio_is_over_its_kept_tokens_and_a_token_left_out_has_no_gradient(name: str):
+    # kept are ratios 4 and 1: sqrt(4) = 2. The token of ratio 0.01 would make it 0.34
+    out = torch.tensor([False, True, False, True])
+    given = tokens([4.0, 0.01, 1.0, 9.0], [-1.0] * 4, lengths=[3, 1])
+    found = LOSSES.bound(name, {"clip_low": 0.5, "clip_high": 0.5})(given.without(out)).loss_P[~out]
+    close(found, torch.tensor([2.0, 2.0]))
+    (gradient,) = torch.autograd.grad(found.sum(), given.logprobs_P)
+    close(gradient, torch.tensor([2.0, 0.0, 2.0, 0.0]))  # as if the sequence were its kept tokens
 
 
 def test_sapo_is_reinforce_where_the_ratio_is_one_and_fades_away_from_it():
@@ -146,6 +188,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str):
         ("dapo", {"clip_low": 0.0, "clip_high": 0.0}),
         ("cispo", {"clip_low": 0.0, "clip_high": 0.0}),
         ("gspo", {"clip_low": 0.0, "clip_high": 0.0}),
+        ("gspo_token", {"clip_low": 0.0, "clip_high": 0.0}),
         ("sapo", {"positive": 9.0, "negative": 0.1}),
         ("dppo", {"divergence": "kl", "threshold": 1e-9}),
         ("reinforce", {}),

@@ -60,6 +60,12 @@ def test_the_explained_variance_is_of_the_values_before_the_batch():
     assert share([1.0, 2.0], [2.0, 2.0]) == 0
 
 
+@pytest.mark.parametrize(("variance", "share"), [(1e-12, 0.0), (1.1e-12, 0.5), (1e-6, 0.5), (0.3, 0.5)])
+def test_returns_that_hardly_vary_are_explained_all_the_same_and_constant_ones_are_not(variance: float, share: float):
+    means = {"return": 0.0, "return_square": variance, "error": 0.0, "error_square": variance / 2}
+    assert explained(means)["explained_variance"] == pytest.approx(share)
+
+
 def test_a_batch_without_returns_is_refused_by_name():
     with pytest.raises(SchemaError, match="value loss: `returns` is missing; the batch holds values"):
         ValueLoss()(torch.zeros(1), {"values": torch.zeros(1)}, 0)

@@ -31,6 +31,7 @@ def tokens(ratios: Sequence[float], advantages: Sequence[float], *, lengths: Seq
         advantages_P=torch.tensor(advantages),
         ages_P=torch.zeros(len(ratios), dtype=torch.int64),
         documents_P=documents(lengths or [len(ratios)]),
+        kept_P=torch.ones(len(ratios), dtype=torch.bool),
         columns={},
     )
 

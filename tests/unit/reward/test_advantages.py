@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goaly.reward.advantages import ESTIMATORS, Estimate, estimate, of_values, spread
-from goaly.reward.gae import gae, rewards_of_steps
+from goaly.reward.gae import gae, rewards_of_steps, to_go
 from goaly.reward.scored import Scored, less_divergence, less_overlong, scored
 from goaly.reward.settings import AdvantageSettings, OverlongSettings, RewardSettings
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
@@ -109,6 +109,29 @@ def test_reinforce_pp_gives_each_token_the_rewards_from_there_on():
     # credits 1 at the first and 2 at the last of three tokens: returns 3, 2, 2; mean 7/3, deviation sqrt(2)/3
     (found,) = estimate([grouped(sample(2.0, 3, credits={1: 1.0}))], AdvantageSettings(name="reinforce_pp")).advantages
     close(found, torch.tensor([0.0, 2, -1, -1]) / 2**0.5, atol=1e-5, rtol=1e-5)
+
+
+def test_reinforce_pp_discounts_what_comes_later_by_the_trained_tokens_in_between():
+    # trained are tokens 1 and 4; the credit at 3, where the environment speaks, is the first step's: rewards 1 + 2, 4;
+    # returns 3 + 4/2 = 5 and 4: mean 4.5, deviation 0.5
+    made = sample(4.0, turns="p1a2p1", credits={1: 1.0, 3: 2.0})
+    settings = AdvantageSettings(name="reinforce_pp", options={"gamma": 0.5, "epsilon": 0.0})
+    (found,) = estimate([grouped(made)], settings).advantages
+    close(found, torch.tensor([0.0, 1, 0, 0, -1]))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.floats(-3, 3), min_size=0, max_size=8), st.floats(0, 1))
+def test_rewards_to_go_are_the_sums_of_their_definition(rewards: list[float], discount: float):
+    found = to_go(torch.tensor(rewards, dtype=torch.float64), discount).tolist()
+    due = [sum(discount**later * reward for later, reward in enumerate(rewards[at:])) for at in range(len(rewards))]
+    assert found == pytest.approx(due, abs=1e-12)
+    close(to_go(torch.tensor(rewards)), torch.tensor(rewards).flip(0).cumsum(0).flip(0))
+
+
+def test_normalization_over_the_batch_has_the_population_deviation_and_adds_epsilon_to_it():
+    # totals 0 and 4, a token each: mean 2, deviation 2 (of a sample it would be 2.83)
+    assert values("reinforce_pp", groups([0], [4]), epsilon=2.0) == pytest.approx([-0.5, 0.5])
 
 
 def test_reinforce_pp_with_baseline_takes_off_the_groups_mean_first():

@@ -1,6 +1,7 @@
 """The engine on one rank: its gradient doesn't depend on how a batch is cut, and it refuses what isn't finite."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,19 @@ from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import split_rows
 from goaly.train.settings import OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.trajectory import PackedRows
-from tests.unit.train.batches import documents, pack
+from tests.unit.train.batches import VOCABULARY, documents, pack
 
 LOSS = LossSettings(kl_coef=0.05)
-REJECTION = Rejection(measure="ratio", level="token", low=0.3, high=3.0)
+REJECTION = Rejection(measure="ratio", level="token", low=0.3, high=3.0, policy="current")
 """Leaves out about half of the tokens that `documents` makes."""
 OBJECTIVES = {
     "token_mean": LOSS,
     "sequence_mean": LossSettings(name="gspo", options={"clip_low": 0.5, "clip_high": 0.5}),
     "sequence_sum": LossSettings(name="dr_grpo", constant_length=60, proximal="interpolated", importance="sequence"),
     "tokens_kept": LossSettings(rejections=(REJECTION,), denominator="after"),
+    "gspo_kept": LossSettings(
+        name="gspo", options={"clip_low": 0.5, "clip_high": 0.5}, rejections=(REJECTION,), entropy_coef=0.1
+    ),
     "sequences_kept": LossSettings(aggregation="sequence_mean", rejections=(REJECTION,), denominator="after"),
 }
 SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=50)
@@ -76,7 +80,7 @@ def test_counting_what_is_kept_divides_gradient_and_loss_by_that_count(engine):
 
 def test_a_batch_of_which_nothing_is_kept_has_no_gradient(engine):
     made, packed = engine(), pack(documents(4), rows=2, row_length=128)
-    nothing = Rejection(measure="ratio", level="token", high=1e-30)
+    nothing = Rejection(measure="ratio", level="token", high=1e-30, policy="current")
     metrics = made.train_step(packed, policy_loss(LossSettings(rejections=(nothing,), denominator="after")))
     assert (metrics["rejected"], metrics["loss"], metrics["grad_norm"]) == (1, 0, 0)
 
@@ -103,6 +107,20 @@ def test_the_metrics_are_means_over_the_trained_tokens(engine):
         (ratio.mean() ** 2 / ratio.square().mean()).item(), rel=1e-4
     )
     assert (logprobs[~trained] == 0).all()
+
+
+def test_the_entropy_is_reported_and_its_bonus_raises_it(engine):
+    packed = pack(documents(6), rows=3, row_length=128)
+    packed.rows["advantages"].zero_()
+    found = {}
+    for coefficient in (0.0, 1.0):
+        made, objective = engine(), policy_loss(LossSettings(name="reinforce", entropy_coef=coefficient))
+        found[coefficient] = [made.train_step(packed, objective)["entropy"] for _ in range(4)]
+    still, raised = found[0.0], found[1.0]
+    assert still == [pytest.approx(still[0])] * 4
+    assert 0 < still[0] < math.log(VOCABULARY)
+    assert raised[0] == still[0]
+    assert raised[0] < raised[-1] <= math.log(VOCABULARY)
 
 
 def test_the_same_inputs_give_bit_identical_parameters_and_resuming_continues_them(engine):

@@ -112,6 +112,26 @@ def test_the_proximal_policy_of_every_part_is_that_of_before_the_batch(engine):
     assert PROXIMAL not in whole.rows.keys()  # noqa: SIM118
 
 
+def test_each_of_many_parts_has_the_proximal_policy_of_before_the_batch(engine):
+    made, whole = engine(), batch()
+    parts = tuple(Part(rows=1, trained_tokens=int(row["trained"].sum()), sequences=2) for row in whole.rows.split(1))
+    before = made.logprobs(whole.rows)
+    seen.clear()
+    settings = LossSettings(name=f"{__name__}:watched", proximal="trainer")
+    made.train_step(dataclasses.replace(whole, parts=parts), policy_loss(settings))
+    assert len(seen) == 3
+    for row, tokens in enumerate(seen):
+        assert torch.equal(tokens.proximal_logprobs_P, before[row][whole.rows["trained"][row]])  # TE-6
+
+
+def test_ages_are_counted_from_the_version_that_trains(engine):
+    made, objective = engine(), policy_loss(LossSettings(name=f"{__name__}:watched"))
+    for version in range(3):
+        seen.clear()
+        made.train_step(in_two(batch()), objective)  # drawn by version 0
+        assert all((tokens.ages_P == version).all() for tokens in seen)
+
+
 def test_only_a_loss_that_looks_back_pays_for_it(engine, monkeypatch: pytest.MonkeyPatch):
     made = engine()
     monkeypatch.setattr(made, "logprobs", lambda rows: pytest.fail("a forward pass that nothing asked for"))

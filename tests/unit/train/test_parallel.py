@@ -19,7 +19,7 @@ from goaly.train.value import ValueEngine
 from goaly.trajectory import PackedRows, Part
 from tests.unit.train.batches import documents, pack
 
-REJECTION = Rejection(measure="ratio", level="token", low=0.3, high=3.0)
+REJECTION = Rejection(measure="ratio", level="token", low=0.3, high=3.0, policy="current")
 OBJECTIVES = {
     "token_mean": LossSettings(kl_coef=0.05),
     "sequence_mean": LossSettings(name="gspo", options={"clip_low": 0.5, "clip_high": 0.5}),
