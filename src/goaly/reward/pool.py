@@ -1,8 +1,11 @@
 """The actor that scores responses. A shell around `VerifierPool`; lives in the hub process."""
 
+import asyncio
+
 from monarch.actor import Actor, concurrent_endpoint
 
 from goaly.prompts.prompt import Prompt
+from goaly.reward.process import VerifierError
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifiers import RewardStats, VerifierPool
 
@@ -12,6 +15,7 @@ class RewardPool(Actor):
 
     def __init__(self, settings: RewardSettings):
         self._pool = VerifierPool(settings)
+        self._named: dict[str, asyncio.Task[float]] = {}
 
     @concurrent_endpoint
     async def start(self) -> int:
@@ -19,9 +23,25 @@ class RewardPool(Actor):
         return await self._pool.start()
 
     @concurrent_endpoint
-    async def score(self, prompt: Prompt, response: str) -> float:
-        """The verifier's value for this response to this prompt."""
-        return await self._pool.score(prompt, response)
+    async def score(self, prompt: Prompt, response: str, request: str | None = None) -> float:
+        """The verifier's value for this response to this prompt; `cancel` ends a request that has a name."""
+        if request is None:
+            return await self._pool.score(prompt, response)
+        task = self._named[request] = asyncio.create_task(self._pool.score(prompt, response))
+        try:
+            await asyncio.wait([task])  # Unblocked by the score, or by `cancel`.
+        finally:
+            del self._named[request]
+            task.cancel()  # Nothing once it has ended; the end of it when this endpoint is stopped.
+        if task.cancelled():
+            raise VerifierError(f"request {request} was cancelled")
+        return task.result()
+
+    @concurrent_endpoint
+    async def cancel(self, request: str) -> None:
+        """Stop judging for this request, whose caller has gone; nothing when it has ended."""
+        if request in self._named:
+            self._named[request].cancel()
 
     @concurrent_endpoint
     async def stats(self) -> RewardStats:

@@ -17,6 +17,9 @@ START_LIMIT_SECONDS = 60.0
 
 LOOK_SECONDS = 0.05
 
+GONE_SECONDS = 1.0
+"""A process goes on for so long with a response that nobody waits for any more; a new process costs about that."""
+
 
 class VerifierError(GoalyError):
     """A verifier could not score: it raised, gave no finite number, died, or can't be imported."""
@@ -76,11 +79,16 @@ class VerifierProcess:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise VerifierDied("the verifier's process is gone") from error
 
-    async def reply(self, limit_seconds: float) -> Score | Refused:
-        """The next reply; TimeoutError when it does not come in time, after which the process is good for nothing."""
+    async def reply(self, limit_seconds: float, caller: asyncio.Future[float]) -> Score | Refused:
+        """The next reply; TimeoutError when it does not come in time, after which the process is good for nothing.
+
+        Its time is over `GONE_SECONDS` after the caller has gone, too.
+        """
         reading = asyncio.ensure_future(self._read())
         try:
-            await asyncio.wait([reading], timeout=limit_seconds)
+            await asyncio.wait([reading, caller], timeout=limit_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if caller.done() and not reading.done():
+                await asyncio.wait([reading], timeout=min(GONE_SECONDS, limit_seconds))
             if not reading.done():
                 # A reply that came in time may be unread because this loop was busy; one look tells.
                 await asyncio.wait([reading], timeout=LOOK_SECONDS)

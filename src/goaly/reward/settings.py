@@ -23,6 +23,11 @@ class RewardSettings(KnownWords):
     """Longest time for one score; the child that exceeds it is killed and replaced."""
     on_time_limit: Literal["zero", "fail"] = "zero"
     """What a score that ran out of time becomes: reward 0, or the failure of its group."""
+    on_error: Literal["zero", "fail"] = "fail"
+    """What a response becomes for which the verifier raised, died twice or gave no finite number: reward 0, or the
+    failure of its group. `fail` drops the other samples of the prompt too, so prompts with such responses are trained
+    less often; `zero` keeps them, but also tells the policy that the response was wrong. Choose `zero` where the
+    response causes the error (it can't be parsed), `fail` where the verifier does (a service is down)."""
 
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `reward.`."""

@@ -8,6 +8,8 @@ Invariants
     RW-2  Every request ends once: with a score, with its own time limit, or with an error that names its prompt.
           A slow or crashing response costs the requests behind it a wait, never their scores.
     RW-3  No verifier runs in this process.
+    RW-4  A process does not work on for a caller that has gone: it is free for others within `GONE_SECONDS`.
+    RW-5  Errors become a reward of 0 only where the settings say so, and never more than `ERRORS_IN_A_ROW` of them.
 """
 
 import asyncio
@@ -29,6 +31,8 @@ MESSAGE_SECONDS = 0.02
 MOST_IN_A_MESSAGE = 64
 TRIES = 2
 """How often a request may be under way in a process that dies before it is given up."""
+ERRORS_IN_A_ROW = 64
+"""With `on_error: zero`, after so many errors without a score between them the verifier itself counts as broken."""
 
 
 class RewardTimeout(VerifierError):
@@ -69,6 +73,7 @@ class VerifierPool:
         self._closed: VerifierError | None = None
         self._seconds_per_score = MESSAGE_SECONDS
         self._scores = self._timeouts = self._errors = self._replaced = 0
+        self._errors_in_a_row = 0
         self._busy_seconds = 0.0
 
     async def start(self) -> int:
@@ -145,15 +150,16 @@ class VerifierPool:
         try:
             await child.send([(request.prompt, request.response) for request in requests])
             while waiting:
-                reply = await child.reply(self._settings.time_limit_seconds)
+                reply = await child.reply(self._settings.time_limit_seconds, waiting[0].score)
                 now = time.monotonic()
                 self._spent(now - started)
                 started = now
                 request = waiting.popleft()
                 if isinstance(reply, Refused):
-                    self._refuse(request, reply.why)
+                    self._failed(request, reply.why)
                 else:
                     self._scores += 1
+                    self._errors_in_a_row = 0
                     _resolve(request, reply.value)
         except TimeoutError:  # RW-1
             self._spent(time.monotonic() - started)
@@ -162,7 +168,7 @@ class VerifierPool:
         except VerifierDied as error:
             waiting[0].tries += 1
             if waiting[0].tries >= TRIES:
-                self._refuse(waiting.popleft(), f"{error}, {TRIES} times")
+                self._failed(waiting.popleft(), f"{error}, {TRIES} times")
             return False
         finally:
             self._under_way.difference_update(requests)
@@ -177,7 +183,8 @@ class VerifierPool:
         except VerifierError as error:
             logger.warning("no successor for a verifier process: %s", error)
             for request in requests:
-                self._refuse(request, str(error))
+                self._errors += 1
+                _refuse(request, error)
             self._under_way.difference_update(requests)
             return None
 
@@ -186,21 +193,29 @@ class VerifierPool:
         self._seconds_per_score += 0.1 * (seconds - self._seconds_per_score)
 
     def _ran_out(self, request: _Request) -> None:
+        if request.score.done():
+            return  # RW-4: nobody waits for it any more
         self._timeouts += 1
         limit = self._settings.time_limit_seconds
         logger.warning("prompt %s: the verifier exceeded its %g s", request.prompt.id, limit)
         if self._settings.on_time_limit == "zero":
             _resolve(request, 0.0)
-        elif not request.score.done():
-            request.score.set_exception(
-                RewardTimeout(f"prompt {request.prompt.id}: the verifier exceeded time_limit_seconds={limit:g}")
-            )
+        else:
+            why = f"prompt {request.prompt.id}: the verifier exceeded time_limit_seconds={limit:g}"
+            _refuse(request, RewardTimeout(why))
 
-    def _refuse(self, request: _Request, why: str) -> None:
+    def _failed(self, request: _Request, why: str) -> None:
         self._errors += 1
-        if not request.score.done():
-            error = VerifierError(f"prompt {request.prompt.id}: verifier {self._settings.verifier}: {why}")
-            request.score.set_exception(error)
+        self._errors_in_a_row += 1
+        error = VerifierError(f"prompt {request.prompt.id}: verifier {self._settings.verifier}: {why}")
+        if self._settings.on_error == "fail":
+            _refuse(request, error)
+        elif self._errors_in_a_row <= ERRORS_IN_A_ROW:  # RW-5
+            logger.warning("reward 0, because reward.on_error is zero: %s", error)
+            _resolve(request, 0.0)
+        else:
+            count = self._errors_in_a_row
+            _refuse(request, VerifierError(f"{error} ({count} errors in a row: too many for reward.on_error=zero)"))
 
     def _end(self, error: VerifierError) -> None:
         self._closed = self._closed or error
@@ -213,3 +228,8 @@ class VerifierPool:
 def _resolve(request: _Request, value: float) -> None:
     if not request.score.done():
         request.score.set_result(value)
+
+
+def _refuse(request: _Request, error: VerifierError) -> None:
+    if not request.score.done():
+        request.score.set_exception(error)

@@ -14,7 +14,7 @@ import pytest
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward.process import VerifierError
 from goaly.reward.settings import RewardSettings
-from goaly.reward.verifiers import RewardTimeout, VerifierPool
+from goaly.reward.verifiers import ERRORS_IN_A_ROW, RewardTimeout, VerifierPool
 
 PROMPT = Prompt(id="q7", source="test", messages=(Message(role="user", content="1+1"),), answer="2")
 BY_WORD = "verifiers_under_test:by_word"
@@ -102,6 +102,48 @@ async def test_errors_name_the_prompt_and_the_cause_and_the_process_goes_on():
         with pytest.raises(VerifierError, match=r"prompt q7: .*it returned nan, must be a finite number"):
             await pool.score(PROMPT, "nan")
         assert await pool.score(PROMPT, "print") == 1.0
+        assert await pool.score(PROMPT, "pid") == pid
+
+
+async def test_errors_can_be_made_a_reward_of_zero():
+    async with pool_of(on_error="zero") as pool:
+        words = ["fine", "raise", "nan", "die", "fine"]
+        assert await asyncio.gather(*(pool.score(PROMPT, word) for word in words)) == [1.0, 0.0, 0.0, 0.0, 1.0]
+        assert pool.stats().errors == 3
+
+
+async def test_a_verifier_of_which_only_errors_come_is_broken_whatever_errors_are_made():
+    async with pool_of(on_error="zero") as pool:
+        for _ in range(2):
+            zeros = await asyncio.gather(*(pool.score(PROMPT, "raise") for _ in range(ERRORS_IN_A_ROW)))
+            assert zeros == [0.0] * ERRORS_IN_A_ROW
+            assert await pool.score(PROMPT, "fine") == 1.0  # ends the row
+        await asyncio.gather(*(pool.score(PROMPT, "raise") for _ in range(ERRORS_IN_A_ROW)))
+        with pytest.raises(
+            VerifierError, match=r"prompt q7: .*LookupError.*65 errors in a row: too many for reward.on_"
+        ):
+            await pool.score(PROMPT, "raise")  # RW-5
+
+
+async def test_a_process_that_works_for_a_caller_that_has_gone_is_freed_long_before_the_time_limit():
+    async with pool_of(time_limit_seconds=1000.0) as pool:
+        pid = await pool.score(PROMPT, "pid")
+        gone = asyncio.create_task(pool.score(PROMPT, "hang"))
+        for _ in range(10):
+            await asyncio.sleep(0)  # the process hangs
+        waiting = asyncio.create_task(pool.score(PROMPT, "pid"))
+        gone.cancel()
+        assert await asyncio.wait_for(waiting, 30) != pid  # RW-4
+        assert (pool.stats().timeouts, pool.stats().errors, pool.stats().replaced) == (0, 0, 1)
+
+
+async def test_a_process_finishes_what_takes_no_time_though_its_caller_has_gone():
+    async with pool_of(time_limit_seconds=1000.0) as pool:
+        pid = await pool.score(PROMPT, "pid")
+        gone = [asyncio.create_task(pool.score(PROMPT, "fine")) for _ in range(8)]
+        await asyncio.sleep(0)
+        for task in gone:
+            task.cancel()
         assert await pool.score(PROMPT, "pid") == pid
 
 
