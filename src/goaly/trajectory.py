@@ -14,6 +14,7 @@ Invariants
     TR-1  The first token is never trained: nothing predicts it.
     TR-2  A trained token has a version >= 0 and a finite log-probability <= 0.
     TR-3  Masks are stored, never inferred from pad or end-of-sequence tokens.
+    TR-4  The rewards of a sequence add up to a finite number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -164,10 +165,15 @@ def check_tokens(data: TensorDict, *, where: str) -> None:
     if bool(trained_T[0]):
         raise SchemaError(f"{where}: `trained` is set on the first token, which nothing predicts")  # TR-1
     logprobs = data["sampler_logprobs"][trained_T]
-    if not bool(((logprobs <= 0) & torch.isfinite(logprobs)).all()):
-        raise SchemaError(f"{where}: `sampler_logprobs` of a trained token is positive or not finite")  # TR-2
+    sound = (logprobs <= 0) & torch.isfinite(logprobs)
+    if not bool(sound.all()):
+        first = logprobs[~sound][0].item()
+        raise SchemaError(f"{where}: `sampler_logprobs` of a trained token is positive or not finite: {first}")  # TR-2
     if not bool((data["sampler_versions"][trained_T] >= 0).all()):
         raise SchemaError(f"{where}: `sampler_versions` of a trained token is negative")  # TR-2
+    total = data["rewards"].sum()
+    if not bool(torch.isfinite(total)):
+        raise SchemaError(f"{where}: `rewards` add up to {total.item()}, must be a finite number")  # TR-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,10 @@ Invariants
           trained, with log-probability 0 and no version.
     EP-2  A completion is taken only if it continues exactly the tokens recorded so far: what the policy saw is what is
           trained.
+    EP-3  Every reward is a finite number: another one fails its own group, never a batch.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +93,7 @@ class Episode:
         if all(turn.author != POLICY for turn in self._turns):
             raise EpisodeError(f"prompt {self._prompt.id}: a credit of {reward} before the policy wrote anything")
         last = len(self._tokens) - 1
-        self._credits[last] = self._credits.get(last, 0.0) + reward
+        self._credits[last] = self._credits.get(last, 0.0) + self._number(reward)
         return self
 
     def finish(self, reward: float) -> Trajectory:
@@ -99,7 +101,7 @@ class Episode:
         columns = {key: torch.cat([turn[key] for turn in self._columns]) for key in self._columns[0]}
         columns["rewards"] = torch.zeros(len(self._tokens))
         written = columns["trained"].nonzero()
-        columns["rewards"][int(written[-1]) if len(written) else -1] = reward
+        columns["rewards"][int(written[-1]) if len(written) else -1] = self._number(reward)
         for position, credit in self._credits.items():
             columns["rewards"][position] += credit
         return Trajectory(
@@ -110,6 +112,19 @@ class Episode:
             environment=self._environment,
             outcome=self._outcome,
         )
+
+    def _number(self, reward: float) -> float:
+        """The reward, once it is known to be a finite number; a tensor of one element and the like are taken as one."""
+        try:
+            value = math.nan if isinstance(reward, str) else float(reward)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            value = math.nan
+        if not abs(value) <= torch.finfo(torch.float32).max:  # also when it is not a number
+            kind = type(reward).__name__
+            raise EpisodeError(
+                f"prompt {self._prompt.id}: a reward of {reward!r} ({kind}), must be a finite float32 number"
+            )
+        return value
 
     def _read(self, author: str, tokens: Sequence[int]) -> "Episode":
         count = len(tokens)
