@@ -22,6 +22,7 @@ from goaly.prompts.prompt import Message, Prompt
 from goaly.reward.pool import RewardPool
 from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.episode import Episode, EpisodeContext
+from goaly.rollout.running import GENERATING
 from goaly.rollout.settings import RolloutSettings
 from goaly.rollout.worker import RolloutWorker, packed
 from goaly.trajectory import Trajectory
@@ -202,6 +203,33 @@ async def test_a_verifier_that_hangs_costs_the_reward_not_the_group(stack):
     summary = await stack.worker.run_group.call_one(ticket, hanging)
     assert summary.rewards == (0.0,) * 4
     assert (await stack.rewards.stats.call_one()).timeouts == 4
+
+
+async def test_a_request_that_is_cancelled_by_name_frees_the_hubs_verifier(procs):
+    settings = RewardSettings(verifier="verifiers_under_test:by_answer", time_limit_seconds=600.0)
+    rewards = procs.hub.spawn("rewards-cancelled", RewardPool, settings)
+    await rewards.start.call_one()
+    hanging = Prompt(id="q5", source="sums", messages=PROMPT.messages, answer="hang")
+    score = asyncio.ensure_future(_answer(rewards.score.call_one(hanging, "1", "rollout-0.7")))
+    await rewards.cancel.call_one("rollout-0.7")
+    await rewards.cancel.call_one("rollout-0.8")  # has ended, or never was: nothing to cancel
+    with pytest.raises(ActorError, match=r"request rollout-0\.7 was cancelled"):
+        await score
+    assert await asyncio.wait_for(_answer(rewards.score.call_one(PROMPT, "123", "rollout-0.9")), 60) == 3.0  # RW-4
+    assert (await rewards.stats.call_one()).timeouts == 0
+    await rewards.close.call_one()
+
+
+async def test_a_worker_says_how_far_a_groups_episodes_are(stack):
+    ticket = await stack.queue.admit.call_one()
+    long = Prompt(id="q3", source="sums", messages=(Message(role="user", content="1" * 57),))
+    group = asyncio.ensure_future(_answer(stack.worker.run_group.call_one(ticket, long)))  # 7 tokens left: it hangs
+    await stack.generator.when_under_way.call_one(4)
+    assert (await stack.worker.progress.call_one(ticket.index)).doing == {GENERATING: 4}
+    assert (await stack.queue.wait.call_one()).ticket == ticket.index
+    await stack.worker.cancel.call_one([ticket.index])
+    await group
+    assert await stack.worker.progress.call_one(ticket.index) is None
 
 
 async def test_an_evaluation_takes_no_ticket(stack):

@@ -21,6 +21,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -39,6 +40,27 @@ from goaly.trajectory import LATER, Group, PackedRows, check_tokens
 logger = logging.getLogger(__name__)
 
 RUN_ENDED = "the run ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """What the next batch waits for."""
+
+    ticket: int | None
+    """The oldest group under way, which holds the window back; None: no group is under way."""
+    finished: int
+    """Groups that are complete and not in a batch yet."""
+    needed: int
+    """Groups that a batch takes."""
+    rejected: int
+    """Groups rejected so far."""
+    failed: int
+    """Groups that failed so far."""
+
+    def __str__(self) -> str:
+        """What is there, in words."""
+        ended = f"{self.rejected} groups were rejected, {self.failed} failed so far"
+        return f"{self.finished} complete groups wait for a batch of {self.needed}; {ended}"
 
 
 class Backlog:
@@ -163,6 +185,17 @@ class Backlog:
             }
         )
         return batch.handle
+
+    def wait(self) -> Wait:
+        """What the next batch waits for at this moment."""
+        counts = self._ledger.counts()
+        return Wait(
+            ticket=self._order.oldest_under_way,
+            finished=self._order.finished,
+            needed=self._settings.groups_per_step,
+            rejected=counts[State.REJECTED],
+            failed=counts[State.FAILED],
+        )
 
     def rows(self, batch_id: int, dp_rank: int) -> PackedRows:
         """A data-parallel rank's rows of a batch that is not trained yet."""

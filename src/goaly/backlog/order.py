@@ -43,6 +43,16 @@ class Order(Protocol):
         """Whether `take(count)` would give them."""
         ...
 
+    @property
+    def oldest_under_way(self) -> int | None:
+        """The oldest ticket that has neither finished nor was dropped; None where there is none."""
+        ...
+
+    @property
+    def finished(self) -> int:
+        """How many tickets have finished and were not delivered yet."""
+        ...
+
     def take(self, count: int) -> Sequence[int] | None:
         """The next `count` tickets in delivery order, or None while they are not there (WO-4)."""
         ...
@@ -86,6 +96,16 @@ class WindowedOrder:
         for index in chosen or ():
             del self._open[index]
         return chosen
+
+    @property
+    def oldest_under_way(self) -> int | None:
+        """The oldest ticket that has neither finished nor was dropped: what holds the window back."""
+        return next((index for index, done in self._open.items() if not done), None)
+
+    @property
+    def finished(self) -> int:
+        """How many tickets have finished and were not delivered yet."""
+        return sum(self._open.values())
 
     def _choose(self, count: int) -> list[int] | None:
         remaining = list(self._open.items())
@@ -136,3 +156,13 @@ class CompletionOrder:
         for index in chosen:
             del self._finished[index]
         return chosen
+
+    @property
+    def oldest_under_way(self) -> int | None:
+        """The oldest ticket that has neither finished nor was dropped."""
+        return min(self._under_way, default=None)
+
+    @property
+    def finished(self) -> int:
+        """How many tickets have finished and were not delivered yet."""
+        return len(self._finished)

@@ -8,7 +8,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from torch import Tensor
 
 from goaly.backlog.admission import Ticket
-from goaly.backlog.backlog import Backlog
+from goaly.backlog.backlog import Backlog, Wait
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.settings import BacklogSettings
 from goaly.reward.settings import AdvantageSettings
@@ -61,6 +61,11 @@ class TrajectoryQueue(Actor):
     async def next_batch(self) -> BatchHandle | None:
         """The next step's batch, as soon as its groups are there; None once closed."""
         return await self._backlog.next_batch()
+
+    @concurrent_endpoint
+    async def wait(self) -> Wait:
+        """What the next batch waits for at this moment."""
+        return self._backlog.wait()
 
     @concurrent_endpoint
     async def rows(self, batch_id: int, dp_rank: int) -> PackedRows:

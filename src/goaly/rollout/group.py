@@ -4,22 +4,30 @@ Invariants
     RG-1  A ticket that was started is reported exactly once: as a group, as rejected, or as failed, also when this is
           cancelled.
     RG-2  When one episode fails, the others of its group are cancelled, and their requests with them.
+    RG-3  No episode holds up its group's report past its time limit (LI-1), nor another episode's place.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from goaly.backlog.admission import Ticket
 from goaly.errors import EpisodeError
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction
+from goaly.rollout.limits import EpisodeTimeout, GroupTimeout, TimedOut, within
 from goaly.rollout.policy import ContextFull, RoutedPolicy, Sampler
+from goaly.rollout.running import GroupProgress, RunningEpisode, RunningGroup
 from goaly.telemetry.spans import span
 from goaly.trajectory import Group, Trajectory
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CANCELLED = "cancelled"
 PROMPT_TOO_LONG = "prompt_too_long"
@@ -96,6 +104,8 @@ class GroupRunner:
         group_size: int,
         max_context: int,
         concurrency: int,
+        episode_seconds: float | None = None,
+        group_seconds: float | None = None,
         record: Callable[[int, Prompt, Trajectory], None] | None = None,
     ):
         self._episode = episode
@@ -108,8 +118,16 @@ class GroupRunner:
         self._group_size = group_size
         self._max_context = max_context
         self._places = asyncio.Semaphore(concurrency)
+        self._episode_seconds = episode_seconds
+        self._group_seconds = group_seconds
         self._record = record
         self._evaluations = 0
+        self._running: dict[int, RunningGroup] = {}
+
+    def progress(self, ticket: int) -> GroupProgress | None:
+        """How far the episodes of this ticket's group are; None when they do not run here."""
+        group = self._running.get(ticket)
+        return None if group is None else group.progress()
 
     async def run(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
         """Run the group's episodes and report their end to the queue."""
@@ -130,6 +148,9 @@ class GroupRunner:
         except ContextFull as error:
             rejected = f"{PROMPT_TOO_LONG}: {error}"
             await self._queue.reject(ticket.index, PROMPT_TOO_LONG)
+        except TimedOut as error:
+            failed = f"{error.reason}: {error}"
+            await self._queue.fail(ticket.index, error.reason)
         except Exception as error:
             failed = _reason(prompt, error)
             await self._queue.fail(ticket.index, failed)
@@ -146,31 +167,49 @@ class GroupRunner:
     async def evaluate(
         self, prompt: Prompt, samples: int, temperature: float | None = None, min_version: int = 0
     ) -> list[float]:
-        """The rewards of so many episodes that nobody trains."""
+        """The rewards of so many episodes that nobody trains; 0 for one that exceeds its time limit."""
         self._evaluations += 1
         sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
         name = f"{self._name}.evaluation-{self._evaluations}"
-        trajectories = await self._sample(prompt, samples, name=name, sampling=sampling, min_version=min_version)
-        return [trajectory.reward for trajectory in trajectories]
+
+        async def reward(episode: RunningEpisode) -> float:
+            try:
+                return (await self._run_one(prompt, episode)).reward
+            except EpisodeTimeout as error:
+                logger.warning("an evaluation counts reward 0: %s", error)
+                return 0.0
+
+        group = self._group(samples, name=name, sampling=sampling, min_version=min_version)
+        return list(await _all(group, reward))
 
     async def _sample_group(self, ticket: Ticket, prompt: Prompt) -> tuple[Trajectory, ...]:
-        samples = await self._sample(
-            prompt,
-            self._group_size,
-            name=str(ticket.index),
-            sampling=self._sampling,
-            min_version=ticket.min_version,
-        )
+        name, min_version = str(ticket.index), ticket.min_version
+        group = self._group(self._group_size, name=name, sampling=self._sampling, min_version=min_version)
+        self._running[ticket.index] = group
+        try:
+            async with asyncio.timeout(None) as limit:
+
+                async def sample(episode: RunningEpisode) -> Trajectory:
+                    return await self._run_one(prompt, episode, limit)
+
+                samples = await _all(group, sample)
+        except Exception as error:
+            if not limit.expired():
+                raise
+            raise GroupTimeout(
+                f"the episodes of prompt {prompt.id} exceeded rollout.group_seconds={self._group_seconds}; "
+                f"{group.done} of {self._group_size} were done"
+            ) from error
+        finally:
+            del self._running[ticket.index]
         if self._record is not None:
-            for sample in samples:
-                self._record(ticket.index, prompt, sample)
+            for trajectory in samples:
+                self._record(ticket.index, prompt, trajectory)
         return samples
 
-    async def _sample(
-        self, prompt: Prompt, count: int, *, name: str, sampling: Sampling, min_version: int
-    ) -> tuple[Trajectory, ...]:
-        def context(index: int) -> EpisodeContext:
-            policy = RoutedPolicy(
+    def _group(self, count: int, *, name: str, sampling: Sampling, min_version: int) -> RunningGroup:
+        def policy(index: int) -> RoutedPolicy:
+            return RoutedPolicy(
                 self._sampler,
                 name=f"{name}.{index}",
                 session=name,
@@ -179,18 +218,25 @@ class GroupRunner:
                 max_context=self._max_context,
                 decode=self._chat.decode,
             )
-            return EpisodeContext(policy=policy, reward=self._score, render=self._render, sample_index=index)
 
-        try:
-            async with asyncio.TaskGroup() as episodes:  # RG-2
-                tasks = [episodes.create_task(self._run_one(prompt, context(index))) for index in range(count)]
-        except BaseExceptionGroup as group:
-            raise _first(group) from group
-        return tuple(task.result() for task in tasks)
+        return RunningGroup([RunningEpisode(policy(index), index) for index in range(count)])
 
-    async def _run_one(self, prompt: Prompt, context: EpisodeContext) -> Trajectory:
+    async def _run_one(
+        self, prompt: Prompt, running: RunningEpisode, group_limit: asyncio.Timeout | None = None
+    ) -> Trajectory:
+        async def judge(prompt: Prompt, response: str) -> float:
+            with running.judging():
+                return await self._score(prompt, response)
+
+        context = EpisodeContext(
+            policy=running.policy, reward=judge, render=self._render, sample_index=running.sample_index
+        )
         async with self._places:  # Unblocked by the end of other episodes.
-            trajectory = await self._episode(prompt, context)
+            if group_limit is not None and self._group_seconds is not None and group_limit.when() is None:
+                group_limit.reschedule(asyncio.get_running_loop().time() + self._group_seconds)
+            with running.under_way():
+                name = f"episode {running.sample_index} of prompt {prompt.id}"
+                trajectory = await within(self._episode_seconds, self._episode(prompt, context), name)
         if not isinstance(trajectory, Trajectory):
             raise EpisodeError(f"the episode returned {type(trajectory).__name__}, must be a Trajectory")
         if trajectory.sample_index == context.sample_index:
@@ -203,6 +249,16 @@ class GroupRunner:
 
     def _render(self, prompt: Prompt) -> list[int]:
         return self._chat.render(prompt.messages)
+
+
+async def _all(group: RunningGroup, run: Callable[[RunningEpisode], Coroutine[Any, Any, T]]) -> tuple[T, ...]:
+    """What each of the group's episodes gave; the first failure of one."""
+    try:
+        async with asyncio.TaskGroup() as episodes:  # RG-2
+            tasks = [episodes.create_task(run(episode)) for episode in group.episodes]
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from errors
+    return tuple(task.result() for task in tasks)
 
 
 def _first(group: BaseException) -> BaseException:

@@ -4,6 +4,7 @@ Invariants
     PO-1  A completion is what the sampler drew: ids, log-probabilities and versions pass through untouched. `text` is
           for reading only; nothing is tokenized again.
     PO-2  Prompt and completion together never exceed the context.
+    PO-3  Once its episode has ended a policy sends no request: what an episode leaves behind costs no generation.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,25 +79,45 @@ class RoutedPolicy:
         self._max_context = max_context
         self._decode = decode
         self._requests = 0
+        self._under_way = 0
+        self._ended = False
+
+    @property
+    def generating(self) -> bool:
+        """Whether a request is at the generator."""
+        return self._under_way > 0
+
+    def end(self) -> None:
+        """The episode has ended: no more requests."""
+        self._ended = True
 
     async def sample(self, prompt_tokens: Sequence[int], sampling: Sampling | None = None) -> Completion:
         """One continuation of these tokens, sampled as the run's settings or `sampling` say."""
+        if self._ended:  # PO-3
+            raise EpisodeError(f"episode {self._name} has ended and can't sample any more")
         prompt = tuple(prompt_tokens)
         room = self._max_context - len(prompt)
         if room < 1:
-            raise ContextFull(f"{len(prompt)} tokens leave no room in a context of {self._max_context}")
+            raise ContextFull(
+                f"{len(prompt)} tokens leave no room in a context of {self._max_context}, the least of "
+                "generator.max_context and backlog.row_length"
+            )
         wanted = sampling or self._sampling
         request_id = f"{self._name}.{self._requests}"
         self._requests += 1
-        with span("generation", request=request_id, prompt_tokens=len(prompt)) as generation:
-            sample = await self._sampler.generate(
-                request_id,
-                list(prompt),
-                replace(wanted, max_tokens=min(wanted.max_tokens, room)),  # PO-2
-                self._min_version,
-                self._session,
-            )
-            generation.note(tokens=len(sample.tokens))
+        self._under_way += 1
+        try:
+            with span("generation", request=request_id, prompt_tokens=len(prompt)) as generation:
+                sample = await self._sampler.generate(
+                    request_id,
+                    list(prompt),
+                    replace(wanted, max_tokens=min(wanted.max_tokens, room)),  # PO-2
+                    self._min_version,
+                    self._session,
+                )
+                generation.note(tokens=len(sample.tokens))
+        finally:
+            self._under_way -= 1
         if sample.finish is Finish.CANCELLED:
             raise EpisodeError(f"request {request_id} was cancelled at the generator")
         return Completion(

@@ -6,10 +6,12 @@ ones serve. Groups go straight to the queue; the controller gets a summary.
 Invariants
     WR-1  Every group's task has an owner here: `cancel` and `close` end them, and their requests and tickets with them.
           (Cancelling the caller of `run_group` does not reach it: Monarch does not pass a cancellation on.)
+    WR-2  An event loop that an episode blocks for too long ends the process, with the place of the block in its log.
 """
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,9 @@ from goaly.reward.settings import RewardSettings
 from goaly.reward.verifiers import VerifierPool
 from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.group import CANCELLED, GroupRunner, GroupSummary
+from goaly.rollout.running import GroupProgress
 from goaly.rollout.settings import RolloutSettings
+from goaly.rollout.watchdog import LoopWatchdog
 from goaly.telemetry import spans
 from goaly.telemetry.journal import Journal
 from goaly.trajectory import Group, Trajectory
@@ -65,13 +69,14 @@ class RolloutWorker(Actor):
         self._journal = Journal(journal, tokens=journal_tokens)
         self._queue = _Queue(queue)
         self._verifiers = VerifierPool(rewards) if isinstance(rewards, RewardSettings) else None
+        self._watchdog = None if settings.blocked_seconds is None else LoopWatchdog(settings.blocked_seconds)
         self._running: dict[int, asyncio.Task[GroupSummary]] = {}
         self._runner = GroupRunner(
             cloudpickle.loads(episode),
             name=name,
             sampler=self._router,
             queue=self._queue,
-            rewards=self._verifiers or _Rewards(rewards),
+            rewards=self._verifiers or _Rewards(rewards, name),
             chat=self._chat,
             sampling=Sampling(
                 max_tokens=sampling.max_tokens,
@@ -83,12 +88,16 @@ class RolloutWorker(Actor):
             group_size=group_size,
             max_context=max_context,
             concurrency=settings.concurrency,
+            episode_seconds=settings.episode_seconds,
+            group_seconds=settings.group_seconds,
             record=self._write,
         )
 
     @concurrent_endpoint
     async def start(self) -> None:
         """Start the worker's own verifiers, where it has some; they are ready on return."""
+        if self._watchdog is not None:
+            self._watchdog.start()  # WR-2
         if self._verifiers is not None:
             await self._verifiers.start()
 
@@ -113,6 +122,11 @@ class RolloutWorker(Actor):
         return task.result()
 
     @concurrent_endpoint
+    async def progress(self, ticket: int) -> GroupProgress | None:
+        """How far the episodes of this ticket's group are; None when they do not run here."""
+        return self._runner.progress(ticket)
+
+    @concurrent_endpoint
     async def evaluate(
         self, prompt: Prompt, samples: int, temperature: float | None = None, min_version: int = 0
     ) -> list[float]:
@@ -132,6 +146,8 @@ class RolloutWorker(Actor):
         if self._verifiers is not None:
             await self._verifiers.close()
         self._journal.close()
+        if self._watchdog is not None:
+            self._watchdog.stop()
         spans.flush()
 
     async def _end(self, tickets: Iterable[int]) -> None:
@@ -176,11 +192,18 @@ class _Queue:
 class _Rewards:
     """The reward pool's actor, as a group runner speaks to it."""
 
-    def __init__(self, rewards: Any):
+    def __init__(self, rewards: Any, name: str):
         self._rewards = rewards
+        self._name = name
+        self._numbers = count()
 
     async def score(self, prompt: Prompt, response: str) -> float:
-        return await _answer(self._rewards.score.call_one(prompt, response))
+        request = f"{self._name}.{next(self._numbers)}"
+        try:
+            return await _answer(self._rewards.score.call_one(prompt, response, request))
+        except asyncio.CancelledError:
+            self._rewards.cancel.broadcast(request)  # Monarch does not pass a cancellation on
+            raise
 
 
 async def _answer(call: Awaitable[Any]) -> Any:

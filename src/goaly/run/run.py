@@ -5,6 +5,7 @@ import logging
 import time
 from pathlib import Path
 
+from goaly.backlog.backlog import Wait
 from goaly.backlog.batch import BatchHandle
 from goaly.errors import RunFailed
 from goaly.generate.service import GeneratorService
@@ -86,6 +87,16 @@ class Run:
         }
         self.metrics.step(self.policy_version, step)
         self.progress.step(self.policy_version, step)
+
+    async def tell_wait(self, seconds: float, wait: Wait) -> None:
+        """Say what the training loop has been waiting for."""
+        held = "prompts, no group is under way" if wait.ticket is None else await self.rollouts.describe(wait.ticket)
+        self.say(f"waiting {seconds:.0f} s for {held}; {wait}")
+
+    def say(self, text: str) -> None:
+        """Show a line of text on the progress display and in the log."""
+        logger.info(text)
+        self.progress.note(text)
 
     def conclude(self, text: str) -> None:
         """Say what came out, as the run's last line."""

@@ -9,23 +9,31 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import ActorError
 
 from goaly.backlog.admission import Ticket
+from goaly.backlog.backlog import Wait
 from goaly.backlog.batch import BatchHandle
 from goaly.errors import RunFailed
 from goaly.prompts.prompt import Prompt
+from goaly.rollout.group import PROMPT_TOO_LONG, GroupSummary
+from goaly.run.waiting import ANSWER_SECONDS, telling
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 FAILURES_IN_A_ROW = 16
-"""So many groups failing one after the other end the run."""
+"""So many failures without a completed group between them end the run."""
+
+TOO_LONG_IN_A_ROW = 64
+"""So many prompts that are too long without a completed group between them end the run."""
 
 
 class Backlog:
     """Stage 4: tickets out, batches in."""
 
-    def __init__(self, queue: Any):
+    def __init__(self, queue: Any, tell: Callable[[float, Wait], Awaitable[None]] | None = None):
+        """`tell` is called when `batches` waits long, with the seconds waited and what is waited for."""
         self.queue = queue
+        self._tell = tell
         self.final_counts: dict[str, int] = {}
         self.final_reasons: dict[str, int] = {}
 
@@ -37,7 +45,8 @@ class Backlog:
     async def batches(self, steps: int) -> AsyncIterator[BatchHandle]:
         """The batches of so many steps, each as soon as its groups are complete. Ends admission when it ends."""
         for _ in range(steps):
-            batch = await _ask("queue.next_batch", self.queue.next_batch.call_one())
+            async with telling(self._tell_wait):
+                batch = await _ask("queue.next_batch", self.queue.next_batch.call_one())
             if batch is None:
                 raise RunFailed("the trajectory queue closed before the run's last step")
             yield batch
@@ -55,6 +64,10 @@ class Backlog:
         """End the accounting: what nobody will report on any more is rejected."""
         self.final_counts = await self.queue.settle.call_one()
         self.final_reasons = await self.queue.reasons.call_one()
+
+    async def _tell_wait(self, seconds: float) -> None:
+        if self._tell is not None:
+            await self._tell(seconds, await _ask("queue.wait", self.queue.wait.call_one()))
 
 
 class Ranks:
@@ -122,10 +135,13 @@ class Critic(Ranks):
 class Rollouts:
     """Stage 2: groups of episodes on the rollout workers."""
 
-    def __init__(self, workers: Sequence[Any]):
+    def __init__(self, workers: Sequence[Any], say: Callable[[str], None] = logger.info):
+        """`say` is called with a line of text when an evaluation takes long."""
         self._workers = tuple(workers)
+        self._say = say
         self._running = [0] * len(self._workers)
-        self._failures = 0
+        self._under_way: dict[int, tuple[int, Prompt]] = {}
+        self._failures = self._too_long = self._too_long_in_all = 0
 
     async def start(self) -> None:
         """Have every worker ready to judge."""
@@ -134,21 +150,51 @@ class Rollouts:
     async def group(self, ticket: Ticket, prompt: Prompt) -> None:
         """Run the group's episodes on the least busy worker; it ends in the backlog, whatever happens."""
 
-        async def run(worker: Any) -> Any:
+        async def run(index: int) -> Any:
+            worker = self._workers[index]
+            self._under_way[ticket.index] = index, prompt
             try:
                 return await _ask("rollout.run_group", worker.run_group.call_one(ticket, prompt))
             except asyncio.CancelledError:
                 worker.cancel.broadcast([ticket.index])  # Monarch does not pass a cancellation on
                 raise
+            finally:
+                del self._under_way[ticket.index]
 
-        summary = await self._on_least_busy(run)
-        if summary.failed is None:
-            self._failures = 0
-            return
-        self._failures += 1
-        logger.warning("group %d (%s) failed: %s", ticket.index, prompt.id, summary.failed)
-        if self._failures >= FAILURES_IN_A_ROW:
-            raise RunFailed(f"{self._failures} groups failed in a row; the last: {summary.failed}")
+        self._judge(await self._on_least_busy(run))
+
+    def _judge(self, summary: GroupSummary) -> None:
+        """End the run when nothing but failures, or nothing but prompts that are too long, has come for long."""
+        group = f"group {summary.ticket} ({summary.prompt_id})"
+        if summary.failed is not None:
+            self._failures += 1
+            logger.warning("%s failed: %s", group, summary.failed)
+            if self._failures >= FAILURES_IN_A_ROW:
+                raise RunFailed(f"{self._failures} groups failed in a row; the last: {summary.failed}")
+        elif summary.rewards:
+            self._failures = self._too_long = 0
+        elif summary.rejected is not None and summary.rejected.startswith(PROMPT_TOO_LONG):
+            self._too_long += 1
+            self._too_long_in_all += 1
+            if self._too_long_in_all & (self._too_long_in_all - 1) == 0:  # 1, 2, 4, …
+                logger.warning("%s rejected, %d so far: %s", group, self._too_long_in_all, summary.rejected)
+            if self._too_long >= TOO_LONG_IN_A_ROW:
+                raise RunFailed(f"{self._too_long} groups were rejected in a row; the last: {summary.rejected}")
+
+    async def describe(self, ticket: int) -> str:
+        """Which group a ticket is, and how far its episodes are."""
+        if ticket not in self._under_way:
+            return f"group {ticket}, which has no prompt yet"
+        index, prompt = self._under_way[ticket]
+        group = f"group {ticket} (prompt {prompt.id}, source {prompt.source})"
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                found = await _ask("rollout.progress", self._workers[index].progress.call_one(ticket))
+        except TimeoutError:
+            return f"{group}, whose worker rollout-{index} does not answer"
+        if found is None:
+            return f"{group}, which rollout-{index} does not run"
+        return f"{group}: {found}, running for {found.seconds:.0f} s on rollout-{index}"
 
     async def rewards(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, temperature: float, policy_version: int
@@ -157,14 +203,19 @@ class Rollouts:
 
         async def ask(prompt: Prompt) -> list[float]:
             return await self._on_least_busy(
-                lambda worker: _ask(
+                lambda index: _ask(
                     "rollout.evaluate",
-                    worker.evaluate.call_one(prompt, samples_per_prompt, temperature, policy_version),
+                    self._workers[index].evaluate.call_one(prompt, samples_per_prompt, temperature, policy_version),
                 )
             )
 
-        async with asyncio.TaskGroup() as asked:
-            tasks = [asked.create_task(ask(prompt)) for prompt in prompts]
+        async def tell(seconds: float) -> None:
+            left = [task.get_name() for task in tasks if not task.done()]
+            done = f"{len(tasks) - len(left)} of {len(tasks)} prompts are done"
+            self._say(f"evaluating for {seconds:.0f} s: {done}; waiting for {', '.join(left[:3])}")
+
+        async with telling(tell), asyncio.TaskGroup() as asked:
+            tasks = [asked.create_task(ask(prompt), name=f"prompt {prompt.id}") for prompt in prompts]
         return [task.result() for task in tasks]
 
     async def use(self, replicas: Mapping[int, Any]) -> None:
@@ -175,11 +226,11 @@ class Rollouts:
         """Let go of what the workers hold."""
         await asyncio.gather(*(worker.close.call_one() for worker in self._workers))
 
-    async def _on_least_busy(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def _on_least_busy(self, call: Callable[[int], Awaitable[T]]) -> T:
         index = min(range(len(self._workers)), key=self._running.__getitem__)
         self._running[index] += 1
         try:
-            return await call(self._workers[index])
+            return await call(index)
         finally:
             self._running[index] -= 1
 

@@ -101,7 +101,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
         config.steps,
         config.trainer.minibatches,
     )
-    run.backlog = Backlog(queue)
+    run.backlog = Backlog(queue, run.tell_wait)
     closers["backlog"] = run.backlog.close
 
     await meet(trainer_mesh)
@@ -132,7 +132,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
             journal_tokens=config.telemetry.journal_tokens,
         )
 
-    run.rollouts = Rollouts([spawn_worker(f"rollout-{index}") for index in range(config.rollout.workers)])
+    run.rollouts = Rollouts([spawn_worker(f"rollout-{index}") for index in range(config.rollout.workers)], run.say)
     closers["rollouts"] = run.rollouts.close
 
     async def spawn_generator(name: str) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from goaly.backlog.backlog import Backlog
+from goaly.backlog.backlog import Backlog, Wait
 from goaly.backlog.outcomes import RECENT_STEPS
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed, SchemaError
@@ -107,6 +107,23 @@ async def test_a_batch_waits_for_its_groups_and_takes_them_in_ticket_order():
     assert (await batch).sequences == 4
     rows = queue.rows(0, 0).rows
     assert rows["positions"][0].tolist() == [*range(4), *range(4), *range(3), *range(3), 0, 1]
+
+
+@pytest.mark.parametrize("order", ["windowed", "completion"])
+async def test_what_a_batch_waits_for_is_the_oldest_group_under_way(order):
+    queue = backlog(replace(SETTINGS, max_staleness=3, order=order))
+    assert queue.wait() == Wait(ticket=None, finished=0, needed=2, rejected=0, failed=0)
+    for _ in range(5):
+        queue.started((await queue.admit()).index)
+    queue.put(group(2))
+    queue.fail(0, "broken")
+    queue.reject(4, "too long")
+    assert queue.wait() == Wait(ticket=1, finished=1, needed=2, rejected=1, failed=1)
+    queue.put(group(1))
+    assert queue.wait().ticket == 3
+    await queue.next_batch()
+    queue.put(group(3))
+    assert (queue.wait().ticket, queue.wait().finished) == (None, 1)
 
 
 async def test_batch_metrics_by_hand():

@@ -1,0 +1,298 @@
+"""Time limits of episodes and groups, in virtual time: what hangs fails its own group and holds up nothing else."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_episode import completion
+from test_group import PROMPT, TICKET, FakeQueue, FakeSampler, ask_once, runner
+
+from bench import virtual
+from goaly.backlog.admission import Ticket
+from goaly.errors import EpisodeError
+from goaly.prompts.prompt import Prompt
+from goaly.rollout.episode import Episode, EpisodeContext
+from goaly.rollout.limits import CANCEL_SECONDS, within
+from goaly.rollout.running import DONE, GENERATING, JUDGED, OWN_CODE, WAITING
+from goaly.rollout.settings import RolloutSettings
+from goaly.rollout.worker import _Rewards
+from goaly.trajectory import Trajectory
+
+NEXT = Ticket(index=5, min_version=2)
+
+
+async def never(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def test_an_episode_that_hangs_fails_its_group_and_cancels_the_requests_of_the_others():
+    async def one_hangs(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        return await (never if context.sample_index == 1 else ask_once)(prompt, context)
+
+    async def main() -> None:
+        sampler, queue = FakeSampler(hangs=True), FakeQueue()
+        group = runner(sampler, queue, one_hangs, episode_seconds=60.0)
+        await asyncio.sleep(1000)
+        summary = await group.run(TICKET, PROMPT)
+        assert asyncio.get_running_loop().time() == pytest.approx(1060)
+        assert summary.failed == ("episode_timeout: episode 0 of prompt q1 exceeded rollout.episode_seconds=60.0")
+        assert queue.reports == [("fail", 4, "episode_timeout")]
+        assert (sorted(sampler.cancelled), sampler.under_way) == (["4.0.0", "4.2.0"], 0)  # RG-2
+        assert group.progress(TICKET.index) is None
+
+    virtual.run(main())
+
+
+def test_without_a_limit_an_episode_may_take_days():
+    async def takes_days(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        await asyncio.sleep(1e6)
+        return await ask_once(prompt, context)
+
+    queue = FakeQueue()
+    virtual.run(runner(FakeSampler(), queue, takes_days).run(TICKET, PROMPT))
+    assert queue.reports == [("put", 4)]
+
+
+def test_an_episode_that_swallows_its_cancellation_is_abandoned_and_frees_its_place(caplog):
+    caplog.set_level(logging.INFO)
+
+    async def stubborn(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        if prompt.id != "stubborn":
+            return await ask_once(prompt, context)
+        try:
+            return await never(prompt, context)
+        except asyncio.CancelledError:
+            await asyncio.sleep(1000)
+            return await ask_once(prompt, context)
+
+    async def main() -> None:
+        sampler, queue = FakeSampler(), FakeQueue()
+        group = runner(sampler, queue, stubborn, episode_seconds=60.0, concurrency=1, group_size=1)
+        prompt = Prompt(id="stubborn", source="sums", messages=PROMPT.messages)
+        first = asyncio.create_task(group.run(TICKET, prompt))
+        second = asyncio.create_task(group.run(NEXT, PROMPT))
+        assert (await first).failed is not None
+        assert asyncio.get_running_loop().time() == pytest.approx(60 + CANCEL_SECONDS)  # LI-1
+        assert queue.reports == [("fail", 4, "episode_timeout")]
+        assert (await second).rewards == (1.0,)  # RG-3
+        await asyncio.sleep(1000)
+        assert [request for request, *_ in sampler.asked] == ["5.0.0"]  # PO-3
+
+    virtual.run(main())
+    assert "episode 0 of prompt stubborn goes on 10 s after it was cancelled, and is abandoned" in caplog.text
+    assert "EpisodeError: episode 4.0 has ended and can't sample any more" in caplog.text
+
+
+def test_a_group_is_limited_from_the_start_of_its_first_episode_on():
+    async def main() -> None:
+        queue = FakeQueue()
+        group = runner(FakeSampler(pauses=0), queue, group_seconds=60.0, concurrency=1, group_size=1)
+        occupant = asyncio.create_task(_take(group, NEXT, 100))
+        summary = await group.run(TICKET, PROMPT)
+        assert asyncio.get_running_loop().time() == pytest.approx(100)
+        assert summary.rewards == (1.0,)
+        await occupant
+
+    async def _take(group, ticket, seconds) -> None:
+        async with group._places:
+            await asyncio.sleep(seconds)
+
+    virtual.run(main())
+
+
+def test_a_group_that_takes_too_long_fails_though_each_of_its_episodes_is_within_its_limit():
+    async def in_turns(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        await asyncio.sleep(50)
+        return await ask_once(prompt, context)
+
+    async def main() -> None:
+        queue = FakeQueue()
+        group = runner(FakeSampler(), queue, in_turns, episode_seconds=60.0, group_seconds=120.0, concurrency=1)
+        summary = await group.run(TICKET, PROMPT)
+        assert asyncio.get_running_loop().time() == pytest.approx(120)
+        assert summary.failed == (
+            "group_timeout: the episodes of prompt q1 exceeded rollout.group_seconds=120.0; 2 of 3 were done"
+        )
+        assert queue.reports == [("fail", 4, "group_timeout")]
+        assert (await group.run(NEXT, PROMPT)).failed is not None  # its episodes had the place that was freed
+
+    virtual.run(main())
+
+
+def test_a_timeout_of_the_episodes_own_is_an_error_like_any_other():
+    async def gives_up(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        async with asyncio.timeout(1):
+            return await never(prompt, context)
+
+    queue = FakeQueue()
+    virtual.run(runner(FakeSampler(), queue, gives_up, episode_seconds=60.0, group_seconds=90.0).run(TICKET, PROMPT))
+    assert queue.reports == [("fail", 4, "prompt q1: TimeoutError: ")]
+
+
+def test_an_episode_that_cancels_itself_fails_its_group_by_name():
+    async def cancels_itself(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        raise asyncio.CancelledError
+
+    queue = FakeQueue()
+    virtual.run(runner(FakeSampler(), queue, cancels_itself, group_size=1).run(TICKET, PROMPT))
+    assert queue.reports == [("fail", 4, "prompt q1: EpisodeError: episode 0 of prompt q1 was cancelled from within")]
+
+
+def test_in_an_evaluation_an_episode_that_hangs_gets_no_reward_and_costs_the_others_none():
+    async def one_hangs(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        return await (never if context.sample_index == 1 else ask_once)(prompt, context)
+
+    group = runner(FakeSampler(), FakeQueue(), one_hangs, episode_seconds=60.0, group_seconds=1.0)
+    assert virtual.run(group.evaluate(PROMPT, 3)) == [1.0, 0.0, 1.0]
+
+
+def test_cancelled_while_it_waits_for_what_it_cancelled_it_lets_go_of_it_too(caplog):
+    async def stubborn() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(1000)
+
+    async def main() -> None:
+        limited = asyncio.create_task(within(60.0, stubborn(), "a stubborn one"))
+        await asyncio.sleep(61)
+        limited.cancel()
+        await asyncio.wait([limited])
+        assert limited.cancelled()
+        assert asyncio.get_running_loop().time() == pytest.approx(61)
+        await asyncio.sleep(1000)
+
+    virtual.run(main())
+    assert "a stubborn one goes on" in caplog.text
+
+
+async def test_what_each_episode_is_doing_can_be_told_at_any_time():
+    async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        if context.sample_index == 0:
+            return await ask_once(prompt, context)
+        if context.sample_index == 1:
+            await context.reward(prompt, "hangs")
+        if context.sample_index == 2:
+            await context.policy.sample([1] * 3)
+        return await never(prompt, context)
+
+    class Rewards:
+        async def score(self, prompt: Prompt, response: str) -> float:
+            return await asyncio.Future() if response == "hangs" else 1.0
+
+    class Sampler(FakeSampler):
+        async def generate(self, request_id, *arguments):
+            self.hangs = request_id == "4.2.0"
+            return await super().generate(request_id, *arguments)
+
+    group = runner(Sampler(pauses=0), FakeQueue(), episode, rewards=Rewards(), group_size=5, concurrency=4)
+    task = asyncio.create_task(group.run(TICKET, PROMPT))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    progress = group.progress(TICKET.index)
+    assert progress is not None
+    # the place of sample 0, which is done, went to the last one
+    assert progress.doing == {DONE: 1, JUDGED: 1, GENERATING: 1, OWN_CODE: 2}
+    assert str(progress) == ("1 of 5 episodes done, 1 being judged, 1 generating, 2 in the episode's own code")
+    assert group.progress(99) is None
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_an_episode_without_a_place_waits_for_one():
+    group = runner(FakeSampler(hangs=True), FakeQueue(), group_size=2, concurrency=1)
+    task = asyncio.create_task(group.run(TICKET, PROMPT))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    progress = group.progress(TICKET.index)
+    assert progress is not None
+    assert progress.doing == {GENERATING: 1, WAITING: 1}
+    task.cancel()
+    await asyncio.wait([task])
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("reward", "named"),
+    [
+        (NAN, r"a reward of nan \(float\)"),
+        (-INF, r"a reward of -inf \(float\)"),
+        ("1.0", r"a reward of '1\.0' \(str\)"),
+        (None, r"a reward of None \(NoneType\)"),
+        (torch.ones(2), r"a reward of tensor\(\[1., 1.\]\) \(Tensor\)"),
+        (1e39, r"a reward of 1e\+39 \(float\)"),
+        (10**400, r"a reward of 1000+ \(int\)"),
+    ],
+)
+def test_a_reward_that_is_no_finite_number_is_refused_with_its_prompt_and_value(reward, named):
+    with pytest.raises(EpisodeError, match=f"prompt q1: {named}, must be a finite float32 number"):
+        Episode(PROMPT, [5]).finish(reward)  # EP-3
+    with pytest.raises(EpisodeError, match=f"prompt q1: {named}, must be a finite float32 number"):
+        Episode(PROMPT, [5]).wrote(completion([5], [6])).credited(reward)
+
+
+def test_whatever_is_a_number_is_a_reward():
+    numbers = (1, True, torch.tensor(1.0), torch.ones(1).numpy()[0])
+    assert [Episode(PROMPT, [5]).finish(number).reward for number in numbers] == [1.0] * 4
+
+
+@pytest.mark.parametrize(("reward", "says"), [(NAN, "a reward of nan"), (3e38, "`rewards` add up to inf")])
+async def test_a_reward_that_cannot_be_trained_fails_its_own_group_only(reward, says):
+    async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        answer = await context.policy.sample(context.render(prompt))
+        episode = Episode(prompt, answer.prompt).wrote(answer).credited(reward if context.sample_index == 1 else 0.5)
+        return episode.finish(3e38)
+
+    queue = FakeQueue()
+    summary = await runner(FakeSampler(), queue, episode).run(TICKET, PROMPT)
+    assert "q1" in summary.failed
+    assert says in summary.failed
+    assert queue.groups == []
+
+
+async def test_a_log_probability_that_is_not_a_number_fails_its_own_group_only():
+    class Broken(FakeSampler):
+        async def generate(self, request_id, *arguments):
+            sample = await super().generate(request_id, *arguments)
+            if request_id == "4.1.0":
+                sample.logprobs[1] = NAN
+            return sample
+
+    queue = FakeQueue()
+    summary = await runner(Broken(), queue).run(TICKET, PROMPT)
+    assert summary.failed == (
+        "prompt q1: SchemaError: trajectory q1/0: `sampler_logprobs` of a trained token is positive or not finite: nan"
+    )
+    assert queue.groups == []
+
+
+def test_time_limits_that_cannot_work_are_named():
+    assert RolloutSettings(episode_seconds=0, group_seconds=-1.0, blocked_seconds=INF).problems("rollout.") == [
+        "rollout.episode_seconds=0: must be a time above 0, or null for no limit",
+        "rollout.group_seconds=-1.0: must be a time above 0, or null for no limit",
+        "rollout.blocked_seconds=inf: must be a time above 0, or null for no limit",
+    ]
+    assert RolloutSettings(episode_seconds=None, blocked_seconds=None).problems("rollout.") == []
+
+
+async def test_a_score_that_nobody_waits_for_any_more_is_cancelled_at_the_hub():
+    asked: list[str] = []
+    cancelled: list[str] = []
+
+    async def score(prompt: Prompt, response: str, request: str) -> float:
+        asked.append(request)
+        return await asyncio.Future() if response == "hangs" else 1.0
+
+    hub = SimpleNamespace(score=SimpleNamespace(call_one=score), cancel=SimpleNamespace(broadcast=cancelled.append))
+    rewards = _Rewards(hub, "rollout-3")
+    assert await rewards.score(PROMPT, "fine") == 1.0
+    hanging = asyncio.create_task(rewards.score(PROMPT, "hangs"))
+    await asyncio.sleep(0)
+    hanging.cancel()
+    await asyncio.wait([hanging])
+    assert (asked, cancelled) == (["rollout-3.0", "rollout-3.1"], ["rollout-3.1"])
