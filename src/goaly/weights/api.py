@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 import torch
 
-from goaly.errors import WeightsError
 from goaly.weights.mapping import Naming
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
@@ -60,9 +59,8 @@ async def pull_into(
 ) -> int:
     """Wait for a version above `after`, write it into these tensors; the newest version there was then."""
     async with subscribe(store, tensors, settings=settings, naming=naming) as subscriber:
-        version = await subscriber.newest(after)
-        if not await subscriber.prefetch(version):
-            raise WeightsError(f"version {version} went away while it was held")
+        while not await subscriber.prefetch(await subscriber.newest(after)):
+            pass  # revoked: there is a newer one
         return subscriber.apply()
 
 

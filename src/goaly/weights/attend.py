@@ -1,4 +1,8 @@
-"""Small tasks beside a publisher or a subscriber: what it does for others while it is there."""
+"""Small tasks beside a publisher or a subscriber: what it does for others while it is there.
+
+None of them is vital to its own process: when a pulse fails for good, the store counts the member as ended and refuses
+its calls, and when an offer fails, the store tells the readers that wait for it.
+"""
 
 import asyncio
 import logging

@@ -8,14 +8,15 @@ Invariants
     WV-1  A version can be leased only from its commit on, and it is committed once every writer rank has staged it. A
           reader that asks for early versions may hold one from its announcement on; it is told if that is abandoned.
     WV-2  The slot of a leased version is not written, but by those who stage that version.
-    WV-3  A writer never waits for a reader: at any moment at least one slot is without a lease. A reader whose lease
-          would take the last one waits for another reader's release instead.
+    WV-3  Nobody waits for a reader. A writer that finds every slot leased revokes the leases of the oldest version,
+          never those of the newest; whoever held them finds by the seals that its copy is void.
     WV-4  Committed versions go up. A reader holds at most one lease.
-    WV-5  The newest version is the last to be written over: only while readers hold all the others. If what was to
-          take its place is abandoned, the newest that is left is what readers get.
+    WV-5  The newest version is the last to be written over without a lease: only while readers hold all the others. If
+          what was to take its place is abandoned, the newest that is left is what readers get.
     WV-6  All ranks stage a version in the same slot. A slot that was reserved for the next version holds none.
     WV-7  A version that one rank gives up is spent for all: ranks that come to it later are told, and can go on to the
           next.
+    WV-8  A reader that waits for a newer version holds it from the commit on: no writer comes in between.
 """
 
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class VersionLedger:
         self._staging: _Staging | None = None
         self._reserved: int | None = None
         self._leases: dict[int, int] = {}
+        self._waiting: dict[int, int] = {}
+        """Readers that wait for a commit, and the version above which they want one."""
         self._abandoned: tuple[int, str] | None = None
 
     def begin(self, rank: int, version: int, *, early: bool = False) -> int | None:
@@ -58,9 +61,11 @@ class VersionLedger:
         if staging is None or version != staging.version:
             self._check_new(version)
         if staging is None:
-            slot = self._free_slot() if self._reserved is None else self._reserved
-            assert slot is not None, "WV-3: every slot is leased"
-            self._reserved = None
+            slot, self._reserved = self._reserved, None
+            if slot is None:
+                slot = self._free_slot()
+            if slot is None:
+                slot = self._revoked_slot()
             self._slots[slot] = None
             self._staging = _Staging(version=version, slot=slot, early=early)
             return slot
@@ -105,6 +110,8 @@ class VersionLedger:
         self._slots[staging.slot] = version  # WV-1
         self.newest = version
         self._staging = None
+        for reader in [reader for reader, after in self._waiting.items() if after < version]:
+            self.lease(reader, version)  # WV-8
         return True
 
     def abandon(self, version: int, why: str) -> None:
@@ -132,31 +139,32 @@ class VersionLedger:
         if self._staging is not None:
             self.abandon(self._staging.version, why)
 
-    def lease(self, reader: int, version: int) -> bool | None:
-        """Hold the version for the reader, in place of what it held. False if it is gone, None if it must wait."""
+    def lease(self, reader: int, version: int) -> bool:
+        """Hold the version for the reader, in place of what it held or waited for. False if it is gone."""
         if not self._announced(version):
             if self.newest is None or version > self.newest:
                 raise WeightsError(f"version {version} is not committed; the newest is {self.newest}")
             if version not in self._slots:
                 return False
-        others = {held for holder, held in self._leases.items() if holder != reader}
-        if len(others | {version}) >= len(self._slots):  # WV-3
-            return None
+        self.release(reader)
         self._leases[reader] = version
         return True
 
     def lease_newer(self, reader: int, after: int, *, early: bool = False) -> int | None:
-        """Hold the newest version there is, if it is above `after`; None if the reader must wait."""
+        """Hold the newest version there is, if it is above `after`; None if the reader must wait for a commit."""
         version = max(self.versions, default=None)  # WV-5
         if early and self._staging is not None and self._staging.early:
             version = self._staging.version
-        if version is None or version <= after or not self.lease(reader, version):
+        if version is None or version <= after:
+            self._waiting[reader] = after
             return None
+        self.lease(reader, version)
         return version
 
     def release(self, reader: int) -> None:
-        """Take back what the reader holds, if anything."""
+        """Take back what the reader holds, if anything; it waits for nothing."""
         self._leases.pop(reader, None)
+        self._waiting.pop(reader, None)
 
     def whole(self, version: int) -> bool | None:
         """Whether the version is there; None while it is being staged, False once it is gone or abandoned."""
@@ -208,3 +216,10 @@ class VersionLedger:
             if (version is None or version not in kept) and (self._staging is None or slot != self._staging.slot)
         ]
         return min(free, key=lambda slot: -1 if self._slots[slot] is None else self._slots[slot], default=None)
+
+    def _revoked_slot(self) -> int:
+        """The slot of the oldest version, which nobody holds any more (WV-3)."""
+        oldest = self.versions[0]
+        for reader in [reader for reader, held in self._leases.items() if held == oldest]:
+            self.release(reader)
+        return self._slots.index(oldest)

@@ -69,7 +69,6 @@ class Publisher:
         self._ring: Staging | None = None
         self._remote: RemoteRing | None = None
         self._next_slot: int | None = None
-        self._request = 0
         self._one_at_a_time = asyncio.Lock()
         self._attendants = Attendants()
 
@@ -83,25 +82,19 @@ class Publisher:
         """Stage this rank's shards as `version`; True if this was the last rank and readers can have it now."""
         async with self._one_at_a_time:
             ring = await self._join()
-            self._request += 1
             slot, self._next_slot = self._next_slot, None
             early = sum(shard.bytes for shard in ring.layout) > self._settings.bucket_bytes
             try:
                 if slot is None:
-                    slot = await self._store.begin.call_one(
-                        self._rank, self._request, version, early
-                    )  # the others' last publish
+                    slot = await self._store.begin.call_one(self._rank, version, early)  # the others' last
                     assert slot is not None
                 elif early:
-                    self._store.announce.broadcast(self._rank, self._request, version)
+                    self._store.announce.broadcast(self._rank, version)
                 staged_in = slot
                 await self._copier.run(lambda: self._stage(ring, staged_in, version))
-                staged: Staged = await self._store.staged.call_one(
-                    self._rank, self._request, version, slot
-                )  # the others' last publish
+                staged: Staged = await self._store.staged.call_one(self._rank, version, slot)  # the others' last
             except BaseException as error:
-                self._request += 1
-                self._store.abandon.broadcast(self._rank, self._request, version, repr(error))  # WB-2
+                self._store.abandon.broadcast(self._rank, version, repr(error))  # WB-2
                 raise
             self._next_slot = staged.next_slot
             return staged.committed
@@ -144,10 +137,10 @@ class Publisher:
 
         try:
             self._remote = await asyncio.to_thread(RemoteRing.of, ring)
-        except Exception as error:
+            await self._store.offer.call_one(self._rank, ring.source(self._process.host, self._remote))
+        except Exception as error:  # the readers that wait for the offer get the error; this rank's own host has others
             await self._store.no_offer.call_one(self._rank, f"{type(error).__name__}: {error}")
             raise
-        await self._store.offer.call_one(self._rank, ring.source(self._process.host, self._remote))
 
     def _stage(self, ring: Staging, slot: int, version: int) -> None:
         with span("stage", version=version, rank=self._rank) as staging:

@@ -40,12 +40,14 @@ class Staged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A version that a reader holds."""
+    """A version that a reader holds, until it is released, replaced or revoked."""
 
     version: int
     slot: int
     whole: bool
     """Whether it is committed, or still being staged."""
+    reader: int
+    """Whose it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,12 @@
 """One writer rank's versions in shared memory: a few slots of one size, each with room for its whole layout.
 
 A slot begins with its seals, one for each bucket of the layout: the version whose shards the bucket holds, or
-`UNSEALED` while they are being written. Leases keep slots from being rewritten under a reader; the seals turn a broken
-lease into an error rather than a torn read, and tell a reader of an early version which buckets it may take.
+`UNSEALED` while they are being written. Leases keep slots from being rewritten under a reader; by the seals a reader
+whose lease was revoked finds that its copy may be torn, and a reader of an early version which buckets it may take.
 
 Invariants
-    WG-1  A bucket is sealed with a version only while every shard in it is that version's.
+    WG-1  A bucket is sealed with a version only while every shard in it is that version's: a slot is unsealed before
+          any of it is written.
 """
 
 from collections.abc import Iterator, Sequence

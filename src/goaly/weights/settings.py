@@ -18,7 +18,9 @@ class WeightSettings:
 
     slots: int = 3
     """How many versions the trainer's ring holds; its memory is slots x the size of the weights. With 3, readers may
-    hold two different versions while the trainer writes the next. The trainer never waits for a reader."""
+    hold two different versions while the trainer writes the next. The trainer never waits for a reader: if readers hold
+    all slots, the oldest version's lose theirs and copy a newer one. Raise it if readers take longer than slots - 1
+    publishes for a copy."""
 
     transfer_dtype: str | None = None
     """Floating-point type that weights are cast to when they are published (float32, bfloat16, float16); none keeps

@@ -6,7 +6,8 @@ It holds no weights: those lie in the writers' memory (`ring.py`), and readers c
 Invariants
     WS-1  Whatever a reader's process held is free again once it has ended, however it ended.
     WS-2  A version whose writer died before it was staged by all ranks is never seen; the other ranks get an error.
-    WS-3  A call that its caller gave up holds nothing: a newer request of the same reader or rank supersedes it.
+    WS-3  A call that its caller gave up holds nothing: a reader's newer request supersedes it, and the version that a
+          rank withdrew is spent (WV-7).
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from typing import TypeVar
 from monarch.actor import Actor, concurrent_endpoint
 
 from goaly.errors import WeightsError
+from goaly.process import vital_task
 from goaly.weights.layout import Layout, share
 from goaly.weights.ledger import VersionLedger
 from goaly.weights.liveness import ProcessMark, Watch, this_host, watch
@@ -52,7 +54,6 @@ class _Writer:
     wanted_remotely: bool = False
     unreachable: str | None = None
     """Why processes on other hosts can't reach it, if so."""
-    request: int = 0
 
 
 class WeightStore(Actor):
@@ -115,27 +116,25 @@ class WeightStore(Actor):
         await self._until(lambda: writer.wanted_remotely or None, for_writer=False)  # the first such reader
 
     @concurrent_endpoint
-    async def begin(self, rank: int, request: int, version: int, early: bool) -> int:
+    async def begin(self, rank: int, version: int, early: bool) -> int:
         """The slot to stage this version in; waits until the version before it is committed.
 
         `early` wakes readers that want to follow the staging bucket by bucket.
         """
-        return await self._begun(rank, request, version, early)
+        return await self._begun(rank, version, early)
 
     @concurrent_endpoint
-    async def announce(self, rank: int, request: int, version: int) -> None:
+    async def announce(self, rank: int, version: int) -> None:
         """As `begin` with `early`, for a rank that knows the slot; what is wrong, its `staged` will be told."""
         with suppress(WeightsError):
-            await self._begun(rank, request, version, early=True)
+            await self._begun(rank, version, early=True)
 
     @concurrent_endpoint
-    async def staged(self, rank: int, request: int, version: int, slot: int) -> Staged:
+    async def staged(self, rank: int, version: int, slot: int) -> Staged:
         """This rank's shards are in place. The last rank's call commits the version and wakes the readers."""
         ledger = self._require_ledger()
-        current = self._current_writer(rank, request)
 
         def noted() -> Staged | None:
-            current()
             committed = ledger.staged(rank, version, slot)
             return None if committed is None else Staged(committed=committed, next_slot=ledger.reserve(rank))
 
@@ -144,9 +143,8 @@ class WeightStore(Actor):
         return staged
 
     @concurrent_endpoint
-    async def abandon(self, rank: int, request: int, version: int, why: str) -> None:
+    async def abandon(self, rank: int, version: int, why: str) -> None:
         """This rank can't stage the version: no one will see it, unless it is committed already."""
-        self._writers[rank].request = max(self._writers[rank].request, request)
         self._require_ledger().abandon(version, f"rank {rank} gave it up: {why}")
         await self._wake()
 
@@ -213,10 +211,10 @@ class WeightStore(Actor):
                 return None
             version = ledger.lease_newer(reader, after, early=early)
             if version is not None:
-                return _lease(ledger, version)
+                return _lease(ledger, reader, version)
             return None if ledger.ended is None or ledger.may_come(after) else Ended(why=ledger.ended)
 
-        return await self._until(granted, for_writer=False)  # a commit; a release where all other slots are held
+        return await self._until(granted, for_writer=False)  # a commit
 
     @concurrent_endpoint
     async def whole(self, version: int) -> bool:
@@ -227,15 +225,17 @@ class WeightStore(Actor):
     @concurrent_endpoint
     async def lease(self, reader: int, request: int, version: int) -> Lease | None:
         """Hold this version for the reader; None if it is gone."""
-        self._known(reader).request = max(self._known(reader).request, request)
+        known = self._known(reader)
+        if request < known.request:
+            raise WeightsError(f"reader {known.name} gave up this request")  # WS-3
+        known.request = request
         ledger = self._require_ledger()
+        return _lease(ledger, reader, version) if ledger.lease(reader, version) else None
 
-        def granted() -> bool | None:
-            self._check_current(reader, request)
-            return ledger.lease(reader, version)
-
-        held = await self._until(granted, for_writer=False)  # a release where all other slots are held
-        return _lease(ledger, version) if held else None
+    @concurrent_endpoint
+    async def holds(self, reader: int, version: int) -> bool:
+        """Whether the reader still holds this version: its lease may have been revoked."""
+        return self._ledger is not None and self._ledger.leased.get(reader) == version
 
     @concurrent_endpoint
     async def release(self, reader: int, request: int) -> None:
@@ -273,15 +273,11 @@ class WeightStore(Actor):
 
     # Waiting, and the ends of processes
 
-    async def _begun(self, rank: int, request: int, version: int, early: bool) -> int:
+    async def _begun(self, rank: int, version: int, early: bool) -> int:
         ledger = self._require_ledger()
-        current = self._current_writer(rank, request)
-
-        def begun() -> int | None:
-            current()
-            return ledger.begin(rank, version, early=early)
-
-        slot = await self._until(begun)  # the slower ranks' `staged`, or a rank's death
+        slot = await self._until(
+            lambda: ledger.begin(rank, version, early=early)
+        )  # the slower ranks' `staged`, or a rank's death
         if early:
             await self._wake()
         return slot
@@ -302,7 +298,7 @@ class WeightStore(Actor):
             self._changed.notify_all()
 
     def _wake_soon(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._wake())
+        task = vital_task(self._wake(), "weight store: wake who waits")
         self._waking.add(task)
         task.add_done_callback(self._waking.discard)
 
@@ -319,17 +315,6 @@ class WeightStore(Actor):
         logger.warning("%s", self._writer_lost)
         self._require_ledger().end(self._writer_lost)  # WS-2
         self._wake_soon()
-
-    def _current_writer(self, rank: int, request: int) -> Callable[[], None]:
-        """A check that the rank has not given this request up since (WS-3)."""
-        writer = self._writers[rank]
-        writer.request = max(writer.request, request)
-
-        def check() -> None:
-            if writer.request != request:
-                raise WeightsError(f"writer rank {rank} gave up this request")
-
-        return check
 
     def _needed_of(self, host: str) -> tuple[Needs, ...]:
         """What those readers need that read whole buckets from this host."""
@@ -364,5 +349,6 @@ class WeightStore(Actor):
         return self._ledger
 
 
-def _lease(ledger: VersionLedger, version: int) -> Lease:
-    return Lease(version=version, slot=ledger.slot_of(version), whole=ledger.whole(version) is True)
+def _lease(ledger: VersionLedger, reader: int, version: int) -> Lease:
+    slot, whole = ledger.slot_of(version), ledger.whole(version) is True
+    return Lease(version=version, slot=slot, whole=whole, reader=reader)

@@ -9,7 +9,8 @@ others' `prefetch`, which ask the store nothing. Each of them tells the store be
 
 Invariants
     WU-1  `apply` puts in place one whole version: what `prefetch` copied under one lease, bucket by bucket, each of
-          them sealed with the version before and after, and the version committed.
+          them sealed with the version before and after, and the version committed. A lease that was revoked meanwhile
+          matters only if the writer has begun in its place: then a seal differs, and the copy is discarded.
     WU-2  A cancelled or failed `prefetch` holds nothing and leaves nothing to apply.
     WU-3  What was prefetched is applied once: `apply` wants another `prefetch` before it.
 """
@@ -18,7 +19,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Mapping
-from typing import NoReturn, Self
+from typing import Self
 
 import torch
 
@@ -42,6 +43,10 @@ SEAL_SECONDS = 0.001
 """How long a reader that follows a staging waits before it looks for further sealed buckets."""
 
 BucketPairs = dict[int, list[Pair]]
+
+
+class _WrittenOver(Exception):
+    """The writer has begun another version in the slot that is being copied."""
 
 
 class Subscriber:
@@ -103,7 +108,10 @@ class Subscriber:
             await self._join()
 
     async def newest(self, after: int = -1, *, early: bool = False) -> int:
-        """Wait for a committed version above `after`. It can't go away before the next call, `release` or `close`.
+        """Wait for a committed version above `after`, and hold it until the next call, `release` or `close`.
+
+        The store takes it back where this reader is so slow that other readers and the writers need all slots; then
+        `prefetch` returns False, and the next `newest` returns a newer version.
 
         With `early`, it may be one that is still being staged; its `prefetch` then ends with its commit. Raises
         `WritersGone` once none can come any more.
@@ -125,9 +133,9 @@ class Subscriber:
             return lease.version
 
     async def prefetch(self, version: int, lent: Lease | None = None) -> bool:
-        """Copy the version into this rank's spare memory, for `apply`; False if it is gone, or was given up.
+        """Copy the version into this rank's spare memory, for `apply`; False if it is gone, revoked or given up.
 
-        `lent` is another reader's lease of it, which has to last as long as this call.
+        `lent` is another reader's lease of it, which that reader has to keep as long as this call lasts.
         """
         async with self._one_at_a_time:
             await self._connect()
@@ -216,7 +224,7 @@ class Subscriber:
         ]
 
     async def _fetch(self, lease: Lease) -> bool:
-        """Fill the spares with a version that is held; False if it is given up before it is whole."""
+        """Fill the spares with a version that is held; False if it is given up before it is whole, or revoked."""
         arrival = Arrival(whole=lease.whole or None)
         telling = None if lease.whole else asyncio.create_task(self._tell(lease.version, arrival))
         try:
@@ -224,6 +232,12 @@ class Subscriber:
             if telling is not None:
                 await telling
             return there
+        except _WrittenOver:
+            if await self._store.holds.call_one(lease.reader, lease.version):
+                raise WeightsError(
+                    f"version {lease.version} was written over while reader {self._reader} held it"
+                ) from None
+            return False
         except BaseException:
             self._forget()  # WU-2: after the copy's end, which `run` waits for
             raise
@@ -250,7 +264,7 @@ class Subscriber:
                 moved = [self._take(rank, buckets, lease) for rank, buckets in waiting.items()]
                 waiting = {rank: buckets for rank, buckets in waiting.items() if buckets}
                 if waiting and whole:
-                    self._written_over(min(waiting), lease)
+                    raise _WrittenOver
                 if waiting and not any(moved) and not arrival.wait(SEAL_SECONDS):
                     return False
             if not arrival.until_told():
@@ -258,7 +272,7 @@ class Subscriber:
             for rank, buckets in enumerate(self._plan):
                 seals = self._reached[rank].seals(lease.slot) if buckets else []
                 if any(seals[bucket] != lease.version for bucket in buckets):
-                    self._written_over(rank, lease)
+                    raise _WrittenOver
             with self._spares_lock:
                 self._ready = lease.version
             pull.note(bytes=sum(shard.bytes for shard in self._destination.layout))
@@ -300,8 +314,3 @@ class Subscriber:
     def _forget(self) -> None:
         with self._spares_lock:
             self._ready = None
-
-    def _written_over(self, rank: int, lease: Lease) -> NoReturn:
-        raise WeightsError(
-            f"version {lease.version} from writer rank {rank} was written over while reader {self._reader} held it"
-        )

@@ -1,4 +1,4 @@
-"""The version protocol as a state machine: WV-1 to WV-5 over random orders of calls."""
+"""The version protocol as a state machine: WV-1 to WV-8 over random orders of calls."""
 
 import pytest
 from hypothesis import settings
@@ -22,6 +22,7 @@ class Protocol(RuleBasedStateMachine):
         self.writing: dict[int, tuple[int, int]] = {}
         self.memory: list[dict[int, int]] = [{} for _ in range(slots)]
         self.held: dict[int, int] = {}
+        self.waiting: dict[int, int] = {}
         self.committed = -1
         self.given_up: set[int] = set()
 
@@ -34,6 +35,8 @@ class Protocol(RuleBasedStateMachine):
 
     def begins(self, rank: int, *, early: bool = False) -> None:
         version = self.next_version[rank]
+        versions, starts = self.ledger.versions, self.ledger.staging is None
+        oldest_slot = self.ledger.slot_of(versions[0]) if versions else None
         try:
             slot = self.ledger.begin(rank, version, early=early)
         except WeightsError:
@@ -43,6 +46,14 @@ class Protocol(RuleBasedStateMachine):
             # WV-3: only a slower rank makes a rank wait, never a reader.
             assert min(self.next_version) < version
             return
+        revoked = {reader: held for reader, held in self.held.items() if reader not in self.ledger.leased}
+        if revoked:  # WV-3: the oldest version's, and only where all slots were held
+            assert starts
+            assert len(versions) == len(self.memory)
+            assert set(self.held.values()) == set(versions)
+            assert set(revoked.values()) == {versions[0]} != {versions[-1]}
+            assert slot == oldest_slot
+        self.held = {reader: held for reader, held in self.held.items() if reader not in revoked}
         self.writes(rank, version, slot)
 
     def writes(self, rank: int, version: int, slot: int) -> None:
@@ -73,6 +84,11 @@ class Protocol(RuleBasedStateMachine):
         if committed:
             assert set(range(self.committed + 1, version)) <= self.given_up
             self.committed = version
+            for reader, after in list(self.waiting.items()):
+                if after < version:  # WV-8
+                    assert self.ledger.leased[reader] == version
+                    self.held[reader] = version
+                    del self.waiting[reader]
         following = self.ledger.reserve(rank)
         if goes_on and following is not None:
             self.writes(rank, version + 1, following)
@@ -86,11 +102,11 @@ class Protocol(RuleBasedStateMachine):
         version = self.committed - back
         if version < 0:
             return
-        granted = self.ledger.lease(reader, version)
-        if granted:
+        if self.ledger.lease(reader, version):
             self.held[reader] = version
+            self.waiting.pop(reader, None)
         else:
-            assert (granted is False) == (version not in self.ledger.versions)
+            assert version not in self.ledger.versions
 
     @rule(reader=reader_numbers, after=st.integers(-1, 20), early=st.booleans())
     def lease_newer(self, reader: int, after: int, early: bool) -> None:
@@ -99,11 +115,16 @@ class Protocol(RuleBasedStateMachine):
             assert version > after
             assert version == max(self.ledger.versions, default=-1) or (early and version == self.ledger.staging)
             self.held[reader] = version
+            self.waiting.pop(reader, None)
+        else:  # WV-3: it waits for a commit, never for a reader
+            assert max(self.ledger.versions, default=-1) <= after
+            self.waiting[reader] = after
 
     @rule(reader=reader_numbers)
     def release(self, reader: int) -> None:
         self.ledger.release(reader)
         self.held.pop(reader, None)
+        self.waiting.pop(reader, None)
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
@@ -128,11 +149,6 @@ class Protocol(RuleBasedStateMachine):
             else:
                 assert self.ledger.whole(version) is None
                 assert all(slot[rank] in (-1, version) for rank in self.ledger._staging.staged)
-
-    @invariant()
-    def a_slot_is_left_for_the_trainer(self) -> None:
-        if hasattr(self, "ledger"):
-            assert len(set(self.held.values())) < len(self.memory)  # WV-3
 
     def teardown(self) -> None:
         """Whatever was given up, the ranks come to a version together."""
@@ -188,15 +204,41 @@ def test_the_newest_is_written_over_last() -> None:
     assert ledger.versions == (1, 2)
 
 
-def test_a_reader_that_would_take_the_last_slot_waits_for_another_readers_release() -> None:
+@pytest.mark.parametrize("slots", [2, 3, 5])
+def test_stuck_readers_in_every_other_slot_keep_the_newest_version_from_nobody(slots: int) -> None:  # WV-3
+    ledger = VersionLedger(writers=1, slots=slots)
+    for version in range(slots):
+        published(ledger, version)
+        assert ledger.lease(version, version)  # all slots are held by readers that never let go
+    for version in range(slots, slots + 48):
+        published(ledger, version)
+        assert ledger.lease_newer(99, version - 1) == version
+        assert ledger.lease_newer(98, -1) == version
+
+
+def test_a_slow_reader_keeps_its_version_while_nobody_else_needs_the_slot() -> None:  # WV-5
     ledger = VersionLedger(writers=1, slots=2)
     published(ledger, 0)
     assert ledger.lease(1, 0)
-    published(ledger, 1)
-    assert ledger.lease(2, 1) is None
-    published(ledger, 2)  # the trainer goes on
-    ledger.release(1)
-    assert ledger.lease_newer(2, 0) == 2
+    published(ledger, 1, 2, 3)
+    assert ledger.leased == {1: 0}
+    assert ledger.lease_newer(2, -1) == 3
+    assert ledger.leased == {1: 0, 2: 3}
+    published(ledger, 4)
+    assert ledger.leased == {2: 3}  # the oldest version's reader is the one that loses it
+    assert ledger.lease_newer(1, 0) == 4
+
+
+def test_a_waiting_reader_holds_the_version_before_a_quick_rank_can_write_over_it() -> None:  # WV-8
+    ledger = VersionLedger(writers=1, slots=2)
+    published(ledger, 0)
+    assert ledger.lease(1, 0)
+    assert ledger.lease_newer(2, 0) is None
+    assert ledger.lease_newer(3, 0) is None
+    ledger.release(3)
+    published(ledger, 1, 2)
+    assert ledger.leased == {2: 1}  # reader 1's slot was taken for version 2
+    assert ledger.slot_of(1) != ledger.slot_of(2)
 
 
 def test_a_version_that_was_written_over_is_gone() -> None:

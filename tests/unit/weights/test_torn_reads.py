@@ -1,16 +1,19 @@
-"""Ten thousand pulls of tagged weights, between layouts, among pauses, cancellations and kills: none is mixed."""
+"""Ten thousand pulls of tagged weights, between layouts, among pauses, revoked leases, cancellations and kills: none is
+mixed."""
 
 import asyncio
 import gc
 import random
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from local_store import Gone, Life, LocalStore, as_process, meshes, sharded
 from torch.distributed.device_mesh import DeviceMesh
 
-from goaly.errors import WritersGone
+from goaly.errors import WeightsError, WritersGone
 from goaly.weights import publisher, subscriber
 from goaly.weights.placement import local
 from goaly.weights.publisher import Publisher
@@ -29,6 +32,32 @@ AT_ONCE = WeightSettings(slots=2, apply="flip", copy_threads=2)
 def segments() -> int:
     """Segments of the weight store that this process maps."""
     return Path("/proc/self/maps").read_text().count("goaly-weights")
+
+
+class Commits:
+    """How many versions were committed, for copies that are slower than several of them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def add(self) -> None:
+        """One more."""
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def wait_for_more(self, count: int) -> None:
+        """Until there are so many more, or the life is over."""
+        with self._changed:
+            wanted = self._count + count
+            assert self._changed.wait_for(lambda: self._count >= wanted, 30)
+
+    def end(self) -> None:
+        """Let everyone go on."""
+        with self._changed:
+            self._count = 1 << 60
+            self._changed.notify_all()
 
 
 class Writers:
@@ -87,8 +116,13 @@ class Writers:
 class Reader:
     """A reader of everything, or one of two ranks with columns; joins anew whenever its process is killed."""
 
-    def __init__(self, store: LocalStore, settings: WeightSettings, number: int, mesh: DeviceMesh | None):
+    def __init__(
+        self, store: LocalStore, settings: WeightSettings, number: int, mesh: DeviceMesh | None, commits: Commits
+    ):
         self.life = Life()
+        self.commits = commits
+        self.slow = self.slowed = False
+        self.revoked = 0
         self.whole = {name: torch.nn.Parameter(torch.full(shape, -1.0)) for name, shape in SHAPES.items()}
         held: dict[str, torch.Tensor] = dict(self.whole)
         if mesh is not None:
@@ -97,13 +131,27 @@ class Reader:
         with as_process(subscriber, self.life.mark):
             self.subscriber = Subscriber(store, held, f"reader {number}", settings)
         self.version = -1
+        self.copy = self.subscriber._copier.copy
+        self.subscriber._copier.copy = self.copy_slowly
+
+    def copy_slowly(self, pairs: list[Any]) -> None:
+        """In the midst of a copy, perhaps wait for more versions than there are slots: it may be written over."""
+        self.copy(pairs[: len(pairs) // 2])
+        if self.slow:
+            self.slow, self.slowed = False, True
+            self.commits.wait_for_more(4)
+        self.copy(pairs[len(pairs) // 2 :])
 
     async def pull(self, draw: random.Random) -> int:
         """Pull what is newer, perhaps several times; how many pulls were checked."""
+        self.slow, self.slowed = draw.random() < 0.03, False
         version = await self.subscriber.newest(self.version, early=draw.random() < 0.7)
         pulls = 0
         for _ in range(draw.choice((1, 2, 8, 16))):
             if not await self.subscriber.prefetch(version):
+                self.revoked += self.slowed
+                with pytest.raises(WeightsError, match="nothing to apply"):
+                    self.subscriber.apply()
                 return pulls
             if draw.random() < 0.3:
                 await asyncio.sleep(0)
@@ -120,16 +168,19 @@ class Reader:
         self.subscriber._copier._pool.shutdown()
 
 
-async def live(draw: random.Random, settings: WeightSettings, ranks: list[DeviceMesh], pulls_wanted: int) -> int:
-    """A trainer's life, from its first version to the death of a rank; how many pulls its readers made."""
+async def live(
+    draw: random.Random, settings: WeightSettings, ranks: list[DeviceMesh], pulls_wanted: int
+) -> tuple[int, int]:
+    """A trainer's life, from its first version to the death of a rank; its readers' pulls, and those revoked."""
     store = LocalStore(settings)
     writers = Writers(store, settings, ranks)
-    pulls, newest = 0, {-1}  # a version that was given up is committed all the same, if that came first
+    commits = Commits()
+    pulls, revoked, newest = 0, 0, {-1}  # a version that was given up is committed all the same, if that came first
 
     async def read(number: int) -> None:
-        nonlocal pulls
+        nonlocal pulls, revoked
         mesh = None if number % 3 == 0 else ranks[number % 3 - 1]
-        reader = Reader(store, settings, number, mesh)
+        reader = Reader(store, settings, number, mesh, commits)
         try:
             while True:
                 pulling = asyncio.ensure_future(reader.pull(draw))
@@ -147,9 +198,10 @@ async def live(draw: random.Random, settings: WeightSettings, ranks: list[Device
                 except asyncio.CancelledError:
                     if fate >= 0.06:
                         raise
+                revoked, reader.revoked = revoked + reader.revoked, 0
                 if fate < 0.03:
                     reader.close()
-                    reader = Reader(store, settings, number, mesh)
+                    reader = Reader(store, settings, number, mesh, commits)
         finally:
             reader.close()
 
@@ -158,13 +210,15 @@ async def live(draw: random.Random, settings: WeightSettings, ranks: list[Device
     while pulls < pulls_wanted:
         committed = await writers.publish(version, turns=draw.randrange(20) if draw.random() < 0.05 else None)
         newest = {version} if committed else newest | {version}
+        commits.add()
         version += 1
         for _ in range(draw.randrange(8)):
             await asyncio.sleep(0)
         for ended in readers:
             assert not ended.done(), ended.exception()
+    commits.end()
     await writers.die(version, draw.randrange(len(ranks)), draw.randrange(15))
-    late = Reader(store, settings, 99, None)
+    late = Reader(store, settings, 99, None, commits)
     await late.pull(random.Random(0))
     state = await store.state.call_one()
     assert state.newest in newest | {version}
@@ -181,17 +235,17 @@ async def live(draw: random.Random, settings: WeightSettings, ranks: list[Device
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
     assert not store.failures
-    return pulls
+    return pulls, revoked
 
 
 @pytest.mark.parametrize("settings", [ANNOUNCED, AT_ONCE], ids=["announced", "at once"])
-async def test_no_pull_is_mixed_whoever_pauses_gives_up_or_dies(settings: WeightSettings) -> None:
+async def test_no_pull_is_mixed_whoever_pauses_is_revoked_gives_up_or_dies(settings: WeightSettings) -> None:
     gc.collect()
     before = segments()
     with meshes(2) as ranks:
-        pulls = 0
-        for seed in range(LIVES):
-            pulls += await live(random.Random(seed), settings, ranks, PULLS_IN_A_LIFE)
+        lives = [await live(random.Random(seed), settings, ranks, PULLS_IN_A_LIFE) for seed in range(LIVES)]
+    pulls, revoked = (sum(counts) for counts in zip(*lives, strict=True))
     assert pulls >= LIVES * PULLS_IN_A_LIFE
+    assert revoked >= LIVES
     gc.collect()
     assert segments() <= before

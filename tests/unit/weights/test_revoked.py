@@ -1,0 +1,125 @@
+"""Copies of versions that did not last: a slot that was written over meanwhile, a version that was given up."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+from local_store import LocalStore
+
+from goaly.errors import WeightsError
+from goaly.weights.publisher import Publisher
+from goaly.weights.settings import WeightSettings
+from goaly.weights.subscriber import Subscriber
+
+ANNOUNCED = WeightSettings(bucket_mib=1e-5)
+"""Every publish is announced: readers may begin before its commit."""
+
+
+class HeldUp:
+    """A copier's `copy` that, once it has copied, waits for `go_on`, and then does what it is told."""
+
+    def __init__(self, member: Any, *, failing: bool = False):
+        self._copy = member._copier.copy
+        member._copier.copy = self
+        self._failing = failing
+        self._copied, self._go_on = threading.Event(), threading.Event()
+
+    def __call__(self, pairs: Any) -> None:
+        self._copy(pairs)
+        self._copied.set()
+        assert self._go_on.wait(30)
+        if self._failing:
+            raise RuntimeError("the copy failed")
+
+    async def has_copied(self) -> None:
+        assert await asyncio.to_thread(self._copied.wait, 30)
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+
+async def within(awaitable: Any) -> Any:
+    return await asyncio.wait_for(awaitable, 30)
+
+
+def tensors(*names: str) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(8) for name in names}
+
+
+async def test_a_copy_whose_lease_was_revoked_meanwhile_is_discarded_and_a_newer_version_is_had() -> None:  # WU-1
+    settings = WeightSettings(slots=2)
+    store = LocalStore(settings)
+    weights, slow_weights = tensors("a"), tensors("a")
+    writer = Publisher(store, 0, 1, weights, settings)
+    slow, other = (Subscriber(store, held, "reader", settings) for held in (slow_weights, tensors("a")))
+
+    async def publish(version: int) -> None:
+        weights["a"].fill_(version)
+        await within(writer.publish(version))
+
+    await publish(1)
+    assert await within(slow.newest()) == 1
+    copy = HeldUp(slow)
+    pulling = asyncio.ensure_future(slow.prefetch(1))
+    await copy.has_copied()
+    await publish(2)
+    assert await within(other.newest()) == 2
+    await publish(3)  # both slots were held: the slow reader loses its own
+    copy.go_on()
+    assert not await within(pulling)
+    with pytest.raises(WeightsError, match="nothing to apply"):
+        slow.apply()
+    assert await within(slow.newest()) == 3
+    assert await within(slow.prefetch(3))
+    assert slow.apply() == 3
+    assert slow_weights["a"].tolist() == [3.0] * 8
+    for member in (slow, other, writer):
+        await member.close()
+
+
+async def test_a_version_that_is_given_up_is_not_applied_by_a_reader_that_has_copied_all_it_needs() -> None:  # WU-1
+    store = LocalStore(ANNOUNCED)
+    writers = [Publisher(store, rank, 2, tensors(name), ANNOUNCED) for rank, name in enumerate("ab")]
+    reader = Subscriber(store, tensors("a"), "reader", ANNOUNCED)
+    await within(asyncio.gather(*(writer.publish(0) for writer in writers)))
+    failing = HeldUp(writers[1], failing=True)
+    late = asyncio.ensure_future(writers[1].publish(1))
+    assert await within(writers[0].publish(1)) is False
+    assert await within(reader.newest(0, early=True)) == 1
+    pulling = asyncio.ensure_future(reader.prefetch(1))
+    copy = HeldUp(reader)
+    copy.go_on()
+    await copy.has_copied()  # rank 0's part is all that it needs
+    failing.go_on()
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        await within(late)
+    assert not await within(pulling)
+    with pytest.raises(WeightsError, match="nothing to apply"):
+        reader.apply()
+    for member in (reader, *writers):
+        await member.close()
+
+
+async def test_pulling_once_goes_on_to_a_newer_version_where_the_first_was_revoked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from goaly.weights import pull_into
+
+    store = LocalStore(ANNOUNCED)
+    writer = Publisher(store, 0, 1, tensors("a"), ANNOUNCED)
+    await within(writer.publish(0))
+    prefetch, asked = Subscriber.prefetch, []
+
+    async def revoked_at_first(self: Subscriber, version: int) -> bool:
+        asked.append(version)
+        if len(asked) == 1:
+            await writer.publish(1)
+            return False
+        return await prefetch(self, version)
+
+    monkeypatch.setattr(Subscriber, "prefetch", revoked_at_first)
+    assert await within(pull_into(store, tensors("a"))) == 1
+    assert asked == [0, 1]
+    await writer.close()
