@@ -6,11 +6,16 @@ On the store's own host the kernel tells at once. A process elsewhere sends a pu
 Invariants
     WP-1  A process id that was given to another process is not mistaken for the first: the time of its start differs.
     WP-2  `on_exit` is called once, however the process ended, and never after `close`.
+    WP-3  The watcher counts silence in ticks of its own event loop: a stall of the watcher is one tick, however long it
+          lasts, so it ends nobody whose pulses wait in the watcher's queue.
 """
 
 import asyncio
+import math
 import os
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -93,6 +98,12 @@ class ExitWatch:
     def beat(self) -> None:
         """Nothing: the kernel knows."""
 
+    def kill(self) -> None:
+        """Kill the process, if it is still there."""
+        if self._descriptor is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
     def close(self) -> None:
         """Stop watching."""
         if self._gone is not None:
@@ -104,25 +115,28 @@ class ExitWatch:
 
 
 class SilenceWatch:
-    """Calls `on_exit` on the running event loop when there was no `beat` for this long."""
+    """Calls `on_exit` on the running event loop after so many ticks without a `beat` (WP-3)."""
 
-    def __init__(self, on_exit: Callable[[], None], seconds: float = SILENT_SECONDS):
+    def __init__(
+        self, on_exit: Callable[[], None], seconds: float = SILENT_SECONDS, *, tick_seconds: float = PULSE_SECONDS
+    ):
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
-        self._seconds = seconds
-        self._heard = self._loop.time()
-        self._timer = self._loop.call_later(seconds, self._look)
+        self._limit = math.ceil(seconds / tick_seconds)
+        self._tick_seconds = tick_seconds
+        self._silent = 0
+        self._timer = self._loop.call_later(tick_seconds, self._tick)
 
-    def _look(self) -> None:
-        left = self._heard + self._seconds - self._loop.time()
-        if left <= 0:
+    def _tick(self) -> None:
+        self._silent += 1
+        if self._silent >= self._limit:
             self._on_exit()
         else:
-            self._timer = self._loop.call_later(left, self._look)
+            self._timer = self._loop.call_later(self._tick_seconds, self._tick)
 
     def beat(self) -> None:
         """The process is alive."""
-        self._heard = self._loop.time()
+        self._silent = 0
 
     def close(self) -> None:
         """Stop watching."""

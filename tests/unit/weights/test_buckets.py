@@ -1,7 +1,5 @@
 """Buckets are cut to what readers need: WK-1 to WK-3, WY-1; and each goes the way its hosts demand."""
 
-import asyncio
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +9,7 @@ from local_store import LocalStore
 from goaly.errors import WeightsError
 from goaly.weights.buckets import cut
 from goaly.weights.layout import region
-from goaly.weights.liveness import SilenceWatch, this_process
+from goaly.weights.liveness import this_process
 from goaly.weights.needs import Needs, needs_of
 from goaly.weights.placement import layout_of
 from goaly.weights.records import Membership
@@ -162,15 +160,3 @@ def test_only_pairs_on_different_hosts_cross_the_network_unless_told_otherwise()
     assert not crosses("shm", "a", "a")
     with pytest.raises(WeightsError, match=r"weights\.transport=shm: must be auto or rdma"):
         crosses("shm", "a", "b")
-
-
-async def test_a_process_elsewhere_counts_as_ended_once_it_is_silent_and_not_while_its_pulse_beats() -> None:
-    ended = asyncio.Event()
-    watch = SilenceWatch(ended.set, seconds=0.05)
-    deadline = asyncio.get_running_loop().time() + 0.15
-    while asyncio.get_running_loop().time() < deadline:
-        watch.beat()
-        await asyncio.sleep(0)
-    assert not ended.is_set()
-    await asyncio.wait_for(ended.wait(), 10)
-    watch.close()
