@@ -27,6 +27,9 @@ TOO_LONG_IN_A_ROW = 64
 """So many prompts that are too long without a completed group between them end the run."""
 
 
+QUEUE_LOST = "failed: the trajectory queue was lost"
+
+
 class Backlog:
     """Stage 4: tickets out, batches in."""
 
@@ -36,10 +39,13 @@ class Backlog:
         self._tell = tell
         self.final_counts: dict[str, int] = {}
         self.final_reasons: dict[str, int] = {}
+        self._admitted = 0
+        self._known: dict[str, int] = {}
 
     async def tickets(self) -> AsyncIterator[Ticket]:
         """A ticket for each group, as soon as it may start, until the run has admitted all it will train."""
         while (ticket := await _ask("queue.admit", self.queue.admit.call_one())) is not None:
+            self._admitted = ticket.index + 1
             yield ticket
 
     async def batches(self, steps: int) -> AsyncIterator[BatchHandle]:
@@ -58,10 +64,16 @@ class Backlog:
 
     async def counts(self) -> dict[str, int]:
         """Groups admitted and in each state."""
-        return await _ask("queue.counts", self.queue.counts.call_one())
+        self._known = await _ask("queue.counts", self.queue.counts.call_one())
+        return self._known
 
     async def close(self) -> None:
-        """End the accounting: what nobody will report on any more is rejected."""
+        """End the accounting: what nobody will report on any more is rejected, or failed where the queue was lost."""
+        trained, rejected, failed = (self._known.get(state, 0) for state in ("trained", "rejected", "failed"))
+        admitted = max(self._admitted, self._known.get("admitted", 0))
+        lost = admitted - trained - rejected - failed  # since the last that was known of them
+        self.final_counts = dict(admitted=admitted, trained=trained, rejected=rejected, failed=failed + lost)
+        self.final_reasons = {QUEUE_LOST: lost} if lost else {}
         self.final_counts = await self.queue.settle.call_one()
         self.final_reasons = await self.queue.reasons.call_one()
 
