@@ -10,12 +10,13 @@ S padded slots of all documents, C the padded length of a class, D documents of 
 
 Invariants
     AT-1  A token attends to itself and the earlier tokens of its document, and to nothing else.
-    AT-2  A padded slot holds zeros and gets zero gradient: nothing reaches a document through its padding.
+    AT-2  A padded slot lies behind its document's tokens, holds finite numbers, and gets zero gradient: nothing reaches
+          a document through its padding.
 """
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ class PackedDocuments:
     """The token's place in its document."""
     length_T: torch.Tensor
     """The padded length of the token's document."""
-    _places: dict[int, torch.Tensor]
+    _places: dict[int, "Places"]
 
     @classmethod
     def of(cls, positions_BL: torch.Tensor) -> "PackedDocuments":
@@ -67,13 +68,28 @@ class PackedDocuments:
             _places={},
         )
 
-    def places(self, heads: int) -> torch.Tensor:
-        """Row of `[S * heads, H]`, ordered class, document, head, slot, that holds each row of `[T * heads, H]`."""
+    def places(self, heads: int) -> "Places":
+        """Where rows of `[T * heads, H]` go in `[S * heads, H]`, which is ordered class, document, head, slot."""
         if heads not in self._places:
             head = torch.arange(heads)
             first = (self.first_slot_T * heads + self.offset_T)[:, None]
-            self._places[heads] = (first + self.length_T[:, None] * head).flatten()
+            slot_of_row = (first + self.length_T[:, None] * head).flatten()
+            row_of_slot = torch.full((self.slots * heads,), -1).index_copy_(
+                0, slot_of_row, torch.arange(len(slot_of_row))
+            )
+            padding = (row_of_slot < 0).nonzero().flatten()
+            self._places[heads] = Places(slot_of_row, row_of_slot.clamp_(min=0), padding)
         return self._places[heads]
+
+
+class Places(NamedTuple):
+    """The same assignment from both sides: gathering is faster than scattering into zeros."""
+
+    slot_of_row: torch.Tensor
+    row_of_slot: torch.Tensor
+    """Any row, the first one, for slots that no row has."""
+    padding: torch.Tensor
+    """Those slots."""
 
 
 class PackedAttention(Module):
@@ -101,11 +117,10 @@ class PackedAttention(Module):
         K = k_BLNH.shape[2]
         scale = H**-0.5 if scale is None else scale
         query_places, key_places = attention_masks.places(N), attention_masks.places(K)
-        rows = attention_masks.slots
         sizes = [documents * length for documents, length in attention_masks.classes]
-        q_classes = _Pack.apply(q_BLNH.reshape(-1, H), query_places, rows * N).split([size * N for size in sizes])
-        k_classes = _Pack.apply(k_BLNH.reshape(-1, H), key_places, rows * K).split([size * K for size in sizes])
-        v_classes = _Pack.apply(v_BLNH.reshape(-1, H), key_places, rows * K).split([size * K for size in sizes])
+        q_classes = _Pack.apply(q_BLNH.reshape(-1, H), query_places).split([size * N for size in sizes])
+        k_classes = _Pack.apply(k_BLNH.reshape(-1, H), key_places).split([size * K for size in sizes])
+        v_classes = _Pack.apply(v_BLNH.reshape(-1, H), key_places).split([size * K for size in sizes])
         out_classes = []
         for (D, C), q, k, v in zip(attention_masks.classes, q_classes, k_classes, v_classes, strict=True):
             if C <= SHORT:
@@ -138,29 +153,29 @@ def document_masks(model: Any, positions_BL: torch.Tensor) -> Any:
 
 
 class _Pack(torch.autograd.Function):
-    """Rows to their places among zeros (AT-2)."""
+    """Rows to their slots."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, slots: int) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, places: Places) -> torch.Tensor:
         ctx.places = places
-        return rows.new_zeros(slots, rows.shape[1]).index_copy_(0, places, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.index_select(0, ctx.places), None, None
-
-
-class _Unpack(torch.autograd.Function):
-    """Rows from their places; the padding's gradient is zero (AT-2)."""
-
-    @staticmethod
-    def forward(ctx: Any, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.places, ctx.slots = places, slots.shape[0]
-        return slots.index_select(0, places)
+        return rows.index_select(0, places.row_of_slot)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.new_zeros(ctx.slots, grad.shape[1]).index_copy_(0, ctx.places, grad), None
+        return grad.index_select(0, ctx.places.slot_of_row), None
+
+
+class _Unpack(torch.autograd.Function):
+    """Rows from their slots; the padding's gradient is zero (AT-2)."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: torch.Tensor, places: Places) -> torch.Tensor:
+        ctx.places = places
+        return slots.index_select(0, places.slot_of_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.index_select(0, ctx.places.row_of_slot).index_fill_(0, ctx.places.padding, 0), None
 
 
 class _ShortAttention(torch.autograd.Function):

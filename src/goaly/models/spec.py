@@ -113,21 +113,22 @@ def model_spec(folder: str | Path, *, attention: "Module.Config | None" = None) 
         from goaly.models.attention import inner_attention
 
         attention = inner_attention(device.type)
-    return _qwen3(shape, attention) if shape.family == "qwen3" else _llama3(shape, attention)
+    build = _qwen3 if shape.family == "qwen3" else _llama3
+    return build(shape, attention, device.type)
 
 
-def _qwen3(shape: Architecture, attention: "Module.Config") -> "ModelSpec":
-    from torchtitan.models.common import CosSinRoPE
+def _qwen3(shape: Architecture, attention: "Module.Config", device: str) -> "ModelSpec":
     from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
     from torchtitan.models.qwen3.model import Qwen3TransformerBlock
     from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
     from torchtitan.protocols.model_spec import ModelSpec
 
-    rope = CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_context, theta=shape.rope_theta)
+    _, rope_class = _layers(device)
+    rope = rope_class.Config(dim=shape.head_dim, max_seq_len=shape.max_context, theta=shape.rope_theta)
     return ModelSpec(
         name="qwen3",
         flavor="",
-        model=_decoder(shape, Qwen3Model.Config, Qwen3TransformerBlock.Config, rope, attention, qk_norm=True),
+        model=_decoder(shape, Qwen3Model.Config, Qwen3TransformerBlock.Config, rope, attention, device, qk_norm=True),
         parallelize_fn=parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
@@ -135,7 +136,7 @@ def _qwen3(shape: Architecture, attention: "Module.Config") -> "ModelSpec":
     )
 
 
-def _llama3(shape: Architecture, attention: "Module.Config") -> "ModelSpec":
+def _llama3(shape: Architecture, attention: "Module.Config", device: str) -> "ModelSpec":
     from torchtitan.models.common import ComplexRoPE
     from torchtitan.models.llama3 import Llama3Model, parallelize_llama
     from torchtitan.models.llama3.model import Llama3TransformerBlock
@@ -155,7 +156,9 @@ def _llama3(shape: Architecture, attention: "Module.Config") -> "ModelSpec":
     return ModelSpec(
         name="llama3",
         flavor="",
-        model=_decoder(shape, Llama3Model.Config, Llama3TransformerBlock.Config, rope, attention, qk_norm=False),
+        model=_decoder(
+            shape, Llama3Model.Config, Llama3TransformerBlock.Config, rope, attention, device, qk_norm=False
+        ),
         parallelize_fn=parallelize_llama,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
@@ -163,16 +166,31 @@ def _llama3(shape: Architecture, attention: "Module.Config") -> "ModelSpec":
     )
 
 
-def _decoder(shape: Architecture, decoder: Any, block: Any, rope: Any, attention: Any, *, qk_norm: bool) -> Any:
-    from torchtitan.models.common import Embedding, Linear, RMSNorm
+def _layers(device: str) -> tuple[Any, Any]:
+    """The classes of norm and Qwen3's rotary embedding: torchtitan's, on a CPU with our gradients."""
+    if device == "cpu":
+        from goaly.models.cpu_layers import LeanRMSNorm, LeanRoPE
+
+        return LeanRMSNorm, LeanRoPE
+    from torchtitan.models.common import CosSinRoPE, RMSNorm
+
+    return RMSNorm, CosSinRoPE
+
+
+def _decoder(
+    shape: Architecture, decoder: Any, block: Any, rope: Any, attention: Any, device: str, *, qk_norm: bool
+) -> Any:
+    from torchtitan.models.common import Embedding, Linear
     from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
     from torchtitan.models.common.param_init import skip_param_init
 
     # Weights always come from the folder: initial values would only cost time.
     unset = {"weight": skip_param_init, "bias": skip_param_init}
 
-    def norm(width: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=width, eps=shape.norm_eps, param_init=unset)
+    norm_class, _ = _layers(device)
+
+    def norm(width: int) -> Any:
+        return norm_class.Config(normalized_shape=width, eps=shape.norm_eps, param_init=unset)
 
     layers = [
         block(

@@ -1,0 +1,123 @@
+"""torchtitan's norm, rotary embedding and feed-forward for training on the CPU: the same values, leaner gradients.
+
+Element-wise work is bound by memory on a CPU, and autograd's gradient of a norm that is written in small steps reads
+and writes its activations a dozen times. Here each of them is one function with its gradient by hand, which goes over
+the activations a few times, in pieces that stay in the cache.
+
+Shape suffixes: T tokens (with heads, where there are any), D the last dimension.
+
+Invariants
+    CL-1  The forward pass is torchtitan's to the last bit: what a sampler computes without gradients is the same.
+    CL-2  Only plain float32 tensors that need gradients come here; all others go torchtitan's way.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common import CosSinRoPE, RMSNorm
+
+PIECE = 1 << 16
+"""Elements of an activation that are gone over at a time: 256 KiB, of which a few fit a core's cache."""
+
+
+class LeanRMSNorm(RMSNorm):
+    """RMSNorm with a short gradient."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RMSNorm.Config):
+        """torchtitan's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The normalized input."""
+        if _plain(x, self.weight) and self.eps is not None:
+            return _RMSNorm.apply(x, self.weight, self.eps)
+        return super().forward(x)
+
+
+class LeanRoPE(CosSinRoPE):
+    """Rotary embedding with a short gradient: the rotation back."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        """torchtitan's."""
+
+    @staticmethod
+    def apply_rotary_emb(
+        query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate by the cached angles."""
+        if _plain(query, key):
+            return _Rotation.apply(query, rope_cache), _Rotation.apply(key, rope_cache)
+        return CosSinRoPE.apply_rotary_emb(query, key, rope_cache)
+
+
+def _plain(*tensors: torch.Tensor) -> bool:
+    """Whether these need gradients and are neither sharded nor of reduced precision (CL-2)."""
+    return (
+        torch.is_grad_enabled()
+        and any(tensor.requires_grad for tensor in tensors)
+        and all(tensor.dtype == torch.float32 and not isinstance(tensor, DTensor) for tensor in tensors)
+    )
+
+
+def _pieces(*tensors_TD: torch.Tensor) -> Any:
+    """Rows of the tensors, piece by piece."""
+    rows = max(1, PIECE // tensors_TD[0].shape[1])
+    return zip(*(tensor.split(rows) for tensor in tensors_TD), strict=True)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        x_TD = x.reshape(-1, len(weight_D))
+        scale_T1 = x_TD.new_empty(len(x_TD), 1)
+        out_TD = torch.empty_like(x_TD)
+        for x_, scale_, out_ in _pieces(x_TD, scale_T1, out_TD):
+            torch.mean(torch.mul(x_, x_, out=out_), 1, keepdim=True, out=scale_).add_(eps).rsqrt_()
+            torch.mul(x_, scale_, out=out_).mul_(weight_D)
+        ctx.save_for_backward(x_TD, weight_D, scale_T1)
+        return out_TD.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x_TD, weight_D, scale_T1 = ctx.saved_tensors
+        grad_TD = grad.reshape(x_TD.shape)
+        grad_x_TD = torch.empty_like(x_TD)
+        grad_weight_D = torch.zeros_like(weight_D)
+        for x_, scale_, grad_, grad_x_ in _pieces(x_TD, scale_T1, grad_TD, grad_x_TD):
+            normed = x_ * scale_
+            product = torch.mul(grad_, normed, out=grad_x_)
+            grad_weight_D += product.sum(0)
+            along_1 = torch.mv(product, weight_D)[:, None].div_(-len(weight_D))
+            torch.mul(grad_, weight_D, out=grad_x_).addcmul_(normed, along_1).mul_(scale_)
+        return grad_x_TD.view(grad.shape), grad_weight_D, None
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(angles)
+        return _rotated(x, angles, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (angles,) = ctx.saved_tensors
+        return _rotated(grad, angles, -1.0), None
+
+
+def _rotated(x: torch.Tensor, angles: torch.Tensor, direction: float) -> torch.Tensor:
+    """`x * cos + rotate_half(x) * sin`; the matrix moves and negates halves, exactly."""
+    width = x.shape[-1]
+    cos, sin = angles.split(width, -1)
+    turned = torch.mm(x.reshape(-1, width), _half_turn(width, direction)).view(x.shape)
+    return (x * cos).add_(turned * sin)  # selective checkpointing keeps what a product gave
+
+
+@cache
+def _half_turn(width: int, direction: float) -> torch.Tensor:
+    half = torch.eye(width // 2)
+    zero = torch.zeros_like(half)
+    return direction * torch.cat([torch.cat([zero, half], 1), torch.cat([-half, zero], 1)])
