@@ -92,6 +92,11 @@ ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"
         ("backlog.max_no_signal_share=0.5", "backlog.dynamic_sampling is off", []),
         ("reference.threads=2", "loss.kl_coef and advantages.kl_coef are 0", []),
         ("loss.max_age=9", "backlog lets no token become more than 9 versions old", []),
+        (
+            "loss.kl_coef=0.1",
+            "with reference.refresh_every=1 and trainer.minibatches=1 the reference is the policy itself",
+            ["reference.refresh_every=1"],
+        ),
         ("advantages.overlong.limit=266", "a sequence has at most 256 tokens", ["advantages.overlong.buffer=10"]),
         ("loss.options.clip_low=0.1", ONE_STEP, ["loss.proximal=trainer"]),
         ("loss.options.positive=2.0", ONE_STEP, ["loss.proximal=trainer", "loss.name=sapo"]),
@@ -109,3 +114,6 @@ def test_a_clip_has_an_effect_from_a_batchs_second_step_on_and_a_loss_of_ones_ow
     own = ["loss.name=tests.unit.losses.test_objective:share_clipped", "loss.options.most=2.0"]
     assert run_config(GRPO, tiny_model_folder, decoupled, *own)
     assert run_config(GRPO, tiny_model_folder, "loss.max_age=8")
+    with_reference = ["loss.kl_coef=0.1", "reference.refresh_every=1"]
+    assert run_config(GRPO, tiny_model_folder, *with_reference, "trainer.minibatches=2")
+    assert run_config(GRPO, tiny_model_folder, *with_reference, "loss.kl_estimator=k1")

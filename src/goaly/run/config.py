@@ -132,6 +132,15 @@ class RunConfig:
                 f"{prefix}loss.max_age={loss.max_age}: has no effect, {prefix}backlog lets no token become more than "
                 f"{oldest} versions old"
             )
+        if (
+            loss.kl_coef > 0
+            and loss.kl_estimator != "k1"
+            and self.reference.refresh_every == self.trainer.minibatches == 1
+        ):
+            found.append(
+                f"{prefix}loss.kl_coef={loss.kl_coef}: has no effect, with {prefix}reference.refresh_every=1 and "
+                f"{prefix}trainer.minibatches=1 the reference is the policy itself"
+            )
         overlong = self.advantages.overlong
         if overlong is not None and overlong.limit - overlong.buffer >= self.max_context:
             found.append(

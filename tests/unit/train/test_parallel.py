@@ -21,7 +21,7 @@ from tests.unit.train.batches import documents, pack
 
 REJECTION = Rejection(measure="ratio", level="token", low=0.3, high=3.0, policy="current")
 OBJECTIVES = {
-    "token_mean": LossSettings(kl_coef=0.05),
+    "token_mean": LossSettings(kl_coef=0.05, entropy_coef=0.1),
     "sequence_mean": LossSettings(name="gspo", options={"clip_low": 0.5, "clip_high": 0.5}),
     "sequence_sum": LossSettings(name="dr_grpo", constant_length=60, proximal="trainer", importance="sequence"),
     "kept": LossSettings(aggregation="sequence_mean", rejections=(REJECTION,), denominator="after"),
