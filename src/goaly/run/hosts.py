@@ -3,8 +3,8 @@
 Invariants
     HO-1  A process that the run spawned dies with the controller, however that ends (Monarch sets the parent-death
           signal), and is in a process group of its own: a terminal's Ctrl-C reaches the controller alone.
-    HO-2  The death of a process is noticed at once on this host, as the kernel tells; elsewhere Monarch's supervision
-          tells, which may take it half a minute (to poll it often costs a run on two cores a tenth of its speed).
+    HO-2  A process that ends or hangs is noticed and reported (`watch.py`), and none of a mesh that was stopped is left
+          on this host.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from monarch.job import JobTrait, LocalJob
 
 from goaly.errors import ConfigError
 from goaly.run.processes import IMPORTS, Processes
-from goaly.run.resident import Resident
 from goaly.run.settings import ROLES, HostSettings
-from goaly.weights.liveness import ExitWatch, ProcessMark, this_host
+from goaly.run.watch import MeshWatch
+from goaly.telemetry.logs import log_file, process_name
 
 monarch_config.prefix_python_logs_with_actor = False  # the controller's log is the controller's
 
@@ -48,7 +47,7 @@ class Hosts:
         self._run_dir = run_dir
         self._trace = trace
         self._meshes: dict[str, ProcMesh] = {}
-        self._watches: dict[str, asyncio.Task[list[ExitWatch]]] = {}
+        self._watches: dict[str, MeshWatch] = {}
         self._loop = asyncio.get_running_loop()
         self._on_failure = on_failure
         with _stderr_to(run_dir / "logs" / "monarch.log"):  # it announces its log file there
@@ -75,15 +74,29 @@ class Hosts:
             host = getattr(self._state, processes.role)
             mesh = host.spawn_procs(per_host={"procs": processes.count}, name=name, bootstrap=bootstrap)
             self._meshes[name] = mesh
-            self._watches[name] = asyncio.create_task(self._watch(name, mesh))
+            self._watches[name] = MeshWatch(
+                name,
+                mesh,
+                logs=self._logs(processes),
+                silent_seconds=self._settings.silent_seconds,
+                on_lost=self._on_failure,
+            )
         return self._meshes[name]
 
     async def stop(self, name: str) -> None:
         """Stop the processes spawned under this name."""
         mesh = self._meshes.pop(name, None)
         if mesh is not None:
-            self._unwatch(name)
+            watch = self._watches.pop(name)
+            watch.quiet()
             await _stop(name, mesh)
+            watch.kill()  # HO-2: what did not follow
+
+    async def kill(self, name: str) -> None:
+        """Kill the processes spawned under this name: one of them died, and the others may wait for it for ever."""
+        if name in self._watches:
+            self._watches[name].kill()
+        await self.stop(name)
 
     async def stop_all(self) -> None:
         """Stop every process of the run; those that don't follow within seconds die with the controller (HO-1)."""
@@ -93,26 +106,12 @@ class Hosts:
 
     def _fault(self, failure: Any) -> None:
         name = failure.mesh_name.rpartition("-")[0]  # Monarch adds a suffix to what was asked for
-        self._loop.call_soon_threadsafe(self._on_failure, name, failure.report())
+        words = self._watches[name].last_words() if name in self._watches else []
+        self._loop.call_soon_threadsafe(self._on_failure, name, "\n".join([failure.report(), *words]))
 
-    async def _watch(self, name: str, mesh: ProcMesh) -> list[ExitWatch]:
-        def ended(mark: ProcessMark) -> None:
-            self._on_failure(name, f"{mark} ended, its log is {self._run_dir / 'logs' / name}*.log")
-
-        try:
-            marks = await mesh.spawn("resident", Resident).mark.call()
-        except Exception as error:  # it did not live to say who it was; the call that started its actor fails too
-            logger.info("watching %s: %s", name, error)
-            return []
-        local = [mark for _, mark in marks.items() if mark.host == this_host()]
-        return [ExitWatch(mark, partial(ended, mark)) for mark in local]
-
-    def _unwatch(self, name: str) -> None:
-        watching = self._watches.pop(name)
-        if watching.done() and not watching.cancelled():
-            for watch in watching.result():
-                watch.close()
-        watching.cancel()
+    def _logs(self, processes: Processes) -> list[Path]:
+        count = processes.count
+        return [log_file(self._run_dir, process_name(processes.name, rank, count)) for rank in range(count)]
 
 
 def _leave() -> None:
@@ -160,8 +159,8 @@ def _bootstrap(
         from goaly.telemetry import logs, spans
 
         rank = current_rank()
-        process = f"{name}.{rank.rank}" if rank.extent.nelements > 1 else name
-        logs.quiet(run_dir / "logs" / f"{process}.log")
+        process = logs.process_name(name, rank.rank, rank.extent.nelements)
+        logs.quiet(logs.log_file(run_dir, process))
         spans.configure(run_dir if trace else None, process)
         give_up_when_a_thread_fails()
         import_ahead(imports)

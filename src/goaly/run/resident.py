@@ -1,4 +1,5 @@
-"""An actor that says which process it is in. It has a file of its own: processes import no more than this for it."""
+"""An actor that says which process it is in, and that it lives. It has a file of its own: processes import no more than
+this for it."""
 
 from monarch.actor import Actor, endpoint
 
@@ -12,3 +13,8 @@ class Resident(Actor):
     def mark(self) -> ProcessMark:
         """The process."""
         return this_process()
+
+    @endpoint
+    def beat(self) -> bool:
+        """True: the process can run Python."""
+        return True

@@ -18,9 +18,17 @@ class HostSettings:
     """CPU cores that the processes of a role may use, by role, such as `{trainer: [0], generator: [1]}`. A role that is
     not named may use every core."""
 
+    silent_seconds: float | None = 60.0
+    """How long a process may leave the controller's heartbeat unanswered, in seconds, before it counts as lost: it is
+    killed if it is on this host, and then replaced (a generator) or the end of the run. Only a process that is stopped,
+    swapped out or stuck in native code falls silent. Raise it where machines stall for longer; null never gives up a
+    process that still exists."""
+
     def problems(self, prefix: str) -> list[str]:
         """One line for each setting that can't work."""
         problems = []
+        if self.silent_seconds is not None and self.silent_seconds < 1:
+            problems.append(f"{prefix}silent_seconds={self.silent_seconds:g}: must be at least 1, or null for no limit")
         if self.job != "local" and ":" not in self.job:
             problems.append(f'{prefix}job={self.job}: must be "local" or "package.module:function"')
         for role in self.bind:

@@ -16,6 +16,16 @@ FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
 TIME_FORMAT = "%H:%M:%S"
 
 
+def process_name(name: str, rank: int, count: int) -> str:
+    """The name of one of `count` processes that were spawned under a name."""
+    return f"{name}.{rank}" if count > 1 else name
+
+
+def log_file(run_dir: Path, process: str) -> Path:
+    """Where the process of this name logs."""
+    return run_dir / "logs" / f"{process}.log"
+
+
 def quiet(log_file: str | Path) -> None:
     """From now on, this process's stdout, stderr and log records go to the file, for good."""
     path = Path(log_file)

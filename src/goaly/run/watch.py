@@ -1,0 +1,150 @@
+"""Notices that a process of a run has ended or hangs, and says why.
+
+    watch = MeshWatch("trainer", mesh, logs=[...], silent_seconds=60, on_lost=...)
+    ...
+    watch.quiet()  # before the mesh is stopped
+    watch.kill()   # after that
+
+Every process answers a heartbeat of the controller, from a thread that only a stopped process or one whose interpreter
+is held up keeps from running: a slow step, a busy event loop or an import do not.
+
+Invariants
+    PW-1  The end of a process on this host is noticed at once, as the kernel tells; elsewhere Monarch's supervision
+          tells, which may take it half a minute (to poll it often costs a run on two cores a tenth of its speed).
+    PW-2  A process that leaves a heartbeat unanswered for `silent_seconds` is lost. On this host it is killed as well.
+    PW-3  The controller counts silence in ticks of its own event loop: its own stall or stop is one tick, however long.
+    PW-4  The report of a process that gave up holds the reason that it logged (`goaly.process`).
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from monarch.actor import ProcMesh
+
+from goaly.process import LAST_WORDS
+from goaly.run.resident import Resident
+from goaly.weights.liveness import ExitWatch, ProcessMark, this_host
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 5.0
+"""Time between two heartbeats, or less where the limit is short."""
+TICKS = 10
+"""The limit is at least so many ticks: one that a stall swallowed does not matter."""
+START_FACTOR = 10
+"""A process may take so many times the limit until it answers first: it imports before."""
+TAIL_BYTES = 1 << 16
+
+Answer = TypeVar("Answer")
+
+
+class MeshWatch:
+    """Watches the processes that were spawned together, until they are lost or are to be stopped."""
+
+    def __init__(
+        self,
+        name: str,
+        mesh: ProcMesh,
+        *,
+        logs: list[Path],
+        silent_seconds: float | None,
+        on_lost: Callable[[str, str], None],
+    ):
+        """`logs` are the processes' log files, rank by rank. `on_lost(name, report)` is called in this event loop."""
+        self._name = name
+        self._logs = logs
+        self._silent_seconds = silent_seconds
+        self._on_lost = on_lost
+        self._exits: dict[int, ExitWatch] = {}
+        self._over: set[int] = set()
+        residents = mesh.spawn("resident", Resident).flatten("rank")
+        self._tasks = [
+            asyncio.create_task(self._owned(rank, residents.slice(rank=rank)), name=f"watch {name}.{rank}")
+            for rank in range(len(logs))
+        ]
+
+    def quiet(self) -> None:
+        """Report nothing from now on: the processes are being stopped."""
+        self._over.update(range(len(self._logs)))
+        for task in self._tasks:
+            task.cancel()
+
+    def kill(self) -> None:
+        """Kill those of the processes that are on this host and still there, and report nothing."""
+        self.quiet()
+        for watch in self._exits.values():
+            watch.kill()
+            watch.close()
+
+    def last_words(self) -> list[str]:
+        """The reasons of those of the processes that gave up (PW-4)."""
+        return [why for why in map(last_words, self._logs) if why is not None]
+
+    async def _owned(self, rank: int, resident: Any) -> None:
+        try:
+            await self._follow(rank, resident)
+        except Exception as error:  # the call fails where the process did, or Monarch's way to it
+            self._lost(rank, f"a process can't be reached: {type(error).__name__}")
+
+    async def _follow(self, rank: int, resident: Any) -> None:
+        limit = self._silent_seconds
+        start_limit = None if limit is None else START_FACTOR * limit
+        mark: ProcessMark | None = await answered_within(resident.mark.call_one(), start_limit)
+        if mark is None:
+            self._lost(rank, f"a process has not started within {start_limit:g} s")
+            return
+        if mark.host == this_host():
+            self._exits[rank] = ExitWatch(mark, partial(self._lost, rank, f"{mark} ended"))  # PW-1
+        while limit is not None:
+            if await answered_within(resident.beat.call_one(), limit) is None:
+                self._lost(rank, f"{mark} has not answered for {limit:g} s (hosts.silent_seconds)")  # PW-2
+                return
+            await asyncio.sleep(tick_of(limit))
+
+    def _lost(self, rank: int, what: str) -> None:
+        if rank in self._over:
+            return
+        self._over.add(rank)
+        self._tasks[rank].cancel()
+        if rank in self._exits:
+            self._exits[rank].kill()
+        why = last_words(self._logs[rank])
+        reason = "" if why is None else f": {why}"
+        self._on_lost(self._name, f"{what}{reason}; its log is {self._logs[rank]}")
+
+
+def tick_of(limit: float) -> float:
+    """Seconds between two heartbeats, and between two looks for the answer."""
+    return min(HEARTBEAT_SECONDS, limit / TICKS)
+
+
+async def answered_within(answer: Awaitable[Answer], seconds: float | None) -> Answer | None:
+    """The answer; None if it has not come within so many seconds in which this event loop ran (PW-3)."""
+    asked = asyncio.ensure_future(answer)
+    ticks = None if seconds is None else math.ceil(seconds / tick_of(seconds))
+    try:
+        while not asked.done():
+            if ticks == 0:
+                return None
+            await asyncio.wait({asked}, timeout=None if seconds is None else tick_of(seconds))
+            ticks = None if ticks is None else ticks - 1
+        return asked.result()
+    finally:
+        asked.cancel()
+
+
+def last_words(log: Path) -> str | None:
+    """Why the process of this log file gave up, if it did and the file can be read here (PW-4)."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return None
+    said = [line.partition(LAST_WORDS)[2] for line in lines if LAST_WORDS in line]
+    return said[-1] if said else None

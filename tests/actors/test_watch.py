@@ -1,0 +1,60 @@
+"""The processes of a run as its controller sees them: stopped ones, and those that gave up."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from monarch.actor import Actor, endpoint
+
+from goaly.process import give_up
+from goaly.run.hosts import Hosts
+from goaly.run.processes import IMPORTS, Processes
+from goaly.run.settings import HostSettings
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Member(Actor):
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint
+    def give_up(self) -> None:
+        give_up("the disk is full")
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def test_a_stopped_process_is_killed_and_named_and_one_that_gave_up_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(IMPORTS, "rollout", ())
+    lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+    hosts = Hosts(HostSettings(silent_seconds=2.0), tmp_path, lambda *report: lost.put_nowait(report), trace=False)
+
+    async def reported(name: str) -> str:
+        async with asyncio.timeout(40):
+            while (report := await lost.get())[0] != name:
+                pass
+        return report[1]
+
+    def spawned(name: str, count: int) -> Any:
+        return hosts.spawn(Processes(name=name, role="rollout", count=count)).spawn(f"{name}-member", Member)
+
+    quitter, pair = spawned("quitter", 1), spawned("pair", 2)
+    pids = [pid for _, pid in (await pair.pid.call()).items()]
+    await quitter.pid.call_one()
+    os.kill(pids[1], signal.SIGSTOP)
+    quitter.give_up.broadcast()
+    assert "ended: the disk is full; its log is" in await reported("quitter")
+    report = await reported("pair")
+    assert f"process {pids[1]} has not answered for 2 s (hosts.silent_seconds)" in report
+    assert "pair.1.log" in report
+    await hosts.stop_all()
+    assert not any(exists(pid) for pid in pids)

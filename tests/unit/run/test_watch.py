@@ -1,0 +1,189 @@
+"""What the controller makes of processes that end, fall silent or can't be reached, without any process."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from goaly.process import LAST_WORDS
+from goaly.run import watch
+from goaly.run.watch import START_FACTOR, TICKS, MeshWatch, answered_within, last_words, tick_of
+from goaly.weights.liveness import ProcessMark
+from tests.unit.stalled import Stalls
+
+LIMIT = 60.0
+ELSEWHERE = ProcessMark(host="another host", pid=7, started=0)
+
+
+async def never() -> Any:
+    await asyncio.Event().wait()
+
+
+async def mark() -> ProcessMark:
+    return ELSEWHERE
+
+
+async def beats() -> bool:
+    return True
+
+
+class Endpoint:
+    def __init__(self, answer: Callable[[], Awaitable[Any]]):
+        self._answer = answer
+        self.calls = 0
+
+    async def call_one(self) -> Any:
+        self.calls += 1
+        return await self._answer()
+
+
+class Mesh:
+    """A mesh of one process, which answers as it is told."""
+
+    def __init__(self) -> None:
+        self.mark, self.beat = Endpoint(mark), Endpoint(beats)
+
+    def spawn(self, *_: Any) -> "Mesh":
+        return self
+
+    flatten = spawn
+
+    def slice(self, *, rank: int) -> "Mesh":
+        assert rank == 0
+        return self
+
+
+@pytest.fixture
+def told() -> list[tuple[str, str]]:
+    return []
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "trainer.log"
+
+
+def say(log: Path, *lines: str) -> None:
+    log.write_text("".join(f"{line}\n" for line in lines))
+
+
+def watching(mesh: Any, told: list[tuple[str, str]], log: Path, limit: float | None = LIMIT) -> MeshWatch:
+    return MeshWatch("trainer", mesh, logs=[log], silent_seconds=limit, on_lost=lambda *report: told.append(report))
+
+
+async def test_a_process_that_answers_is_asked_again_and_never_lost(
+    told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalls, mesh = Stalls(monkeypatch), Mesh()
+    watched = watching(mesh, told, log)
+    for _ in range(3 * TICKS):
+        await stalls.tick(tick_of(LIMIT))
+    watched.kill()
+    assert (told, mesh.beat.calls >= 3 * TICKS) == ([], True)
+
+
+async def test_a_process_that_is_silent_for_the_limit_is_lost_with_its_reason(
+    told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # PW-2, PW-4
+    stalls, mesh = Stalls(monkeypatch), Mesh()
+    say(log, "12:00 INFO goaly: starting", f"12:01 CRITICAL goaly.process: {LAST_WORDS}thread engine failed: boom")
+    watched = watching(mesh, told, log)
+    await stalls.tick(0)
+    mesh.beat = Endpoint(never)
+    ticks = 0
+    while not told:
+        assert ticks <= LIMIT / tick_of(LIMIT) + 2
+        await stalls.tick(tick_of(LIMIT))
+        ticks += 1
+    assert ticks >= LIMIT / tick_of(LIMIT)
+    ((name, report),) = told
+    assert name == "trainer"
+    assert "process 7 has not answered for 60 s (hosts.silent_seconds): thread engine failed: boom; its log" in report
+    watched.kill()
+
+
+async def test_a_controller_that_was_stopped_for_an_hour_loses_nobody(
+    told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # PW-3
+    stalls, mesh = Stalls(monkeypatch), Mesh()
+    answers: list[asyncio.Event] = []
+
+    async def late() -> bool:
+        answers.append(asyncio.Event())
+        await answers[-1].wait()
+        return True
+
+    mesh.beat = Endpoint(late)
+    watched = watching(mesh, told, log)
+    await stalls.tick(0)
+    for _ in range(TICKS // 2):
+        await stalls.tick(3600)  # the timers come before the answer that waits
+    answers[-1].set()
+    await stalls.tick(0)
+    assert told == []
+    watched.kill()
+
+
+async def test_a_process_has_longer_to_start_but_not_for_ever(
+    told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalls, mesh = Stalls(monkeypatch), Mesh()
+    mesh.mark = Endpoint(never)
+    watched = watching(mesh, told, log)
+    await stalls.tick(0)
+    for _ in range(round((START_FACTOR - 1) * LIMIT / tick_of(LIMIT))):
+        await stalls.tick(tick_of(START_FACTOR * LIMIT))
+        assert not told
+    for _ in range(round(2 * LIMIT / tick_of(LIMIT))):
+        await stalls.tick(tick_of(START_FACTOR * LIMIT))
+    assert [name for name, _ in told] == ["trainer"]
+    assert "has not started within 600 s" in told[0][1]
+    watched.kill()
+
+
+async def test_without_a_limit_a_silent_process_is_waited_for(
+    told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalls, mesh = Stalls(monkeypatch), Mesh()
+    mesh.beat = Endpoint(never)
+    watched = watching(mesh, told, log, None)
+    for _ in range(3 * TICKS):
+        await stalls.tick(LIMIT)
+    assert (told, mesh.beat.calls) == ([], 0)
+    watched.kill()
+
+
+async def test_a_process_that_can_not_be_reached_is_told_once_and_not_once_it_is_being_stopped(
+    told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails() -> Any:
+        raise ConnectionError("gone")
+
+    stalls = Stalls(monkeypatch)
+    for stopped in (True, False):
+        mesh = Mesh()
+        mesh.mark = Endpoint(fails)
+        watched = watching(mesh, told, log)
+        if stopped:
+            watched.quiet()
+        await stalls.tick(LIMIT)
+        watched.kill()
+    assert [name for name, _ in told] == ["trainer"]
+    assert "ConnectionError" in told[0][1]
+
+
+async def test_an_answer_that_comes_in_time_is_given_and_one_that_fails_raises() -> None:
+    assert await answered_within(beats(), 1) is True
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(answered_within(never(), None), 0.01)
+
+
+def test_the_last_words_are_those_that_the_process_said_last(log: Path) -> None:
+    assert last_words(log) is None
+    log.write_text("nothing of note\n")
+    assert last_words(log) is None
+    with log.open("a") as file:
+        file.write("x" * watch.TAIL_BYTES + f"\n{LAST_WORDS}first\n{LAST_WORDS}second\nTraceback\n")
+    assert last_words(log) == "second"
