@@ -13,6 +13,7 @@ from goaly.process import give_up
 from goaly.run.hosts import Hosts
 from goaly.run.processes import IMPORTS, Processes
 from goaly.run.settings import HostSettings
+from goaly.weights.liveness import ExitWatch, process
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -25,10 +26,6 @@ class Member(Actor):
     @endpoint
     def give_up(self) -> None:
         give_up("the disk is full")
-
-
-def exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 async def test_a_stopped_process_is_killed_and_named_and_one_that_gave_up_says_why(
@@ -49,6 +46,8 @@ async def test_a_stopped_process_is_killed_and_named_and_one_that_gave_up_says_w
 
     quitter, pair = spawned("quitter", 1), spawned("pair", 2)
     pids = [pid for _, pid in (await pair.pid.call()).items()]
+    ended = [asyncio.Event() for _ in pids]
+    watches = [ExitWatch(process(pid), event.set) for pid, event in zip(pids, ended, strict=True)]
     await quitter.pid.call_one()
     os.kill(pids[1], signal.SIGSTOP)
     quitter.give_up.broadcast()
@@ -56,5 +55,9 @@ async def test_a_stopped_process_is_killed_and_named_and_one_that_gave_up_says_w
     report = await reported("pair")
     assert f"process {pids[1]} has not answered for 2 s (hosts.silent_seconds)" in report
     assert "pair.1.log" in report
-    await hosts.stop_all()
-    assert not any(exists(pid) for pid in pids)
+    await asyncio.wait_for(ended[1].wait(), 10)
+    os.kill(pids[0], signal.SIGSTOP)
+    await hosts.stop_all()  # HO-2: it can't follow
+    await asyncio.wait_for(ended[0].wait(), 10)
+    for watch in watches:
+        watch.close()
