@@ -149,6 +149,51 @@ def test_weights_are_one_where_nothing_is_known_or_nothing_is_amiss():
     assert inverse_propensity(np.array([8.0, 0.0]), even, np.array([1, 1]), 4.0).tolist() == [1.0, 1.0]  # DI-3
 
 
+def test_a_bin_of_which_no_launched_group_is_known_is_weighed_like_one_with_nothing_amiss():
+    launched, trained = np.array([8.0, 0.0]), np.array([3.0, 4.0])
+    weights = inverse_propensity(launched, trained, np.array([0, 1]), 4.0)
+    # with the batch, 4 of 9 are in the first bin, in which all launched ones are: 1 / (4 / 9); the other's weight is 1
+    assert weights == pytest.approx(np.array([9 / 4, 1.0]) / ((9 / 4 + 1.0) / 2))
+
+
+CORRECTED = BacklogSettings(groups_per_step=2, order="completion", length_correction="inverse_propensity")
+
+
+def corrected() -> tuple[LengthDistribution, list[float]]:
+    """Two batches of short groups, then one with ticket 0, of which one sample is long; and that batch's weights."""
+    distribution = LengthDistribution(CORRECTED)
+    for index in range(8):
+        distribution.admit(index)
+    for index in (1, 2, 4, 5):
+        distribution.finish(index, [SHORT, SHORT])
+    assert distribution.deliver([1, 2]) == distribution.deliver([4, 5]) == [1.0, 1.0]
+    distribution.finish(0, [SHORT, LONG])
+    distribution.finish(6, [SHORT, SHORT])
+    return distribution, distribution.deliver([0, 6])
+
+
+def test_a_group_is_weighed_by_the_octave_of_its_longest_sample():
+    _, weights = corrected()
+    # Known of what was launched are tickets 0, 1, 2: one of 3 is long. Of what is trained, one of 6.
+    assert weights == pytest.approx([2 / 1.4, 0.8 / 1.4])
+
+
+def test_the_weighted_distance_counts_each_group_as_often_as_it_weighs():
+    distribution, _ = corrected()
+    distribution.finish(3, [SHORT, SHORT])
+    metrics = distribution.metrics()
+    assert metrics["distribution/known_step"] == 3
+    assert metrics["distribution/tv"] == 0  # 11 of 12 samples are short in what was launched and in what was trained
+    assert metrics["distribution/weighted_tv"] == pytest.approx(2 / 1.4 / 12 - 1 / 12)
+    assert [step.weighted is None for step in distribution.known] == [False] * 3
+
+
+def test_without_weights_there_is_no_weighted_distance():
+    metrics, known = followed(BacklogSettings(groups_per_step=1), [SHORT, LONG], [1, 0])
+    assert [step.weighted for step in known] == [None, None]
+    assert not [key for key in metrics[-1] if "weighted" in key]
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.integers(0, 50), min_size=3, max_size=3),
