@@ -5,12 +5,14 @@ import json
 import os
 import select
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import monarch.actor
 import pytest
 import torch
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host
 
 from goaly.backlog.queue import TrajectoryQueue
@@ -268,6 +270,30 @@ async def test_verifier_processes_die_when_the_actors_process_is_killed(monkeypa
     with pytest.raises(Exception, match=r"(?i)supervision|fail"):
         await hanging
     await asyncio.wait_for(died.wait(), 30)
+
+
+async def test_an_episode_that_blocks_its_workers_event_loop_ends_the_worker(tiny_model_folder: Path, procs):
+    async def blocks(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        time.sleep(1000)  # noqa: ASYNC251 - the point of this test
+        raise AssertionError
+
+    mesh = this_host().spawn_procs(per_host={"procs": 1}, name="blocked", bootstrap=bootstrap())
+    worker = mesh.spawn(
+        "worker-blocked",
+        RolloutWorker,
+        "rollout-0",
+        RolloutSettings(blocked_seconds=1.0),
+        packed(blocks),
+        queue=(queue := procs.hub.spawn("queue-blocked", TrajectoryQueue, SETTINGS, AdvantageSettings(), 1, 0)),
+        rewards=RewardSettings(verifier="verifiers_under_test:by_answer"),
+        tokenizer=str(tiny_model_folder),
+        sampling=SamplingSettings(max_tokens=8),
+        group_size=4,
+        max_context=64,
+    )
+    await worker.start.call_one()
+    with pytest.raises(SupervisionError):
+        await worker.run_group.call_one(await queue.admit.call_one(), PROMPT)  # WR-2
 
 
 def parent_of(process: int) -> int:

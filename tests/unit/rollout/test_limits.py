@@ -13,9 +13,10 @@ from bench import virtual
 from goaly.backlog.admission import Ticket
 from goaly.errors import EpisodeError
 from goaly.prompts.prompt import Prompt
+from goaly.rollout import limits
 from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.rollout.limits import CANCEL_SECONDS, within
-from goaly.rollout.running import DONE, GENERATING, JUDGED, OWN_CODE, WAITING
+from goaly.rollout.running import DONE, GENERATING, JUDGED, OWN_CODE, WAITING, GroupProgress
 from goaly.rollout.settings import RolloutSettings
 from goaly.rollout.worker import _Rewards
 from goaly.trajectory import Trajectory
@@ -78,12 +79,33 @@ def test_an_episode_that_swallows_its_cancellation_is_abandoned_and_frees_its_pl
         assert asyncio.get_running_loop().time() == pytest.approx(60 + CANCEL_SECONDS)  # LI-1
         assert queue.reports == [("fail", 4, "episode_timeout")]
         assert (await second).rewards == (1.0,)  # RG-3
+        assert len(limits._abandoned) == 1
         await asyncio.sleep(1000)
+        assert not limits._abandoned
         assert [request for request, *_ in sampler.asked] == ["5.0.0"]  # PO-3
 
     virtual.run(main())
     assert "episode 0 of prompt stubborn goes on 10 s after it was cancelled, and is abandoned" in caplog.text
-    assert "EpisodeError: episode 4.0 has ended and can't sample any more" in caplog.text
+    end = "EpisodeError: episode 4.0 has ended and can't sample any more"
+    assert f"episode 0 of prompt stubborn ended after it was cancelled: {end}" in caplog.messages
+
+
+def test_an_error_in_an_episodes_cleanup_is_told_and_does_not_hide_the_timeout(caplog):
+    caplog.set_level(logging.INFO)
+
+    async def breaks_when_cancelled(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        try:
+            return await never(prompt, context)
+        finally:
+            await asyncio.sleep(CANCEL_SECONDS / 2)
+            raise OSError("no such container")
+
+    queue = FakeQueue()
+    virtual.run(
+        runner(FakeSampler(), queue, breaks_when_cancelled, episode_seconds=60.0, group_size=1).run(TICKET, PROMPT)
+    )
+    assert queue.reports == [("fail", 4, "episode_timeout")]
+    assert caplog.messages == ["episode 0 of prompt q1 ended after it was cancelled: OSError: no such container"]
 
 
 def test_a_group_is_limited_from_the_start_of_its_first_episode_on():
@@ -122,7 +144,9 @@ def test_a_group_that_takes_too_long_fails_though_each_of_its_episodes_is_within
     virtual.run(main())
 
 
-def test_a_timeout_of_the_episodes_own_is_an_error_like_any_other():
+def test_a_timeout_of_the_episodes_own_is_an_error_like_any_other(caplog):
+    caplog.set_level(logging.INFO)
+
     async def gives_up(prompt: Prompt, context: EpisodeContext) -> Trajectory:
         async with asyncio.timeout(1):
             return await never(prompt, context)
@@ -130,6 +154,7 @@ def test_a_timeout_of_the_episodes_own_is_an_error_like_any_other():
     queue = FakeQueue()
     virtual.run(runner(FakeSampler(), queue, gives_up, episode_seconds=60.0, group_seconds=90.0).run(TICKET, PROMPT))
     assert queue.reports == [("fail", 4, "prompt q1: TimeoutError: ")]
+    assert caplog.messages == []
 
 
 def test_an_episode_that_cancels_itself_fails_its_group_by_name():
@@ -177,6 +202,7 @@ async def test_what_each_episode_is_doing_can_be_told_at_any_time():
             await context.reward(prompt, "hangs")
         if context.sample_index == 2:
             await context.policy.sample([1] * 3)
+        await context.reward(prompt, "fine")
         return await never(prompt, context)
 
     class Rewards:
@@ -197,9 +223,15 @@ async def test_what_each_episode_is_doing_can_be_told_at_any_time():
     # the place of sample 0, which is done, went to the last one
     assert progress.doing == {DONE: 1, JUDGED: 1, GENERATING: 1, OWN_CODE: 2}
     assert str(progress) == ("1 of 5 episodes done, 1 being judged, 1 generating, 2 in the episode's own code")
+    assert 0 <= progress.seconds < 600
     assert group.progress(99) is None
     task.cancel()
     await asyncio.wait([task])
+
+
+def test_progress_in_words_leaves_out_what_no_episode_does():
+    assert str(GroupProgress(seconds=1.0, doing={GENERATING: 2})) == "0 of 2 episodes done, 2 generating"
+    assert str(GroupProgress(seconds=1.0, doing={DONE: 2})) == "2 of 2 episodes done"
 
 
 async def test_an_episode_without_a_place_waits_for_one():
