@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import monarch.actor
 import pytest
 import torch
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host
 
 from goaly.backlog.queue import TrajectoryQueue
@@ -274,17 +273,19 @@ async def test_verifier_processes_die_when_the_actors_process_is_killed(monkeypa
 
 async def test_an_episode_that_blocks_its_workers_event_loop_ends_the_worker(tiny_model_folder: Path, procs):
     async def blocks(prompt: Prompt, context: EpisodeContext) -> Trajectory:
-        time.sleep(1000)  # noqa: ASYNC251 - the point of this test
-        raise AssertionError
+        if prompt.answer != "pid":
+            time.sleep(1000)  # noqa: ASYNC251 - the point of this test
+        return Episode(prompt, context.render(prompt)).finish(float(os.getpid()))
 
     mesh = this_host().spawn_procs(per_host={"procs": 1}, name="blocked", bootstrap=bootstrap())
+    queue = procs.hub.spawn("queue-blocked", TrajectoryQueue, SETTINGS, AdvantageSettings(), 1, 0)
     worker = mesh.spawn(
         "worker-blocked",
         RolloutWorker,
         "rollout-0",
         RolloutSettings(blocked_seconds=1.0),
         packed(blocks),
-        queue=(queue := procs.hub.spawn("queue-blocked", TrajectoryQueue, SETTINGS, AdvantageSettings(), 1, 0)),
+        queue=queue,
         rewards=RewardSettings(verifier="verifiers_under_test:by_answer"),
         tokenizer=str(tiny_model_folder),
         sampling=SamplingSettings(max_tokens=8),
@@ -292,8 +293,14 @@ async def test_an_episode_that_blocks_its_workers_event_loop_ends_the_worker(tin
         max_context=64,
     )
     await worker.start.call_one()
-    with pytest.raises(SupervisionError):
-        await worker.run_group.call_one(await queue.admit.call_one(), PROMPT)  # WR-2
+    asks_for_pid = Prompt(id="q6", source="sums", messages=PROMPT.messages, answer="pid")
+    (process,) = await worker.evaluate.call_one(asks_for_pid, 1)
+    watch = os.pidfd_open(int(process))
+    group = asyncio.ensure_future(_answer(worker.run_group.call_one(await queue.admit.call_one(), PROMPT)))
+    gone, _, _ = await asyncio.to_thread(select.select, [watch], [], [], 60.0)
+    os.close(watch)
+    assert gone  # WR-2
+    group.cancel()
 
 
 def parent_of(process: int) -> int:
