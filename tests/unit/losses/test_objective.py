@@ -169,8 +169,9 @@ def test_a_rejected_token_adds_neither_loss_nor_gradient_nor_kl():
 
 def squared(tokens: Tokens) -> torch.Tensor:
     """A user's own loss, over sums of whole sequences that it makes by itself."""
-    totals_P = torch.zeros_like(tokens.logprobs_P).index_add(0, tokens.documents_P, tokens.logprobs_P)
-    return tokens.sequence_mean(tokens.logprobs_P).exp() + totals_P[tokens.documents_P].square()
+    values_P = tokens.logprobs_P + tokens.entropies_P
+    totals_P = torch.zeros_like(values_P).index_add(0, tokens.documents_P, values_P)
+    return tokens.sequence_mean(values_P).exp() + totals_P[tokens.documents_P].square()
 
 
 LEAVING_OUT = {

@@ -132,6 +132,12 @@ def test_a_sequences_ratio_is_over_its_kept_tokens_and_a_token_left_out_has_no_g
     close(gradient, torch.tensor([2.0, 0.0, 2.0, 0.0]))  # as if the sequence were its kept tokens
 
 
+def test_a_token_that_is_left_out_stays_out_when_another_is():
+    given = tokens([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
+    out = given.without(torch.tensor([True, False, False])).without(torch.tensor([False, True, False]))
+    assert out.kept_P.tolist() == [False, False, True]
+
+
 def test_sapo_is_reinforce_where_the_ratio_is_one_and_fades_away_from_it():
     # at r = 1 the gate is 4/t * 1/2 = 2/t and its slope 4/t * t/4 = 1: the gradient is -A, as reinforce's
     output, gradient = evaluated("sapo", tokens([1.0, 1.0], [1.0, -1.0]), positive=2.0, negative=4.0)
