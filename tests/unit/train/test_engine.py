@@ -78,6 +78,15 @@ def test_counting_what_is_kept_divides_gradient_and_loss_by_that_count(engine):
     assert_same_gradients({name: gradient / kept for name, gradient in gradients_before.items()}, gradients_after)
 
 
+def test_leaving_out_truncated_answers_is_as_if_they_were_not_there_where_they_do_not_count(engine):
+    made, packed = engine(), pack(documents(6), rows=3, row_length=128)
+    packed.rows["truncated"] = packed.rows["trained"] & (torch.arange(3) == 1)[:, None]
+    masked = gradients(made, packed, 1, dataclasses.replace(LOSS, mask_truncated=True, denominator="after"))
+    packed.rows["trained"][1] = False
+    rest = dataclasses.replace(packed, batch_trained_tokens=int(packed.rows["trained"].sum()))
+    assert_same_gradients(gradients(made, rest, 1), masked)
+
+
 def test_a_batch_of_which_nothing_is_kept_has_no_gradient(engine):
     made, packed = engine(), pack(documents(4), rows=2, row_length=128)
     nothing = Rejection(measure="ratio", level="token", high=1e-30, policy="current")
