@@ -3,12 +3,17 @@
 `LogprobHead` stands in the model where its output projection stands, holds the same weight, and is called with the
 targets: logits exist for one chunk of tokens at a time, in the forward and again in the backward pass.
 
+A model that computes in bfloat16 gives bfloat16 hidden states and weights; what is made of them here stays in float32.
+vLLM rounds its logits to bfloat16 before its float32 log-softmax, so the log-probs of a sampler in bfloat16 differ from
+these by that rounding.
+
 Shape suffixes: T tokens of a microbatch, P predicted tokens, C tokens of a chunk, D model width, V vocabulary (on
 tensor-parallel ranks: this rank's part of it).
 
 Invariants
     LP-1  No tensor of predicted tokens x vocabulary exists: at most `chunk` rows of it.
     LP-2  Under tensor parallelism no rank holds whole rows of logits; all ranks get the same results.
+    LP-3  Logits, log-probs and the sum of the weight's gradient over chunks are float32, whatever the model computes in.
 """
 
 from dataclasses import dataclass
@@ -114,7 +119,7 @@ class _Logprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs_P: torch.Tensor | None, grad_entropies_P: torch.Tensor | None) -> Any:
         hidden_PD, weight_VD, targets_P, normalizers_P, entropies_P = ctx.saved_tensors
         grad_hidden_PD = torch.empty_like(hidden_PD)
-        grad_weight_VD = torch.zeros_like(weight_VD)
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)  # LP-3
         for start in range(0, len(targets_P), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             hidden_CD = hidden_PD[part]
@@ -129,16 +134,34 @@ class _Logprobs(torch.autograd.Function):
                 grad_CV.addcmul_(softmax_CV, grad_C[:, None], value=-1)
                 local_C, mine_C = _local_targets(targets_P[part], ctx.offset, grad_CV.shape[1])
                 grad_CV.scatter_add_(1, local_C[:, None], torch.where(mine_C, grad_C, 0.0)[:, None])
-            grad_CV = grad_CV.div_(ctx.temperature).to(weight_VD.dtype)
-            torch.mm(grad_CV, weight_VD, out=grad_hidden_PD[part])
-            grad_weight_VD.addmm_(grad_CV.t(), hidden_CD)
+            grad_CV.div_(ctx.temperature)
+            grad_hidden_PD[part] = _product(grad_CV, weight_VD)
+            _add_product(grad_weight_VD, grad_CV.t(), hidden_CD)
+        grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_PD, grad_weight_VD, None, None, None, None, None
 
 
 def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Logits in float32, whatever the model computes in."""
-    logits_CV = torch.mm(hidden_CD, weight_VD.t()).float()
+    logits_CV = _product(hidden_CD, weight_VD.t())
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The matrix product in float32 (LP-3): its sums are never rounded to the type of `b`.
+
+    On a GPU the factors are of that type, which its matrix units multiply exactly.
+    """
+    if b.is_cuda and b.dtype != torch.float32:
+        return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add the matrix product to a float32 total (LP-3)."""
+    if b.is_cuda and b.dtype != torch.float32:
+        torch.addmm(total, a.to(b.dtype), b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
 
 
 def _local_targets(targets_C: torch.Tensor, offset: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,3 +71,28 @@ def test_no_tensor_of_all_tokens_times_the_vocabulary_exists(with_entropy: bool)
         )
         (logprobs.sum() + (entropies.sum() if with_entropy else 0)).backward()
     assert seen.elements <= chunk * vocabulary  # LP-1
+
+
+def test_in_bfloat16_only_the_gradients_are_rounded_and_once():
+    tokens, vocabulary, width = 400, 300, 64
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, tokens, width, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    made = head(vocabulary, width).bfloat16()
+    with torch.no_grad():
+        made.weight.mul_(0.5)  # logits deviate by 4
+    upstream = torch.randn(2, tokens, generator=generator)
+
+    def results(logprobs: torch.Tensor, entropies: torch.Tensor, *of: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = (upstream[0] * logprobs).sum() + (upstream[1] * entropies).sum()
+        return logprobs.detach(), entropies.detach(), *torch.autograd.grad(total, of)
+
+    ours = results(*made(hidden, torch.arange(tokens), targets, 16, 1.0), hidden, made.weight)
+    exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden[0], made.weight))
+    full = (exact_hidden @ exact_weight.t()).log_softmax(-1)
+    exact = results(full.gather(1, targets[:, None])[:, 0], -(full.exp() * full).sum(1), exact_hidden, exact_weight)
+    assert ours[0].dtype == ours[1].dtype == torch.float32
+    for mine, true in zip(ours[:2], exact[:2], strict=True):
+        torch.testing.assert_close(mine.double(), true, atol=1e-4, rtol=1e-5)  # LP-3
+    for mine, true in zip(ours[2:], exact[2:], strict=True):
+        torch.testing.assert_close(mine.double().view_as(true), true, atol=1e-4, rtol=2**-8)  # LP-3
