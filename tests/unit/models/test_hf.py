@@ -1,12 +1,17 @@
 """Folders of both families go through torchtitan's definitions and back into plain transformers."""
 
+import functools
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from goaly.errors import ConfigError
+from goaly.models import hf
 from goaly.models.attention import document_masks
 from goaly.models.hf import load_hf, native_tensors, save_hf
 from goaly.models.spec import model_spec
@@ -138,3 +143,89 @@ def test_a_model_that_torchtitan_would_not_reproduce_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=named):
         model_spec(tmp_path)
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+def filled(model: torch.nn.Module, value: float) -> torch.nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def contents(folder: Path) -> tuple[set[str], set[float]]:
+    """The names of a folder's tensors, and the values in them."""
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return set(tensors), {value for tensor in tensors.values() for value in tensor.unique().tolist()}
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["exchange", "three renames"])
+def test_a_save_that_ends_anywhere_leaves_the_old_or_the_new_folder_whole(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    model, spec = loaded(tiny_model_folder)
+    target, aside = tmp_path / "policy", tmp_path / ".policy.old"
+    if not at_once:
+        monkeypatch.setattr(hf, "RENAME_EXCHANGE", 1 << 30)  # what no file system knows
+    save_hf(filled(model, 0.0), spec, target, tiny_model_folder)
+    names, _ = contents(target)
+    calls = ((hf, "save_file"), (os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (shutil, "copy2"))
+    whole = set()
+    for last in range(100):
+        steps = iter(range(last))
+
+        def step(*arguments, call, steps=steps, **more):
+            if next(steps, None) is None:
+                raise Crash
+            return call(*arguments, **more)
+
+        save_hf(filled(model, 1.0), spec, target, tiny_model_folder)
+        with monkeypatch.context() as patched:
+            for owner, name in calls:
+                whole_call = getattr(owner, name)
+                replaced = functools.partialmethod if owner is Path else functools.partial
+                patched.setattr(owner, name, replaced(step, call=whole_call))
+            try:
+                save_hf(filled(model, 2.0), spec, target, tiny_model_folder, max_file_bytes=200_000)
+                break
+            except Crash:
+                pass
+        assert target.exists() or not at_once
+        found, values = contents(target if target.exists() else aside)
+        assert found == names  # HF-2
+        assert values in ({1.0}, {2.0})
+        whole |= values
+    assert whole == {1.0, 2.0}
+    assert contents(target) == (names, {2.0})
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_saving_holds_no_more_than_a_block_and_a_file_of_tensors(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, spec = loaded(folder)
+    gathered, written, held = 0, 0, []
+    gather, write = hf._whole, hf.save_file
+
+    def counted(state):
+        nonlocal gathered
+        for name, tensor in gather(state):
+            gathered += tensor.nbytes
+            yield name, tensor
+
+    def recorded(tensors, *arguments, **more):
+        nonlocal written
+        held.append(gathered - written)
+        written += sum(tensor.nbytes for tensor in tensors.values())
+        write(tensors, *arguments, **more)
+
+    monkeypatch.setattr(hf, "_whole", counted)
+    monkeypatch.setattr(hf, "save_file", recorded)
+    save_hf(model, spec, tmp_path / "saved", folder, max_file_bytes=40_000)
+    block = max(sum(p.nbytes for p in child.parameters()) for child in (*model.layers.children(), model.tok_embeddings))
+    assert len(held) > 3
+    assert max(held) <= 40_000 + 2 * block  # HF-3: the state of a block, and what a file waits for
+    assert max(held) < gathered / 1.4
