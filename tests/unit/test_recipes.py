@@ -91,6 +91,29 @@ def test_a_reference_is_refreshed_only_where_there_is_one_and_from_the_policy_al
             run_config(file, tiny_model_folder, *overrides)
 
 
+def test_the_plan_counts_a_reference_and_the_travelling_weights_in_the_models_compute_type(tiny_model_folder: Path):
+    def gib(role: str, *overrides: str) -> dict[str, float]:
+        config = run_config(
+            CONFIGS / "grpo" / "tiny.yaml",
+            tiny_model_folder,
+            "loss.kl_coef=0.1",
+            "reference.refresh_every=3",
+            "generator.kv_cache_gib=0.001",
+            *overrides,
+        )
+        return {part.split(" ")[0]: float(part.split(" ")[-2]) for part in needs(config)[role][1].split(", ")}
+
+    count = 25.6 * 2**30
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("goaly.run.plan.parameters", lambda shape: int(count))
+        wide, narrow = gib("reference"), gib("reference", "model.dtype=bfloat16")
+        assert (wide["parameters"], narrow["parameters"]) == pytest.approx((102.4, 51.2), rel=1e-3)
+        assert narrow["prefetch"] == wide["prefetch"] / 2
+        kept = gib("generator", "model.dtype=bfloat16", "weights.transfer_dtype=float32")
+        assert gib("generator", "model.dtype=bfloat16")["prefetch"] == kept["prefetch"] / 2
+        assert gib("trainer", "model.dtype=bfloat16")["ring"] == gib("trainer")["ring"] / 2
+
+
 def test_a_batch_has_no_more_parts_than_groups(tiny_model_folder: Path):
     from goaly.errors import ConfigError
 

@@ -12,7 +12,8 @@ class ModelSettings:
     path: str = ""
     """A Hugging Face folder: config.json, safetensors, tokenizer files. Families: Qwen3 (dense) and Llama 3."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the model computes in. In bfloat16 the trainer keeps float32 parameters and casts them for each pass."""
+    """What the model computes in. In bfloat16 the trainer keeps float32 parameters and casts them for each pass; a
+    reference keeps bfloat16 ones, and weights travel as bfloat16 (`weights.transfer_dtype`)."""
 
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `model.`."""

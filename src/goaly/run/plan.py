@@ -30,7 +30,7 @@ def needs(config: RunConfig) -> dict[str, tuple[float, str]]:
     count = parameters(shape)
     trainer, generator, reference, critic = config.trainer, config.generator, config.reference, config.critic
     computed = DTYPE_BYTES[config.model.dtype]
-    transferred = DTYPE_BYTES[config.weights.transfer_dtype or "float32"]
+    transferred = DTYPE_BYTES[config.weights.transfer_dtype or config.model.dtype]
     tokens = trainer.microbatch_rows * config.backlog.row_length
     kept = ACTIVATION_COPIES[trainer.activation_checkpointing] * shape.layers * shape.dim
     logits = min(tokens, trainer.logprob_chunk) * 4 * shape.vocab_size
@@ -42,8 +42,8 @@ def needs(config: RunConfig) -> dict[str, tuple[float, str]]:
             "activations": tokens * computed * kept / trainer.tp + logits,
         },
         "reference": {
-            "parameters": 4 * count / reference.ranks,
-            **({} if reference.refresh_every is None else {"prefetch": 4 * count / reference.ranks}),
+            f"parameters{' on the CPU' * reference.offload}": computed * count / reference.ranks,
+            **({} if reference.refresh_every is None else {"prefetch": transferred * count / reference.ranks}),
         },
         "critic": {"state": trained / critic.ranks, "activations": tokens * computed * kept / critic.tp}
         if critic is not None

@@ -37,12 +37,16 @@ from goaly.trajectory import PackedRows
 
 
 class ModelEngine(ABC):
-    """Model, optimizer and schedule of one rank; `trains=False` leaves a frozen model that only says what it thinks."""
+    """Model, optimizer and schedule of one rank; `trains=False` leaves a frozen model that only says what it thinks.
 
-    def __init__(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool = True):
+    A frozen model's parameters are in the type that it computes in, and with `offload` in the CPU's memory.
+    """
+
+    def __init__(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool = True, offload: bool = False):
         self._source = model.path
         self._settings = settings
-        self._parallel = build_parallel(model, settings, self._head())
+        assert not (trains and offload), "only what is frozen is offloaded"
+        self._parallel = build_parallel(model, settings, self._head(), trains=trains, offload=offload)
         self._model = self._parallel.model
         self.steps_done = 0
         self._optimizer = None

@@ -13,7 +13,8 @@ tensor-parallel ranks: this rank's part of it).
 Invariants
     LP-1  No tensor of predicted tokens x vocabulary exists: at most `chunk` rows of it.
     LP-2  Under tensor parallelism no rank holds whole rows of logits; all ranks get the same results.
-    LP-3  Logits, log-probs and the sum of the weight's gradient over chunks are float32, whatever the model computes in.
+    LP-3  Logits, log-probs and the sum of the weight's gradient over chunks are float32, whatever the model computes
+          in.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Builds the model that trains: torchtitan's definition, laid out over the ranks, filled from the folder.
 
-One rank that computes in float32 gets the plain model: no FSDP hooks, no all-gathers of what is already there. In
-every other case torchtitan's own `parallelize_fn` shards it (FSDP2 over `fsdp`, tensor parallelism over `tp`).
+A model that trains has float32 parameters; a frozen one has parameters of the type that it computes in. One rank that
+computes in its parameters' type gets the plain model: no FSDP hooks, no all-gathers of what is already there. In every
+other case torchtitan's own `parallelize_fn` shards it (FSDP2 over `fsdp`, tensor parallelism over `tp`).
 """
 
 import logging
@@ -52,33 +53,44 @@ class Head:
     """Whether its weight is the output projection's, which the model's folder has."""
 
 
-def build_parallel(settings: ModelSettings, trainer: TrainerSettings, head: Head) -> ParallelModel:
-    """Build, lay out and load; `torch.distributed` must be up if there is more than one rank."""
+def build_parallel(
+    settings: ModelSettings, trainer: TrainerSettings, head: Head, *, trains: bool = True, offload: bool = False
+) -> ParallelModel:
+    """Build, lay out and load; `torch.distributed` must be up if there is more than one rank.
+
+    With `offload` the parameters stay in the CPU's memory, from where a GPU takes a block at a time.
+    """
     device = prepare_torchtitan()
     _quieten()
     _check_ranks(trainer, device)
-    from torchtitan.config import CompileConfig
+    if offload and device.type == "cpu":
+        raise ConfigError(["reference.offload=true: needs a GPU: on a CPU the parameters are in its memory anyway"])
+    from torchtitan.config import CompileConfig, TrainingConfig
+    from torchtitan.tools.utils import set_default_dtype
 
     from goaly.models.hf import load_hf
 
     spec = model_spec(settings.path)
-    wrapped = trainer.ranks > 1 or settings.dtype != "float32"
+    kept = "float32" if trains else settings.dtype
+    wrapped = trainer.ranks > 1 or settings.dtype != kept or offload
     parallelism, parallel_dims = _layout(trainer) if wrapped else (None, None)
     if wrapped:
         spec.model.update_from_config(config=_TitanConfig(parallelism=parallelism))
     head.install(spec.model)
-    with torch.device("meta"):
+    with torch.device("meta"), set_default_dtype(getattr(torch, kept)):
         model = spec.model.build()
     model._skip_lm_head = True
     compile_config = CompileConfig(enable=trainer.compile, components=["model"])
     checkpointing = _activation_checkpointing(trainer)
     if wrapped:
-        _parallelize(model, spec, settings, parallelism, parallel_dims, compile_config, checkpointing)
+        # What FSDP keeps in another type it casts for each pass.
+        training = TrainingConfig(dtype=kept, mixed_precision_param=settings.dtype, enable_cpu_offload=offload)
+        _parallelize(model, spec, training, parallelism, parallel_dims, compile_config, checkpointing)
     else:
         _prepare_alone(model, compile_config, checkpointing)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if offload else device)
     with torch.no_grad():
-        model.init_weights(buffer_device=None)
+        model.init_weights(buffer_device=device if offload else None)
     load_hf(model, spec, settings.path, head=head.in_folder)
     model.train()
     dp_group = None if parallel_dims is None or trainer.fsdp == 1 else parallel_dims.get_mesh("fsdp").get_group()
@@ -132,20 +144,18 @@ def _layout(trainer: TrainerSettings) -> tuple[Any, Any]:
 def _parallelize(
     model: Any,
     spec: Any,
-    settings: ModelSettings,
+    training: Any,
     parallelism: Any,
     parallel_dims: Any,
     compile_config: Any,
     checkpointing: Any,
 ) -> None:
     from torch.distributed.fsdp import FSDPModule
-    from torchtitan.config import TrainingConfig
 
     spec.parallelize_fn(
         model,
         parallel_dims=parallel_dims,
-        # Parameters stay in float32; FSDP casts them to the model's dtype for each pass.
-        training=TrainingConfig(dtype="float32", mixed_precision_param=settings.dtype),
+        training=training,
         parallelism=parallelism,
         compile_config=compile_config,
         ac_config=checkpointing,

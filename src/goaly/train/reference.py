@@ -49,6 +49,7 @@ class ReferenceModel(Actor):
         assert settings.refresh_every is None or store is not None, "what is refreshed comes from a store"
         self._shares = trainer.fsdp
         self._settings = settings.engine_settings(trainer)
+        self._offload = settings.offload
         self._model = model if settings.path is None else dataclasses.replace(model, path=settings.path)
         self._thread: RankThread[TrainEngine] = RankThread("reference")
         self._refresh_every = settings.refresh_every
@@ -118,7 +119,7 @@ class ReferenceModel(Actor):
     def _make_engine(self) -> "TrainEngine":
         from goaly.train.engine import TrainEngine
 
-        return TrainEngine(self._model, self._settings, trains=False)
+        return TrainEngine(self._model, self._settings, trains=False, offload=self._offload)
 
     def _logprobs(self, packed: "PackedRows", batch_id: int) -> "Tensor":
         with spans.span("reference", batch=batch_id):

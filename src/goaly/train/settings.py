@@ -126,6 +126,9 @@ class ReferenceSettings:
     """A Hugging Face folder; null is the model that training starts from."""
     refresh_every: int | None = None
     """Steps after which the reference takes the policy's weights, again and again; null never changes it."""
+    offload: bool = False
+    """Keep the parameters in the CPU's memory and bring them to the GPU a block at a time, for each pass: for a model
+    that does not fit beside others. Needs a GPU."""
     fsdp: int = 1
     """Ranks, each computing its own rows."""
     tp: int = 1

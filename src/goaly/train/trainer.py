@@ -46,7 +46,7 @@ class PolicyTrainer(Actor):
         self._settings = settings
         self._model = model
         self._loss_settings = loss
-        self._weight_settings = weights
+        self._weight_settings = weights.of_model(model.dtype)
         self._store = store
         self._thread: RankThread[TrainEngine] = RankThread("train")
         self._objective: Objective | None = None

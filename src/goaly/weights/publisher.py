@@ -53,7 +53,9 @@ class Publisher:
         naming: Naming | None = None,
         host: str | None = None,
     ):
-        """`naming` says of which published tensors these are made, where they have other names (`mapping.py`).
+        """Without a `transfer_dtype` in the settings every tensor keeps its own.
+
+        `naming` says of which published tensors these are made, where they have other names (`mapping.py`).
 
         `host` says that the process counts as one of that host, whichever it runs on."""
         self._store = store

@@ -1,6 +1,6 @@
 """Settings of the weight path."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 TRANSFER_DTYPES = ("float32", "bfloat16", "float16")
@@ -23,8 +23,9 @@ class WeightSettings:
     publishes for a copy."""
 
     transfer_dtype: str | None = None
-    """Floating-point type that weights are cast to when they are published (float32, bfloat16, float16); none keeps
-    each tensor's own."""
+    """Floating-point type that weights are cast to when they are published: float32, bfloat16 or float16; null is
+    `model.dtype`, which generators and a refreshed reference compute in, so they lose nothing. Set float32 for readers
+    that need the trainer's float32 parameters of a bfloat16 model as they are, at twice the bytes."""
 
     copy_threads: int = 1
     """Copies that run at a time when a rank publishes or pulls, each with as many threads as torch uses there."""
@@ -43,6 +44,10 @@ class WeightSettings:
     """How a generator puts fetched weights in place between two decode steps: "copy" copies them into its parameters,
     "flip" makes the fetched memory the parameters', about a microsecond for each of them. Both need the weights' memory
     twice. Recorded CUDA graphs don't see a flip."""
+
+    def of_model(self, dtype: str) -> "WeightSettings":
+        """The settings where a model that computes in `dtype` is published."""
+        return replace(self, transfer_dtype=self.transfer_dtype or dtype)
 
     @property
     def bucket_bytes(self) -> int:

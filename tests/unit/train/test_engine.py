@@ -207,3 +207,71 @@ def test_what_can_not_work_is_refused_with_its_key(engine):
         "trainer.compile=true: works on one rank, trainer.fsdp * trainer.tp is 2",
         "trainer.schedule.total_steps: is not set, trainer.schedule.decay=linear needs it",
     ]
+
+
+def test_log_probs_are_those_of_logits_divided_by_the_temperature(engine):
+    rows = pack(documents(4), rows=2, row_length=128).rows
+    made = engine(dataclasses.replace(SETTINGS, temperature=2.0))
+    head = made._model.lm_head
+    halved = engine()
+    with torch.no_grad():
+        halved._model.lm_head.weight.copy_(head.weight / 2)
+    assert torch.equal(made.logprobs(rows), halved.logprobs(rows))  # a power of 2 rounds nothing
+    assert not torch.equal(made.logprobs(rows), engine().logprobs(rows))
+
+
+def test_the_optimizer_is_adamw_with_the_decay_the_decays_of_its_means_and_the_epsilon_that_are_set(engine):
+    lr, beta1, beta2, eps, decay = 0.1, 0.5, 0.75, 1e-3, 0.25
+    adamw = OptimizerSettings(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay)
+    made = engine(TrainerSettings(optimizer=adamw, max_grad_norm=None))
+    parameters = list(made._model.parameters())
+    expected = [parameter.detach().double() for parameter in parameters]
+    means = [torch.zeros_like(parameter) for parameter in expected]
+    squares = [torch.zeros_like(parameter) for parameter in expected]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, 4):
+        for parameter, value, mean, square in zip(parameters, expected, means, squares, strict=True):
+            parameter.grad = 0.01 * torch.randn(parameter.shape, generator=generator)
+            mean.mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
+            square.mul_(beta2).add_(parameter.grad.double() ** 2, alpha=1 - beta2)
+            update = mean / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + eps)
+            value.mul_(1 - lr * decay).sub_(update, alpha=lr)
+        made._optimizer.step()
+    for parameter, value in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.detach().double(), value, atol=1e-6, rtol=1e-5)
+
+
+def test_a_frozen_model_has_parameters_of_the_compute_type_and_the_log_probs_of_one_that_trains(
+    tiny_model_folder: Path,
+):
+    model = ModelSettings(path=str(tiny_model_folder), dtype="bfloat16")
+    rows = pack(documents(4), rows=2, row_length=128).rows
+    try:
+        frozen = TrainEngine(model, SETTINGS, trains=False)
+        assert not torch.distributed.is_initialized()  # one rank that casts nothing needs no FSDP
+        trained = TrainEngine(model, SETTINGS)
+        assert {tensor.dtype for tensor in frozen.named_tensors().values()} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in trained.named_tensors().values()} == {torch.float32}
+        assert torch.equal(frozen.logprobs(rows), trained.logprobs(rows))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def test_offloading_is_refused_where_there_is_no_gpu(engine):
+    with pytest.raises(ConfigError, match=r"reference\.offload=true: needs a GPU"):
+        engine(trains=False, offload=True)
+
+
+def test_a_trainer_publishes_in_the_models_compute_type_unless_another_is_set():
+    from goaly.train.trainer import PolicyTrainer
+    from goaly.weights.settings import WeightSettings
+
+    def published_in(dtype: str, transfer_dtype: str | None) -> str | None:
+        weights = WeightSettings(transfer_dtype=transfer_dtype)
+        made = PolicyTrainer(SETTINGS, ModelSettings(dtype=dtype), LOSS, weights, None)
+        return made._weight_settings.transfer_dtype
+
+    assert published_in("bfloat16", None) == "bfloat16"
+    assert published_in("float32", None) == "float32"
+    assert published_in("bfloat16", "float32") == "float32"
