@@ -4,9 +4,9 @@
 
 The same packed batches, model, loss and threads (one), each side in a process of its own, taking turns. `actor` is a
 step as in a run: the controller calls, the trainer pulls its rows from another process, steps, reports metrics and
-publishes the new weights. `bare` is a plain loop over torchtitan's model and optimizer with the rows at hand: logits
-at trained positions, the GRPO loss written out, no metrics, nothing published. `ratio` is actor / bare in tokens
-per second.
+publishes the new weights. `bare` is a plain loop over the same model (torchtitan's, with goaly's layers on a CPU) and
+optimizer with the rows at hand: logits at trained positions, the GRPO loss written out, no metrics, nothing published.
+`ratio` is actor / bare in tokens per second.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings
 from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import split_rows
-from goaly.train.settings import OptimizerSettings, ScheduleSettings, TrainerSettings
+from goaly.train.settings import OptimizerSettings, ReferenceSettings, ScheduleSettings, TrainerSettings
 from goaly.trajectory import PackedRows
 from tests.unit.train.batches import VOCABULARY, documents, pack
 
@@ -258,9 +258,14 @@ def test_a_frozen_model_has_parameters_of_the_compute_type_and_the_log_probs_of_
             torch.distributed.destroy_process_group()
 
 
-def test_offloading_is_refused_where_there_is_no_gpu(engine):
+def test_offloading_a_reference_is_refused_where_there_is_no_gpu(tiny_model_folder: Path):
+    from goaly.train.reference import ReferenceModel
+
+    reference = ReferenceModel(
+        ReferenceSettings(offload=True), SETTINGS, ModelSettings(path=str(tiny_model_folder), dtype="bfloat16")
+    )
     with pytest.raises(ConfigError, match=r"reference\.offload=true: needs a GPU"):
-        engine(trains=False, offload=True)
+        reference._make_engine()
 
 
 def test_a_trainer_publishes_in_the_models_compute_type_unless_another_is_set():
