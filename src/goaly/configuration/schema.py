@@ -121,8 +121,9 @@ def _word_known(annotation: Any, value: Any) -> bool:
     words = [
         word for option in options if typing.get_origin(option) is typing.Literal for word in typing.get_args(option)
     ]
-    others = tuple(option for option in options if isinstance(option, type))
-    return not words or bool(matching(words, value)) or isinstance(value, others)
+    others = [option for option in options if isinstance(option, type)]
+    others += [int] if float in others else []
+    return not words or bool(matching(words, value)) or type(value) in others
 
 
 def join(path: str, name: object) -> str:

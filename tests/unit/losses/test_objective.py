@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+from typing import Literal
 
 import pytest
 import torch
 
+from goaly.configuration.schema import KnownWords
 from goaly.errors import SchemaError
 from goaly.losses.objective import Likelihood, finish, policy_loss
 from goaly.losses.policy import LOSSES
@@ -516,3 +518,14 @@ def test_a_word_that_settings_do_not_know_is_refused_when_python_builds_them_too
 def test_all_unknown_words_of_one_section_are_told_at_once():
     with pytest.raises(ValueError, match=r"proximal=old: must .*; LossSettings\.importance=all: must"):
         LossSettings(proximal="old", importance="all")  # type: ignore[arg-type]
+
+
+def test_a_truth_value_is_no_number_among_words():
+    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+    class Level(KnownWords):
+        height: Literal[1, 2] | float | None = None
+
+    assert [Level(height=height).height for height in (1, 2, 0.5, 3, None)] == [1, 2, 0.5, 3, None]
+    for wrong in (True, "1"):
+        with pytest.raises(ValueError, match=f"Level.height={str(wrong).lower()}: must be one of 1, 2 or a number or"):
+            Level(height=wrong)

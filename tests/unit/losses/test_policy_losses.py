@@ -132,6 +132,21 @@ def test_a_sequences_ratio_is_over_its_kept_tokens_and_a_token_left_out_has_no_g
     close(gradient, torch.tensor([2.0, 0.0, 2.0, 0.0]))  # as if the sequence were its kept tokens
 
 
+def test_a_ratio_or_a_distance_at_its_bound_is_not_beyond_it():
+    given = tokens([2.0], [1.0])
+    moved = (given.logprobs_P.exp() - given.proximal_logprobs_P.exp()).abs().item()
+    output, gradient = evaluated("dppo", given, threshold=moved)
+    assert output.mean["clip_fraction"].tolist() == [0]
+    close(gradient, torch.tensor([-2.0]))
+    costly = tokens([2.0], [-1.0])
+    output, gradient = evaluated("ppo", costly, dual_clip=costly.ratio_P.item())
+    assert output.mean["clip_fraction_dual"].tolist() == [0]
+    close(gradient, torch.tensor([2.0]))
+    for name in ("grpo", "cispo"):
+        output, _ = evaluated(name, tokens([1.0, 1.0], [1.0, -1.0]), clip_low=0.0, clip_high=0.0)
+        assert output.mean["clip_fraction_low"].tolist() == output.mean["clip_fraction_high"].tolist() == [0, 0]
+
+
 def test_a_token_that_is_left_out_stays_out_when_another_is():
     given = tokens([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
     out = given.without(torch.tensor([True, False, False])).without(torch.tensor([False, True, False]))

@@ -112,12 +112,12 @@ def test_reinforce_pp_gives_each_token_the_rewards_from_there_on():
 
 
 def test_reinforce_pp_discounts_what_comes_later_by_the_trained_tokens_in_between():
-    # trained are tokens 1 and 4; the credit at 3, where the environment speaks, is the first step's: rewards 1 + 2, 4;
-    # returns 3 + 4/2 = 5 and 4: mean 4.5, deviation 0.5
-    made = sample(4.0, turns="p1a2p1", credits={1: 1.0, 3: 2.0})
+    # trained are tokens 1, 4 and 6; the credit at 3, where the environment speaks, is the first step's: rewards 1 + 2,
+    # 0 and 8; returns 3 + 0/2 + 8/4 = 5, 4 and 8: mean 17/3, deviation sqrt(26)/3
+    made = sample(8.0, turns="p1a2p1a1p1", credits={1: 1.0, 3: 2.0})
     settings = AdvantageSettings(name="reinforce_pp", options={"gamma": 0.5, "epsilon": 0.0})
     (found,) = estimate([grouped(made)], settings).advantages
-    close(found, torch.tensor([0.0, 1, 0, 0, -1]))
+    close(found, torch.tensor([0.0, -2, 0, 0, -5, 0, 7]) / 26**0.5)
 
 
 @settings(max_examples=20, deadline=None)
