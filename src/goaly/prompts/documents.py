@@ -5,13 +5,12 @@ Invariants
     DO-2  What precedes an answer is tokenized as it is when the policy is asked for one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from goaly.prompts.prompt import Message
+from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.tokenizer import ChatTokenizer
-
-ASSISTANT = "assistant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +25,16 @@ class Document:
         return len(self.tokens)
 
 
-def chat_document(tokenizer: ChatTokenizer, messages: Sequence[Message], place: str) -> Document:
+def chat_document(
+    tokenizer: ChatTokenizer, messages: Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] = ()
+) -> Document:
     """A chat whose assistant messages are trained."""
     text, tokens, trained = "", [], []
     for index, message in enumerate(messages):
         if message.role != ASSISTANT:
             continue
-        question = tokenizer.render_text(messages[:index], add_generation_prompt=True)
-        answered = tokenizer.render_text(messages[: index + 1], add_generation_prompt=False)
+        question = tokenizer.render_text(messages[:index], add_generation_prompt=True, tools=tools)
+        answered = tokenizer.render_text(messages[: index + 1], add_generation_prompt=False, tools=tools)
         if not question.startswith(text) or not answered.startswith(question):
             raise ValueError(
                 f"{place}: the chat template writes what precedes message {index} differently once it is there; "

@@ -114,7 +114,7 @@ async def ask(
         written = [int(token) for token in (await sample(tokens, sampling)).tokens]
         return len(written), await verify(prompt, tokenizer.decode(written))
 
-    rendered = [tokenizer.render(prompt.messages) for prompt in prompts]
+    rendered = [tokenizer.render(prompt.messages, tools=prompt.tools) for prompt in prompts]
     async with asyncio.TaskGroup() as tasks:
         asked = [
             [tasks.create_task(one(prompt, tokens)) for _ in range(samples_per_prompt)]

@@ -4,14 +4,18 @@ Invariants
     PR-1  A problem is in one split only, for good: the split is a hash of the problem, not of its place or its order.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
+from typing import Any
 
 PASS_REWARD = 1.0
 """An answer passes at this reward or more: for metrics, curricula and evaluations alike."""
 SPLIT_KEY = "split_key"
+ASSISTANT = "assistant"
+"""The role of what the policy writes."""
 _SPLIT_BUCKETS = 1_000_000
 
 
@@ -26,10 +30,36 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of a chat."""
+    """One message of a chat: what a chat template may read of it."""
 
     role: str
-    content: str
+    """Whose it is: system, user, assistant, tool, or another one that the template knows."""
+    content: Any = None
+    """Its text; a list of parts where the template takes some; None where there are only tool calls."""
+    tool_calls: Sequence[Mapping[str, Any]] | None = None
+    """The calls that an assistant's message makes."""
+    tool_call_id: str | None = None
+    """The call that a tool's message answers."""
+    name: str | None = None
+    """The tool, or whoever else wrote it."""
+    reasoning_content: str | None = None
+    """What an assistant thought, apart from what it said."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else a template reads."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message as a template sees it: what is None is not there, but for the content."""
+        named = {key: value for key in _OPTIONAL if (value := getattr(self, key)) is not None}
+        return {"role": self.role, "content": self.content, **named, **self.extra}
+
+    @property
+    def key(self) -> str:
+        """What tells it from other messages."""
+        rest = {key: value for key, value in self.as_dict().items() if key not in ("role", "content")}
+        return f"{self.role}\x1f{self.content}" + (f"\x1f{json.dumps(rest, sort_keys=True)}" if rest else "")
+
+
+_OPTIONAL = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +71,15 @@ class Prompt:
     messages: tuple[Message, ...]
     answer: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
+    """The tools that the policy may call, as JSON schemas, for the chat template to write down."""
 
     @property
     def split_key(self) -> str:
         """What decides the split: `metadata["split_key"]` where the source gives one, else the messages."""
         if SPLIT_KEY in self.metadata:
             return self.metadata[SPLIT_KEY]
-        return "\x1e".join(f"{message.role}\x1f{message.content}" for message in self.messages)
+        return "\x1e".join(message.key for message in self.messages)
 
 
 def split_of(prompt: Prompt, held_out_fraction: float) -> Split:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 FILE_KINDS = (".jsonl", ".parquet")
 TASK_NAMES = ("arithmetic",)
@@ -83,8 +83,8 @@ class PromptSettings:
     arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
     """The addition task, where `task` is arithmetic."""
     files: tuple[str, ...] = ()
-    """JSONL or Parquet files of prompts: `messages` or `prompt` in each record, and what the verifier needs
-    (`answer`); other columns become the prompt's metadata."""
+    """JSONL or Parquet files of prompts: `messages` or `prompt` in each record, what the verifier needs (`answer`), and
+    the `tools` that the policy may call; other columns become the prompt's metadata."""
     sources: tuple[SourceSettings, ...] = ()
     """Several sources and their shares, such as `[{name: sums, task: arithmetic}, {name: own, files: [a.jsonl]}]`. A
     script may change the shares while the run goes on: `run.prompts.set_weights({"own": 2})`."""
@@ -133,6 +133,26 @@ def source_problems(task: str | None, files: tuple[str, ...], prefix: str) -> li
         elif not Path(name).is_file():
             found.append(f"{prefix}files: {name} is not there")
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSettings:
+    """How chats become text: by the chat template of the model's folder, unless this says otherwise."""
+
+    template_file: str | None = None
+    """A Jinja file that is used instead of the folder's chat template."""
+    template_args: dict[str, Any] = field(default_factory=dict)
+    """What the template is given beside the chat, such as `{enable_thinking: false}` for Qwen3."""
+
+    def problems(self, prefix: str) -> list[str]:
+        """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `chat.`."""
+        found = []
+        if self.template_file is not None and not Path(self.template_file).is_file():
+            found.append(f"{prefix}template_file={self.template_file}: is not there, must be a Jinja file")
+        for name in ("messages", "tools", "documents", "add_generation_prompt"):
+            if name in self.template_args:
+                found.append(f"{prefix}template_args.{name}: must have another name, the chat itself gives it")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 
 from goaly.prompts.documents import Document, chat_document, plain_document
-from goaly.prompts.files import read_messages, read_records
+from goaly.prompts.files import read_messages, read_records, read_tools
 from goaly.prompts.prompt import Message, Split
 from goaly.prompts.settings import SupervisedSettings
 from goaly.prompts.stream import ShuffledOrder, TaskSource
@@ -179,10 +179,10 @@ def _document(
 ) -> Document:
     completion = record.get("completion")
     if completion is None:
-        return chat_document(tokenizer, read_messages(record, place), place)
+        return chat_document(tokenizer, read_messages(record, place), place, read_tools(record, place))
     if not isinstance(completion, str) or not isinstance(record.get("prompt"), str):
         raise ValueError(f"{place}: `prompt` and `completion` must both be texts")
     if settings.template == "plain":
         return plain_document(tokenizer, record["prompt"], completion, place)
     messages = (*read_messages(record, place), Message(role="assistant", content=completion))
-    return chat_document(tokenizer, messages, place)
+    return chat_document(tokenizer, messages, place, read_tools(record, place))
