@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings
-from goaly.prompts.settings import PromptSettings
+from goaly.prompts.settings import ChatSettings, PromptSettings
 from goaly.reward.settings import RewardSettings
 
 
@@ -37,6 +37,8 @@ class EvalConfig:
     """Also report by this metadata column of the prompts, such as `digits`."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     """How answers are sampled."""
+    chat: ChatSettings = field(default_factory=ChatSettings)
+    """How prompts become text."""
     reward: RewardSettings = field(default_factory=RewardSettings)
     """Who judges the answers."""
     generator: EvalGeneratorSettings = field(default_factory=EvalGeneratorSettings)
@@ -54,8 +56,11 @@ class EvalConfig:
                 found.append(f"{prefix}{name}={getattr(self, name)}: must be at least 1")
         if self.dtype not in ("float32", "bfloat16"):
             found.append(f"{prefix}dtype={self.dtype}: must be float32 or bfloat16")
-        found += [line.replace("path=", f"{prefix}path=", 1) for line in self.model.problems("")]
-        return found
+        if problems := self.model.problems(""):
+            return found + [line.replace("path=", f"{prefix}path=", 1) for line in problems]
+        from goaly.prompts.tokenizer import chat_problems  # imports jinja, which `--help` can do without
+
+        return found + chat_problems(self.chat, self.model.path, f"{prefix}chat.")
 
     @property
     def model(self) -> ModelSettings:

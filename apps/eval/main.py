@@ -33,8 +33,8 @@ async def evaluation(config: EvalConfig) -> "list[Answered]":
     from goaly.prompts.mixture import held_out
     from goaly.prompts.tokenizer import ChatTokenizer
 
-    tokenizer = ChatTokenizer(config.model.path)
-    sampling = Sampling(**asdict(config.sampling), stop_token_ids=tokenizer.stop_token_ids)
+    tokenizer = ChatTokenizer(config.model.path, config.chat)
+    sampling = Sampling.of(config.sampling, tokenizer.stop_token_ids)
     prompts = held_out(config.prompts, config.count)
     async with judge(config) as verify, policy(config) as sample:
         return await ask(sample, tokenizer, prompts, verify, config.samples_per_prompt, sampling)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel
-from goaly.prompts.settings import SupervisedSettings
+from goaly.prompts.settings import ChatSettings, SupervisedSettings
 from goaly.telemetry.settings import TelemetrySettings
 from goaly.train.settings import TrainerSettings
 
@@ -23,6 +23,8 @@ class SftConfig:
     """Start from a new tiny Qwen3 with random weights, which goaly makes itself."""
     data: SupervisedSettings
     """What is imitated."""
+    chat: ChatSettings = field(default_factory=ChatSettings)
+    """How chats become text."""
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     """How it is trained. With more than one rank, start the app through torchrun."""
     checkpoint_every: int = 0
@@ -56,4 +58,8 @@ class SftConfig:
                 f"{prefix}data.row_length={self.data.row_length}: must be at most "
                 f"{prefix}tiny.max_context={self.tiny.max_context}"
             )
+        if self.model is not None and not self.model.problems(""):
+            from goaly.prompts.tokenizer import chat_problems  # imports jinja, which `--help` can do without
+
+            found += chat_problems(self.chat, self.model.path, f"{prefix}chat.")
         return found

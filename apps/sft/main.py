@@ -38,7 +38,7 @@ def sft(config: SftConfig, folder: "SftFolder") -> dict[str, Any]:
 
     started = time.monotonic()
     model = starting_model(config, folder.run)
-    rows = row_stream(config.data, ChatTokenizer(model.path))
+    rows = row_stream(config.data, ChatTokenizer(model.path, config.chat))
     engine = TrainEngine(model, config.trainer)
     likelihood = Likelihood()
     report = Report(config, folder)

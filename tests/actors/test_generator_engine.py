@@ -6,17 +6,17 @@ The key-value cache is small, and prompts span several of its blocks, so that pr
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import write_tiny_model
+from conftest import VOCABULARY, write_tiny_model
 
 from goaly.generate.request import Finish, Sample, Sampling
-from goaly.generate.settings import GeneratorSettings
+from goaly.generate.settings import NEUTRAL, GeneratorSettings
 from goaly.models.settings import ModelSettings
 
 NOISE = 2e-4
@@ -97,6 +97,44 @@ def update_while_sampling(mode: str) -> tuple[list[Sample], list[Sample]]:
     engine.apply(partial(engines.load, 0, 0))
     names = [str(number) for number in range(len(PROMPTS))]
     return [samples[name] for name in names], [samples[f"later {name}"] for name in names]
+
+
+def text_of(tokens: list[int]) -> str:
+    """What tokens of the character tokenizer say."""
+    return "".join(VOCABULARY[token] for token in tokens)
+
+
+def length_with(tokens: list[int], stop: str) -> int | None:
+    """How many of the tokens say this for the first time."""
+    return next((count for count in range(len(tokens) + 1) if stop in text_of(tokens[:count])), None)
+
+
+def parameters_of(sampling: Sampling) -> dict[str, Any]:
+    """What vLLM is asked for."""
+    engine = engines.torchtitan
+    inputs, asked = engine._vllm.input_processor, []
+    process = inputs.process_inputs
+    inputs.process_inputs = lambda name, prompt, parameters, **rest: (
+        asked.append(parameters) or process(name, prompt, parameters, **rest)
+    )
+    engine.add("one", PROMPTS[0], sampling)
+    inputs.process_inputs = process
+    engine.cancel(["one"])
+    keys = [*NEUTRAL, "max_tokens", "stop_token_ids", "seed", "ignore_eos"]
+    return {key: getattr(asked[0], key) for key in keys}
+
+
+def refusal_of(sampling: Sampling, folder: Path | None = None) -> str:
+    """Why the engine refuses such a request; `folder` is where it looks for a tokenizer."""
+    engine = engines.torchtitan
+    whole, engine._model_folder = engine._model_folder, folder or engine._model_folder
+    try:
+        engine.add("one", PROMPTS[0], sampling)
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine._model_folder = whole
+    return "not refused"
 
 
 def cancel_midway() -> tuple[list[tuple[str, Sample]], list[str], bool]:
@@ -251,6 +289,80 @@ def test_only_named_stop_tokens_end_an_answer_and_they_are_part_of_it(there):
         assert sample.finish is Finish.STOP
         assert int(sample.tokens[-1]) in (5, 6)
         assert not set(sample.tokens[:-1].tolist()) & {5, 6}
+
+
+def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it_and_changes_nothing_before(there, expected):
+    wholes = [sample.tokens.tolist() for sample in there(sample_all, "torchtitan", PROMPTS, GREEDY)]
+    stop = text_of(wholes[0][10:12])
+    sampling = Sampling(max_tokens=40, temperature=0.0, stop=["never said", stop])
+    stopped = there(sample_all, "torchtitan", PROMPTS, sampling)
+    assert (stopped[0].finish, stopped[0].stop) == (Finish.STOP, stop)
+    for prompt, sample, whole in zip(PROMPTS, stopped, wholes, strict=True):
+        ends = length_with(whole, stop)
+        assert sample.tokens.tolist() == whole[:ends]
+        assert len(sample.logprobs) == len(sample.versions) == len(sample.tokens)
+        assert (sample.finish, sample.stop) == ((Finish.STOP, stop) if ends else (Finish.LENGTH, None))
+        torch.testing.assert_close(sample.logprobs, expected(prompt, sample), atol=NOISE, rtol=0)
+
+
+def test_a_stop_string_wins_over_the_token_limit_and_a_stop_token_over_a_stop_string(there):
+    (sample,) = there(sample_all, "torchtitan", PROMPTS[:1], GREEDY)
+    whole = sample.tokens.tolist()
+    stop = text_of(whole[10:12])
+    limit = length_with(whole, stop)
+    (limited,) = there(sample_all, "torchtitan", PROMPTS[:1], replace(GREEDY, max_tokens=limit, stop=stop))
+    assert (limited.finish, limited.stop, limited.tokens.tolist()) == (Finish.STOP, stop, whole[:limit])
+    both = replace(GREEDY, stop=text_of(whole[5:6]), stop_token_ids=whole[5:6])
+    (by_token,) = there(sample_all, "torchtitan", PROMPTS[:1], both)
+    first = whole.index(whole[5]) + 1
+    assert (by_token.finish, by_token.stop, by_token.tokens.tolist()) == (Finish.STOP, None, whole[:first])
+
+
+def test_a_request_that_cannot_be_served_is_refused_alone(there, tmp_path):
+    assert "has no tokenizer.json" in there(refusal_of, Sampling(stop="a"), tmp_path)
+    hot: Any = "hot"
+    for wrong in (Sampling(temperature=hot), Sampling(top_p=3.0), Sampling(allowed_token_ids=[99])):
+        assert there(refusal_of, wrong) != "not refused"
+    assert len(there(sample_all, "torchtitan", PROMPTS, GREEDY)) == len(PROMPTS)
+
+
+def test_vllm_is_asked_for_every_parameter_and_for_nothing_where_none_is_set(there):
+    given = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "min_tokens": 2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {3: -100.0},
+        "allowed_token_ids": (3, 4, 5),
+        "max_tokens": 9,
+        "stop_token_ids": (5,),
+        "seed": 4,
+    }
+    asked = there(parameters_of, Sampling(**given))
+    lists = {"allowed_token_ids": [3, 4, 5], "stop_token_ids": [5]}
+    assert asked == {**given, **lists, "ignore_eos": True}
+    unset = there(parameters_of, Sampling(max_tokens=9))
+    assert unset == {**NEUTRAL, "max_tokens": 9, "stop_token_ids": [], "seed": None, "ignore_eos": True}
+
+
+def test_parameters_of_an_evaluation_do_what_they_say(there):
+    def sampled(**parameters) -> Sample:
+        (sample,) = there(sample_all, "torchtitan", PROMPTS[:1], Sampling(max_tokens=20, seed=3, **parameters))
+        return sample
+
+    plain = sampled().tokens.tolist()
+    assert set(sampled(allowed_token_ids=(4, 9)).tokens.tolist()) <= {4, 9}
+    assert plain[0] not in sampled(logit_bias={plain[0]: -100.0}).tokens.tolist()
+    assert sampled(min_p=1.0).logprobs.tolist() == [0.0] * 20
+    stops = tuple(plain[:3])
+    late = sampled(min_tokens=10, stop_token_ids=stops).tokens.tolist()
+    assert not set(late[:10]) & set(stops)
+    for penalty in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}):
+        assert sampled(**penalty).tokens.tolist() != plain
 
 
 def test_vllms_own_model_gives_the_same_distribution(there, expected):

@@ -20,6 +20,7 @@ from goaly.generate.line import Switchboard
 from goaly.generate.request import Finish, Sample
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Message, Prompt
+from goaly.prompts.settings import ChatSettings
 from goaly.reward.pool import RewardPool
 from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.episode import Episode, EpisodeContext
@@ -126,6 +127,7 @@ async def stack(procs, tiny_model_folder: Path, tmp_path: Path):
         queue=queue,
         rewards=rewards,
         tokenizer=str(tiny_model_folder),
+        chat=ChatSettings(),
         sampling=SamplingSettings(max_tokens=8),
         group_size=4,
         max_context=64,

@@ -72,6 +72,35 @@ def cached_prompt_tokens() -> list[int]:
     return cached
 
 
+def logprobs_of_all_tokens(beside: dict[str, Any] | None = None, **parameters: Any) -> tuple[int, dict[int, float]]:
+    """The token drawn after the prompt, and the log-probabilities that it was drawn with; `beside` is another request
+    of the same step."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+
+    vllm = engine._vllm
+    for name, asked in (("one", parameters), ("beside", beside)):
+        if asked is not None:
+            vllm.add_request(name, tokens_input(PROMPT), SamplingParams(max_tokens=1, logprobs=20, **asked))
+    (output,) = [output.outputs[0] for output in vllm.step() if output.request_id == "one"]
+    return output.token_ids[0], {token: entry.logprob for token, entry in output.logprobs[0].items()}
+
+
+def all_logprobs() -> dict[str, tuple[int, dict[int, float]]]:
+    """The same step under several parameters."""
+    greedy, stops = {"temperature": 0.0}, {"stop_token_ids": [3, 4, 5], "seed": 1}
+    return {
+        "greedy": logprobs_of_all_tokens(**greedy),
+        "greedy, top_p": logprobs_of_all_tokens(**greedy, top_p=0.1, top_k=2, min_p=0.5),
+        "greedy beside": logprobs_of_all_tokens({"temperature": 0.5, "seed": 2}, **greedy),
+        "greedy, bias": logprobs_of_all_tokens(**greedy, logit_bias={7: 3.0}),
+        "1.0": logprobs_of_all_tokens(temperature=1.0, seed=1),
+        "0.5": logprobs_of_all_tokens(temperature=0.5, seed=1),
+        "stops": logprobs_of_all_tokens(temperature=1.0, **stops),
+        "min_tokens": logprobs_of_all_tokens(temperature=1.0, **stops, min_tokens=1),
+    }
+
+
 @pytest.fixture(scope="module")
 def there(tiny_model_folder):
     context = multiprocessing.get_context("forkserver")
@@ -104,6 +133,30 @@ def test_the_core_says_in_each_step_what_it_sampled_with_which_log_probability(t
     assert all(len(tokens) == 1 and tokens == of for tokens, of, _, _ in outputs)
     assert all(-10 < logprob < 0 for _, _, logprob, _ in outputs)
     assert [why for _, _, _, why in outputs] == ["None", "None", "length"]
+
+
+def test_greedy_log_probabilities_are_those_of_the_distribution_at_temperature_1(there):
+    """As `Sample.logprobs` says. Were they those of the greedy choice, they would be 0, and a trained run could not
+    tell a greedy sample by the config alone."""
+    measured = there(all_logprobs)
+    _, at_1 = measured["1.0"]
+    likeliest = max(at_1, key=at_1.__getitem__)
+    for case in ("greedy", "greedy, top_p", "greedy beside"):
+        token, logprobs = measured[case]
+        assert token == likeliest
+        assert logprobs == pytest.approx(at_1, abs=1e-5)
+    assert measured["0.5"][1][likeliest] > at_1[likeliest] + 0.01
+    assert measured["greedy, bias"][1] != pytest.approx(at_1, abs=0.01)  # a bias counts, before the temperature
+
+
+def test_min_tokens_takes_the_stop_tokens_out_of_the_distribution(there):
+    """The reason that `min_tokens` is refused where answers are trained: were stop tokens only passed over, it could be
+    allowed."""
+    measured = there(all_logprobs)
+    (_, without), (_, masked) = measured["stops"], measured["min_tokens"]
+    assert {3, 4, 5} & without.keys()
+    assert not any(masked.get(token, float("-inf")) > float("-inf") for token in (3, 4, 5))
+    assert all(masked[token] > logprob for token, logprob in without.items() if token in masked and token > 5)
 
 
 def test_cpu_generators_have_no_offset():

@@ -117,3 +117,42 @@ def test_a_clip_has_an_effect_from_a_batchs_second_step_on_and_a_loss_of_ones_ow
     with_reference = ["loss.kl_coef=0.1", "reference.refresh_every=1"]
     assert run_config(GRPO, tiny_model_folder, *with_reference, "trainer.minibatches=2")
     assert run_config(GRPO, tiny_model_folder, *with_reference, "loss.kl_estimator=k1")
+
+
+@pytest.mark.parametrize(
+    ("change", "must"),
+    [
+        ("sampling.temperature=0.5", "must be trainer.temperature (1.0)"),
+        ("sampling.temperature=0.0", "must be trainer.temperature (1.0)"),
+        ("sampling.top_p=0.9", "must be 1.0 in a run that trains"),
+        ("sampling.top_k=20", "must be -1 in a run that trains"),
+        ("sampling.min_p=0.1", "must be 0.0 in a run that trains"),
+        ("sampling.min_tokens=4", "must be 0 in a run that trains"),
+        ("sampling.presence_penalty=0.5", "must be 0.0 in a run that trains"),
+        ("sampling.frequency_penalty=0.5", "must be 0.0 in a run that trains"),
+        ("sampling.repetition_penalty=1.1", "must be 1.0 in a run that trains"),
+    ],
+)
+def test_a_run_that_trains_samples_from_the_distribution_that_it_trains(change, must, tiny_model_folder: Path):
+    with pytest.raises(ConfigError) as error:
+        run_config(GRPO, tiny_model_folder, change)
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{change}: {must}")
+
+
+def test_temperatures_that_agree_and_settings_of_where_answers_end_are_fine_in_a_run_that_trains(
+    tiny_model_folder: Path,
+):
+    same = ["sampling.temperature=0.5", "trainer.temperature=0.5"]
+    config = run_config(GRPO, tiny_model_folder, *same, 'sampling.stop=["|", ";"]', "sampling.stop_token_ids=[5]")
+    assert (config.sampling.stop, config.sampling.stop_token_ids) == (["|", ";"], [5])
+
+
+def test_a_template_argument_that_the_models_chat_template_does_not_read_is_told_before_anything_starts(
+    tiny_model_folder: Path,
+):
+    with pytest.raises(ConfigError) as error:
+        run_config(GRPO, tiny_model_folder, "chat.template_args.enable_thinking=false")
+    assert error.value.problems == [
+        "chat.template_args.enable_thinking=False: has no effect, the chat template does not read it (override)"
+    ]

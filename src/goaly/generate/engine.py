@@ -34,6 +34,7 @@ from goaly.errors import ConfigError
 from goaly.generate.ranks import name_shared_memory_for_this_run, unlink_what_all_hold_open, unname_semaphores
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
+from goaly.generate.stops import StopStrings, decoder
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, prepare_torchtitan, read_config
 from goaly.models.vllm_naming import vllm_naming, without_padding
@@ -56,6 +57,8 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
     stretches: list[tuple[int, int]] = field(default_factory=list)
     """Where the tokens of a version begin, and which it is."""
+    stops: StopStrings | None = None
+    """What looks for its stop strings, where it has some."""
 
     def wrote(self, tokens: list[int], logprobs: list[float], version: int) -> None:
         """Take note of what a step sampled."""
@@ -64,7 +67,13 @@ class _Request:
         self.tokens += tokens
         self.logprobs += logprobs
 
-    def sample(self, finish: Finish) -> Sample:
+    def stopped_by(self, tokens: list[int]) -> str | None:
+        """The stop string that these newest tokens complete."""
+        if self.stops is None:
+            return None
+        return next(filter(None, map(self.stops.wrote, tokens)), None)
+
+    def sample(self, finish: Finish, stop: str | None = None) -> Sample:
         """All of it, as the answer."""
         versions = torch.empty(len(self.tokens), dtype=torch.int32)
         for start, version in self.stretches:
@@ -74,6 +83,7 @@ class _Request:
             logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
             versions=versions,
             finish=finish,
+            stop=stop,
         )
 
 
@@ -153,7 +163,10 @@ class Engine:
         """Take a request up; ValueError if it can't be served."""
         if name in self._names:
             raise ValueError(f"request_id={name!r}: a request of that id is under way here; ids must be unique")
-        self._add(_Request(name, prompt, sampling))
+        stops = None
+        if sampling.stop:
+            stops = StopStrings(sampling.stop, decoder(str(self._model_folder)), prompt, sampling.min_tokens or 0)
+        self._add(_Request(name, prompt, sampling, stops=stops))
 
     def cancel(self, names: list[str]) -> list[tuple[str, Sample]]:
         """End these requests; their samples so far. Names of requests that have ended are ignored."""
@@ -164,13 +177,19 @@ class Engine:
     def step(self) -> list[tuple[str, Sample]]:
         """Compute one step; the samples that it ended, by request name."""
         # Straight from vLLM's core: what its front end makes of a token is text and nested records, of no use here.
-        ended = []
+        ended, stopped = [], []
         for output in self._core.get_output().outputs:
             request = self._requests[output.request_id]
             request.wrote(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), self._version)  # EN-1
-            if output.finish_reason is not None:
+            finish = None if output.finish_reason is None else FINISHES[output.finish_reason]
+            stop = None if finish is Finish.STOP else request.stopped_by(output.new_token_ids)
+            if stop is not None and finish is None:
+                stopped.append(output.request_id)
+            if stop is not None or finish is not None:
                 self._forget(output.request_id)
-                ended.append((request.name, request.sample(FINISHES[output.finish_reason])))
+                ended.append((request.name, request.sample(finish if stop is None else Finish.STOP, stop)))
+        if stopped:
+            self._core.abort_requests(stopped)  # every rank finds the same ones: all of them sample the same tokens
         return ended
 
     def apply(self, fill: Callable[[], int]) -> int:
@@ -214,27 +233,17 @@ class Engine:
         self._vllm.engine_core.shutdown()
 
     def _add(self, request: _Request) -> None:
-        sampling = request.sampling
-        parameters = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=list(sampling.stop_token_ids),
-            seed=sampling.seed,
-            logprobs=0,
-            ignore_eos=True,  # only what the caller names stops an answer
-            detokenize=False,
-            skip_clone=True,
-        )
         salt = f"version {self._version}" if self._settings.apply == "keep" else None  # EN-2
         inputs = self._vllm.input_processor
-        core_request = inputs.process_inputs(
-            request.name,
-            tokens_input(request.prompt, cache_salt=salt),
-            parameters,
-            supported_tasks=self._supported_tasks,
-        )
+        try:
+            core_request = inputs.process_inputs(
+                request.name,
+                tokens_input(request.prompt, cache_salt=salt),
+                _parameters(request.sampling),
+                supported_tasks=self._supported_tasks,
+            )
+        except TypeError as error:  # such as of a text where a number must be: the request's own fault, too
+            raise ValueError(f"request {request.name}: {request.sampling}: {error}") from error
         inputs.assign_request_id(core_request)
         self._core.add_request(core_request)
         self._requests[core_request.request_id] = request
@@ -259,6 +268,23 @@ class Engine:
 
     def _device(self) -> str:
         return self._vllm.vllm_config.device_config.device.type
+
+
+def _parameters(sampling: Sampling) -> SamplingParams:
+    """What vLLM is asked for. It looks for stop strings in its front end only: those are ours (`StopStrings`)."""
+    distribution = sampling.distribution
+    if distribution["allowed_token_ids"] is not None:
+        distribution["allowed_token_ids"] = list(sampling.allowed_token_ids or ())  # a tuple breaks the engine's step
+    return SamplingParams(
+        **distribution,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids or ()),
+        seed=sampling.seed,
+        logprobs=0,
+        ignore_eos=True,  # only what the caller names stops an answer
+        detokenize=False,
+        skip_clone=True,
+    )
 
 
 def _ranks(logprobs_TV: torch.Tensor, sampled_T1: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,10 @@
 """What a generator replica is made of, and how it samples unless a request says otherwise."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
+from typing import Any
 
 ENGINES = ("torchtitan", "native")
 APPLY_MODES = ("recompute", "keep", "drain")
@@ -91,31 +94,107 @@ def vllm_device() -> str:
         return "cpu"
 
 
+NEUTRAL: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+}
+"""The parameters that change the distribution which tokens are drawn from, each with the value that leaves it as the
+model gives it. A parameter that is not here decides only where an answer ends, or which draw is made."""
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
+"""vLLM raises a lower one to the first without an error, and refuses a higher one than the second."""
+
+
 @dataclass(kw_only=True)
 class SamplingSettings:
     """How answers are sampled."""
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 decodes greedily."""
+    """Logits are divided by it; 0 decodes greedily. In a run that trains it must be `trainer.temperature`."""
 
     top_p: float = 1.0
-    """Sample from the smallest set of tokens with at least this probability; 1 is all of them."""
+    """Sample from the smallest set of tokens with at least this probability; 1 is all of them. Evaluations only: in a
+    run that trains it must be 1."""
 
     top_k: int = -1
-    """Sample from so many of the likeliest tokens; -1 is all of them."""
+    """Sample from so many of the likeliest tokens; -1 is all of them. Evaluations only: in a run that trains it must be
+    -1."""
+
+    min_p: float = 0.0
+    """Sample from the tokens with at least this share of the likeliest token's probability; 0 is all of them.
+    Evaluations only: in a run that trains it must be 0."""
+
+    presence_penalty: float = 0.0
+    """What is subtracted from the logit of a token that the answer has already, from -2 to 2. Evaluations only: in a
+    run that trains it must be 0."""
+
+    frequency_penalty: float = 0.0
+    """What is subtracted from a token's logit for each time that the answer has it already, from -2 to 2. Evaluations
+    only: in a run that trains it must be 0."""
+
+    repetition_penalty: float = 1.0
+    """Divides the logit of a token that prompt or answer have already; above 1 it becomes less likely. Evaluations
+    only: in a run that trains it must be 1."""
 
     max_tokens: int = 256
     """Most tokens of one answer."""
 
+    min_tokens: int = 0
+    """Fewest tokens of one answer: until then no stop token can be drawn, and no stop string ends it. Evaluations only:
+    in a run that trains it must be 0, for without its stop tokens the distribution is another one."""
+
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer, such as `["\\n\\n"]`. The tokens that write such a text stay in the answer, whole."""
+
+    stop_token_ids: list[int] | None = None
+    """Tokens that end an answer, instead of the model's own; null: those that its `generation_config.json` and its
+    tokenizer name."""
+
     def problems(self, prefix: str) -> list[str]:
         """One line for each setting that can't work."""
         problems = []
-        if self.temperature < 0:
-            problems.append(f"{prefix}temperature={self.temperature}: must be at least 0")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"{prefix}top_p={self.top_p}: must be above 0 and at most 1")
-        if self.top_k == 0 or self.top_k < -1:
-            problems.append(f"{prefix}top_k={self.top_k}: must be at least 1, or -1 for all tokens")
-        if self.max_tokens < 1:
-            problems.append(f"{prefix}max_tokens={self.max_tokens}: must be at least 1")
+
+        def need(key: str, holds: bool, must: str) -> None:
+            if not holds:
+                problems.append(f"{prefix}{key}={getattr(self, key)}: must be {must}")
+
+        need(
+            "temperature",
+            self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature <= HIGHEST_TEMPERATURE,
+            f"0 (greedy), or at least {LOWEST_TEMPERATURE} and at most {HIGHEST_TEMPERATURE}",
+        )
+        need("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        need("top_k", self.top_k == -1 or self.top_k >= 1, "at least 1, or -1 for all tokens")
+        need("min_p", 0 <= self.min_p <= 1, "at least 0 and at most 1")
+        need("presence_penalty", -2 <= self.presence_penalty <= 2, "at least -2 and at most 2")
+        need("frequency_penalty", -2 <= self.frequency_penalty <= 2, "at least -2 and at most 2")
+        need("repetition_penalty", 0 < self.repetition_penalty < inf, "a number above 0")
+        need("max_tokens", self.max_tokens >= 1, "at least 1")
+        need("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"at least 0 and at most {prefix}max_tokens")
+        need("stop", all(self.stop), "a list of texts that are not empty")
+        need("stop_token_ids", all(token >= 0 for token in self.stop_token_ids or ()), "a list of ids of at least 0")
+        return problems
+
+    def training_problems(self, prefix: str, trainer: str, temperature: float) -> list[str]:
+        """One line for each setting that makes the sampled distribution another than the trained one, which is over
+        all tokens at `temperature`, the setting that `trainer` names."""
+        problems = []
+        if self.temperature != temperature:
+            problems.append(
+                f"{prefix}temperature={self.temperature}: must be {trainer} ({temperature}), or what is trained is not "
+                "what was sampled"
+            )
+        for key in (key for key in vars(self) if key in NEUTRAL and key != "temperature"):
+            if (value := getattr(self, key)) != NEUTRAL[key]:
+                problems.append(
+                    f"{prefix}{key}={value}: must be {NEUTRAL[key]} in a run that trains: the trainer's "
+                    "log-probabilities are those of the distribution over all tokens"
+                )
         return problems

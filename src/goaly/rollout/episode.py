@@ -6,6 +6,11 @@
         score = await context.reward(prompt, answer.text)
         return Episode(prompt, question).wrote(answer).finish(score)
 
+A chat goes on by what its template adds to what is recorded:
+
+    chat = [*prompt.messages, Message(role="assistant", content=answer.text), Message(role="tool", content=result)]
+    episode.observed(context.render_more(chat, episode.tokens))
+
 Invariants
     EP-1  What the policy wrote is trained and carries the sampler's log-probabilities and versions; all else is not
           trained, with log-probability 0 and no version.
@@ -17,19 +22,29 @@ Invariants
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict
 
 from goaly.errors import EpisodeError
 from goaly.generate.request import Finish
-from goaly.prompts.prompt import Prompt
+from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.policy import Completion, Policy
 from goaly.trajectory import NO_VERSION, Outcome, Trajectory, Turn
 
 PROMPT, POLICY, ENVIRONMENT = "prompt", "policy", "environment"
 """Authors of turns."""
+
+
+class RenderMore(Protocol):
+    """Continues a recorded chat by what comes after the policy's answer: tool results, the next user's message."""
+
+    def __call__(self, messages: Sequence[Message], tokens: Sequence[int], *, as_recorded: bool = False) -> list[int]:
+        """The tokens that come after `tokens`, those recorded so far, when the chat is `messages`, the answer and what
+        follows it included, up to where the policy's next answer begins. EpisodeError where the chat template writes
+        what is recorded differently now; with `as_recorded` what is recorded stays as it is, and the chat goes on."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +56,14 @@ class EpisodeContext:
     """The verifier's score of a response to a prompt."""
     render: Callable[[Prompt], list[int]]
     """A prompt's messages as tokens, up to where the policy's answer begins."""
+    render_more: RenderMore
+    """What the chat template adds to the tokens recorded so far, for `.observed()`: see `RenderMore`."""
+    encode: Callable[[str], list[int]]
+    """A text as tokens, no special ones added, for `.observed()`."""
     sample_index: int
     """Which of the prompt's samples this is, from 0."""
+    evaluation: bool = False
+    """Whether the policy is only measured: nothing of it is trained, and it may be sampled in any way."""
 
 
 EpisodeFunction = Callable[[Prompt, EpisodeContext], Coroutine[Any, Any, Trajectory]]
@@ -74,6 +95,11 @@ class Episode:
             raise EpisodeError(
                 f"prompt {self._prompt.id}: a completion of {len(completion.prompt)} other tokens; "
                 f"it must continue the {len(self._tokens)} recorded so far"
+            )
+        if not completion.trained:
+            raise EpisodeError(
+                f"prompt {self._prompt.id}: a completion that was sampled with trained=False; it must be recorded by "
+                ".observed(completion.tokens.tolist()), which is not trained"
             )
         columns = {
             "tokens": completion.tokens,

@@ -10,8 +10,9 @@ Invariants
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from goaly.backlog.admission import Ticket
@@ -36,8 +37,23 @@ PROMPT_TOO_LONG = "prompt_too_long"
 class Chat(Protocol):
     """What turns messages into tokens, and tokens into text."""
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """The chat as tokens; the policy's answer comes next."""
+        ...
+
+    def render_more(
+        self,
+        messages: Sequence[Message],
+        tokens: Sequence[int],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        as_recorded: bool = False,
+    ) -> list[int]:
+        """The tokens that continue a recorded chat to the whole of `messages`."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The text's tokens, nothing added."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -169,7 +185,7 @@ class GroupRunner:
     ) -> list[float]:
         """The rewards of so many episodes that nobody trains; 0 for one that exceeds its time limit."""
         self._evaluations += 1
-        sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
+        sampling = self._sampling.changed(Sampling(temperature=temperature))
         name = f"{self._name}.evaluation-{self._evaluations}"
 
         async def reward(episode: RunningEpisode) -> float:
@@ -179,7 +195,7 @@ class GroupRunner:
                 logger.warning("an evaluation counts reward 0: %s", error)
                 return 0.0
 
-        group = self._group(samples, name=name, sampling=sampling, min_version=min_version)
+        group = self._group(samples, name=name, sampling=sampling, min_version=min_version, evaluation=True)
         return list(await _all(group, reward))
 
     async def _sample_group(self, ticket: Ticket, prompt: Prompt) -> tuple[Trajectory, ...]:
@@ -207,7 +223,9 @@ class GroupRunner:
                 self._record(ticket.index, prompt, trajectory)
         return samples
 
-    def _group(self, count: int, *, name: str, sampling: Sampling, min_version: int) -> RunningGroup:
+    def _group(
+        self, count: int, *, name: str, sampling: Sampling, min_version: int, evaluation: bool = False
+    ) -> RunningGroup:
         def policy(index: int) -> RoutedPolicy:
             return RoutedPolicy(
                 self._sampler,
@@ -217,6 +235,7 @@ class GroupRunner:
                 min_version=min_version,
                 max_context=self._max_context,
                 decode=self._chat.decode,
+                evaluation=evaluation,
             )
 
         return RunningGroup([RunningEpisode(policy(index), index) for index in range(count)])
@@ -229,7 +248,13 @@ class GroupRunner:
                 return await self._score(prompt, response)
 
         context = EpisodeContext(
-            policy=running.policy, reward=judge, render=self._render, sample_index=running.sample_index
+            policy=running.policy,
+            reward=judge,
+            render=self._render,
+            render_more=partial(self._render_more, prompt),
+            encode=self._chat.encode,
+            sample_index=running.sample_index,
+            evaluation=running.policy.evaluation,
         )
         async with self._places:  # Unblocked by the end of other episodes.
             if group_limit is not None and self._group_seconds is not None and group_limit.when() is None:
@@ -248,7 +273,12 @@ class GroupRunner:
             return await self._rewards.score(prompt, response)
 
     def _render(self, prompt: Prompt) -> list[int]:
-        return self._chat.render(prompt.messages)
+        return self._chat.render(prompt.messages, tools=prompt.tools)
+
+    def _render_more(
+        self, prompt: Prompt, messages: Sequence[Message], tokens: Sequence[int], *, as_recorded: bool = False
+    ) -> list[int]:
+        return self._chat.render_more(messages, tokens, prompt.tools, as_recorded=as_recorded)
 
 
 async def _all(group: RunningGroup, run: Callable[[RunningEpisode], Coroutine[Any, Any, T]]) -> tuple[T, ...]:

@@ -5,11 +5,13 @@ Invariants
           for reading only; nothing is tokenized again.
     PO-2  Prompt and completion together never exceed the context.
     PO-3  Once its episode has ended a policy sends no request: what an episode leaves behind costs no generation.
+    PO-4  What is trained was drawn from the distribution that the trainer computes: a request that changes it is
+          refused, except in an evaluation, or where the script says that nobody trains the completion.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -36,14 +38,29 @@ class Completion:
     """i32 `[N]`."""
     finish: Finish
     text: str
-    """What the tokens say, special tokens left out."""
+    """What the tokens say, special tokens left out. A stop string is part of it."""
+    stop: str | None = None
+    """The stop string that ended it; None: something else did."""
+    trained: bool = True
+    """Whether it may be trained; False where it was sampled with `trained=False`."""
 
 
 class Policy(Protocol):
     """Something that continues tokens."""
 
-    async def sample(self, prompt_tokens: Sequence[int], sampling: Sampling | None = None) -> Completion:
-        """One continuation of these tokens, sampled as the run's settings or `sampling` say."""
+    @property
+    def sampling(self) -> Sampling:
+        """How it samples where a call names nothing else."""
+        ...
+
+    async def sample(
+        self, prompt_tokens: Sequence[int], sampling: Sampling | None = None, *, trained: bool = True, **changes: Any
+    ) -> Completion:
+        """One continuation of these tokens, sampled as the run's settings say, but for what the call names.
+
+        `sample(tokens, max_tokens=8, stop=["\\n"])` changes only these two; the keys are the fields of `Sampling`, and
+        a `Sampling` does as well. With `trained=False` it may also change the distribution, such as by
+        `temperature=0`: the completion is then one that `Episode.wrote` refuses and `Episode.observed` takes."""
         ...
 
 
@@ -70,11 +87,13 @@ class RoutedPolicy:
         min_version: int,
         max_context: int,
         decode: Callable[[Sequence[int]], str],
+        evaluation: bool = False,
     ):
         self._sampler = sampler
         self._name = name
         self._session = session
         self._sampling = sampling
+        self._evaluation = evaluation
         self._min_version = min_version
         self._max_context = max_context
         self._decode = decode
@@ -91,10 +110,25 @@ class RoutedPolicy:
         """The episode has ended: no more requests."""
         self._ended = True
 
-    async def sample(self, prompt_tokens: Sequence[int], sampling: Sampling | None = None) -> Completion:
-        """One continuation of these tokens, sampled as the run's settings or `sampling` say."""
+    @property
+    def sampling(self) -> Sampling:
+        """How it samples where a call names nothing else."""
+        return self._sampling
+
+    @property
+    def evaluation(self) -> bool:
+        """Whether nothing of its episode is trained."""
+        return self._evaluation
+
+    async def sample(
+        self, prompt_tokens: Sequence[int], sampling: Sampling | None = None, *, trained: bool = True, **changes: Any
+    ) -> Completion:
+        """One continuation of these tokens, sampled as the run's settings say, but for what the call names."""
         if self._ended:  # PO-3
             raise EpisodeError(f"episode {self._name} has ended and can't sample any more")
+        wanted = self._sampling.changed(sampling or Sampling()).changed(_sampling(changes))
+        if trained and not self._evaluation:
+            _refuse_another_distribution(wanted, self._sampling)
         prompt = tuple(prompt_tokens)
         room = self._max_context - len(prompt)
         if room < 1:
@@ -102,7 +136,7 @@ class RoutedPolicy:
                 f"{len(prompt)} tokens leave no room in a context of {self._max_context}, the least of "
                 "generator.max_context and backlog.row_length"
             )
-        wanted = sampling or self._sampling
+        max_tokens = room if wanted.max_tokens is None else min(wanted.max_tokens, room)  # PO-2
         request_id = f"{self._name}.{self._requests}"
         self._requests += 1
         self._under_way += 1
@@ -111,7 +145,7 @@ class RoutedPolicy:
                 sample = await self._sampler.generate(
                     request_id,
                     list(prompt),
-                    replace(wanted, max_tokens=min(wanted.max_tokens, room)),  # PO-2
+                    replace(wanted, max_tokens=max_tokens),
                     self._min_version,
                     self._session,
                 )
@@ -127,4 +161,41 @@ class RoutedPolicy:
             versions=sample.versions,
             finish=sample.finish,
             text=self._decode(sample.tokens.tolist()),
+            stop=sample.stop,
+            trained=trained,
+        )
+
+
+REFUSED = {
+    "include_stop_str_in_output": "the answer always includes the stop string, because tokens are never cut; "
+    "`text.removesuffix(answer.stop)` leaves it out of the text",
+    "ignore_eos": "only `stop_token_ids` end an answer; `stop_token_ids=()` lets it go on to its token limit",
+    "bad_words": "forbid tokens by `logit_bias={token: -100}`, in an evaluation",
+    "logprobs": "every completion has the log-probability of each of its tokens",
+    "n": "call `sample` once for each completion",
+}
+"""What vLLM's users may look for, and what to do instead."""
+
+
+def _sampling(changes: dict[str, Any]) -> Sampling:
+    known = sorted(field.name for field in fields(Sampling))
+    unknown = {key: value for key, value in changes.items() if key not in known}
+    if unknown:
+        other = f"there is no such parameter; there are {', '.join(known)}"
+        raise EpisodeError("; ".join(f"{key}={value!r}: {REFUSED.get(key, other)}" for key, value in unknown.items()))
+    return Sampling(**changes)
+
+
+def _refuse_another_distribution(wanted: Sampling, run: Sampling) -> None:  # PO-4
+    ours = run.distribution
+    problems = [
+        f"{key}={value}: must be {ours[key]}, as in the run's sampling"
+        for key, value in wanted.distribution.items()
+        if value != ours[key]
+    ]
+    if problems:
+        raise EpisodeError(
+            f"{'; '.join(problems)}: the trainer computes the log-probabilities of that distribution only. Leave it "
+            "out, change it in evaluations only (`context.evaluation`), or sample with trained=False what is recorded "
+            "by .observed() and not trained"
         )

@@ -23,6 +23,7 @@ from goaly.generate.request import Sampling
 from goaly.generate.router import Router
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Prompt
+from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifiers import VerifierPool
@@ -53,6 +54,7 @@ class RolloutWorker(Actor):
         queue: Any,
         rewards: Any,
         tokenizer: str,
+        chat: ChatSettings,
         sampling: SamplingSettings,
         group_size: int,
         max_context: int,
@@ -60,11 +62,11 @@ class RolloutWorker(Actor):
         journal_tokens: bool = False,
     ):
         """`episode` is `packed(…)`; `queue` is the hub's actor, and `rewards` too, or the settings of a pool of the
-        worker's own; `tokenizer` is a model folder.
+        worker's own; `tokenizer` is a model folder, and `chat` says how its chats are rendered.
 
         `max_context` bounds prompt and answer together: the least of the generator's and a packed row's.
         """
-        self._chat = ChatTokenizer(tokenizer)
+        self._chat = ChatTokenizer(tokenizer, chat)
         self._router = Router()
         self._journal = Journal(journal, tokens=journal_tokens)
         self._queue = _Queue(queue)
@@ -78,13 +80,7 @@ class RolloutWorker(Actor):
             queue=self._queue,
             rewards=self._verifiers or _Rewards(rewards, name),
             chat=self._chat,
-            sampling=Sampling(
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                stop_token_ids=self._chat.stop_token_ids,
-            ),
+            sampling=Sampling.of(sampling, self._chat.stop_token_ids),
             group_size=group_size,
             max_context=max_context,
             concurrency=settings.concurrency,

@@ -6,7 +6,7 @@ from goaly.backlog.settings import BacklogSettings
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings, SamplingSettings
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
-from goaly.prompts.settings import PromptSettings
+from goaly.prompts.settings import ChatSettings, PromptSettings
 from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.settings import RolloutSettings
 from goaly.run.settings import EvaluationSettings, HostSettings
@@ -30,6 +30,9 @@ class RunConfig:
 
     prompts: PromptSettings = field(default_factory=PromptSettings)
     """Where prompts come from."""
+
+    chat: ChatSettings = field(default_factory=ChatSettings)
+    """How prompts become text."""
 
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """How episodes run."""
@@ -90,16 +93,9 @@ class RunConfig:
         if self.steps < 1:
             found.append(f"{prefix}steps={self.steps}: must be at least 1")
         sampling = self.sampling
-        if sampling.temperature != self.trainer.temperature:
-            found.append(
-                f"{prefix}sampling.temperature={sampling.temperature}: must be {prefix}trainer.temperature "
-                f"({self.trainer.temperature}), or what is trained is not what was sampled"
-            )
-        if sampling.top_p != 1 or sampling.top_k != -1:
-            found.append(
-                f"{prefix}sampling.top_p={sampling.top_p}: must be 1 and top_k ({sampling.top_k}) -1 in a run that "
-                "trains: the trainer's log-probabilities are over all tokens"
-            )
+        found += sampling.training_problems(
+            f"{prefix}sampling.", f"{prefix}trainer.temperature", self.trainer.temperature
+        )
         if sampling.max_tokens >= self.max_context:
             found.append(
                 f"{prefix}sampling.max_tokens={sampling.max_tokens}: must leave room for a prompt in "
@@ -217,7 +213,12 @@ class RunConfig:
                     f"{prefix}generator.max_context={self.generator.max_context}: must be at most the model's context "
                     f"of {shape.max_context}"
                 )
-        return found + self._flip_problems(prefix)
+        return found + self._chat_problems(prefix) + self._flip_problems(prefix)
+
+    def _chat_problems(self, prefix: str) -> list[str]:
+        from goaly.prompts.tokenizer import chat_problems  # imports jinja, which `--help` can do without
+
+        return [] if self.model.problems("") else chat_problems(self.chat, self.model.path, f"{prefix}chat.")
 
     def _folders(self) -> dict[str, tuple[str, dict[str, int]]]:
         """By section, each folder that a model is read from, and the tensor-parallel degrees it is divided by."""

@@ -27,7 +27,7 @@ class CountingEngine:
         return len(self._written), 0
 
     def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
-        if sampling.top_p > 1:
+        if (sampling.top_p or 0) > 1:
             raise ValueError(f"request {name}: top_p={sampling.top_p}")
         self._written[name] = []
         self._wanted[name] = sampling.max_tokens

@@ -1,11 +1,14 @@
 """What generator and sampling settings refuse."""
 
+import pickle
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 
 import pytest
+import torch
 
+from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings, SamplingSettings, vllm_device
 
 
@@ -57,10 +60,88 @@ def test_the_installed_build_of_vllm_says_what_it_computes_on(monkeypatch, insta
     assert (vllm_device(), bool(refused)) == (device, device == "cpu")
 
 
-@pytest.mark.parametrize(("key", "value"), [("temperature", -0.1), ("top_p", 0.0), ("top_k", 0), ("max_tokens", 0)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 0.009),  # vLLM would sample at 0.01
+        ("temperature", 2.1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", 0),
+        ("top_k", -2),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("min_tokens", 257),
+        ("stop", ["a", ""]),
+        ("stop_token_ids", [3, -1]),
+    ],
+)
 def test_impossible_sampling_is_one_line_with_its_key(key, value):
     (problem,) = SamplingSettings(**{key: value}).problems("sampling.")
-    assert problem.startswith(f"sampling.{key}={value}:")
+    assert problem.startswith(f"sampling.{key}={value}: must be ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.01},
+        {"temperature": 2.0},
+        {"top_k": 1},
+        {"min_p": 1.0},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"min_tokens": 256},
+        {"stop": ["\n"], "stop_token_ids": [0]},
+    ],
+)
+def test_sampling_at_the_edge_of_what_is_possible_is_fine(change):
+    assert SamplingSettings(**change).problems("sampling.") == []
+
+
+def test_a_request_takes_the_settings_and_the_models_own_stop_tokens_where_they_name_none():
+    settings = SamplingSettings(temperature=0.5, min_p=0.1, stop=["\n"], max_tokens=9)
+    assert Sampling.of(settings, [1, 2]) == Sampling(
+        max_tokens=9,
+        temperature=0.5,
+        top_p=1.0,
+        top_k=-1,
+        min_p=0.1,
+        min_tokens=0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        stop=("\n",),
+        stop_token_ids=(1, 2),
+    )
+    assert Sampling.of(SamplingSettings(stop_token_ids=[]), [1, 2]).stop_token_ids == ()
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(ValueError, match="stop="):
+        Sampling(stop=["a", ""])
+
+
+def test_a_sample_survives_the_way_to_another_process():
+    sample = Sample(
+        tokens=torch.tensor([5, 6]),
+        logprobs=torch.tensor([-0.5, -1.0]),
+        versions=torch.tensor([3, 4], dtype=torch.int32),
+        finish=Finish.STOP,
+        stop="\n",
+    )
+    back = pickle.loads(pickle.dumps(sample))
+    for column in ("tokens", "logprobs", "versions"):
+        torch.testing.assert_close(getattr(back, column), getattr(sample, column))
+    assert (back.finish, back.stop) == (Finish.STOP, "\n")
 
 
 def test_settings_import_nothing_heavy():

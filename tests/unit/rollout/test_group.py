@@ -1,7 +1,7 @@
 """Groups of episodes on fakes at the Protocol seams: every started ticket is reported exactly once."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -23,8 +23,14 @@ TICKET = Ticket(index=4, min_version=2)
 class Characters:
     """A chat of one token a character."""
 
-    def render(self, messages) -> list[int]:
-        return [ord(letter) for message in messages for letter in message.content]
+    def render(self, messages, *, tools) -> list[int]:
+        return self.encode("".join(message.content for message in messages) + "T" * len(tools))
+
+    def render_more(self, messages, tokens, tools, *, as_recorded=False) -> list[int]:
+        return self.encode(f"{messages[-1].content}{len(tokens)}{len(tools)}{'R' * as_recorded}")
+
+    def encode(self, text) -> list[int]:
+        return [ord(letter) for letter in text]
 
     def decode(self, tokens) -> str:
         return "".join(map(chr, tokens))
@@ -39,12 +45,14 @@ class FakeSampler:
     finish: Finish = Finish.STOP
     pauses: int = 1
     asked: list[tuple] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
     under_way: int = 0
     most_under_way: int = 0
     cancelled: list[str] = field(default_factory=list)
 
     async def generate(self, request_id, tokens, sampling, min_version=0, session=None) -> Sample:
         self.asked.append((request_id, len(tokens), sampling.max_tokens, min_version, session))
+        self.temperatures.append(sampling.temperature)
         self.under_way += 1
         self.most_under_way = max(self.under_way, self.most_under_way)
         try:
@@ -206,12 +214,30 @@ async def test_an_evaluation_reports_nothing_to_the_queue_and_asks_by_its_own_te
     group_runner = runner(sampler, queue)
     assert await group_runner.evaluate(PROMPT, 2, temperature=0.0, min_version=9) == [1.0, 1.0]
     await group_runner.evaluate(PROMPT, 1)
+    assert sampler.temperatures == [0.0, 0.0, 0.7]
     assert sampler.asked == [
         ("rollout-0.evaluation-1.0.0", 3, 13, 9, "rollout-0.evaluation-1"),
         ("rollout-0.evaluation-1.1.0", 3, 13, 9, "rollout-0.evaluation-1"),
         ("rollout-0.evaluation-2.0.0", 3, 13, 0, "rollout-0.evaluation-2"),
     ]
     assert queue.reports == []
+
+
+async def test_an_episode_may_change_the_distribution_in_an_evaluation_and_only_there():
+    seen = []
+
+    async def ask_greedily(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        seen.append(context.evaluation)
+        question = context.render(prompt)
+        answer = await context.policy.sample(question, temperature=0.0)
+        return Episode(prompt, question).wrote(answer).finish(1.0)
+
+    sampler = FakeSampler()
+    group_runner = runner(sampler, FakeQueue(), ask_greedily, group_size=1)
+    summary = await group_runner.run(TICKET, PROMPT)
+    assert summary.failed.startswith("prompt q1: EpisodeError: temperature=0.0: must be 0.7, as in the run's sampling")
+    assert await group_runner.evaluate(PROMPT, 1) == [1.0]
+    assert (sampler.temperatures, seen) == ([0.0], [False, True])
 
 
 async def test_a_second_turn_continues_the_first_and_has_its_own_request():
@@ -225,6 +251,20 @@ async def test_a_second_turn_continues_the_first_and_has_its_own_request():
     await runner(sampler, queue, ask_twice, group_size=1).run(TICKET, PROMPT)
     assert [asked[:3] for asked in sampler.asked] == [("4.0.0", 3, 13), ("4.0.1", 6, 2)]
     assert queue.groups[0].samples[0].tokens["tokens"].tolist() == [*b"abc", *b"ok", 63, *b"ok"]
+
+
+async def test_an_episode_encodes_texts_and_continues_its_chat_with_the_prompts_tools():
+    async def converse(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        episode = Episode(prompt, context.render(prompt))
+        episode.observed(context.encode("?"))
+        chat = [*prompt.messages, Message(role="tool", content="d")]
+        episode.observed(context.render_more(chat, episode.tokens))
+        return episode.observed(context.render_more(chat, episode.tokens, as_recorded=True)).finish(0.0)
+
+    queue = FakeQueue()
+    prompt = replace(PROMPT, tools=({"name": "add"},))
+    await runner(FakeSampler(), queue, converse, group_size=1).run(TICKET, prompt)
+    assert bytes(queue.groups[0].samples[0].tokens["tokens"].tolist()) == b"abcT?d51d81R"
 
 
 def test_settings_that_cannot_work_are_listed_with_their_keys():

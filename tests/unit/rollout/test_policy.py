@@ -1,0 +1,132 @@
+"""The policy as an episode sees it: what a call names is changed, the rest is the run's; what is trained may not be
+drawn from another distribution."""
+
+import pytest
+import torch
+
+from goaly.errors import EpisodeError
+from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.settings import NEUTRAL, SamplingSettings
+from goaly.prompts.prompt import Prompt
+from goaly.rollout.episode import Episode
+from goaly.rollout.policy import RoutedPolicy
+
+RUN = Sampling.of(SamplingSettings(temperature=0.7, max_tokens=20, stop=["\n\n"]), [1, 2])
+CHANGES = {
+    "temperature": 0.0,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "min_tokens": 3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {7: -100.0},
+    "allowed_token_ids": (3, 4),
+}
+"""Every parameter that changes the distribution, with a value that does."""
+
+
+class Recorder:
+    """Answers "ok" and keeps what it was asked."""
+
+    def __init__(self, stop: str | None = None):
+        self.asked: list[Sampling] = []
+        self._stop = stop
+
+    async def generate(self, request_id, tokens, sampling, min_version=0, session=None) -> Sample:
+        self.asked.append(sampling)
+        return Sample(
+            tokens=torch.tensor([ord("o"), ord("k")]),
+            logprobs=torch.zeros(2),
+            versions=torch.zeros(2, dtype=torch.int32),
+            finish=Finish.STOP,
+            stop=self._stop,
+        )
+
+
+def policy(sampler: Recorder, **changes) -> RoutedPolicy:
+    arguments = {"name": "4.0", "session": "4", "sampling": RUN, "min_version": 0, "max_context": 16}
+    return RoutedPolicy(
+        sampler, decode=lambda tokens: "".join(map(chr, tokens)), **{**arguments, "evaluation": False, **changes}
+    )
+
+
+@pytest.mark.parametrize("as_record", [False, True])
+async def test_a_call_changes_only_what_it_names(as_record):
+    sampler = Recorder()
+    changes = {"max_tokens": 8, "seed": 5}
+    if as_record:
+        await policy(sampler).sample([9], Sampling(**changes))
+    else:
+        await policy(sampler).sample([9], **changes)
+    (asked,) = sampler.asked
+    assert asked == RUN.changed(Sampling(max_tokens=8, seed=5))
+    assert (asked.temperature, asked.stop_token_ids, asked.stop) == (0.7, (1, 2), ("\n\n",))
+
+
+async def test_stop_tokens_and_stop_strings_are_replaced_where_they_are_named():
+    sampler = Recorder()
+    await policy(sampler).sample([9], stop_token_ids=[5], stop="|")
+    await policy(sampler).sample([9], stop_token_ids=(), stop=())
+    assert [(asked.stop_token_ids, asked.stop) for asked in sampler.asked] == [((5,), ("|",)), ((), ())]
+
+
+async def test_without_a_token_limit_the_context_is_the_limit():
+    sampler = Recorder()
+    await policy(sampler, sampling=Sampling()).sample([9] * 6)
+    await policy(sampler, sampling=Sampling()).sample([9] * 6, max_tokens=4)
+    assert [asked.max_tokens for asked in sampler.asked] == [10, 4]  # PO-2: 16 - 6
+
+
+def test_every_parameter_that_changes_the_distribution_is_tried():
+    assert CHANGES.keys() == NEUTRAL.keys()
+
+
+@pytest.mark.parametrize(("key", "value"), CHANGES.items())
+async def test_a_changed_distribution_is_refused_where_it_would_be_trained_and_fine_in_an_evaluation(key, value):
+    sampler = Recorder()
+    must_be = {"temperature": 0.7}.get(key, NEUTRAL[key])
+    with pytest.raises(EpisodeError) as error:
+        await policy(sampler).sample([9], **{key: value})
+    assert str(error.value).startswith(f"{key}={value}: must be {must_be}, as in the run's sampling: ")  # PO-4
+    assert "context.evaluation" in str(error.value)
+    assert sampler.asked == []
+    completion = await policy(sampler, evaluation=True).sample([9], **{key: value})
+    assert completion.trained
+    assert getattr(sampler.asked[0], key) == value
+
+
+async def test_naming_the_runs_own_distribution_is_no_change():
+    await policy(Recorder()).sample([9], temperature=0.7, top_p=1.0, top_k=-1, logit_bias={}, allowed_token_ids=())
+
+
+async def test_what_nobody_trains_may_be_sampled_in_any_way_and_is_observed_not_written():
+    prompt = Prompt(id="q1", source="test", messages=())
+    opponent = await policy(Recorder()).sample([9], temperature=0.0, trained=False)
+    with pytest.raises(EpisodeError, match=r"prompt q1: a completion that was sampled with trained=False; .*observed"):
+        Episode(prompt, [9]).wrote(opponent)
+    whole = Episode(prompt, [9]).observed(opponent.tokens.tolist()).finish(0.0)
+    assert whole.trained_tokens == 0
+
+
+async def test_a_completion_tells_which_stop_string_ended_it_and_its_text_has_it():
+    completion = await policy(Recorder(stop="k")).sample([9], stop=["k"])
+    assert (completion.text, completion.stop) == ("ok", "k")
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("max_token", "there is no such parameter; there are allowed_token_ids, frequency_penalty, "),
+        ("include_stop_str_in_output", "the answer always includes the stop string"),
+        ("ignore_eos", "only `stop_token_ids` end an answer"),
+        ("bad_words", "forbid tokens by `logit_bias"),
+        ("n", "call `sample` once for each completion"),
+        ("logprobs", "every completion has the log-probability"),
+    ],
+)
+async def test_an_unknown_parameter_is_refused_with_what_to_use_instead(key, why):
+    with pytest.raises(EpisodeError) as error:
+        await policy(Recorder()).sample([9], **{key: 1})
+    assert str(error.value).startswith(f"{key}=1: {why}")
