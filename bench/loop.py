@@ -1,84 +1,129 @@
-"""How well generation and training overlap: the tiny run at several staleness bounds, same processes and threads.
+"""How well generation and training overlap, against the arms that a user would run without asynchrony.
 
-    python -m bench.loop [--steps N] [--json FILE] [--config FILE]
+    python -m bench.loop [--steps N] [--rounds N] [--tails task,2,5,20] [--json FILE] [--markdown FILE] [key=value ...]
 
-For each bound: the step time, and the pass rate after the same number of steps. Measured beside it, in a run of its
-own on the same processes: T_gen, the time that generation alone needs for a step's groups (batches are taken and
-dropped untrained), and T_train, the time that training alone needs (one batch again and again, nothing generated).
-Overlap is max(T_gen, T_train) / step time: 1 is a step that costs no more than its slower half.
+Arms, all on the same cores:
 
-An update's cost is measured where it is paid: how long decoding stands still for one, in decode steps (`update_steps`),
-and how long the trainer is busy with publishing, as a share of its step (`publish_share`).
+    divided/S     generator and trainer on a core each, max_staleness S = 0, 1, 8 (`configs/grpo/tiny.yaml`)
+    colocated/0   synchronous: all cores generate (a replica a core), then all train (FSDP over as many ranks)
+
+Loads: `task` is the embedded task as it is; a number is answers of 40 tokens on average, the longest of which have that
+many times as many, the same in every arm (`bench/tail.py`). Arms take turns, round by round; numbers are medians over
+rounds. `speedup` is the best synchronous arm's step time over that of divided/8.
+
+Measured beside them, in runs of their own on the divided cores: T_gen, the time that generation alone needs for a
+step's groups, and T_train, the time that training alone needs. Overlap is max(T_gen, T_train) / step time: 1 is a step
+that costs no more than its slower half. An update's cost is measured where it is paid: how long decoding stands still
+for one, in decode steps (`update`), and how long the trainer is busy with publishing, as a share of its step
+(`publish`).
 """
 
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from apps.grpo.main import collect, episode, train
+from bench.machine import Machine
+from bench.tail import MEAN, EpisodeFunction, tail_episode
 from goaly.config import load
 from goaly.run.config import RunConfig
 from goaly.run.run import Run
 from goaly.telemetry import logs
 
-STALENESS = (0, 1, 8)
 WARM_STEPS = 5
+TASK = "task"
+SYNCHRONOUS = ("divided/0", "colocated/0")
+FASTEST = "divided/8"
+GREATEST_STALENESS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """What one staleness bound came to."""
+    """A way to use the cores."""
 
-    max_staleness: int
+    name: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One run of an arm."""
+
+    load: str
+    arm: str
     step_seconds: float
+    tokens_per_second: float
     pass_rate: float
     age_mean: float
     update_steps: float
     publish_share: float
+    machine: dict[str, Any]
 
 
-def measure_arm(config: RunConfig, max_staleness: int, folder: Path) -> Arm:
-    """Run the loop at this bound; medians leave out the first steps and the drain of the last ones."""
-    config.backlog = replace(config.backlog, max_staleness=max_staleness)
-    run_dir = folder / f"staleness-{max_staleness}"
+def arms(cores: int) -> list[Arm]:
+    """The arms on so many cores."""
+    divided = [Arm(name=f"divided/{bound}", overrides=(f"backlog.max_staleness={bound}",)) for bound in (0, 1, 8)]
+    both = (f"generator.replicas={cores}", f"trainer.fsdp={cores}", "hosts.bind={}", "backlog.max_staleness=0")
+    return [*divided, Arm(name="colocated/0", overrides=both)]
+
+
+def load_of(name: str) -> tuple[EpisodeFunction, tuple[str, ...]]:
+    """The episode of a load, and the settings that make room for it."""
+    if name == TASK:
+        return episode, ()
+    longest = round(float(name) * MEAN)
+    room = max(256, longest + 64)
+    context = (f"sampling.max_tokens={longest}", f"generator.max_context={room}")
+    return tail_episode(float(name)), (*context, f"backlog.row_length={max(1024, room)}")
+
+
+def measure_arm(config: RunConfig, load_name: str, arm: Arm, run_dir: Path) -> Measured:
+    """Run the loop; medians leave out the first steps and the drain of the last ones."""
+    machine = Machine.now()
 
     async def script(run: Run) -> None:
         async with asyncio.TaskGroup() as loops:
             loops.create_task(collect(run))
             loops.create_task(train(run))
 
-    _run(config, script, run_dir)
+    _run(config, load_of(load_name)[0], script, run_dir)
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steady = steps[WARM_STEPS : len(steps) - max_staleness - 1]
-    last = steps[-WARM_STEPS:]
+    steady = steps[WARM_STEPS : len(steps) - config.backlog.max_staleness - 1]
     spent = {
         key: steady[-1][f"generator/{key}"] - steady[0][f"generator/{key}"]
         for key in ("busy_seconds", "stall_seconds", "steps", "updates")
     }
-    return Arm(
-        max_staleness=max_staleness,
-        step_seconds=statistics.fmean(step["step/seconds"] for step in steady),
-        pass_rate=statistics.fmean(step["reward/pass_rate"] for step in last),
+    seconds = sum(step["step/seconds"] for step in steady)
+    return Measured(
+        load=load_name,
+        arm=arm.name,
+        step_seconds=seconds / len(steady),
+        tokens_per_second=sum(step["step/tokens"] for step in steady) / seconds,
+        pass_rate=statistics.fmean(step["reward/pass_rate"] for step in steps[-WARM_STEPS:]),
         age_mean=statistics.fmean(step["age/mean"] for step in steady),
         update_steps=spent["stall_seconds"] / spent["updates"] / (spent["busy_seconds"] / spent["steps"]),
         publish_share=_span_seconds(run_dir, "publish") / _span_seconds(run_dir, "train"),
+        machine=machine.record(),
     )
 
 
 def _span_seconds(run_dir: Path, name: str) -> float:
-    """The median length of the trainer's spans of this name."""
-    recorded = [json.loads(line) for line in (run_dir / "spans" / "trainer.jsonl").read_text().splitlines()]
+    """The median length of the first trainer rank's spans of this name."""
+    file = min((run_dir / "spans").glob("trainer*.jsonl"))
+    recorded = [json.loads(line) for line in file.read_text().splitlines()]
     return statistics.median((one["stop_ns"] - one["start_ns"]) / 1e9 for one in recorded if one["name"] == name)
 
 
-def measure_alone(config: RunConfig, folder: Path) -> tuple[float, float]:
+def measure_alone(config: RunConfig, load_name: str, run_dir: Path) -> tuple[float, float]:
     """T_gen and T_train: seconds a step of each half without the other."""
     config.backlog = replace(config.backlog, max_staleness=config.steps)  # no update comes that could be waited for
     seconds: dict[str, float] = {}
@@ -95,7 +140,7 @@ def measure_alone(config: RunConfig, folder: Path) -> tuple[float, float]:
                     train_seconds.append(time.monotonic() - begun)
                 seconds["train"] = statistics.fmean(train_seconds[WARM_STEPS:])
             await run.backlog.trained(batch, batch.id + 1)
-        steady = finished[WARM_STEPS : len(finished) - max(STALENESS)]  # at the end, few requests are left
+        steady = finished[WARM_STEPS : len(finished) - GREATEST_STALENESS]  # at the end, few requests are left
         seconds["generate"] = (steady[-1] - steady[0]) / (len(steady) - 1)
 
     async def script(run: Run) -> None:
@@ -103,69 +148,117 @@ def measure_alone(config: RunConfig, folder: Path) -> tuple[float, float]:
             loops.create_task(collect(run))
             loops.create_task(generate_only(run))
 
-    _run(config, script, folder / "alone")
+    _run(config, load_of(load_name)[0], script, run_dir)
     return seconds["generate"], seconds["train"]
 
 
-def _run(config: RunConfig, script: Any, run_dir: Path) -> None:
+def _run(config: RunConfig, of_load: EpisodeFunction, script: Any, run_dir: Path) -> None:
     from goaly.run.start import started
 
     async def main() -> None:
-        async with started(config, episode, run_dir) as run:
+        async with started(config, of_load, run_dir) as run:
             await script(run)
 
     with logs.controller(run_dir / "logs" / "controller.log"):
         asyncio.run(main())
 
 
-def report(arms: list[Arm], generate: float, trained: float) -> tuple[str, dict[str, Any]]:
-    """The table and its numbers."""
-    by_bound = {arm.max_staleness: arm for arm in arms}
-    result: dict[str, Any] = {"t_gen": generate, "t_train": trained}
-    lines = [f"T_gen alone {generate:.3f} s   T_train alone {trained:.3f} s", ""]
-    lines.append("max_staleness  step s  steps/s  overlap  pass rate   age  update, decode steps  publish, of a step")
-    for arm in arms:
-        overlap = max(generate, trained) / arm.step_seconds
-        lines.append(
-            f"{arm.max_staleness:13d}  {arm.step_seconds:6.3f}  {1 / arm.step_seconds:7.3f}  {overlap:7.3f}"
-            f"  {arm.pass_rate:9.3f}  {arm.age_mean:4.2f}  {arm.update_steps:20.2f}  {arm.publish_share:18.3f}"
-        )
-        bound = arm.max_staleness
-        result |= {
-            f"step_seconds_{bound}": arm.step_seconds,
-            f"overlap_{bound}": overlap,
-            f"pass_rate_{bound}": arm.pass_rate,
-            f"update_steps_{bound}": arm.update_steps,
-            f"publish_share_{bound}": arm.publish_share,
+def summary(found: Sequence[Measured], alone: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+    """Medians by load and arm, with overlap and speedups."""
+    numbers = ("step_seconds", "tokens_per_second", "pass_rate", "age_mean", "update_steps", "publish_share")
+    result: dict[str, Any] = {}
+    for load_name in dict.fromkeys(one.load for one in found):
+        of_load = [one for one in found if one.load == load_name]
+        by_arm: dict[str, Any] = {}
+        for arm in dict.fromkeys(one.arm for one in of_load):
+            of_arm = [one for one in of_load if one.arm == arm]
+            by_arm[arm] = {key: statistics.median(getattr(one, key) for one in of_arm) for key in numbers}
+            by_arm[arm]["step_seconds_range"] = [
+                min(one.step_seconds for one in of_arm),
+                max(one.step_seconds for one in of_arm),
+            ]
+        generate, trained = alone[load_name]
+        for of_arm in by_arm.values():
+            of_arm["overlap"] = max(generate, trained) / of_arm["step_seconds"]
+        best = min(by_arm[arm]["step_seconds"] for arm in SYNCHRONOUS if arm in by_arm)
+        fastest = by_arm[FASTEST]["step_seconds"]
+        result[load_name] = {
+            "t_gen": generate,
+            "t_train": trained,
+            "arms": by_arm,
+            "speedup": best / fastest,
+            "speedup_8_vs_0": by_arm["divided/0"]["step_seconds"] / fastest,
         }
-    result["speedup_8_vs_0"] = by_bound[0].step_seconds / by_bound[8].step_seconds
-    lines += ["", f"speedup of 8 over 0: {result['speedup_8_vs_0']:.2f}"]
-    return "\n".join(lines), result
+    return result
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The numbers as a table in Markdown."""
+    lines = [
+        "| load | arm | s a step (range) | tokens/s | overlap | pass rate | mean age | update, steps | publish |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for load_name, of_load in result.items():
+        for arm, one in of_load["arms"].items():
+            low, high = one["step_seconds_range"]
+            lines.append(
+                f"| {load_name} | {arm} | {one['step_seconds']:.3f} ({low:.3f} to {high:.3f}) "
+                f"| {one['tokens_per_second']:.0f} | {one['overlap']:.2f} | {one['pass_rate']:.2f} "
+                f"| {one['age_mean']:.2f} | {one['update_steps']:.2f} | {one['publish_share']:.3f} |"
+            )
+    lines += ["", "| load | T_gen s | T_train s | speedup over the best synchronous arm | over divided/0 |"]
+    lines.append("|---|---|---|---|---|")
+    for load_name, of_load in result.items():
+        lines.append(
+            f"| {load_name} | {of_load['t_gen']:.3f} | {of_load['t_train']:.3f} | {of_load['speedup']:.2f} "
+            f"| {of_load['speedup_8_vs_0']:.2f} |"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Measure, print, and write the numbers where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/grpo/tiny.yaml")
-    parser.add_argument("--steps", type=int, default=72)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tails", default=f"{TASK},2,5,20", help="loads, separated by commas")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("overrides", nargs="*", help="key=value settings of the run")
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("overrides", nargs="*", help="key=value settings of every arm")
     arguments = parser.parse_args()
     argv = ["--config", arguments.config, f"steps={arguments.steps}", "telemetry.progress=off", *arguments.overrides]
     folder = Path(tempfile.mkdtemp(prefix="bench-loop-"))
+    machine = Machine.now()
+    found: list[Measured] = []
+    alone: dict[str, tuple[float, float]] = {}
+    runs = 0
+
+    def config(*overrides: str) -> RunConfig:
+        return load(RunConfig, [*argv, *overrides], prog="bench.loop", description="").config
+
     try:
-
-        def config() -> RunConfig:
-            return load(RunConfig, argv, prog="bench.loop", description="").config
-
-        generate, trained = measure_alone(config(), folder)
-        arms = [measure_arm(config(), bound, folder) for bound in STALENESS]
+        for load_name in arguments.tails.split(","):
+            room = load_of(load_name)[1]
+            alone[load_name] = measure_alone(config(*room), load_name, folder / f"alone-{load_name}")
+            for _ in range(arguments.rounds):
+                for arm in arms(len(os.sched_getaffinity(0))):
+                    one = measure_arm(config(*room, *arm.overrides), load_name, arm, folder / str(runs))
+                    runs += 1
+                    found.append(one)
+                    print(f"{load_name:5} {arm.name:12} {one.step_seconds:.3f} s a step", flush=True)
     finally:
         shutil.rmtree(folder)
-    table, result = report(arms, generate, trained)
-    print(table)
+    result = summary(found, alone)
+    text = f"{machine}\n\n{table(result)}\n"
+    print(f"\n{text}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        content = {"machine": machine.record(), "loads": result, "runs": [asdict(one) for one in found]}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    if arguments.markdown:
+        command = "    python -m bench.loop --json docs/results/loop.json --markdown docs/results/loop.md"
+        doc = (__doc__ or "").partition("Arms, all")[2]
+        arguments.markdown.write_text(f"# Overlap\n\n{command}\n\nArms, all{doc}\n{text}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The machine that a benchmark ran on, and how busy it was: absolute times mean little without it."""
 
 import os
+import signal
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,3 +72,8 @@ def _gflops(seconds: float) -> float:
         return products * 2 * PROBE_SIDE**3 / spent / 1e9
     finally:
         torch.set_num_threads(threads)
+
+
+def exit_on_terminate() -> None:
+    """Turn SIGTERM into an ordinary exit, so that a benchmark that is stopped also stops the processes it started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

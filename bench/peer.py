@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.machine import Machine
+from bench.machine import Machine, exit_on_terminate
 from goaly.config import load
 from goaly.run.config import RunConfig
 
@@ -269,6 +269,7 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--as-goaly", type=Path, help=argparse.SUPPRESS)
     arguments, rest = parser.parse_known_args()
+    exit_on_terminate()
     if arguments.as_goaly:
         as_goaly(rest, arguments.as_goaly)
         return

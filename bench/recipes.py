@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.machine import exit_on_terminate
 from bench.record import append, digest, finished
 
 if TYPE_CHECKING:
@@ -300,6 +301,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
+    exit_on_terminate()
     from goaly.errors import ConfigError
 
     try:
