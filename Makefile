@@ -48,10 +48,16 @@ peer: sft $(PEER)/.installed
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q
 
+# A slow lane: some forty minutes on two cores.
+mutants: $(INSTALLED)
+	$(UV_SOURCES) $(VENV)/bin/uv pip install --quiet --python $(RUN) --constraint constraints/$(EXTRA).txt \
+		$(if $(UV_OVERRIDES),--overrides $(UV_OVERRIDES)) --editable '.[$(EXTRA),mutants]'
+	OMP_NUM_THREADS=1 $(RUN) -m bench.mutants $(SETTINGS)
+
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyrefly check --summarize-errors
 
 clean:
-	rm -rf $(VENV) $(PEER) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER) mutants .pytest_cache .ruff_cache .hypothesis
