@@ -51,7 +51,6 @@ async def grpo(run: Run) -> None:
         loops.create_task(collect(run))
         loops.create_task(train(run))
     after = await run.evaluate()
-    await run.trainer.save(run.run_dir / "policy")
     run.conclude(f"held-out pass@1: {before:.2f} -> {after:.2f}")
 
 

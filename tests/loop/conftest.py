@@ -14,8 +14,8 @@ def launch(tmp_path: Path, tiny_model_folder: Path) -> Iterator[Callable[..., La
     """Start a run; whatever is left of it is killed after the test."""
     started: list[LaunchedRun] = []
 
-    def start(*overrides: str, app: str = "grpo") -> LaunchedRun:
-        run = LaunchedRun(tmp_path / f"run{len(started)}", tiny_model_folder, *overrides, app=app)
+    def start(*overrides: str, app: str = "grpo", module: str | None = None) -> LaunchedRun:
+        run = LaunchedRun(tmp_path / f"run{len(started)}", tiny_model_folder, *overrides, app=app, module=module)
         started.append(run)
         return run
 

@@ -54,12 +54,12 @@ def named(pid: int) -> str:
 
 
 class LaunchedRun:
-    """`python -m apps.grpo.main`, or another app, on the tests' tiny model."""
+    """`python -m apps.grpo.main`, or another app, on the tests' tiny model; `module` runs in the app's place."""
 
-    def __init__(self, folder: Path, model: Path, *overrides: str, app: str = "grpo"):
+    def __init__(self, folder: Path, model: Path, *overrides: str, app: str = "grpo", module: str | None = None):
         self.folder = folder
         self.output = folder.with_suffix(".out")
-        command = [sys.executable, "-m", f"apps.{app}.main", "--config", f"configs/{app}/tiny.yaml"]
+        command = [sys.executable, "-m", module or f"apps.{app}.main", "--config", f"configs/{app}/tiny.yaml"]
         command += [f"model.path={model}", f"run_dir={folder}", *SMALL, *overrides]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HYPERACTOR_")}
         with self.output.open("wb") as output:

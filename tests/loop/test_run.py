@@ -94,6 +94,15 @@ def test_ctrl_c_stops_a_run_cleanly_within_ten_seconds(launch: Launch) -> None:
     assert shared_memory_gone(before, 5)
 
 
+def test_ctrl_c_during_the_final_evaluation_does_not_lose_the_policy(launch: Launch) -> None:
+    run = launch("steps=2", module="tests.loop.hanging_evaluation")
+    run.wait_for_text("the final evaluation hangs", 150)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(10) == 130
+    assert (run.folder / "policy" / "model.safetensors").exists()
+    assert (run.summary()["status"], run.summary()["policy_version"]) == ("interrupted", 2)
+
+
 def test_a_second_ctrl_c_stops_a_run_at_once(launch: Launch) -> None:
     run = launch("steps=10000")
     run.wait_for_steps(1)

@@ -35,25 +35,41 @@ class Run:
         self.prompts = prompt_mixture(config.prompts)
         self.reference = None
         self.critic = None
-        self.policy_version = 0
         self.conclusion = ""
-        self.pass_at_1: list[float] = []
+        self.evaluations: list[tuple[int, float]] = []
+        self.lost_actors: set[str] = set()
         self.started = time.monotonic()
         self.metrics = MetricsWriter(run_dir, config.telemetry)
         self.progress = Progress(config.steps, config.telemetry)
         self._stepped = time.monotonic()
         self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    @property
+    def policy_version(self) -> int:
+        """The newest policy: how many steps are trained."""
+        return self.trainer.policy_version if hasattr(self, "trainer") else 0
+
+    @property
+    def before(self) -> float | None:
+        """The first evaluation's pass@1, if one came before the first step."""
+        found = [pass_at_1 for version, pass_at_1 in self.evaluations if version == self.trainer.start_version]
+        return found[0] if found else None
+
+    @property
+    def after(self) -> float | None:
+        """The last evaluation's pass@1, if one came after a step."""
+        found = [pass_at_1 for version, pass_at_1 in self.evaluations if version > self.trainer.start_version]
+        return found[-1] if found else None
+
     async def evaluate(self) -> float:
         """The newest policy's pass@1 on held-out prompts."""
+        version = self.policy_version
         settings = self.config.evaluation
         prompts = held_out(self.config.prompts, settings.prompts)
-        rewards = await self.rollouts.rewards(
-            prompts, settings.samples_per_prompt, settings.temperature, self.policy_version
-        )
+        rewards = await self.rollouts.rewards(prompts, settings.samples_per_prompt, settings.temperature, version)
         result = EvalResult.of(rewards)
-        self.pass_at_1.append(result.pass_at_1)
-        self.progress.note(f"held-out pass@1 at policy version {self.policy_version}: {result.pass_at_1:.3f}")
+        self.evaluations.append((version, result.pass_at_1))
+        self.progress.note(f"held-out pass@1 at policy version {version}: {result.pass_at_1:.3f}")
         self._stepped = time.monotonic()
         self.progress.begin()
         return result.pass_at_1
@@ -64,7 +80,7 @@ class Run:
         replicas = await self.generators.stats()
         now = time.monotonic()
         seconds, self._stepped = now - self._stepped, now
-        self.policy_version = batch.id + 1
+        policy_version = batch.id + 1
         self.prompts.learn(batch.passes)
         shares = self.prompts.shares if len(self.prompts.shares) > 1 else {}
         step = {
@@ -85,8 +101,8 @@ class Run:
             "generator/stall_seconds": sum(stats.stall_seconds for stats in replicas),
             "run/seconds": now - self.started,
         }
-        self.metrics.step(self.policy_version, step)
-        self.progress.step(self.policy_version, step)
+        self.metrics.step(policy_version, step)
+        self.progress.step(policy_version, step)
 
     async def tell_wait(self, seconds: float, wait: Wait) -> None:
         """Say what the training loop has been waiting for."""
@@ -104,6 +120,7 @@ class Run:
 
     def lost(self, actor: str, report: str) -> None:
         """Take note that an actor died that nothing replaces: the run ends with an error that names it."""
+        self.lost_actors.add(actor)
         if not self._died.done():
             self._died.set_exception(RunFailed(f"{actor} died: {report}"))
 

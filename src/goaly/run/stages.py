@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -95,23 +96,72 @@ class Ranks:
 
 
 class Trainer(Ranks):
-    """Stage 5: batches in, policy versions out."""
+    """Stage 5: batches in, policy versions out.
+
+    Invariants
+        SV-1  The last step's policy is saved before a script can go on, and nothing but the trainer's death or a second
+              Ctrl-C ends the writing: a failing evaluation or an interrupt finds it on disk.
+        SV-2  What is saved is the policy of a whole step.
+    """
+
+    def __init__(self, actors: Any, queue: Any, *, steps: int, folder: Path):
+        """After `steps` steps the policy is saved to `folder`."""
+        super().__init__(actors, queue)
+        self._steps = steps
+        self._folder = folder
+        self._in_step = False
+        self._saving: asyncio.Task[None] | None = None
+        self.start_version = 0
+        self.policy_version = 0
 
     async def start(self) -> int:
         """Build and load the model on every rank; its policy version."""
-        return _first(await _ask("trainer.start", self._actors.start.call()))
+        self.policy_version = _first(await _ask("trainer.start", self._actors.start.call()))
+        self.start_version = self.policy_version
+        return self.policy_version
 
     async def step(self, batch: BatchHandle) -> dict[str, float]:
-        """Train on this batch: it makes the next policy version; its metrics."""
-        return _first(await _ask("trainer.step", self._actors.step.call(self._queue, batch)))
+        """Train on this batch: it makes the next policy version; its metrics. The last one's policy is saved."""
+        self._in_step = True  # SV-2: stays so where the step fails
+        metrics = _first(await _ask("trainer.step", self._actors.step.call(self._queue, batch)))
+        self._in_step = False
+        self.policy_version = batch.id + 1
+        if self.is_done:
+            self._save()
+        return metrics
 
     async def publish(self) -> int:
-        """Make the new weights readable by generators; their version."""
-        return _first(await _ask("trainer.publish", self._actors.publish.call()))
+        """Make the new weights readable by generators; their version. Returns once the last one's policy is saved."""
+        version = _first(await _ask("trainer.publish", self._actors.publish.call()))
+        if self._saving is not None:
+            await asyncio.shield(self._saving)  # SV-1; unblocked by the trainer's answer or death
+        return version
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str | Path) -> None:
         """Write the policy as a Hugging Face folder."""
         await _ask("trainer.save", self._actors.save.call(folder))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run's last step is trained."""
+        return self.policy_version >= self._steps
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether a whole step made a policy that is not on disk yet."""
+        if self._saving is not None:
+            return not self._saving.done()
+        return not self._in_step and self.policy_version > self.start_version
+
+    async def save_newest(self) -> None:
+        """Return once the newest policy is saved; at once if nothing was trained, or a step broke off (SV-2)."""
+        if self._saving is None and self.has_unsaved:
+            self._save()
+        if self._saving is not None:
+            await asyncio.shield(self._saving)  # Unblocked by the trainer's answer or death.
+
+    def _save(self) -> None:
+        self._saving = asyncio.create_task(self.save(self._folder), name="save the policy")
 
 
 class Reference(Ranks):

@@ -5,6 +5,8 @@ Invariants
     RN-2  The death of an actor that is not replaced ends the run with a RunFailed that names it.
     RN-3  When the block is left, however it is left, every admitted group is accounted for, `summary.json` is written,
           and the run's processes are stopped.
+    RN-4  The policy is saved without the script's help (SV-1): after the last step, else when the block is left, unless
+          an interrupt ends the run before its last step.
 """
 
 import asyncio
@@ -42,6 +44,10 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 2.0
 """A stage that takes longer to close is left to die with the controller: Ctrl-C ends a run within ten seconds."""
 
+SAVE_SECONDS = 600.0
+"""A run that failed or was interrupted waits no longer for its policy to be saved."""
+POLICY_FOLDER = "policy"
+
 Episode = Callable[..., Awaitable[Any]]
 Closers = dict[str, Callable[[], Awaitable[None]]]
 """How to close the stages that are up, by name."""
@@ -66,6 +72,7 @@ async def started(config: RunConfig, episode: Episode, run_dir: Path) -> AsyncIt
             await _bring_up(run, hosts, episode, actors, closers)
             supervision = owned.create_task(run.generators.supervise())
             yield run
+            await run.trainer.save_newest()  # RN-4: of a script that ends before the last step
             supervision.cancel()
             watch.cancel()
             status = "finished"
@@ -73,7 +80,10 @@ async def started(config: RunConfig, episode: Episode, run_dir: Path) -> AsyncIt
         status = "interrupted"
         raise
     finally:
-        await _take_down(run, hosts, status, closers)
+        try:
+            await _save_policy(run, status)
+        finally:
+            await _take_down(run, hosts, status, closers)
 
 
 async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], closers: Closers) -> None:
@@ -111,6 +121,8 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
     run.trainer = Trainer(
         spawn(trainer_mesh, "trainer", PolicyTrainer, config.trainer, config.model, config.loss, config.weights, store),
         queue,
+        steps=config.steps,
+        folder=run.run_dir / POLICY_FOLDER,
     )
     closers["trainer"] = run.trainer.close
 
@@ -183,6 +195,21 @@ async def _until_answered(endpoint: Any) -> None:
     await endpoint.call()
 
 
+async def _save_policy(run: Run, status: str) -> None:
+    """Save what a failing or interrupted run has trained (RN-4)."""
+    trainer = getattr(run, "trainer", None)
+    if trainer is None or "trainer" in run.lost_actors or not trainer.has_unsaved:
+        return
+    if status == "interrupted" and not trainer.is_done:
+        return
+    run.progress.note("saving the policy")
+    try:
+        async with asyncio.timeout(SAVE_SECONDS):
+            await trainer.save_newest()
+    except Exception as error:  # the run ends with the error that it failed of
+        logger.error("the policy was not saved: %s", str(error) or type(error).__name__)
+
+
 async def _take_down(run: Run, hosts: Hosts, status: str, closers: Closers) -> None:
     run.progress.note("stopping")
     for first in ("rollouts", "backlog"):  # what the workers cancel is accounted for, then the accounting ends
@@ -210,12 +237,11 @@ async def _close(stage: str, close: Callable[[], Awaitable[None]] | None) -> Non
 
 def write_summary(run: Run, status: str) -> None:
     """Write `summary.json`: how the run ended, what it learned, and where every prompt went."""
-    before, after = (*run.pass_at_1, None, None)[:2]
     counts = run.backlog.final_counts if hasattr(run, "backlog") else {}
     summary = {
         "status": status,
-        "pass_at_1_before": before,
-        "pass_at_1_after": after if status == "finished" else None,
+        "pass_at_1_before": run.before,
+        "pass_at_1_after": run.after,
         "seconds": round(time.monotonic() - run.started, 1),
         "policy_version": run.policy_version,
         **{key: counts.get(key) for key in ("admitted", "trained", "rejected", "failed")},

@@ -1,0 +1,148 @@
+"""A trained policy is on disk before anything else can fail (SV-1, SV-2, RN-4), on a trainer of fakes."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from goaly.errors import RunFailed
+from goaly.run.stages import Trainer
+from goaly.run.start import _save_policy
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Endpoint:
+    """An endpoint of one rank: writes down that it was called, then does what it is told to."""
+
+    def __init__(self, name: str, calls: list[Any], answer: Any):
+        self._name, self._calls, self._answer = name, calls, answer
+
+    async def call(self, *arguments: Any) -> dict[int, Any]:
+        """The rank's answer."""
+        self._calls.append((self._name, *arguments[1:]) if self._name == "step" else (self._name, *arguments))
+        return {0: await self._answer(*arguments)}
+
+
+class Ranks:
+    """A trainer's ranks; `saved` lets a save end, `broken` fails every step."""
+
+    def __init__(self, start: int = 0):
+        self.calls: list[Any] = []
+        self.saved = asyncio.Event()
+        self.saved.set()
+        self.broken = False
+        version = start
+
+        async def started() -> int:
+            return version
+
+        async def stepped(queue: Any, batch: Any) -> dict[str, float]:
+            nonlocal version
+            if self.broken:
+                raise RunFailed("the loss is NaN")
+            version = batch.id + 1
+            return {}
+
+        async def published() -> int:
+            return version
+
+        async def saved(folder: Path) -> None:
+            await self.saved.wait()
+
+        for name, answer in (("start", started), ("step", stepped), ("publish", published), ("save", saved)):
+            setattr(self, name, Endpoint(name, self.calls, answer))
+
+    @property
+    def saves(self) -> int:
+        """How often the policy was written."""
+        return sum(call[0] == "save" for call in self.calls)
+
+
+async def trained(ranks: Ranks, upto: int, steps: int = 3, since: int = 0) -> Trainer:
+    """A trainer for so many steps, after some of them, each published."""
+    trainer = Trainer(ranks, None, steps=steps, folder=Path("policy"))
+    await trainer.start()
+    for index in range(since, upto):
+        await trainer.step(SimpleNamespace(id=index))
+        await trainer.publish()
+    return trainer
+
+
+def run_of(trainer: Trainer, *lost: str) -> Any:
+    """As much of a run as saving looks at."""
+    return SimpleNamespace(trainer=trainer, lost_actors=set(lost), progress=SimpleNamespace(note=lambda text: None))
+
+
+async def test_the_last_steps_policy_is_saved_before_the_script_goes_on() -> None:
+    ranks = Ranks()
+    trainer = await trained(ranks, 2)
+    assert ranks.saves == 0
+    await trainer.step(SimpleNamespace(id=2))
+    await trainer.publish()
+    assert ranks.calls[-1] == ("save", Path("policy")) or ranks.calls[-2] == ("save", Path("policy"))
+    assert (ranks.saves, trainer.has_unsaved) == (1, False)
+
+
+async def test_an_interrupt_right_after_the_last_step_or_while_it_is_saved_does_not_lose_the_policy() -> None:
+    for publishes in (False, True):
+        ranks = Ranks()
+        trainer = await trained(ranks, 2)
+        ranks.saved.clear()
+        await trainer.step(SimpleNamespace(id=2))
+        if publishes:
+            publishing = asyncio.create_task(trainer.publish())
+            await asyncio.sleep(0)
+            publishing.cancel()
+            await asyncio.wait([publishing])
+        ending = asyncio.create_task(_save_policy(run_of(trainer), "interrupted"))
+        await asyncio.wait([ending], timeout=0.01)
+        assert not ending.done(), "the run's processes must not be stopped while the policy is written"
+        ranks.saved.set()
+        await ending
+        assert (ranks.saves, trainer.has_unsaved) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("status", "lost", "saves"),
+    [("failed", (), 1), ("failed", ("generator-0",), 1), ("failed", ("trainer",), 0), ("interrupted", (), 0)],
+)
+async def test_a_run_that_ends_between_two_steps_saves_what_it_has_unless_the_user_broke_it_off(
+    status: str, lost: tuple[str, ...], saves: int
+) -> None:
+    ranks = Ranks()
+    await _save_policy(run_of(await trained(ranks, 2), *lost), status)
+    assert ranks.saves == saves
+
+
+async def test_a_step_that_broke_off_leaves_nothing_to_save() -> None:
+    ranks = Ranks()
+    trainer = await trained(ranks, 1)
+    ranks.broken = True
+    with pytest.raises(RunFailed):
+        await trainer.step(SimpleNamespace(id=1))
+    await _save_policy(run_of(trainer), "failed")
+    assert ranks.saves == 0
+
+
+async def test_a_script_that_ends_early_leaves_its_policy_and_one_that_trained_nothing_leaves_none() -> None:
+    ranks = Ranks(start=5)
+    trainer = await trained(ranks, 5, steps=9, since=5)
+    await trainer.save_newest()
+    assert ranks.saves == 0
+    await trainer.step(SimpleNamespace(id=5))
+    await trainer.save_newest()
+    assert ranks.saves == 1
+
+
+async def test_a_policy_that_cannot_be_written_fails_the_step_that_made_it() -> None:
+    ranks = Ranks()
+
+    async def full(folder: Path) -> None:
+        raise RunFailed("trainer.save failed: OSError: No space left on device")
+
+    ranks.save = Endpoint("save", ranks.calls, full)
+    with pytest.raises(RunFailed, match="No space left"):
+        await trained(ranks, 3)
