@@ -49,6 +49,7 @@ class SftConfig:
                 f"{prefix}trainer.minibatches={self.trainer.minibatches}: must be 1 in a supervised run, where "
                 f"{prefix}data.rows_per_step says how large a step is"
             )
+        found += self.trainer.device_problems(f"{prefix}trainer.")
         if self.checkpoint_every < 0:
             found.append(f"{prefix}checkpoint_every={self.checkpoint_every}: must be at least 0")
         if self.checkpoint_every and self.trainer.ranks > 1:

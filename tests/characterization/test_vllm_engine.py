@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from goaly.generate.request import Sampling
-from goaly.generate.settings import GeneratorSettings
+from goaly.generate.settings import CPU_HEAD_DIMS, GeneratorSettings
 from goaly.models.settings import ModelSettings
 
 PROMPT = [(3 * j) % 30 + 2 for j in range(70)]
@@ -164,3 +164,10 @@ def test_cpu_generators_have_no_offset():
     `Engine` could allow chunked prefill there."""
     with pytest.raises(RuntimeError, match="offset"):
         torch.Generator(device="cpu").get_offset()
+
+
+def test_vllm_serves_these_head_dimensions_on_cpu() -> None:
+    """`CPU_HEAD_DIMS` refuses others before a run starts; a change here is to be taken over there."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_DIMS

@@ -4,11 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from apps.eval.config import EvalConfig
+from apps.sft.config import SftConfig
 from goaly.config import load
 from goaly.errors import ConfigError
+from goaly.generate.settings import GeneratorSettings
+from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.config import RunConfig
+from goaly.train.settings import TrainerSettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GRPO, PPO = CONFIGS / "grpo" / "tiny.yaml", CONFIGS / "ppo" / "tiny.yaml"
@@ -98,11 +103,38 @@ ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"
             ["reference.refresh_every=1"],
         ),
         ("advantages.overlong.limit=266", "a sequence has at most 256 tokens", ["advantages.overlong.buffer=10"]),
+        ("hosts.bind.reference=[0]", "loss.kl_coef and advantages.kl_coef are 0", []),
+        ("hosts.bind.critic=[0]", "there is no section critic", []),
+        (
+            "trainer.schedule.min_lr_factor=0.2",
+            "trainer.schedule.decay=constant keeps the full rate",
+            ["trainer.schedule.decay=constant", "trainer.schedule.total_steps=null"],
+        ),
+        (
+            "prompts.arithmetic.max_digits=3",
+            "prompts.task is null",
+            ["prompts.task=null", "prompts.files=[{problems}]"],
+        ),
+        (
+            "prompts.arithmetic.max_digits=3",
+            "prompts.sources have their own",
+            ["prompts.task=null", "prompts.sources=[{name: a, task: arithmetic}]"],
+        ),
+        (
+            "evaluation.samples_per_prompt=3",
+            "evaluation.sets have their own",
+            ["evaluation.sets={held_out: {prompts: 2}}"],
+        ),
         ("loss.options.clip_low=0.1", ONE_STEP, ["loss.proximal=trainer"]),
         ("loss.options.positive=2.0", ONE_STEP, ["loss.proximal=trainer", "loss.name=sapo"]),
     ],
 )
-def test_what_another_setting_leaves_without_effect_is_told(set_idle, why, more, tiny_model_folder: Path):
+def test_what_another_setting_leaves_without_effect_is_told(
+    set_idle, why, more, tiny_model_folder: Path, tmp_path: Path
+):
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(f'{{"prompt": "{number}+1="}}\n' for number in range(60)))
+    more = [override.replace("{problems}", str(problems)) for override in more]
     with pytest.raises(ConfigError) as error:
         run_config(GRPO, tiny_model_folder, *more, set_idle)
     assert error.value.problems == [f"{set_idle}: has no effect, {why} (override)"]
@@ -156,3 +188,70 @@ def test_a_template_argument_that_the_models_chat_template_does_not_read_is_told
     assert error.value.problems == [
         "chat.template_args.enable_thinking=False: has no effect, the chat template does not read it (override)"
     ]
+
+
+def refused(model: Path, *overrides: str) -> list[str]:
+    """What is wrong with these settings."""
+    with pytest.raises(ConfigError) as error:
+        run_config(GRPO, model, *overrides)
+    return error.value.problems
+
+
+def test_a_split_without_a_problem_is_told_before_anything_starts(tmp_path: Path, tiny_model_folder: Path):
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(f'{{"prompt": "{number}+1=", "answer": "x"}}\n' for number in range(8)))
+    of_file = ["prompts.task=null", f"prompts.files=[{path}]"]
+    assert refused(tiny_model_folder, *of_file, "prompts.held_out_fraction=0.01") == [
+        "prompts.held_out_fraction=0.01: must be higher where an evaluation asks held-out prompts, or give "
+        f"evaluation.sets problems of their own: held_out_fraction=0.01 holds out none of the 8 prompts of {path} "
+        "(override)"
+    ]
+    assert refused(tiny_model_folder, *of_file, "prompts.held_out_fraction=0.999999") == [
+        "prompts.held_out_fraction=0.999999: must leave something to train on: held_out_fraction=0.999999 holds out "
+        f"all of the 8 prompts of {path} (override)"
+    ]
+    assert "holds out none" in refused(tiny_model_folder, "prompts.held_out_fraction=0.0")[0]
+    path.write_text('{"prompt": "1"}\n{')
+    (told,) = refused(tiny_model_folder, *of_file)
+    assert told.startswith(f"prompts.files: {path}, line 2: not JSON")
+
+
+def test_a_head_dimension_that_vllm_has_no_cpu_attention_for_is_told_before_anything_starts(tmp_path: Path):
+    odd = write_tiny_model(tmp_path / "odd", TinyModel(layers=1, head_dim=24))
+    generator = GeneratorSettings(max_context=16)
+    shape = architecture(read_config(str(odd)), where="odd")
+    (told,) = generator.model_problems("generator.", "model.path=odd", shape, device="cpu")
+    assert told.startswith("model.path=odd: has attention heads of dimension 24, must be one of 32, 64, 80")
+    assert generator.model_problems("generator.", "model.path=odd", shape, device="cuda") == []
+    for found in (refused(odd), evaluation_refused(odd)):
+        assert [line for line in found if "attention heads of dimension 24" in line] == found
+
+
+def evaluation_refused(model: Path) -> list[str]:
+    """What is wrong with an evaluation of this model."""
+    with pytest.raises(ConfigError) as error:
+        load(EvalConfig, [f"--config={CONFIGS / 'eval' / 'tiny.yaml'}", f"path={model}"], prog="test", description="")
+    return error.value.problems
+
+
+def test_compiling_without_a_gpu_is_told_before_anything_starts(tiny_model_folder: Path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (told,) = refused(tiny_model_folder, "trainer.compile=true")
+    assert told.startswith("trainer.compile=true: needs a GPU")
+    argv = [f"--config={CONFIGS / 'sft' / 'tiny.yaml'}", "trainer.compile=true"]
+    with pytest.raises(ConfigError) as error:
+        load(SftConfig, argv, prog="test", description="")
+    assert error.value.problems == [told]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert run_config(GRPO, tiny_model_folder, "trainer.compile=true")
+
+
+def test_ranks_on_other_hosts_may_compile_with_a_torch_that_can(monkeypatch):
+    compiling = TrainerSettings(compile=True)
+    for built in (True, False):
+        monkeypatch.setattr("torch.backends.cuda.is_built", lambda built=built: built)
+        assert (compiling.device_problems("trainer.", elsewhere=True) == []) is built
+
+
+def test_bindings_of_a_critic_and_a_reference_that_run_are_in_order(tiny_model_folder: Path):
+    assert run_config(PPO, tiny_model_folder, "loss.kl_coef=0.1", "hosts.bind.reference=[0]").critic is not None

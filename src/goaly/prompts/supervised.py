@@ -7,8 +7,10 @@ Invariants
     SU-1  Resuming at a saved position gives exactly the batches that would have come.
     SU-2  A document lies in one row, whole; every document of the order is in exactly one batch.
     SU-3  A state of other data is refused, never continued.
+    SU-4  No document shows the answer to a problem that a run with the same held-out share holds out (PR-1).
 """
 
+import logging
 from collections.abc import Mapping
 from hashlib import blake2b
 from random import Random
@@ -17,14 +19,17 @@ from typing import Any, Protocol
 import torch
 from tensordict import TensorDict
 
-from goaly.prompts.documents import Document, chat_document, plain_document
+from goaly.errors import ConfigError
+from goaly.prompts.documents import ASSISTANT, Document, chat_document, plain_document
 from goaly.prompts.files import read_messages, read_records, read_tools
-from goaly.prompts.prompt import Message, Split
+from goaly.prompts.prompt import SPLIT_KEY, Message, Split, split_key_of, split_of_key
 from goaly.prompts.settings import SupervisedSettings
 from goaly.prompts.stream import ShuffledOrder, TaskSource
 from goaly.prompts.tasks import build_task
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.trajectory import PackedRows
+
+logger = logging.getLogger(__name__)
 
 
 class DocumentSource(Protocol):
@@ -67,15 +72,21 @@ class FileDocuments:
     """The documents of files, shuffled anew for every pass."""
 
     def __init__(self, settings: SupervisedSettings, tokenizer: ChatTokenizer):
-        self._documents = [
-            _document(record, place, settings, tokenizer)
-            for file in settings.files
-            for place, record in read_records(file)
-        ]
+        records = [(place, record) for file in settings.files for place, record in read_records(file)]
+        shown = [entry for entry in records if not is_held_out(*entry, settings.held_out_fraction)]
+        held_out = len(records) - len(shown)
+        if held_out:
+            logger.warning(
+                "data.held_out_fraction=%g: %d of %d documents are held out",
+                settings.held_out_fraction,
+                held_out,
+                len(records),
+            )
+        self._documents = [_document(record, place, settings, tokenizer) for place, record in shown]
         if settings.too_long == "skip":
             self._documents = [entry for entry in self._documents if len(entry) <= settings.row_length]
         if not self._documents:
-            raise ValueError(f"{', '.join(settings.files)}: no document to train on")
+            raise ConfigError([f"data.files: have no document to train on; {held_out} of {len(records)} are held out"])
         self._order = ShuffledOrder(len(self._documents), "documents")
         self._seed = settings.seed
         digest = blake2b(digest_size=8)
@@ -172,6 +183,17 @@ def pack(rows: list[list[Document]], row_length: int, pad_token: int) -> PackedR
         batch_trained_tokens=int(trained_RL.sum()),
         batch_sequences=sum(len(documents) for documents in rows),
     )
+
+
+def is_held_out(place: str, record: Mapping[str, Any], held_out_fraction: float) -> bool:
+    """Whether a document shows the answer to a held-out problem (SU-4): what precedes any answer of a chat is one."""
+    if record.get(SPLIT_KEY) is not None:
+        keys = [str(record[SPLIT_KEY])]
+    else:
+        messages = read_messages(record, place)
+        answers = [index for index, message in enumerate(messages) if message.role == ASSISTANT]
+        keys = [split_key_of(messages[:index]) for index in answers or [len(messages)]]
+    return any(split_of_key(key, held_out_fraction) is Split.HELD_OUT for key in keys)
 
 
 def _document(

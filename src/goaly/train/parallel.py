@@ -16,7 +16,7 @@ import torch.distributed as dist
 from goaly.errors import ConfigError
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import model_spec, prepare_torchtitan
-from goaly.train.settings import TrainerSettings
+from goaly.train.settings import NEEDS_GPU, TrainerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +118,7 @@ def _check_ranks(trainer: TrainerSettings, device: torch.device) -> None:
     if ranks != trainer.ranks:
         raise ConfigError([f"trainer: fsdp={trainer.fsdp} * tp={trainer.tp} must be the number of ranks, {ranks}"])
     if trainer.compile and device.type == "cpu":
-        raise ConfigError(
-            ["trainer.compile=true: needs a GPU: shapes of the CPU's packed attention change with the documents"]
-        )
+        raise ConfigError([f"trainer.compile=true: {NEEDS_GPU}"])
 
 
 def _layout(trainer: TrainerSettings) -> tuple[Any, Any]:

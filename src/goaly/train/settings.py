@@ -5,6 +5,8 @@ from typing import Literal
 
 from goaly.models.settings import ModelSettings
 
+NEEDS_GPU = "needs a GPU: shapes of the CPU's packed attention change with the documents"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
@@ -62,6 +64,9 @@ class ScheduleSettings:
             )
         if not 0 <= self.min_lr_factor <= 1:
             lines.append(f"{prefix}min_lr_factor={self.min_lr_factor}: must be between 0 and 1")
+        for name in ("total_steps", "min_lr_factor") if self.decay == "constant" else ():
+            if (value := getattr(self, name)) not in (None, 0):
+                lines.append(f"{prefix}{name}={value}: has no effect, {prefix}decay=constant keeps the full rate")
         return lines
 
 
@@ -90,7 +95,7 @@ class TrainerSettings:
     activation_checkpointing: Literal["off", "selective", "full"] = "off"
     """Recompute activations in the backward pass: none, all but matrix products and attention, or all."""
     compile: bool = False
-    """Compile each transformer block with torch.compile."""
+    """Compile each transformer block with torch.compile; needs a GPU."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     """AdamW's settings."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
@@ -116,6 +121,14 @@ class TrainerSettings:
         lines += self.optimizer.problems(f"{prefix}optimizer.")
         lines += self.schedule.problems(f"{prefix}schedule.")
         return lines
+
+    def device_problems(self, prefix: str, *, elsewhere: bool = False) -> list[str]:
+        """What can't work on this machine's devices (where ranks run `elsewhere`: with this torch), a line each."""
+        import torch  # which `--help` can do without
+
+        if not self.compile or (torch.backends.cuda.is_built() if elsewhere else torch.cuda.is_available()):
+            return []
+        return [f"{prefix}compile=true: {NEEDS_GPU}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

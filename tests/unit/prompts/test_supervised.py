@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from goaly.errors import ConfigError
 from goaly.prompts.documents import Document
-from goaly.prompts.settings import PromptSettings, SupervisedSettings
+from goaly.prompts.mixture import distinct_prompts
+from goaly.prompts.prompt import Split, split_of_key
+from goaly.prompts.settings import ArithmeticSettings, PromptSettings, SupervisedSettings
 from goaly.prompts.stream import prompt_stream
-from goaly.prompts.supervised import RowStream, row_stream
+from goaly.prompts.supervised import RowStream, is_held_out, row_stream
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.trajectory import PackedRows
 
@@ -108,6 +112,80 @@ def test_files_of_chats_and_completions_are_read_with_their_answers_trained(
     trained = batch.rows["tokens"][batch.rows["trained"]].tolist()
     texts = tokenizer.decode(trained, skip_special_tokens=False)
     assert sorted(texts.removesuffix("<|end|>").split("<|end|>")) == ["2", "4"]
+
+
+QUESTIONS = [f"{number}+1=" for number in range(60)]
+
+
+def split_of_rl(tmp_path: Path, split: Split, **column: str) -> set[str]:
+    """What an RL run on these questions holds out, or trains on."""
+    path = tmp_path / "rl.jsonl"
+    path.write_text("".join(json.dumps({"prompt": question, **column}) + "\n" for question in QUESTIONS))
+    prompts = distinct_prompts(PromptSettings(task=None, files=(str(path),), held_out_fraction=0.3), split, None)
+    return {prompt.messages[-1].content for prompt in prompts}
+
+
+@pytest.mark.parametrize("form", ["completion", "plain", "chat", "chat with a system message"])
+def test_supervised_files_hold_out_what_an_rl_run_on_the_same_problems_holds_out(
+    tmp_path: Path, tokenizer: ChatTokenizer, form: str, caplog
+) -> None:
+    system = [{"role": "system", "content": "sums"}] if "system" in form else []
+
+    def record(question: str) -> dict:
+        if not form.startswith("chat"):
+            return {"prompt": question, "completion": "|"}
+        asked = [*system, {"role": "user", "content": question}]
+        return {"messages": [*asked, {"role": "assistant", "content": "|"}]}
+
+    path = tmp_path / "sft.jsonl"
+    path.write_text("".join(json.dumps(record(question)) + "\n" for question in QUESTIONS))
+    settings = SupervisedSettings(
+        files=(str(path),),
+        held_out_fraction=0.3,
+        rows_per_step=1,
+        row_length=2000,
+        template="plain" if form == "plain" else "chat",
+    )
+    text = tokenizer.decode(row_stream(settings, tokenizer).next().rows["tokens"].flatten().tolist())
+    trained, held_out = split_of_rl(tmp_path, Split.TRAIN), split_of_rl(tmp_path, Split.HELD_OUT)
+    shown = {question for question in QUESTIONS if re.search(rf"(?<!\d){re.escape(question)}", text)}
+    assert shown == trained
+    assert held_out == set(QUESTIONS) - trained
+    assert f"data.held_out_fraction=0.3: {len(held_out)} of 60 documents are held out" in caplog.text
+
+
+def test_a_chat_is_held_out_for_any_of_its_answers_and_by_the_column_that_decides_elsewhere() -> None:
+    held_out = next(q for q in QUESTIONS if split_of_key(f"user\x1f{q}", 0.3) is Split.HELD_OUT)
+    trained = next(q for q in QUESTIONS if split_of_key(f"user\x1f{q}", 0.3) is Split.TRAIN)
+
+    def chat(*turns: str) -> dict:
+        roles = itertools.cycle(["user", "assistant"])
+        return {"messages": [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]}
+
+    assert is_held_out("x", chat(held_out, "1", trained, "2"), 0.3)
+    assert not is_held_out("x", chat(trained, "1"), 0.3)
+    assert is_held_out("x", chat(trained, "1") | {"split_key": f"user\x1f{held_out}"}, 0.3)
+    assert not is_held_out("x", chat(held_out, "1"), 0.0)
+
+
+def test_files_whose_every_document_is_held_out_are_refused(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    with pytest.raises(ConfigError, match="no document to train on; 1 of 1 are held out"):
+        row_stream(SupervisedSettings(files=(str(path),), held_out_fraction=0.999999), tokenizer)
+
+
+def test_supervised_settings_without_effect_are_told() -> None:
+    digits = ArithmeticSettings(max_digits=3)
+    of_files = SupervisedSettings(files=("gone.jsonl",), arithmetic=digits, forgotten_carry_rate=0.5)
+    assert of_files.problems("data.") == [
+        "data.arithmetic.max_digits=3: has no effect, data.task is null",
+        "data.files: gone.jsonl is not there",
+        "data.forgotten_carry_rate=0.5: has no effect, data.task is null",
+    ]
+    assert SupervisedSettings(task="arithmetic", arithmetic=digits, template="plain").problems("data.") == [
+        "data.template=plain: has no effect, documents come from data.task"
+    ]
 
 
 def test_a_task_demonstrates_no_held_out_problem(tokenizer: ChatTokenizer) -> None:
