@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings
 from goaly.prompts.settings import ChatSettings, PromptSettings
@@ -28,11 +29,9 @@ class EvalConfig:
     path: str
     """What is evaluated: a Hugging Face folder, or a run's folder (then its final policy)."""
     prompts: PromptSettings = field(default_factory=PromptSettings)
-    """Where prompts come from; the held-out ones are asked."""
-    count: int = 256
-    """How many held-out prompts are asked."""
-    samples_per_prompt: int = 8
-    """How many answers are sampled to each; pass@k is estimated for every power of two up to it."""
+    """What the policy was trained on: as in the run, so that the same problems are held out."""
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    """What is asked: the section of a run."""
     by: str | None = None
     """Also report by this metadata column of the prompts, such as `digits`."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
@@ -51,16 +50,27 @@ class EvalConfig:
     def problems(self, prefix: str) -> list[str]:
         """What only the combination of settings can get wrong, a line each."""
         found = []
-        for name in ("count", "samples_per_prompt"):
-            if getattr(self, name) < 1:
-                found.append(f"{prefix}{name}={getattr(self, name)}: must be at least 1")
+        found += self.evaluation.problems_beside(
+            f"{prefix}evaluation.", self.prompts, self.sampling, self.generator.max_context
+        )
         if self.dtype not in ("float32", "bfloat16"):
             found.append(f"{prefix}dtype={self.dtype}: must be float32 or bfloat16")
         if problems := self.model.problems(""):
             return found + [line.replace("path=", f"{prefix}path=", 1) for line in problems]
         from goaly.prompts.tokenizer import chat_problems  # imports jinja, which `--help` can do without
 
-        return found + chat_problems(self.chat, self.model.path, f"{prefix}chat.")
+        return found + chat_problems(self.chat, self.model.path, f"{prefix}chat.") + self._shape_problems(prefix)
+
+    def _shape_problems(self, prefix: str) -> list[str]:
+        from goaly.errors import ConfigError
+        from goaly.models.spec import architecture, read_config  # imports torch, which `--help` can do without
+
+        model = f"{prefix}path={self.path}"
+        try:
+            shape = architecture(read_config(self.model.path), where=model)
+        except ConfigError as error:
+            return error.problems
+        return self.generator.model_problems(f"{prefix}generator.", model, shape)
 
     @property
     def model(self) -> ModelSettings:

@@ -1,4 +1,4 @@
-"""Evaluate a policy on held-out prompts: pass@1, pass@k, avg@k. START HERE: this file is the evaluation.
+"""Evaluate a policy on named sets of prompts: pass@1, pass@k, avg@k. START HERE: this file is the evaluation.
 
     python -m apps.eval.main --config configs/eval/tiny.yaml path=runs/sft-tiny
 
@@ -23,21 +23,25 @@ from goaly.config import Loaded, run_cli, to_yaml
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings go to stdout, where the table belongs
 
 if TYPE_CHECKING:
-    from goaly.prompts.evaluation import Answered, EvalResult, SampleFunction, Verifier
+    from goaly.evaluation.result import Answered, EvalResult, SampleFunction, Verifier
 
 
-async def evaluation(config: EvalConfig) -> "list[Answered]":
-    """Ask the policy the held-out prompts, and judge what it says."""
+async def evaluation(config: EvalConfig) -> "dict[str, list[Answered]]":
+    """Ask the policy the problems of every set, and judge what it says."""
+    from goaly.evaluation.result import ask
+    from goaly.evaluation.sets import ProblemSets
     from goaly.generate.request import Sampling
-    from goaly.prompts.evaluation import ask
-    from goaly.prompts.mixture import held_out
     from goaly.prompts.tokenizer import ChatTokenizer
 
+    sets = ProblemSets(config.evaluation, config.prompts).chosen()
     tokenizer = ChatTokenizer(config.model.path, config.chat)
-    sampling = Sampling.of(config.sampling, tokenizer.stop_token_ids)
-    prompts = held_out(config.prompts, config.count)
+    answered = {}
     async with judge(config) as verify, policy(config) as sample:
-        return await ask(sample, tokenizer, prompts, verify, config.samples_per_prompt, sampling)
+        for one in sets:
+            sampling = Sampling.of(one.settings.sampled(config.sampling), tokenizer.stop_token_ids)
+            samples = one.settings.samples_per_prompt
+            answered[one.name] = await ask(sample, tokenizer, one.prompts, verify, samples, sampling)
+    return answered
 
 
 @asynccontextmanager
@@ -64,7 +68,8 @@ async def policy(config: EvalConfig) -> "AsyncIterator[SampleFunction]":
 async def judge(config: EvalConfig) -> "AsyncIterator[Verifier]":
     """The verifier, in processes of its own."""
     from goaly.prompts.prompt import Prompt
-    from goaly.reward.verifiers import RewardTimeout, VerifierPool
+    from goaly.reward.judge import Judge
+    from goaly.reward.verifiers import RewardTimeout
 
     async def verify(prompt: Prompt, response: str) -> float:
         try:
@@ -74,7 +79,7 @@ async def judge(config: EvalConfig) -> "AsyncIterator[Verifier]":
                 raise
             return 0.0
 
-    pool = VerifierPool(config.reward)
+    pool = Judge(config.reward, config.evaluation.verifiers)
     await pool.start()
     try:
         yield verify
@@ -82,24 +87,38 @@ async def judge(config: EvalConfig) -> "AsyncIterator[Verifier]":
         await pool.close()
 
 
+def results_of(config: EvalConfig, answered: "Mapping[str, list[Answered]]") -> "dict[str, EvalResult]":
+    """The result of every set, and of its parts by `by`."""
+    from goaly.evaluation.result import summaries_by, summary
+
+    results = {}
+    for name, answers in answered.items():
+        pass_at = config.evaluation.named[name].pass_at
+        results[name] = summary(answers, pass_at)
+        if config.by is not None:
+            parts = summaries_by(answers, config.by, pass_at)
+            results |= {f"{name} {config.by}={key}": result for key, result in parts.items()}
+    return results
+
+
 def table(results: "Mapping[str, EvalResult]") -> str:
-    """The results as lines of text, a row for each."""
-    first = next(iter(results.values()))
-    heads = [f"pass@{k}" for k in first.pass_at] + [
-        f"avg@{first.samples_per_prompt}",
-        "prompts",
-        "length",
-        "p95",
-        "max",
-    ]
+    """The results as lines of text, a row for each; a score that one does not have is left out there."""
+    scores = sorted({score for result in results.values() for score in result.scores}, key=_score_order)
+    heads = [*scores, "prompts", "length", "p95", "max"]
     width = max(len(name) for name in results) + 2
     lines = [" " * width + "".join(f"{head:>9}" for head in heads)]
     for name, result in results.items():
-        cells = [f"{value:.3f}" for value in (*result.pass_at.values(), result.average)] + [str(result.prompts)]
+        cells = [f"{result.scores[score]:.3f}" if score in result.scores else "-" for score in scores]
+        cells.append(str(result.prompts))
         if result.lengths is not None:
             cells += [f"{result.lengths.mean:.1f}", str(result.lengths.p95), str(result.lengths.longest)]
         lines.append(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
     return "\n".join(lines) + "\n"
+
+
+def _score_order(score: str) -> tuple[bool, int]:
+    kind, _, k = score.partition("@")
+    return kind != "pass", int(k)
 
 
 def main(loaded: Loaded[EvalConfig]) -> int:
@@ -110,14 +129,9 @@ def main(loaded: Loaded[EvalConfig]) -> int:
         return 0
     import torch
 
-    from goaly.prompts.evaluation import summaries_by, summary
-
     torch.set_num_threads(config.generator.threads)
     started = time.monotonic()
-    answered = asyncio.run(evaluation(config))
-    results = {"all": summary(answered)}
-    if config.by is not None:
-        results |= {f"{config.by}={key}": result for key, result in summaries_by(answered, config.by).items()}
+    results = results_of(config, asyncio.run(evaluation(config)))
     sys.stdout.write(table(results))
     if config.output is not None:
         content = {
@@ -131,4 +145,6 @@ def main(loaded: Loaded[EvalConfig]) -> int:
 
 
 if __name__ == "__main__":
-    run_cli(main, EvalConfig, prog="python -m apps.eval.main", description="Evaluate a policy on held-out prompts.")
+    run_cli(
+        main, EvalConfig, prog="python -m apps.eval.main", description="Evaluate a policy on named sets of prompts."
+    )

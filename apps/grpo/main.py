@@ -46,12 +46,11 @@ async def train(run: Run) -> None:
 
 async def grpo(run: Run) -> None:
     """Measure, learn, measure again."""
-    before = await run.evaluate()
+    await run.evaluate()
     async with asyncio.TaskGroup() as loops:
         loops.create_task(collect(run))
         loops.create_task(train(run))
-    after = await run.evaluate()
-    run.conclude(f"held-out pass@1: {before:.2f} -> {after:.2f}")
+    await run.evaluate()
 
 
 def main(loaded: Loaded[RunConfig]) -> int:

@@ -236,7 +236,7 @@ async def test_a_worker_says_how_far_a_groups_episodes_are(stack):
 
 
 async def test_an_evaluation_takes_no_ticket(stack):
-    assert await stack.worker.evaluate.call_one(PROMPT, 3, 0.0) == [2.0] * 3
+    assert await stack.worker.evaluate.call_one(PROMPT, 3, {"temperature": 0.0}) == [2.0] * 3
     assert (await stack.queue.counts.call_one())["admitted"] == 0
 
 

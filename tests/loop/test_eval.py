@@ -11,9 +11,9 @@ import pytest
 from apps.eval.config import EvalConfig, EvalGeneratorSettings
 from apps.eval.main import table
 from apps.eval.quiet import hushed
-from goaly.generate.settings import SamplingSettings
+from goaly.evaluation.result import EvalResult
+from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
-from goaly.prompts.evaluation import EvalResult
 
 TINY = TinyModel(dim=32, layers=1, heads=2, kv_heads=2, head_dim=32, hidden_dim=32, max_context=128)
 
@@ -26,10 +26,14 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.timeout(240)  # starts vLLM
 def test_a_run_folder_is_evaluated_through_the_real_engine(tmp_path: Path, model: Path) -> None:
+    given = tmp_path / "given.jsonl"
+    given.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+1=", "answer": 2}\n{"prompt": "2+2="}\n')
     overrides = [
         f"path={model.parent}",
-        "count=12",
-        "samples_per_prompt=2",
+        "prompts.arithmetic.max_digits=3",
+        f"evaluation.sets={{held_out: {{prompts: 12, samples_per_prompt: 2}}, given: {{files: [{given}], "
+        "samples_per_prompt: 3, pass_at: [3], sampling: {temperature: 0.5, max_tokens: 4}, "
+        "verifier: 'tests.loop.verifiers:always_right'}}",
         "by=digits",
         "sampling.max_tokens=8",
         "generator.max_context=64",
@@ -46,14 +50,20 @@ def test_a_run_folder_is_evaluated_through_the_real_engine(tmp_path: Path, model
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert finished.stdout.splitlines()[0].split() == ["pass@1", "pass@2", "avg@2", "prompts", "length", "p95", "max"]
+    head = ["pass@1", "pass@2", "pass@3", "avg@2", "avg@3", "prompts", "length", "p95", "max"]
+    assert finished.stdout.splitlines()[0].split() == head
     written = json.loads((tmp_path / "result.json").read_text())
     assert written["path"] == str(model)
-    overall = written["results"].pop("all")
+    own = written["results"].pop("given")
+    assert (own["prompts"], own["samples_per_prompt"], own["pass_at"]) == (2, 3, {"1": 1.0, "3": 1.0})
+    assert own["lengths"]["longest"] <= 4
+    overall = written["results"].pop("held_out")
     assert (overall["prompts"], overall["samples_per_prompt"]) == (12, 2)
     assert overall["lengths"]["longest"] <= 8
     assert overall["pass_at"]["1"] == 0.0, "a model that knows nothing must earn nothing"
-    assert sum(result["prompts"] for result in written["results"].values()) == 12
+    parts = {name: result["prompts"] for name, result in written["results"].items()}
+    assert parts.pop("given digits=") == 2
+    assert sum(parts.values()) == 12
 
 
 def test_the_table_has_a_row_for_each_result() -> None:
@@ -65,9 +75,12 @@ def test_the_table_has_a_row_for_each_result() -> None:
 
 
 def test_settings_that_cannot_work_are_told_together(model: Path) -> None:
-    config = EvalConfig(path=str(model / "gone"), count=0, sampling=SamplingSettings(max_tokens=0), dtype="int8")
-    assert config.problems("") == [
-        "count=0: must be at least 1",
+    sums = EvaluationSet(task="arithmetic", prompts=3, sampling={"temperature": -1.0, "max_tokens": 1024, "topp": 1})
+    evaluation = EvaluationSettings(sets={"sums": sums})
+    config = EvalConfig(path=str(model / "gone"), evaluation=evaluation, dtype="int8")
+    assert any(line.startswith("evaluation.sets.sums.sampling.topp=1: unknown key") for line in config.problems(""))
+    assert [line for line in config.problems("") if "topp" not in line] == [
+        "evaluation.sets.sums.sampling.temperature=-1.0: must be at least 0",
         "dtype=int8: must be float32 or bfloat16",
         f"path={model / 'gone'}: has no config.json, must be a Hugging Face folder",
     ]

@@ -4,6 +4,7 @@ import shutil
 import textwrap
 import typing
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -78,10 +79,14 @@ def type_text(annotation: Any) -> str:
 
 
 def _choices(annotation: Any) -> Iterator[tuple[str, str]]:
+    """What a value or its parts may be, each with its meaning."""
     for option in schemas.members(annotation):
         if isinstance(option, type) and issubclass(option, Enum):
             docs = schemas.attribute_docs(option)
             yield from ((show(member.value), docs[member.name]) for member in option if member.name in docs)
+        for inner in typing.get_args(option):
+            if is_dataclass(inner):  # a list or mapping of sections
+                yield from schemas.attribute_docs(inner).items()
 
 
 def _wrapped(text: str, indent: str, width: int) -> list[str]:

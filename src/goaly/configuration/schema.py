@@ -73,6 +73,14 @@ def field_default(field: dataclasses.Field[Any]) -> tuple[bool, Any]:
     return False, None
 
 
+def changed(settings: Any) -> dict[str, Any]:
+    """The keys of a config object that differ from their defaults, and their values."""
+    values = {
+        field.name: (field_default(field), getattr(settings, field.name)) for field in init_fields(type(settings))
+    }
+    return {name: value for name, (default, value) in values.items() if default != (True, value)}
+
+
 @cache
 def hints(schema: type) -> dict[str, Any]:
     """The evaluated annotations of a class."""

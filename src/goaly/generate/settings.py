@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 ENGINES = ("torchtitan", "native")
 APPLY_MODES = ("recompute", "keep", "drain")
@@ -84,6 +84,39 @@ class GeneratorSettings:
         elif self.engine == "native" and updates and (device or vllm_device()) == "cpu":
             problems.append(f'{prefix}engine="native": {PREPACKED}')
         return problems
+
+    def model_problems(self, prefix: str, model: str, shape: "ModelShape", *, device: str | None = None) -> list[str]:
+        """One line for each reason why this model, which `model` names in messages, can't be served on `device`."""
+        problems = []
+        if self.max_context > shape.max_context:
+            problems.append(
+                f"{prefix}max_context={self.max_context}: must be at most the model's context of {shape.max_context}"
+            )
+        if (device or vllm_device()) == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
+            known = ", ".join(map(str, CPU_HEAD_DIMS))
+            problems.append(
+                f"{model}: has attention heads of dimension {shape.head_dim}, must be one of {known} on CPU, where "
+                "vLLM's attention has no others"
+            )
+        return problems
+
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""The head dimensions that vLLM's attention on CPU has kernels for (`tests/characterization` compares them)."""
+
+
+class ModelShape(Protocol):
+    """What a generator needs to know about a model."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Most positions that the model knows."""
+        ...
 
 
 def vllm_device() -> str:

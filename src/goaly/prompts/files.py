@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,19 @@ def read_records(file: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def read_prompts(files: Sequence[str | Path]) -> tuple[Prompt, ...]:
-    """The prompts of these files, in their order."""
-    return tuple(_prompt(record, place) for file in files for place, record in read_records(file))
+    """The prompts of these files, in their order. A file that did not change is read once."""
+    return tuple(prompt for file in files for prompt in _prompts_of(str(file), _state(Path(file))))
+
+
+@lru_cache(maxsize=64)
+def _prompts_of(file: str, state: tuple[int, ...]) -> tuple[Prompt, ...]:
+    return tuple(_prompt(record, place) for place, record in read_records(file))
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """What tells a file's content from what it was before."""
+    status = path.stat() if path.is_file() else None
+    return () if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def read_messages(record: Mapping[str, Any], place: str) -> tuple[Message, ...]:

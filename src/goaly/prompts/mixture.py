@@ -20,9 +20,10 @@ from hashlib import blake2b
 from typing import Any
 
 from goaly.prompts.curriculum import Curriculum, Passes
+from goaly.prompts.files import read_prompts
 from goaly.prompts.prompt import Prompt, Split
 from goaly.prompts.settings import PromptSettings
-from goaly.prompts.stream import PromptStream, prompt_stream
+from goaly.prompts.stream import Distinct, Exhausted, PromptStream, prompt_source, prompt_stream
 
 
 class Mixture:
@@ -39,6 +40,8 @@ class Mixture:
         self._credits = dict.fromkeys(streams, 0.0)
         self._weights: dict[str, float] = dict.fromkeys(streams, 0.0)
         self._shares: dict[str, float] = {}
+        self.latest = ""
+        """The source of the last prompt."""
         self.set_weights(weights)
 
     @property
@@ -75,9 +78,9 @@ class Mixture:
         for source, share in self._shares.items():
             self._credits[source] += share
         mixed = [name for name, share in self._shares.items() if share > 0]  # MX-3
-        source = max(mixed, key=self._credits.__getitem__)
-        self._credits[source] -= 1  # MX-2
-        return self._streams[source].next()
+        self.latest = max(mixed, key=self._credits.__getitem__)
+        self._credits[self.latest] -= 1  # MX-2
+        return self._streams[self.latest].next()
 
     def state_dict(self) -> dict[str, Any]:
         """Where every source is, and the state of the mixing."""
@@ -114,11 +117,20 @@ class Mixture:
 
 def prompt_mixture(settings: PromptSettings, split: Split = Split.TRAIN) -> Mixture:
     """The prompts that the settings describe; their one source, where they list none, is called `prompts`."""
+    streams = {
+        name: prompt_stream(alone, split, name if settings.sources else None)
+        for name, alone in each_source(settings).items()
+    }
+    curriculum = Curriculum(streams, settings.curriculum) if settings.curriculum and split is Split.TRAIN else None
+    return Mixture(streams, _weights(settings), curriculum)
+
+
+def each_source(settings: PromptSettings) -> dict[str, PromptSettings]:
+    """By name, the settings of each source as if it were the only one."""
     if not settings.sources:
-        return Mixture({"prompts": prompt_stream(settings, split)}, {"prompts": 1.0})
-    streams = {}
-    for source in settings.sources:
-        alone = replace(
+        return {"prompts": settings}
+    return {
+        source.name: replace(
             settings,
             task=source.task,
             arithmetic=source.arithmetic,
@@ -127,15 +139,62 @@ def prompt_mixture(settings: PromptSettings, split: Split = Split.TRAIN) -> Mixt
             curriculum=None,
             seed=_seed(settings.seed, source.name),
         )
-        streams[source.name] = prompt_stream(alone, split, source.name)
-    curriculum = Curriculum(streams, settings.curriculum) if settings.curriculum and split is Split.TRAIN else None
-    return Mixture(streams, {source.name: source.weight for source in settings.sources}, curriculum)
+        for source in settings.sources
+    }
 
 
-def held_out(settings: PromptSettings, count: int) -> tuple[Prompt, ...]:
-    """The first `count` held-out prompts: the same ones in every run of these settings."""
-    prompts = prompt_mixture(settings, Split.HELD_OUT)
-    return tuple(prompts.next() for _ in range(count))
+def distinct_prompts(settings: PromptSettings, split: Split, count: int | None) -> tuple[Prompt, ...]:
+    """The first `count` problems of a split, or all of them, in their shares and each once: fewer, where there are no
+    more. The same ones in every run of these settings."""
+    seen: set[tuple[str, str | None]] = set()
+    streams = {
+        name: Distinct(prompt_source(alone), alone.seed, split, name if settings.sources else None, seen)
+        for name, alone in each_source(settings).items()
+    }
+    weights = {name: weight for name, weight in _weights(settings).items() if weight > 0}
+    found: list[Prompt] = []
+    mixture = Mixture(streams, weights)
+    while weights and (count is None or len(found) < count):
+        try:
+            found.append(mixture.next())
+        except Exhausted:
+            del weights[mixture.latest]
+            if weights:
+                mixture.set_weights({mixture.latest: 0.0})
+    return tuple(found)
+
+
+def held_out(settings: PromptSettings, count: int | None) -> tuple[Prompt, ...]:
+    """The first `count` held-out problems, or all of them, each once."""
+    return distinct_prompts(settings, Split.HELD_OUT, count)
+
+
+def unreadable(settings: PromptSettings) -> str | None:
+    """What is wrong with the files that prompts come from; None if they can be read."""
+    try:
+        for alone in each_source(settings).values():
+            read_prompts(alone.files)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def empty_split(settings: PromptSettings, split: Split) -> str | None:
+    """Why nothing can be drawn from a split; None if it can. Every training source must have something, one held-out
+    source is enough."""
+    reasons = {}
+    for name, alone in each_source(settings).items():
+        try:
+            prompt_source(alone).at(0, alone.seed, split)
+        except ValueError as error:
+            reasons[name] = str(error)
+    if not reasons or (split is Split.HELD_OUT and len(reasons) < len(each_source(settings))):
+        return None
+    return "; ".join(f"{name}: {why}" if settings.sources else why for name, why in reasons.items())
+
+
+def _weights(settings: PromptSettings) -> dict[str, float]:
+    return {source.name: source.weight for source in settings.sources} or {"prompts": 1.0}
 
 
 def _seed(seed: int, source: str) -> int:

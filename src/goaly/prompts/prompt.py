@@ -73,17 +73,29 @@ class Prompt:
     metadata: Mapping[str, str] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()
     """The tools that the policy may call, as JSON schemas, for the chat template to write down."""
+    verifier: str | None = None
+    """Function that scores its answers, as `package.module:function`; None is the run's."""
 
     @property
     def split_key(self) -> str:
         """What decides the split: `metadata["split_key"]` where the source gives one, else the messages."""
-        if SPLIT_KEY in self.metadata:
-            return self.metadata[SPLIT_KEY]
-        return "\x1e".join(message.key for message in self.messages)
+        return self.metadata.get(SPLIT_KEY) or split_key_of(self.messages)
+
+
+def split_key_of(messages: Sequence[Message]) -> str:
+    """What decides the split of a problem that is asked by these messages. Whoever trains on the same question under
+    another system message trains on the same problem: system messages don't count."""
+    asked = [message for message in messages if message.role != "system"] or messages
+    return "\x1e".join(message.key for message in asked)
 
 
 def split_of(prompt: Prompt, held_out_fraction: float) -> Split:
     """The split a prompt belongs to (PR-1)."""
-    digest = blake2b(prompt.split_key.encode(), digest_size=8).digest()
+    return split_of_key(prompt.split_key, held_out_fraction)
+
+
+def split_of_key(split_key: str, held_out_fraction: float) -> Split:
+    """The split of the problem with this key."""
+    digest = blake2b(split_key.encode(), digest_size=8).digest()
     bucket = int.from_bytes(digest, "big") % _SPLIT_BUCKETS
     return Split.HELD_OUT if bucket < held_out_fraction * _SPLIT_BUCKETS else Split.TRAIN

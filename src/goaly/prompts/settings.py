@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from goaly.configuration.schema import changed, show
+
 FILE_KINDS = (".jsonl", ".parquet")
 TASK_NAMES = ("arithmetic",)
 
@@ -14,7 +16,7 @@ class ArithmeticSettings:
 
     min_digits: int = 2
     """Fewest digits of a number."""
-    max_digits: int = 8
+    max_digits: int = 12
     """Most digits of a number."""
     weight_power: float = 1.5
     """A number of digits d is drawn with weight 1 / d ** weight_power: the higher, the rarer long problems are."""
@@ -27,6 +29,10 @@ class ArithmeticSettings:
         if self.max_digits < self.min_digits:
             found.append(f"{prefix}max_digits={self.max_digits}: must be at least min_digits={self.min_digits}")
         return found
+
+    def idle(self, prefix: str, why: str) -> list[str]:
+        """A line for each key that is set although nothing uses it, because of `why`."""
+        return [f"{prefix}{key}={show(value)}: has no effect, {why}" for key, value in changed(self).items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +52,7 @@ class SourceSettings:
 
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each. `prefix` is the section's dotted path with its dot."""
-        found = source_problems(self.task, self.files, prefix)
+        found = source_problems(self.task, self.files, self.arithmetic, prefix)
         if not self.name:
             found.append(f"{prefix}name={self.name}: must not be empty")
         if not 0 <= self.weight < float("inf"):
@@ -91,13 +97,18 @@ class PromptSettings:
     curriculum: CurriculumSettings | None = None
     """Let the policy's pass rates move the shares of `sources`."""
     held_out_fraction: float = 0.1
-    """Share of the problems that is never trained on: evaluations draw from it. Chosen by a hash of the problem."""
+    """Share of the problems that is never trained on: evaluations draw from it. A hash of what the user asks decides
+    (or of the column `split_key`, where records have one), so that supervised training with the same share holds out
+    the same problems."""
     seed: int = 0
     """Decides which prompts come, and in which order."""
 
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `prompts.`."""
-        found = self._mixture_problems(prefix) if self.sources else source_problems(self.task, self.files, prefix)
+        if self.sources:
+            found = self._mixture_problems(prefix)
+        else:
+            found = source_problems(self.task, self.files, self.arithmetic, prefix)
         if self.curriculum is not None and len(self.sources) < 2:
             found.append(f"{prefix}curriculum: needs at least two {prefix}sources to choose between")
         if not 0 <= self.held_out_fraction < 1:
@@ -110,6 +121,7 @@ class PromptSettings:
             found.append(f"{prefix}task={self.task}: must be null where {prefix}sources are given")
         if self.files:
             found.append(f"{prefix}files: must be empty where {prefix}sources are given")
+        found += self.arithmetic.idle(f"{prefix}arithmetic.", f"{prefix}sources have their own")
         names = [source.name for source in self.sources]
         if double := sorted({name for name in names if names.count(name) > 1}):
             found.append(f"{prefix}sources: each must have a name of its own; more than one is {', '.join(double)}")
@@ -118,9 +130,9 @@ class PromptSettings:
         return found
 
 
-def source_problems(task: str | None, files: tuple[str, ...], prefix: str) -> list[str]:
+def source_problems(task: str | None, files: tuple[str, ...], arithmetic: ArithmeticSettings, prefix: str) -> list[str]:
     """What can't work about a choice between a task and files."""
-    found = []
+    found = [] if task is not None else arithmetic.idle(f"{prefix}arithmetic.", f"{prefix}task is null")
     if task is None and not files:
         found.append(f"{prefix}files=[]: must name at least one file where {prefix}task is null")
     if task is not None and files:
@@ -172,7 +184,8 @@ class SupervisedSettings:
     template: Literal["chat", "plain"] = "chat"
     """How `prompt` and `completion` are written: as a user's and the assistant's message, or as they are."""
     held_out_fraction: float = 0.1
-    """Share of a task's problems that is never demonstrated; the same hash of the problem as `prompts` splits by."""
+    """Share of the problems that is never imitated: those that `prompts.held_out_fraction` of the same value holds out,
+    of a task and of files alike. Set it to that value of the RL run that follows; to 0 where none does."""
     seed: int = 0
     """Decides the order of the documents."""
     row_length: int = 512
@@ -184,7 +197,13 @@ class SupervisedSettings:
 
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `data.`."""
-        found = source_problems(self.task, self.files, prefix)
+        found = source_problems(self.task, self.files, self.arithmetic, prefix)
+        if self.task is None and self.forgotten_carry_rate:
+            rate = f"{prefix}forgotten_carry_rate={self.forgotten_carry_rate}"
+            found.append(f"{rate}: has no effect, {prefix}task is null")
+        for name in ("template", "too_long") if self.task is not None else ():
+            if name in (given := changed(self)):
+                found.append(f"{prefix}{name}={given[name]}: has no effect, documents come from {prefix}task")
         if not 0 <= self.forgotten_carry_rate <= 1:
             found.append(f"{prefix}forgotten_carry_rate={self.forgotten_carry_rate}: must be at least 0 and at most 1")
         if not 0 <= self.held_out_fraction < 1:

@@ -19,6 +19,8 @@ from goaly.prompts.settings import PromptSettings
 from goaly.prompts.tasks import Task, build_task
 
 _DRAWS_BEFORE_GIVING_UP = 100_000
+_REPEATS_BEFORE_GIVING_UP = 2_000
+"""A task that draws so many known problems in a row has no others, or hardly ever gives them."""
 
 
 class PromptSource(Protocol):
@@ -31,6 +33,10 @@ class PromptSource(Protocol):
 
     def at(self, position: int, seed: int, split: Split) -> Prompt:
         """The prompt at this position of the split's endless order."""
+        ...
+
+    def size(self, split: Split) -> int | None:
+        """After how many positions the split's order begins again; None: it draws without end."""
         ...
 
 
@@ -74,11 +80,16 @@ class TaskSource:
                 return prompt
         raise ValueError(f"no {split} problem in {_DRAWS_BEFORE_GIVING_UP} draws: {self.fingerprint}")
 
+    def size(self, split: Split) -> None:
+        """A task draws without end."""
+
 
 class FileSource:
     """Prompts of files, shuffled anew for every pass."""
 
     def __init__(self, files: Sequence[str], held_out_fraction: float):
+        self._files = ", ".join(files)
+        self._held_out_fraction = held_out_fraction
         self._fingerprint = f"{list(files)} held_out={held_out_fraction}"
         prompts = read_prompts(files)
         self._prompts = {
@@ -96,8 +107,19 @@ class FileSource:
         """The prompt at this position of the split's endless order."""
         prompts = self._prompts[split]
         if not prompts:
-            raise ValueError(f"no prompt is in the {split} split: {self.fingerprint}")
+            count, which = sum(map(len, self._prompts.values())), "none" if split is Split.HELD_OUT else "all"
+            raise ValueError(
+                f"held_out_fraction={self._held_out_fraction} holds out {which} of the {count} prompts of {self._files}"
+            )
         return prompts[self._orders[split].at(position, seed)]
+
+    def size(self, split: Split) -> int:
+        """How many prompts the split has."""
+        return len(self._prompts[split])
+
+
+class Exhausted(Exception):
+    """A source has no problem that was not given yet."""
 
 
 class PromptStream:
@@ -137,6 +159,31 @@ class PromptStream:
 
     def _identity(self) -> dict[str, Any]:
         return {"source": self._source.fingerprint, "seed": self._seed, "split": str(self._split)}
+
+
+class Distinct(PromptStream):
+    """A stream's problems, each once: what was asked in the same words and has the same answer is left out.
+
+    Streams that share `seen` give no problem twice between them.
+    """
+
+    def __init__(
+        self, source: PromptSource, seed: int, split: Split, name: str | None, seen: set[tuple[str, str | None]]
+    ):
+        super().__init__(source, seed, split, name)
+        self._size = source.size(split)
+        self._seen = seen
+
+    def next(self) -> Prompt:
+        """The next problem that is new; Exhausted if there is none."""
+        repeats = 0
+        while self.position < self._size if self._size is not None else repeats < _REPEATS_BEFORE_GIVING_UP:
+            prompt = super().next()
+            if (problem := (repr(prompt.messages), prompt.answer)) not in self._seen:
+                self._seen.add(problem)
+                return prompt
+            repeats += 1
+        raise Exhausted
 
 
 def prompt_source(settings: PromptSettings) -> PromptSource:

@@ -1,20 +1,23 @@
-"""The actor that scores responses. A shell around `VerifierPool`; lives in the hub process."""
+"""The actor that scores responses. A shell around `Judge`; lives in the hub process."""
 
 import asyncio
+from collections.abc import Sequence
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from goaly.prompts.prompt import Prompt
+from goaly.reward.judge import Judge
 from goaly.reward.process import VerifierError
 from goaly.reward.settings import RewardSettings
-from goaly.reward.verifiers import RewardStats, VerifierPool
+from goaly.reward.verifiers import RewardStats
 
 
 class RewardPool(Actor):
     """Verifiers with a time limit, out of every event loop."""
 
-    def __init__(self, settings: RewardSettings):
-        self._pool = VerifierPool(settings)
+    def __init__(self, settings: RewardSettings, verifiers: Sequence[str] = ()):
+        """`verifiers` are those that prompts may name beside that of `settings`."""
+        self._pool = Judge(settings, verifiers)
         self._named: dict[str, asyncio.Task[float]] = {}
 
     @concurrent_endpoint

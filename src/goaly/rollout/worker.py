@@ -10,7 +10,7 @@ Invariants
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.reward.judge import Judge
 from goaly.reward.settings import RewardSettings
-from goaly.reward.verifiers import VerifierPool
 from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.group import CANCELLED, GroupRunner, GroupSummary
 from goaly.rollout.running import GroupProgress
@@ -53,6 +53,7 @@ class RolloutWorker(Actor):
         *,
         queue: Any,
         rewards: Any,
+        verifiers: Sequence[str] = (),
         tokenizer: str,
         chat: ChatSettings,
         sampling: SamplingSettings,
@@ -62,7 +63,8 @@ class RolloutWorker(Actor):
         journal_tokens: bool = False,
     ):
         """`episode` is `packed(…)`; `queue` is the hub's actor, and `rewards` too, or the settings of a pool of the
-        worker's own; `tokenizer` is a model folder, and `chat` says how its chats are rendered.
+        worker's own, with processes also for `verifiers`; `tokenizer` is a model folder, and `chat` says how its chats
+        are rendered.
 
         `max_context` bounds prompt and answer together: the least of the generator's and a packed row's.
         """
@@ -70,7 +72,7 @@ class RolloutWorker(Actor):
         self._router = Router()
         self._journal = Journal(journal, tokens=journal_tokens)
         self._queue = _Queue(queue)
-        self._verifiers = VerifierPool(rewards) if isinstance(rewards, RewardSettings) else None
+        self._verifiers = Judge(rewards, verifiers) if isinstance(rewards, RewardSettings) else None
         self._watchdog = None if settings.blocked_seconds is None else LoopWatchdog(settings.blocked_seconds)
         self._running: dict[int, asyncio.Task[GroupSummary]] = {}
         self._runner = GroupRunner(
@@ -124,10 +126,11 @@ class RolloutWorker(Actor):
 
     @concurrent_endpoint
     async def evaluate(
-        self, prompt: Prompt, samples: int, temperature: float | None = None, min_version: int = 0
+        self, prompt: Prompt, samples: int, sampling: Mapping[str, Any], min_version: int = 0
     ) -> list[float]:
-        """The rewards of so many episodes on this prompt, of which nothing is trained."""
-        return await self._runner.evaluate(prompt, samples, temperature, min_version)
+        """The rewards of so many episodes on this prompt, of which nothing is trained; `sampling` has what is sampled
+        differently than in training."""
+        return await self._runner.evaluate(prompt, samples, sampling, min_version)
 
     @concurrent_endpoint
     async def cancel(self, tickets: list[int]) -> None:

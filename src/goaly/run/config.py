@@ -1,15 +1,18 @@
 """The settings of a run: each stage's own, side by side, and what only their combination can get wrong."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from goaly.backlog.settings import BacklogSettings
+from goaly.configuration.schema import changed
+from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings, SamplingSettings
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
+from goaly.prompts.prompt import Split
 from goaly.prompts.settings import ChatSettings, PromptSettings
 from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.settings import RolloutSettings
-from goaly.run.settings import EvaluationSettings, HostSettings
+from goaly.run.settings import HostSettings
 from goaly.telemetry.settings import TelemetrySettings
 from goaly.train.settings import CriticSettings, ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings
@@ -101,28 +104,46 @@ class RunConfig:
                 f"{prefix}sampling.max_tokens={sampling.max_tokens}: must leave room for a prompt in "
                 f"{self.max_context} tokens, the least of {prefix}generator.max_context and {prefix}backlog.row_length"
             )
+        found += self.evaluation.problems_beside(f"{prefix}evaluation.", self.prompts, sampling, self.max_context)
         found += self._signal_problems(prefix)
         if self.trainer.minibatches > self.backlog.groups_per_step:
             found.append(
                 f"{prefix}trainer.minibatches={self.trainer.minibatches}: must be at most "
                 f"{prefix}backlog.groups_per_step={self.backlog.groups_per_step}, for groups stay whole"
             )
+        found += self._training_problems(prefix)
         found += self._idle_problems(prefix)
         found += self._group_problems(prefix)
         found += self._critic_problems(prefix)
         found += self._shape_problems(prefix)
         return found
 
+    def _training_problems(self, prefix: str) -> list[str]:
+        from goaly.prompts.mixture import empty_split, unreadable
+
+        found = self.trainer.device_problems(f"{prefix}trainer.", elsewhere=self.hosts.job != "local")
+        if self.prompts.problems(""):
+            return found
+        if (why := unreadable(self.prompts)) is not None:
+            found.append(f"{prefix}prompts.files: {why}")
+        elif (why := empty_split(self.prompts, Split.TRAIN)) is not None:
+            fraction = f"{prefix}prompts.held_out_fraction={self.prompts.held_out_fraction}"
+            found.append(f"{fraction}: must leave something to train on: {why}")
+        return found
+
     def _idle_problems(self, prefix: str) -> list[str]:
         """What was set and has no effect."""
         found, loss = [], self.loss
         oldest = None if self.backlog.problems("") else self.backlog.max_age
-        for key in fields(self.reference) if not self.uses_reference else ():
-            if (value := getattr(self.reference, key.name)) != key.default:
-                found.append(
-                    f"{prefix}reference.{key.name}={value}: has no effect, {prefix}loss.kl_coef and "
-                    f"{prefix}advantages.kl_coef are 0"
-                )
+        no_reference = f"has no effect, {prefix}loss.kl_coef and {prefix}advantages.kl_coef are 0"
+        no_critic = f"has no effect, there is no section {prefix}critic"
+        for key, value in changed(self.reference).items() if not self.uses_reference else ():
+            found.append(f"{prefix}reference.{key}={value}: {no_reference}")
+        absent = {"reference": no_reference} if not self.uses_reference else {}
+        wants_critic = self.critic is not None or self.advantages.problems("") or self.advantages.uses_values
+        absent |= {} if wants_critic else {"critic": no_critic}
+        for role in (role for role in self.hosts.bind if role in absent):
+            found.append(f"{prefix}hosts.bind.{role}={self.hosts.bind[role]}: {absent[role]}")
         if loss.max_age is not None and oldest is not None and loss.max_age >= oldest:
             found.append(
                 f"{prefix}loss.max_age={loss.max_age}: has no effect, {prefix}backlog lets no token become more than "
@@ -208,11 +229,8 @@ class RunConfig:
                 for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
                     if tp > 0 and count % tp:
                         found.append(f"{prefix}{key}={tp}: must divide the {whose}'s {count} {what}")
-            if whose == "model" and self.generator.max_context > shape.max_context:
-                found.append(
-                    f"{prefix}generator.max_context={self.generator.max_context}: must be at most the model's context "
-                    f"of {shape.max_context}"
-                )
+            if whose == "model":
+                found += self.generator.model_problems(f"{prefix}generator.", f"{prefix}model.path={path}", shape)
         return found + self._chat_problems(prefix) + self._flip_problems(prefix)
 
     def _chat_problems(self, prefix: str) -> list[str]:

@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from goaly.backlog.backlog import Wait
 from goaly.backlog.batch import BatchHandle
 from goaly.errors import RunFailed
+from goaly.evaluation.result import EvalResult, Evaluation
+from goaly.evaluation.sets import ProblemSets
 from goaly.generate.service import GeneratorService
-from goaly.prompts.evaluation import EvalResult
-from goaly.prompts.mixture import held_out, prompt_mixture
+from goaly.prompts.mixture import prompt_mixture
 from goaly.run.config import RunConfig
 from goaly.run.stages import Backlog, Critic, Reference, Rollouts, Trainer
 from goaly.telemetry.metrics import MetricsWriter
@@ -35,12 +37,13 @@ class Run:
         self.prompts = prompt_mixture(config.prompts)
         self.reference = None
         self.critic = None
-        self.conclusion = ""
-        self.evaluations: list[tuple[int, float]] = []
+        self.problem_sets = ProblemSets(config.evaluation, config.prompts)
+        self.evaluations: list[Evaluation] = []
         self.lost_actors: set[str] = set()
         self.started = time.monotonic()
         self.metrics = MetricsWriter(run_dir, config.telemetry)
         self.progress = Progress(config.steps, config.telemetry)
+        self._conclusion: str | None = None
         self._stepped = time.monotonic()
         self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -50,29 +53,42 @@ class Run:
         return self.trainer.policy_version if hasattr(self, "trainer") else 0
 
     @property
-    def before(self) -> float | None:
-        """The first evaluation's pass@1, if one came before the first step."""
-        found = [pass_at_1 for version, pass_at_1 in self.evaluations if version == self.trainer.start_version]
-        return found[0] if found else None
+    def evaluated(self) -> tuple[Evaluation | None, Evaluation | None]:
+        """The first evaluation made before any training, and the last one made after a step."""
+        start = self.trainer.start_version if self.evaluations else 0
+        before = [evaluation for evaluation in self.evaluations if evaluation.policy_version == start]
+        after = [evaluation for evaluation in self.evaluations if evaluation.policy_version > start]
+        return before[0] if before else None, after[-1] if after else None
 
     @property
-    def after(self) -> float | None:
-        """The last evaluation's pass@1, if one came after a step."""
-        found = [pass_at_1 for version, pass_at_1 in self.evaluations if version > self.trainer.start_version]
-        return found[-1] if found else None
+    def conclusion(self) -> str:
+        """The run's last line: what the script said, or what the evaluations came to, or how far it trained."""
+        if self._conclusion is not None:
+            return self._conclusion
+        before, after = self.evaluated
+        names = after.results if after is not None else before.results if before is not None else ()
+        found = []
+        for name in names:
+            known = [one.results[name].pass_at_1 for one in (before, after) if one is not None and name in one.results]
+            found.append(f"{name.replace('_', '-')} pass@1: {' -> '.join(f'{value:.2f}' for value in known)}")
+        return ", ".join(found) or f"policy version {self.policy_version}"
 
-    async def evaluate(self) -> float:
-        """The newest policy's pass@1 on held-out prompts."""
+    async def evaluate(self, sets: Iterable[str] | None = None) -> Evaluation:
+        """What the newest policy is worth on these sets of `evaluation.sets`, or on all of them; it is recorded."""
         version = self.policy_version
-        settings = self.config.evaluation
-        prompts = held_out(self.config.prompts, settings.prompts)
-        rewards = await self.rollouts.rewards(prompts, settings.samples_per_prompt, settings.temperature, version)
-        result = EvalResult.of(rewards)
-        self.evaluations.append((version, result.pass_at_1))
-        self.progress.note(f"held-out pass@1 at policy version {version}: {result.pass_at_1:.3f}")
+        results = {}
+        for one in self.problem_sets.chosen(sets):
+            asked = one.settings
+            rewards = await self.rollouts.rewards(one.prompts, asked.samples_per_prompt, asked.sampling, version)
+            results[one.name] = EvalResult.of(rewards, pass_at=asked.pass_at)
+        evaluation = Evaluation(policy_version=version, results=results)
+        self.evaluations.append(evaluation)
+        self.metrics.evaluation(version, evaluation.metrics)
+        for name, result in results.items():
+            self.progress.note(f"{name} pass@1 at policy version {version}: {result.pass_at_1:.3f}")
         self._stepped = time.monotonic()
         self.progress.begin()
-        return result.pass_at_1
+        return evaluation
 
     async def report(self, batch: BatchHandle, metrics: dict[str, float]) -> None:
         """Record a step's metrics and show its progress."""
@@ -115,8 +131,8 @@ class Run:
         self.progress.note(text)
 
     def conclude(self, text: str) -> None:
-        """Say what came out, as the run's last line."""
-        self.conclusion = text
+        """Say what came out, as the run's last line, in place of what its evaluations came to."""
+        self._conclusion = text
 
     def lost(self, actor: str, report: str) -> None:
         """Take note that an actor died that nothing replaces: the run ends with an error that names it."""

@@ -35,28 +35,3 @@ class HostSettings:
             if role not in ROLES:
                 problems.append(f"{prefix}bind.{role}: no such role; roles are {', '.join(ROLES)}")
         return problems
-
-
-@dataclass(kw_only=True)
-class EvaluationSettings:
-    """How the policy is measured on held-out prompts."""
-
-    prompts: int = 256
-    """How many held-out prompts are asked."""
-
-    samples_per_prompt: int = 1
-    """How many answers are sampled to each."""
-
-    temperature: float = 1.0
-    """Sampling temperature; 0 decodes greedily."""
-
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that can't work."""
-        problems = []
-        if self.prompts < 1:
-            problems.append(f"{prefix}prompts={self.prompts}: must be at least 1")
-        if self.samples_per_prompt < 1:
-            problems.append(f"{prefix}samples_per_prompt={self.samples_per_prompt}: must be at least 1")
-        if self.temperature < 0:
-            problems.append(f"{prefix}temperature={self.temperature}: must be at least 0")
-        return problems

@@ -259,15 +259,16 @@ class Rollouts:
         return f"{group}: {found}, running for {found.seconds:.0f} s on rollout-{index}"
 
     async def rewards(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, temperature: float, policy_version: int
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: Mapping[str, Any], policy_version: int
     ) -> list[list[float]]:
-        """The rewards of so many episodes on each prompt under this policy version or a newer one; none is trained."""
+        """The rewards of so many episodes on each prompt under this policy version or a newer one; none is trained.
+        `sampling` has what is sampled differently than in training."""
 
         async def ask(prompt: Prompt) -> list[float]:
             return await self._on_least_busy(
                 lambda index: _ask(
                     "rollout.evaluate",
-                    self._workers[index].evaluate.call_one(prompt, samples_per_prompt, temperature, policy_version),
+                    self._workers[index].evaluate.call_one(prompt, samples_per_prompt, sampling, policy_version),
                 )
             )
 

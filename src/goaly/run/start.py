@@ -99,7 +99,8 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
     hub, trainer_mesh = meshes["hub"], meshes["trainer"]
     tokenizer = ChatTokenizer(config.model.path)
     store = spawn(hub, "store", WeightStore, config.weights)
-    shared_rewards = spawn(hub, "rewards", RewardPool, config.reward) if config.reward.placement == "hub" else None
+    verifiers, on_hub = config.evaluation.verifiers, config.reward.placement == "hub"
+    shared_rewards = spawn(hub, "rewards", RewardPool, config.reward, verifiers) if on_hub else None
     queue = spawn(
         hub,
         "queue",
@@ -136,6 +137,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
             packed(episode),
             queue=queue,
             rewards=shared_rewards or config.reward,
+            verifiers=verifiers,
             tokenizer=config.model.path,
             chat=config.chat,
             sampling=config.sampling,
@@ -237,11 +239,13 @@ async def _close(stage: str, close: Callable[[], Awaitable[None]] | None) -> Non
 
 def write_summary(run: Run, status: str) -> None:
     """Write `summary.json`: how the run ended, what it learned, and where every prompt went."""
+    before, after = run.evaluated
     counts = run.backlog.final_counts if hasattr(run, "backlog") else {}
     summary = {
         "status": status,
-        "pass_at_1_before": run.before,
-        "pass_at_1_after": run.after,
+        "pass_at_1_before": None if before is None else before.pass_at_1,
+        "pass_at_1_after": None if after is None else after.pass_at_1,
+        "evaluations": [evaluation.summary for evaluation in run.evaluations],
         "seconds": round(time.monotonic() - run.started, 1),
         "policy_version": run.policy_version,
         **{key: counts.get(key) for key in ("admitted", "trained", "rejected", "failed")},

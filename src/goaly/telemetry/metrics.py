@@ -1,6 +1,7 @@
-"""The numbers of every step: a line of `metrics.jsonl`, and TensorBoard events under `tensorboard/`.
+"""The numbers of every step: a line of `metrics.jsonl`, and TensorBoard events under `tensorboard/`. Those of every
+evaluation: a line of `evaluations.jsonl`, and the same events.
 
-Both are on disk when `step` returns, so that a run that is killed has lost nothing. Setting up raises; writing doesn't
+All are on disk when the call returns, so that a run that is killed has lost nothing. Setting up raises; writing doesn't
 (see `lines.py`).
 """
 
@@ -23,20 +24,32 @@ class MetricsWriter:
 
     def __init__(self, run_dir: str | Path, settings: TelemetrySettings):
         self._lines = LineFile(Path(run_dir) / "metrics.jsonl")
+        self._run_dir = Path(run_dir)
+        self._evaluations: LineFile | None = None
         self._events = TensorBoardEvents(Path(run_dir) / "tensorboard") if settings.tensorboard else None
 
     def step(self, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Write what the step that made this policy version measured."""
-        now = time.time()
-        self._lines.write({"policy_version": policy_version, "time": round(now, 3), **metrics})
-        if self._events is not None:
-            self._events.scalars(policy_version, metrics, now)
+        self._write(self._lines, policy_version, metrics)
+
+    def evaluation(self, policy_version: int, metrics: Mapping[str, float]) -> None:
+        """Write what an evaluation of this policy version came to."""
+        self._evaluations = self._evaluations or LineFile(self._run_dir / "evaluations.jsonl")
+        self._write(self._evaluations, policy_version, metrics)
 
     def close(self) -> None:
         """Take no more metrics."""
         self._lines.close()
+        if self._evaluations is not None:
+            self._evaluations.close()
         if self._events is not None:
             self._events.close()
+
+    def _write(self, lines: LineFile, policy_version: int, metrics: Mapping[str, float]) -> None:
+        now = time.time()
+        lines.write({"policy_version": policy_version, "time": round(now, 3), **metrics})
+        if self._events is not None:
+            self._events.scalars(policy_version, metrics, now)
 
 
 class TensorBoardEvents:

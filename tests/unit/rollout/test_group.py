@@ -212,7 +212,7 @@ async def test_no_more_episodes_run_at_once_than_allowed():
 async def test_an_evaluation_reports_nothing_to_the_queue_and_asks_by_its_own_temperature():
     sampler, queue = FakeSampler(), FakeQueue()
     group_runner = runner(sampler, queue)
-    assert await group_runner.evaluate(PROMPT, 2, temperature=0.0, min_version=9) == [1.0, 1.0]
+    assert await group_runner.evaluate(PROMPT, 2, {"temperature": 0.0}, min_version=9) == [1.0, 1.0]
     await group_runner.evaluate(PROMPT, 1)
     assert sampler.temperatures == [0.0, 0.0, 0.7]
     assert sampler.asked == [

@@ -33,6 +33,17 @@ def test_a_step_is_a_line_and_a_tensorboard_event_before_the_writer_is_closed(tm
     writer.close()
 
 
+def test_an_evaluation_is_a_line_of_its_own_file_and_an_event(tmp_path: Path):
+    writer = MetricsWriter(tmp_path, TelemetrySettings())
+    writer.evaluation(0, {"evaluation/aime/pass@1": 0.25})
+    writer.step(1, {"loss": 2.0})
+    writer.close()
+    assert [line["loss"] for line in read_lines(tmp_path / "metrics.jsonl")] == [2.0]
+    (line,) = read_lines(tmp_path / "evaluations.jsonl")
+    assert (line["policy_version"], line["evaluation/aime/pass@1"]) == (0, 0.25)
+    assert scalars(tmp_path / "tensorboard") == [(0, "evaluation/aime/pass@1", 0.25), (1, "loss", 2.0)]
+
+
 def test_lines_are_appended_after_a_crash(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"policy_version":1,"loss":0.5}\n{"policy_ver')
     MetricsWriter(tmp_path, TelemetrySettings(tensorboard=False)).step(2, {})

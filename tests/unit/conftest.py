@@ -1,4 +1,4 @@
-"""A tiny tokenizer for the tests of this stage."""
+"""A tiny tokenizer, for the tests of every stage."""
 
 from pathlib import Path
 

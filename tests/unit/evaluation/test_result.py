@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.prompts.evaluation import EvalResult, ask, evaluate, pass_at_k, summaries_by
+from goaly.evaluation.result import EvalResult, ask, evaluate, pass_at_k, summaries_by
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tasks.arithmetic import addition, verify, work_out
 from goaly.prompts.tokenizer import ChatTokenizer

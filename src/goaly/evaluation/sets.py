@@ -1,0 +1,56 @@
+"""The problems of every evaluation set, each once."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from goaly.errors import ConfigError
+from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
+from goaly.prompts.mixture import distinct_prompts
+from goaly.prompts.prompt import Prompt, Split
+from goaly.prompts.settings import PromptSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemSet:
+    """A named set and its problems."""
+
+    name: str
+    settings: EvaluationSet
+    prompts: tuple[Prompt, ...]
+
+
+class ProblemSets:
+    """The sets that an evaluation's settings describe, read once: the same problems in every evaluation of a run."""
+
+    def __init__(self, settings: EvaluationSettings, prompts: PromptSettings):
+        """`prompts` is what is trained on. Says, once, where fewer problems are there than are asked for."""
+        self._sets = {
+            name: ProblemSet(
+                name=name, settings=one, prompts=_problems(one, f"evaluation.{settings.key(name)}", prompts)
+            )
+            for name, one in settings.named.items()
+        }
+
+    def chosen(self, names: Iterable[str] | None = None) -> list[ProblemSet]:
+        """The sets of these names, or all of them, in their order in the settings."""
+        wanted = list(self._sets if names is None else names)
+        if unknown := [name for name in wanted if name not in self._sets]:
+            known = ", ".join(self._sets)
+            raise ValueError(f"no evaluation set is named {', '.join(unknown)}; there are {known}")
+        return [one for name, one in self._sets.items() if name in wanted]
+
+
+def _problems(one: EvaluationSet, key: str, prompts: PromptSettings) -> tuple[Prompt, ...]:
+    source, split = one.source(prompts)
+    found = distinct_prompts(source, split, one.count)
+    kind = "held-out problems" if split is Split.HELD_OUT else "problems"
+    if not found:
+        raise ConfigError([f"{key}prompts={one.prompts}: must be {kind} that are there, and there are none"])
+    if one.count is not None and len(found) < one.count:
+        logger.warning(
+            "%sprompts=%d: only %d different %s are there; each is asked once", key, one.count, len(found), kind
+        )
+    return tuple(replace(prompt, verifier=one.verifier) for prompt in found) if one.verifier else found
