@@ -181,12 +181,12 @@ class GroupRunner:
         )
 
     async def evaluate(
-        self, prompt: Prompt, samples: int, changes: Mapping[str, Any], min_version: int = 0
+        self, prompt: Prompt, samples: int, changes: Mapping[str, Any] | None = None, min_version: int = 0
     ) -> list[float]:
-        """The rewards of so many episodes that nobody trains, with these changes of how they are sampled; 0 for one that
-        exceeds its time limit."""
+        """The rewards of so many episodes that nobody trains; 0 for one that exceeds its time limit. `changes` has what
+        is sampled differently than in training."""
         self._evaluations += 1
-        sampling = self._sampling.changed(Sampling(**changes))
+        sampling = self._sampling.changed(Sampling(**(changes or {})))
         name = f"{self._name}.evaluation-{self._evaluations}"
 
         async def reward(episode: RunningEpisode) -> float:

@@ -126,7 +126,7 @@ class RolloutWorker(Actor):
 
     @concurrent_endpoint
     async def evaluate(
-        self, prompt: Prompt, samples: int, sampling: Mapping[str, Any], min_version: int = 0
+        self, prompt: Prompt, samples: int, sampling: Mapping[str, Any] | None = None, min_version: int = 0
     ) -> list[float]:
         """The rewards of so many episodes on this prompt, of which nothing is trained; `sampling` has what is sampled
         differently than in training."""
