@@ -1,15 +1,18 @@
 """A trained policy is on disk before anything else can fail (SV-1, SV-2, RN-4), on a trainer of fakes."""
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from goaly.config import load
 from goaly.errors import RunFailed
+from goaly.run.config import RunConfig
 from goaly.run.stages import Trainer
-from goaly.run.start import _save_policy
+from goaly.run.start import _save_policy, started
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -146,3 +149,40 @@ async def test_a_policy_that_cannot_be_written_fails_the_step_that_made_it() -> 
     ranks.save = Endpoint("save", ranks.calls, full)
     with pytest.raises(RunFailed, match="No space left"):
         await trained(ranks, 3)
+
+
+class NoHosts:
+    """Hosts of a run that starts no process."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        """Takes what hosts take."""
+
+    async def stop_all(self) -> None:
+        """There is nothing to stop."""
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the evaluation failed")])
+async def test_a_started_run_saves_the_policy_of_a_script_that_stops_early_or_fails(
+    error: Exception | None, tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [f"model.path={tiny_model_folder}", "steps=9", "telemetry={tensorboard: false, progress: off, trace: false}"]
+    config, ranks = load(RunConfig, argv, prog="test", description="").config, Ranks()
+
+    async def bring_up(run: Any, *_: Any) -> None:
+        run.trainer = await trained(ranks, 0, steps=9)
+        run.generators = SimpleNamespace(supervise=asyncio.Event().wait)
+
+    monkeypatch.setattr("goaly.run.start._bring_up", bring_up)
+    monkeypatch.setattr("goaly.run.start.Hosts", NoHosts)
+    failures = []
+    try:
+        async with started(config, None, tmp_path) as run:  # type: ignore[arg-type]
+            await run.trainer.step(SimpleNamespace(id=0))
+            if error is not None:
+                raise error
+    except ExceptionGroup as group:
+        failures = list(group.exceptions)
+    assert failures == ([] if error is None else [error])
+    assert ranks.calls[-1] == ("save", Path("policy"))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["policy_version"]) == ("failed" if error else "finished", 1)
