@@ -118,8 +118,6 @@ class EvaluationSettings:
         for name in ("prompts", "samples_per_prompt"):
             if getattr(self, name) < 1:
                 found.append(f"{prefix}{name}={getattr(self, name)}: must be at least 1")
-        if self.temperature is not None and self.temperature < 0:
-            found.append(f"{prefix}temperature={self.temperature}: must be at least 0, or null")
         for name in self.sets:
             if not re.fullmatch(r"[\w-]+", name):
                 found.append(f"{prefix}sets: {name!r} must be a name of letters, digits, _ and -")
@@ -138,7 +136,7 @@ class EvaluationSettings:
         found = []
         for name, one in self.named.items():
             key = f"{prefix}{self.key(name)}"
-            found += _sampling_problems(one, key, sampling, max_context)
+            found += _sampling_problems(one, f"{key}sampling" if self.sets else key[:-1], sampling, max_context)
             found += [] if prompts.problems("") else _source_problems(one, key, prompts)
         return found
 
@@ -149,14 +147,12 @@ def _sampling_problems(one: EvaluationSet, key: str, sampling: SamplingSettings,
 
     known = {name: getattr(sampling, name) for name in vars(sampling)}
     builder = Builder(SamplingSettings, Given())
-    builder.section(SamplingSettings, known | one.sampling, f"{key}sampling")
+    builder.section(SamplingSettings, known | one.sampling, key)
     written = [problem for problem in builder.problems if re.split(r"[=:]", problem)[0].split(".")[-1] in one.sampling]
     found = [problem.removesuffix(" (default)") for problem in written]
     longest = one.sampling.get("max_tokens")
     if not found and longest is not None and longest >= max_context:
-        found.append(
-            f"{key}sampling.max_tokens={longest}: must leave room for a prompt in a context of {max_context} tokens"
-        )
+        found.append(f"{key}.max_tokens={longest}: must leave room for a prompt in a context of {max_context} tokens")
     return found
 
 

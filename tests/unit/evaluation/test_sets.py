@@ -125,11 +125,12 @@ def test_settings_of_sets_that_cannot_work_are_told_with_their_keys(tmp_path: Pa
         "evaluation.prompts=3: has no effect, evaluation.sets have their own",
         "evaluation.temperature=0.5: has no effect, evaluation.sets have their own",
     ]
-    assert EvaluationSettings(prompts=0, samples_per_prompt=0, temperature=-1.0).problems("evaluation.") == [
+    assert EvaluationSettings(prompts=0, samples_per_prompt=0).problems("evaluation.") == [
         "evaluation.prompts=0: must be at least 1",
         "evaluation.samples_per_prompt=0: must be at least 1",
-        "evaluation.temperature=-1.0: must be at least 0, or null",
     ]
+    cold = EvaluationSettings(temperature=-1.0).problems_beside("evaluation.", TRAINED, SamplingSettings(), 512)
+    assert [line.partition(" at least")[0] for line in cold] == ["evaluation.temperature=-1.0: must be 0 (greedy), or"]
 
 
 def test_what_a_set_and_the_rest_of_a_run_get_wrong_together_is_told(tmp_path: Path) -> None:
