@@ -36,8 +36,8 @@ HEARTBEAT_SECONDS = 5.0
 """Time between two heartbeats, or less where the limit is short."""
 TICKS = 10
 """The limit is at least so many ticks: one that a stall swallowed does not matter."""
-START_FACTOR = 10
-"""A process may take so many times the limit until it answers first: it imports before."""
+START_SECONDS = 600.0
+"""A process may take so long until it answers first, whatever the limit: it imports before that."""
 TAIL_BYTES = 1 << 16
 
 Answer = TypeVar("Answer")
@@ -93,7 +93,7 @@ class MeshWatch:
 
     async def _follow(self, rank: int, resident: Any) -> None:
         limit = self._silent_seconds
-        start_limit = None if limit is None else START_FACTOR * limit
+        start_limit = None if limit is None else max(START_SECONDS, limit)
         mark: ProcessMark | None = await answered_within(resident.mark.call_one(), start_limit)
         if mark is None:
             self._lost(rank, f"a process has not started within {start_limit:g} s")

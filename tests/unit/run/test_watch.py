@@ -9,7 +9,7 @@ import pytest
 
 from goaly.process import LAST_WORDS
 from goaly.run import watch
-from goaly.run.watch import START_FACTOR, TICKS, MeshWatch, answered_within, last_words, tick_of
+from goaly.run.watch import START_SECONDS, TICKS, MeshWatch, answered_within, last_words, tick_of
 from goaly.weights.liveness import ProcessMark
 from tests.unit.stalled import Stalls
 
@@ -133,11 +133,12 @@ async def test_a_process_has_longer_to_start_but_not_for_ever(
     mesh.mark = Endpoint(never)
     watched = watching(mesh, told, log)
     await stalls.tick(0)
-    for _ in range(round((START_FACTOR - 1) * LIMIT / tick_of(LIMIT))):
-        await stalls.tick(tick_of(START_FACTOR * LIMIT))
+    ticks = round(START_SECONDS / tick_of(START_SECONDS))
+    for _ in range(ticks - 1):
+        await stalls.tick(tick_of(START_SECONDS))
         assert not told
-    for _ in range(round(2 * LIMIT / tick_of(LIMIT))):
-        await stalls.tick(tick_of(START_FACTOR * LIMIT))
+    await stalls.tick(tick_of(START_SECONDS))
+    await stalls.tick(tick_of(START_SECONDS))
     assert [name for name, _ in told] == ["trainer"]
     assert "has not started within 600 s" in told[0][1]
     watched.kill()
