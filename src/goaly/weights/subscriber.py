@@ -46,7 +46,11 @@ BucketPairs = dict[int, list[Pair]]
 
 
 class _WrittenOver(Exception):
-    """The writer has begun another version in the slot that is being copied."""
+    """A writer has begun another version in the slot that is being copied."""
+
+    def __init__(self, rank: int):
+        super().__init__(rank)
+        self.rank = rank
 
 
 class Subscriber:
@@ -232,10 +236,11 @@ class Subscriber:
             if telling is not None:
                 await telling
             return there
-        except _WrittenOver:
+        except _WrittenOver as over:
             if await self._store.holds.call_one(lease.reader, lease.version):
                 raise WeightsError(
-                    f"version {lease.version} was written over while reader {self._reader} held it"
+                    f"version {lease.version} from writer rank {over.rank} was written over while reader "
+                    f"{self._reader} held it"
                 ) from None
             return False
         except BaseException:
@@ -264,7 +269,7 @@ class Subscriber:
                 moved = [self._take(rank, buckets, lease) for rank, buckets in waiting.items()]
                 waiting = {rank: buckets for rank, buckets in waiting.items() if buckets}
                 if waiting and whole:
-                    raise _WrittenOver
+                    raise _WrittenOver(min(waiting))
                 if waiting and not any(moved) and not arrival.wait(SEAL_SECONDS):
                     return False
             if not arrival.until_told():
@@ -272,7 +277,7 @@ class Subscriber:
             for rank, buckets in enumerate(self._plan):
                 seals = self._reached[rank].seals(lease.slot) if buckets else []
                 if any(seals[bucket] != lease.version for bucket in buckets):
-                    raise _WrittenOver
+                    raise _WrittenOver(rank)
             with self._spares_lock:
                 self._ready = lease.version
             pull.note(bytes=sum(shard.bytes for shard in self._destination.layout))
