@@ -6,7 +6,8 @@
     ├── EpisodeError       a script's episode failed; carries prompt and cause
     ├── WeightsError       the weight store's protocol was broken
     │   └── WritersGone    no newer weights will come
-    ├── ReplicaLost        a replica died; its requests may go elsewhere
+    ├── ReplicaLost        a replica died or was closed; its requests may go elsewhere
+    ├── PoisonRequest      replicas keep dying with this request under way; it is not retried
     └── RunFailed          an actor's failure ended the run (names actor, endpoint, cause)
 
 All of them pickle: they cross actor boundaries.
@@ -45,7 +46,11 @@ class WritersGone(WeightsError):
 
 
 class ReplicaLost(GoalyError):
-    """A replica died with this call under way; the call may be made elsewhere."""
+    """A replica died or was closed with this request under way; the request may be made elsewhere."""
+
+
+class PoisonRequest(GoalyError):
+    """Replicas keep dying with this request under way; it is not retried."""
 
 
 class RunFailed(GoalyError):

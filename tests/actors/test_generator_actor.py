@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import write_tiny_model
 
+from goaly.errors import ReplicaLost
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
@@ -21,6 +22,37 @@ PROMPT = [(3 * j) % 30 + 2 for j in range(40)]
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
 
 pytestmark = pytest.mark.timeout(240)
+
+
+def breakable() -> type:
+    """A generator whose pulls can be made to fail. Made here, because importing it imports Monarch."""
+    from monarch.actor import concurrent_endpoint
+
+    from goaly.errors import WeightsError
+    from goaly.generate.actor import Generator
+    from goaly.weights.subscriber import Subscriber
+
+    class Breakable(Generator):
+        @concurrent_endpoint
+        async def break_pulls(self) -> None:
+            async def prefetch(self: Subscriber, version: int, lent: Any = None) -> bool:
+                raise WeightsError("written over")
+
+            Subscriber.prefetch = prefetch
+
+    return Breakable
+
+
+async def ended(mesh: Any) -> list[asyncio.Event]:
+    """An event for each process of the mesh, set once it has ended."""
+    from goaly.run.resident import Resident
+    from goaly.weights.liveness import ExitWatch
+
+    marks = await mesh.spawn("resident", Resident).mark.call()
+    events = [asyncio.Event() for _ in marks.values()]
+    for (_, mark), event in zip(marks.items(), events, strict=True):
+        ExitWatch(mark, event.set)
+    return events
 
 
 async def procs(count: int, role: str) -> Any:
@@ -71,7 +103,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     model = ModelSettings(path=str(tiny_model_folder))
     size = {"max_running": 32, "max_context": 512, "kv_cache_gib": 0.02}
     one = first.spawn("one", Generator, GeneratorSettings(**size), model, store, 0, moved)
-    two = second.spawn("two", Generator, GeneratorSettings(tp=2, **size), model, store, 1, moved)
+    two = second.spawn("two", breakable(), GeneratorSettings(tp=2, **size), model, store, 1, moved)
     leader = two.slice(procs=0)
 
     lines = {id(replica): Line(replica) for replica in (one, leader)}
@@ -112,10 +144,30 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     stats = await leader.stats.call_one()
     assert (stats.version, stats.running, stats.waiting) == (4, 0, 0)
 
-    with pytest.raises(Exception, match="max_context=512"):
-        await lines[id(one)].ask("too long", [3] * 512, GREEDY)
+    for replica in (one, leader):
+        line = lines[id(replica)]
+        for prompt, why in (([3] * 512, "max_context=512"), ([3, 32], "token id 32 .* not in the model's vocabulary")):
+            with pytest.raises(ValueError, match=why):
+                await line.ask("no engine could continue it", prompt, GREEDY)
+        await line.turn("a suspect")
+        turns = [line.turn(f"suspect {n}") for n in range(2)]
+        assert (await ask(replica, "meanwhile")).tokens.tolist() == greedy[0]
+        assert not any(turn.done() for turn in turns)
+        line.cancel("suspect 0")  # waiting for its turn
+        assert (await ask(replica, "a suspect")).tokens.tolist() == greedy[0]
+        await turns[1]
+        line.cancel("suspect 1")  # before it is asked
+        await line.turn("the last suspect")
 
-    await asyncio.gather(one.close.call(), two.close.call())
-    with pytest.raises(Exception, match="closed"):
+    await one.close.call()
+    with pytest.raises(ReplicaLost, match="closed"):
         await ask(one, "after the end")
-    await asyncio.gather(*(mesh.stop() for mesh in (first, second, hub)))
+    held = asyncio.ensure_future(ask(leader, "held back for ever", min_version=99))
+    await two.slice(procs=1).break_pulls.call_one()
+    ranks = await ended(second)
+    await publish(1, 5)
+    for rank in ranks:  # GE-4: the follower can't pull, and the leader can't go on without it
+        await asyncio.wait_for(rank.wait(), 20)
+    with pytest.raises(ReplicaLost):
+        await held
+    await asyncio.gather(*(mesh.stop() for mesh in (first, hub)))

@@ -1,16 +1,21 @@
-"""The line between a client and a replica that is a process of its own, without an engine in it."""
+"""Lines and a router between processes: real actors and pickled handles, without an engine."""
 
 import asyncio
+import os
+import signal
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, Port, concurrent_endpoint, this_host
 
+from goaly.errors import ReplicaLost
 from goaly.generate.line import Asked, Line, Switchboard
 from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.router import Router
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,15 +31,25 @@ class Echo(Actor):
         self._switchboard = Switchboard()
         self._messages: list[list[str]] = []
         self._cancelled: list[str] = []
+        self._connected = 0
+        self._changed = asyncio.Event()
 
     @concurrent_endpoint
     async def connect(self, client: str, samples: Port) -> None:
         self._switchboard.connect(client, samples)
+        self._connected += 1
         await asyncio.Event().wait()
+
+    @concurrent_endpoint
+    async def disconnect(self, client: str, request_ids: list[str]) -> None:
+        self._switchboard.disconnect(client)
+        self._cancelled += request_ids
+        self._wake()
 
     @concurrent_endpoint
     async def submit(self, client: str, requests: list[Asked]) -> None:
         self._messages.append([asked.request_id for asked in requests])
+        self._wake()
         for asked in requests:
             tokens = torch.tensor(asked.prompt)
             result = Sample(
@@ -53,14 +68,58 @@ class Echo(Actor):
     async def seen(self) -> tuple[list[list[str]], list[str]]:
         return self._messages, self._cancelled
 
+    @concurrent_endpoint
+    async def when(self, messages: int, cancelled: int) -> tuple[list[list[str]], list[str], int]:
+        """Once there were so many messages and cancelled requests: both, and how many lines there were."""
+        while len(self._messages) < messages or len(self._cancelled) < cancelled:
+            await self._changed.wait()
+        return self._messages, self._cancelled, self._connected
 
-async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end():
+    @concurrent_endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Client(Actor):
+    """A process that samples: it has a router, and hears of replicas as a rollout worker does."""
+
+    def __init__(self) -> None:
+        self._router = Router()
+        self._asking: dict[str, asyncio.Task[Sample]] = {}
+
+    @concurrent_endpoint
+    async def replicas(self, handles: Mapping[str, Any]) -> None:
+        self._router.update(handles)
+
+    @concurrent_endpoint
+    async def ask(self, request_id: str, min_version: int) -> None:
+        self._asking[request_id] = asyncio.create_task(self._router.generate(request_id, [3, 4], SAMPLING, min_version))
+
+    @concurrent_endpoint
+    async def answer(self, request_id: str) -> list[int]:
+        return (await self._asking.pop(request_id)).tokens.tolist()
+
+    @concurrent_endpoint
+    async def give_up(self, request_id: str) -> None:
+        self._asking.pop(request_id).cancel()
+
+
+def finds_this_module() -> Callable[[], None]:
+    """What a process runs first. Nested, so that it travels by value: the process can't import this module before."""
     here = str(Path(__file__).parent)
 
     def find_this_module() -> None:
         sys.path.append(here)
 
-    mesh = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=find_this_module)
+    return find_this_module
+
+
+async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end():
+    mesh = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=finds_this_module())
     replica = mesh.spawn("echo", Echo)
     line = Line(replica)
 
@@ -83,13 +142,53 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end()
     other = Line(replica)
     assert (await other.ask("0", [7], SAMPLING)).tokens.tolist() == [7]
     hung_up = other.ask("1", [7], SAMPLING, HELD)
+    await replica.when.call_one(3, 0)
+    left_behind = other.ask("2", [7], SAMPLING)
     other.close()
     assert hung_up.cancelled()
+    assert left_behind.cancelled()
+    with pytest.raises(ReplicaLost):
+        await other.ask("3", [7], SAMPLING)
 
     orphaned = line.ask("orphaned", [1], SAMPLING, HELD)
+    messages, cancelled, _ = await replica.when.call_one(4, 2)
+    assert messages[1:] == [["0"], ["1"], ["orphaned"]]  # "2" never left
+    assert cancelled == ["held", "1"]  # LI-2
     await mesh.stop()
-    with pytest.raises(SupervisionError):  # LI-1
+    with pytest.raises(ReplicaLost):  # LI-1
         await asyncio.wait_for(orphaned, 30)
-    with pytest.raises(SupervisionError):
+    with pytest.raises(ReplicaLost):
         await line.ask("too late", [1], SAMPLING)
     line.close()
+
+
+async def test_a_router_knows_replicas_by_name_and_moves_requests_whichever_way_a_replica_goes():
+    """Handles arrive pickled, so that no two are the same object (RO-5)."""
+    meshes = [this_host().spawn_procs(per_host={"procs": 1}, bootstrap=finds_this_module()) for _ in range(2)]
+    client, one = (meshes[0].spawn(name, kind) for name, kind in (("client", Client), ("one", Echo)))
+    two = meshes[1].spawn("two", Echo)
+    await client.replicas.call_one({"one": one, "two": two})
+    for request_id in ("first", "second"):
+        await client.ask.call_one(request_id, HELD)
+    for replica, request_id in ((one, "first"), (two, "second")):
+        assert (await replica.when.call_one(1, 0))[0] == [[request_id]]
+
+    await client.replicas.call_one({"one": one, "two": two})
+    await client.ask.call_one("quick", 0)
+    assert await client.answer.call_one("quick") == [3, 4]
+    assert await one.when.call_one(2, 0) == ([["first"], ["quick"]], [], 1)  # RO-5
+    assert await two.when.call_one(1, 0) == ([["second"]], [], 1)
+
+    await client.replicas.call_one({"two": two})  # the first one lives: it must not go on for nobody
+    assert await one.when.call_one(2, 1) == ([["first"], ["quick"]], ["first"], 1)  # RO-3
+    assert (await two.when.call_one(2, 0))[0] == [["second"], ["first.1"]]  # RO-1
+
+    await client.replicas.call_one({"one": one, "two": two})
+    os.kill(await two.pid.call_one(), signal.SIGKILL)
+    await client.replicas.call_one({"one": one})
+    messages, _, lines = await one.when.call_one(3, 1)
+    assert (sorted(messages[2]), lines) == (["first.2", "second.1"], 2)  # RO-1
+    for request_id in ("first", "second"):
+        await client.give_up.call_one(request_id)
+    assert sorted((await one.when.call_one(3, 3))[1][1:]) == ["first.2", "second.1"]  # RO-3
+    await meshes[0].stop()

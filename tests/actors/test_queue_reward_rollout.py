@@ -79,6 +79,12 @@ class FakeGenerator(Actor):
         self._switchboard.deliver(client, asked.request_id, sample)
 
     @concurrent_endpoint
+    async def disconnect(self, client, request_ids) -> None:
+        self._switchboard.disconnect(client)
+        self.cancelled += request_ids
+        self._wake()
+
+    @concurrent_endpoint
     async def cancel(self, request_ids) -> None:
         self.cancelled += request_ids
         self._wake()
@@ -134,7 +140,7 @@ async def stack(procs, tiny_model_folder: Path, tmp_path: Path):
         journal=tmp_path / "journal.jsonl",
     )
     await rewards.start.call_one()
-    await worker.replicas.call_one({0: generator})
+    await worker.replicas.call_one({"generator-0": generator})
     yield SimpleNamespace(queue=queue, rewards=rewards, generator=generator, worker=worker, folder=tmp_path)
     await worker.close.call_one()
     await rewards.close.call_one()

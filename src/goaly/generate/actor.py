@@ -6,6 +6,8 @@ Invariants
     GE-1  `start` returns with the newest version applied: a replica that was replaced serves no older weights.
     GE-2  A request sees weights of at least its `min_version` from its first token on.
     GE-3  When `start` returns, the store knows what every rank needs: the first publish fixes how weights are cut.
+    GE-4  A rank that can't follow the weights any more ends its process (PR-1), and with it its replica. That no newer
+          version will come is no failure: the replica serves the last one.
 """
 
 import asyncio
@@ -16,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from goaly.errors import ConfigError
+from goaly.errors import ConfigError, ReplicaLost
 from goaly.generate.follow import WeightFollower
 from goaly.generate.line import Asked, Switchboard
 from goaly.generate.loop import EngineLoop
-from goaly.generate.request import EngineFailed, GeneratorStats, Sample
+from goaly.generate.quarantine import Quarantine
+from goaly.generate.request import GeneratorStats, Sample
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
 from goaly.models.settings import ModelSettings
+from goaly.process import vital_task
 from goaly.telemetry import spans
 from goaly.weights.settings import WeightSettings
 
@@ -50,6 +54,7 @@ class Generator(Actor):
         self._engine_loop: EngineLoop | None = None
         self._following: asyncio.Task[None] | None = None
         self._switchboard = Switchboard()
+        self._quarantine = Quarantine()
         self._closed = asyncio.Event()
 
     @concurrent_endpoint
@@ -84,7 +89,7 @@ class Generator(Actor):
         follower = WeightFollower(subscriber, self._engine_loop, announcements)
         if rank == 0:
             await self._catch_up(follower)  # GE-1
-        self._following = asyncio.create_task(self._follow(follower))
+        self._following = vital_task(follower.run(), "weight follower")
         return self._engine_loop.version
 
     @concurrent_endpoint
@@ -100,20 +105,27 @@ class Generator(Actor):
     async def submit(self, client: str, requests: list[Asked]) -> None:
         """Sample answers to these requests, each held back until the weights are at least its `min_version` (GE-2).
 
-        Never raises: a request's own fault, and the engine's, go where its sample would go.
+        A request's own fault goes where its sample would go.
         """
         for asked in requests:
             deliver = partial(self._deliver, client, time.time_ns())
-            try:
-                self._check(asked)
-                self._running().submit(asked.request_id, asked.prompt, asked.sampling, asked.min_version, deliver)
-            except (ValueError, EngineFailed) as error:
-                deliver(asked.request_id, error)
+            self._running().submit(asked.request_id, asked.prompt, asked.sampling, asked.min_version, deliver)
+
+    @concurrent_endpoint
+    async def isolate(self, client: str, request_id: str) -> None:
+        """Tell the client when it is this suspect's turn; its request comes then (`quarantine.py`)."""
+        self._quarantine.enter(request_id, partial(self._switchboard.deliver, client, request_id, None))
 
     @concurrent_endpoint
     async def cancel(self, request_ids: list[str]) -> None:
         """End these requests, with what was sampled so far. Unknown and ended ones are ignored."""
-        self._running().cancel(request_ids)
+        self._cancel(request_ids)
+
+    @concurrent_endpoint
+    async def disconnect(self, client: str, request_ids: list[str]) -> None:
+        """Send this client nothing more, and end these requests of it."""
+        self._switchboard.disconnect(client)
+        self._cancel(request_ids)
 
     @concurrent_endpoint
     async def version_at_least(self, version: int) -> int:
@@ -136,16 +148,13 @@ class Generator(Actor):
         self._closed.set()
         spans.flush()
 
-    def _check(self, asked: Asked) -> None:
-        if not asked.prompt:
-            raise ValueError(f"request {asked.request_id}: the prompt is empty, must have at least one token")
-        if len(asked.prompt) >= self._settings.max_context:
-            raise ValueError(
-                f"request {asked.request_id}: the prompt has {len(asked.prompt)} tokens, must have fewer than "
-                f"generate.max_context={self._settings.max_context}"
-            )
+    def _cancel(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._quarantine.leave(request_id)
+        self._running().cancel(request_ids)
 
     def _deliver(self, client: str, started_ns: int, request_id: str, result: Sample | Exception) -> None:
+        self._quarantine.leave(request_id)
         self._switchboard.deliver(client, request_id, result)
         noted = {"tokens": len(result.tokens)} if isinstance(result, Sample) else {"error": type(result).__name__}
         spans.record("generation", started_ns, time.time_ns(), request=request_id, **noted)
@@ -157,17 +166,8 @@ class Generator(Actor):
 
     def _running(self) -> EngineLoop:
         if self._engine_loop is None:
-            raise EngineFailed("the generator has not been started")
+            raise ReplicaLost("the generator has not been started")
         return self._engine_loop
-
-    async def _follow(self, follower: WeightFollower) -> None:
-        try:
-            await follower.run()
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self._running().fail(error)
-            raise
 
 
 def _no_weights() -> int:

@@ -32,7 +32,7 @@ from vllm.v1.sample import sampler
 
 from goaly.errors import ConfigError
 from goaly.generate.ranks import name_shared_memory_for_this_run, unlink_what_all_hold_open, unname_semaphores
-from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.request import Finish, Sample, Sampling, check_prompt
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.stops import StopStrings, decoder
 from goaly.models.settings import ModelSettings
@@ -139,6 +139,7 @@ class Engine:
         self._core: Any = self._vllm.engine_core
         self._scheduler = self._core.engine_core.scheduler
         self._supported_tasks = self._vllm.get_supported_tasks()
+        self._vocabulary = self._vllm.model_config.get_vocab_size()
 
     @property
     def version(self) -> int:
@@ -158,6 +159,10 @@ class Engine:
     def counts(self) -> tuple[int, int]:
         """Requests under way, and requests that wait for room."""
         return self._scheduler.get_request_counts()
+
+    def check(self, name: str, prompt: list[int]) -> None:
+        """ValueError if this prompt can't be served. May be called from any thread."""
+        check_prompt(name, prompt, vocabulary=self._vocabulary, max_context=self._settings.max_context)
 
     def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
         """Take a request up; ValueError if it can't be served."""
@@ -211,7 +216,7 @@ class Engine:
         """This rank's live parameters: what weight updates overwrite. Under torchtitan's names, or see `naming`."""
         if self._settings.engine == "torchtitan":
             return self._model().named_tensors()
-        if problems := self._settings.problems("generate.", device=self._device(), updates=True):
+        if problems := self._settings.problems("generator.", device=self._device(), updates=True):
             raise ConfigError(problems)
         return {name: tensor.detach() for name, tensor in self.live_tensors().items()}
 

@@ -6,6 +6,7 @@ Invariants
     FO-1  Ranks apply the same versions at the same steps: each is announced to all, voted on, then sequenced by rank 0.
     FO-2  What a rank holds ready is not overwritten before its engine has applied it.
     FO-3  What rank 0 leased lasts until all ranks have copied it, and no longer: it is released after their vote.
+    FO-4  A rank whose pull or link fails gives no vote: `run` raises, its process ends (GE-4), and the others with it.
 """
 
 import asyncio
@@ -73,7 +74,7 @@ class WeightFollower:
 
 
 async def _in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    """Run a call that may block for good in a thread that does not outlive the process, unlike an executor's."""
+    """Run a call that may block until the process is killed, in a thread that the process does not wait for."""
     events = asyncio.get_running_loop()
     answer: asyncio.Future[T] = events.create_future()
 

@@ -4,9 +4,9 @@ A message between actors costs either side about half a millisecond, as much as 
 in one turn of the client's event loop leave together, and samples that end in one step of the engine come together.
 
 Invariants
-    LI-1  Every request ends: with its sample, with its own error, or, when the replica was closed or died, with an
-          error that says so, also if it is asked only then. None ends twice.
-    LI-2  A request that is withdrawn before it left never leaves.
+    LI-1  Every request ends: with its sample, with its own error, or, when the replica was closed or died, with
+          `ReplicaLost`, also if it is asked only then. None ends twice.
+    LI-2  A request that is withdrawn before it left never leaves; one that left is cancelled at a replica that lives.
 """
 
 import asyncio
@@ -16,9 +16,12 @@ from typing import Any
 
 from monarch.actor import Channel
 
-from goaly.generate.request import EngineFailed, Sample, Sampling
+from goaly.errors import ReplicaLost
+from goaly.generate.request import Sample, Sampling
+from goaly.process import vital_task
 
-Ended = list[tuple[str, Sample | Exception]]
+News = list[tuple[str, Sample | Exception | None]]
+"""What became of requests; None: it is this suspect's turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +41,31 @@ class Line:
         """`replica` is the handle of a generator, or of the first rank of one."""
         self._replica = replica
         self._name = uuid.uuid4().hex
-        self._under_way: dict[str, asyncio.Future[Sample]] = {}
+        self._under_way: dict[str, asyncio.Future[Any]] = {}
         self._leaving: list[Asked] = []
         self._over: Exception | None = None
-        port, samples = Channel[Ended].open()
+        port, samples = Channel[News].open()
         self._tasks = (
             asyncio.create_task(self._connected(port), name="line: connected"),
-            asyncio.create_task(self._receive(samples), name="line: samples"),
+            vital_task(self._receive(samples), "line: samples"),
         )
 
     def ask(
         self, request_id: str, prompt: list[int], sampling: Sampling, min_version: int = 0
     ) -> asyncio.Future[Sample]:
         """Have the replica sample an answer to these tokens, under weights of at least `min_version`."""
-        future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        if self._over is not None:
-            future.set_exception(self._over)
-            return future
-        self._under_way[request_id] = future
-        if not self._leaving:
-            asyncio.get_running_loop().call_soon(self._send)
-        self._leaving.append(Asked(request_id, prompt, sampling, min_version))
+        future = self._expect(request_id)
+        if self._over is None:
+            if not self._leaving:
+                asyncio.get_running_loop().call_soon(self._send)
+            self._leaving.append(Asked(request_id, prompt, sampling, min_version))
+        return future
+
+    def turn(self, request_id: str) -> asyncio.Future[None]:
+        """Wait until the replica has no other suspect under way; then `ask` for this one, or `cancel` it."""
+        future = self._expect(request_id)
+        if self._over is None:
+            self._replica.isolate.broadcast(self._name, request_id)
         return future
 
     def cancel(self, request_id: str) -> None:
@@ -73,10 +80,23 @@ class Line:
         self._leaving = left  # LI-2
 
     def close(self) -> None:
-        """Hang up: what is under way is cancelled here, whatever becomes of it there."""
+        """Hang up: what is under way is cancelled, here and, if the replica lives, there."""
         for task in self._tasks:
             task.cancel()
+        if self._over is None:
+            leaving = {asked.request_id for asked in self._leaving}
+            left = [request_id for request_id in self._under_way if request_id not in leaving]
+            self._replica.disconnect.broadcast(self._name, left)  # LI-2; to a dead replica this is nothing
+            self._over = ReplicaLost("this client hung up")
         self._end_all(None)
+
+    def _expect(self, request_id: str) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._over is None:
+            self._under_way[request_id] = future
+        else:
+            future.set_exception(self._over)
+        return future
 
     def _send(self) -> None:
         leaving, self._leaving = self._leaving, []
@@ -86,17 +106,19 @@ class Line:
     async def _connected(self, port: Any) -> None:
         try:
             await self._replica.connect.call_one(self._name, port)  # unblocked by the replica's close, or its death
-            self._over = EngineFailed("the generator was closed")
+            self._over = ReplicaLost("the generator was closed")
         except Exception as error:
-            self._over = error
+            self._over = ReplicaLost(f"the generator died: {error}")
         self._end_all(self._over)  # LI-1
 
     async def _receive(self, samples: Any) -> None:
         while True:
             for request_id, result in await samples.recv():  # unblocked by the replica, or by `close`
-                future = self._under_way.pop(request_id, None)
+                future = self._under_way.get(request_id)
                 if future is None or future.done():
                     continue  # withdrawn
+                if result is not None:  # a turn lasts until `ask`, or `cancel`
+                    del self._under_way[request_id]
                 if isinstance(result, Exception):
                     future.set_exception(result)
                 else:
@@ -118,7 +140,7 @@ class Switchboard:
 
     def __init__(self) -> None:
         self._ports: dict[str, Any] = {}
-        self._ended: dict[str, Ended] = {}
+        self._news: dict[str, News] = {}
 
     def connect(self, client: str, port: Any) -> None:
         """Send this client's samples to the port."""
@@ -128,15 +150,15 @@ class Switchboard:
         """Send nothing more to this client."""
         self._ports.pop(client, None)
 
-    def deliver(self, client: str, request_id: str, result: Sample | Exception) -> None:
-        """Send a result, together with the others of this turn of the event loop."""
-        ended = self._ended.setdefault(client, [])
-        if not ended:
+    def deliver(self, client: str, request_id: str, result: Sample | Exception | None) -> None:
+        """Send a result, or None for a suspect's turn, together with the others of this turn of the event loop."""
+        news = self._news.setdefault(client, [])
+        if not news:
             asyncio.get_running_loop().call_soon(self._send, client)
-        ended.append((request_id, result))
+        news.append((request_id, result))
 
     def _send(self, client: str) -> None:
-        ended = self._ended.pop(client)
+        news = self._news.pop(client)
         port = self._ports.get(client)
         if port is not None:
-            port.send(ended)
+            port.send(news)

@@ -2,14 +2,13 @@
 
 Invariants
     LO-1  Only this thread touches the engine once it runs.
-    LO-2  Every submitted request ends once: with a sample, or, if the thread breaks, with an error that has the cause;
-          after that no request is taken.
+    LO-2  Every submitted request ends once: with a sample, with an error that is its own fault, or, after `stop`, with
+          `ReplicaLost`.
     LO-3  The thread sleeps on a condition while there is nothing to do.
+    LO-4  An engine that breaks, or a link to the other ranks that does, ends the process at once (PR-1), on every rank.
 """
 
 import asyncio
-import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,11 +16,11 @@ from typing import Protocol
 
 import torch
 
+from goaly.errors import ReplicaLost
 from goaly.generate.commands import Add, Apply, Cancel, Command, Sequencer, Stop
 from goaly.generate.ranks import Link
-from goaly.generate.request import EngineFailed, Finish, GeneratorStats, Sample, Sampling
-
-logger = logging.getLogger(__name__)
+from goaly.generate.request import Finish, GeneratorStats, Sample, Sampling
+from goaly.process import give_up
 
 Ended = list[tuple[str, Sample | Exception]]
 Deliver = Callable[[str, Sample | Exception], None]
@@ -29,13 +28,14 @@ Deliver = Callable[[str, Sample | Exception], None]
 
 
 class SteppingEngine(Protocol):
-    """What the thread needs of an engine."""
+    """What the thread needs of an engine; `check` is called in the event loop."""
 
     @property
     def under_way(self) -> int: ...
     @property
     def version(self) -> int: ...
     def counts(self) -> tuple[int, int]: ...
+    def check(self, name: str, prompt: list[int]) -> None: ...
     def add(self, name: str, prompt: list[int], sampling: Sampling) -> None: ...
     def cancel(self, names: list[str]) -> list[tuple[str, Sample]]: ...
     def step(self) -> list[tuple[str, Sample]]: ...
@@ -65,7 +65,7 @@ class EngineLoop:
         self._under_way: dict[str, Deliver] = {}
         self._version = engine.version
         self._version_changed = asyncio.Event()
-        self._failure: EngineFailed | None = None
+        self._closed: ReplicaLost | None = None
         self._tokens = 0
         self._steps = 0
         self._updates = 0
@@ -81,14 +81,20 @@ class EngineLoop:
 
     def submit(self, name: str, prompt: list[int], sampling: Sampling, min_version: int, deliver: Deliver) -> None:
         """Take a request up; `deliver` is called once, with its sample or its error."""
-        if self._failure is not None:
-            deliver(name, self._failure)
-        elif name in self._under_way:
+        if self._closed is not None:
+            deliver(name, self._closed)
+            return
+        if name in self._under_way:
             error = ValueError(f"request_id={name!r}: a request of that id is under way here; ids must be unique")
             deliver(name, error)
-        else:
-            self._under_way[name] = deliver
-            self._ask(Add(name, prompt, sampling, min_version))
+            return
+        try:
+            self._engine.check(name, prompt)
+        except ValueError as error:
+            deliver(name, error)
+            return
+        self._under_way[name] = deliver
+        self._ask(Add(name, prompt, sampling, min_version))
 
     async def generate(self, name: str, prompt: list[int], sampling: Sampling, *, min_version: int = 0) -> Sample:
         """The sample of this request; cancelling the call cancels the request."""
@@ -104,7 +110,7 @@ class EngineLoop:
 
         self.submit(name, prompt, sampling, min_version, deliver)
         try:
-            return await future  # a step, a cancel or a failure of the thread unblocks it (LO-2)
+            return await future  # a step, a cancel or `stop` unblocks it (LO-2)
         except asyncio.CancelledError:
             self.cancel([name])
             raise
@@ -121,9 +127,9 @@ class EngineLoop:
     async def version_at_least(self, version: int) -> int:
         """Wait until the engine decodes with at least this version; the version it has then."""
         while self._version < version:
-            if self._failure is not None:
-                raise self._failure
-            await self._version_changed.wait()  # each apply, and a failure, sets it
+            if self._closed is not None:
+                raise self._closed
+            await self._version_changed.wait()  # each apply, and `stop`, sets it
         return self._version
 
     async def stop(self) -> None:
@@ -131,11 +137,6 @@ class EngineLoop:
         self._ask(Stop())
         if not self._follows:  # a follower's thread ends when rank 0 tells it to
             await asyncio.to_thread(self._thread.join)
-
-    def fail(self, error: BaseException) -> None:
-        """Fail all requests, now and later, for a cause outside the thread."""
-        self._ask(Stop())
-        self._fail(_engine_failed(error))
 
     def stats(self) -> GeneratorStats:
         """Counts since the start."""
@@ -161,13 +162,8 @@ class EngineLoop:
             while self._round():
                 pass
         except BaseException as error:
-            if self._follows:
-                logger.critical("a follower's engine broke; its replica can't go on", exc_info=True)
-                os._exit(1)  # rank 0 would wait for it for good; a dead process is noticed, and the replica replaced
-            failure = _engine_failed(error)
-        else:
-            failure = EngineFailed("the generator was closed")
-        self._post(self._fail, failure)
+            give_up("the engine's thread broke", error)  # LO-4
+        self._post(self._close)
 
     def _round(self) -> bool:
         """Commands, then a step; False once told to stop."""
@@ -225,22 +221,16 @@ class EngineLoop:
         self._version = version
         self._wake_version_waiters()
 
-    def _fail(self, failure: EngineFailed) -> None:
-        self._failure = self._failure or failure
+    def _close(self) -> None:
+        self._closed = ReplicaLost("the generator was closed")
         under_way, self._under_way = self._under_way, {}
         for name, deliver in under_way.items():
-            deliver(name, failure)
+            deliver(name, self._closed)
         self._wake_version_waiters()
 
     def _wake_version_waiters(self) -> None:
         changed, self._version_changed = self._version_changed, asyncio.Event()
         changed.set()
-
-
-def _engine_failed(cause: BaseException) -> EngineFailed:
-    failure = EngineFailed(f"the generator broke: {type(cause).__name__}: {cause}")
-    failure.__cause__ = cause
-    return failure
 
 
 def _nothing() -> Sample:

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 FOREVER = timedelta(days=3650)
+"""No timeout: an idle replica waits for hours. What ends a wait for a dead peer is the connection that closes, or the
+service, which kills every rank of a replica when one has died (GS-2)."""
 
 
 class Link:

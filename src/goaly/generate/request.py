@@ -3,6 +3,7 @@
 Shape suffix: N tokens that the policy wrote, the stop token included.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
@@ -11,12 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from goaly.errors import GoalyError
 from goaly.generate.settings import NEUTRAL, SamplingSettings
-
-
-class EngineFailed(GoalyError):
-    """The engine of a replica broke; every request there fails with the cause, and no new one is taken."""
 
 
 class Finish(StrEnum):
@@ -94,6 +90,27 @@ class Sampling:
         """What decides which distribution tokens are drawn from: every key of `NEUTRAL`, and its value here."""
         given = {key: getattr(self, key) for key in NEUTRAL}
         return {key: NEUTRAL[key] if value in (None, {}, ()) else value for key, value in given.items()}
+
+
+def check_prompt(request_id: str, prompt: list[int], *, vocabulary: int, max_context: int) -> None:
+    """ValueError if no engine with this vocabulary and context can continue the prompt."""
+    if not prompt:
+        raise ValueError(f"request {request_id}: the prompt is empty, must have at least one token")
+    if len(prompt) >= max_context:
+        raise ValueError(
+            f"request {request_id}: the prompt has {len(prompt)} tokens, must have fewer than "
+            f"generator.max_context={max_context}"
+        )
+    try:
+        ids = array("q", prompt)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"request {request_id}: the prompt's token ids must be integers: {error}") from None
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < vocabulary:
+            raise ValueError(
+                f"request {request_id}: token id {token} at position {ids.index(token)} of the prompt is not in the "
+                f"model's vocabulary, must be at least 0 and below {vocabulary}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

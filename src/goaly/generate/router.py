@@ -4,10 +4,13 @@ Lives in each process that samples, so that requests travel straight from there 
 (in the controller) tells every router which replicas serve at present.
 
 Invariants
-    RO-1  A request that a dying replica had not answered goes on elsewhere; its caller does not notice.
+    RO-1  A request that a dying replica had not answered goes on elsewhere, and its caller does not notice; only a
+          request that replicas keep dying of fails, alone (`quarantine.py`).
     RO-2  With no replica to go to, requests wait for one; they never fail for that.
-    RO-3  A cancelled caller's request is cancelled at its replica too.
+    RO-3  A cancelled caller's request is cancelled at its replica too, and so is one that moves, if its replica lives.
     RO-4  An application error of a replica reaches the caller as it is and is not retried.
+    RO-5  A replica is known by its name: to announce one that serves already changes nothing for it.
+    RO-6  Sessions that find several replicas with the same load take them in turn, and each router begins with another.
 """
 
 import asyncio
@@ -15,9 +18,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-
+from goaly.errors import PoisonRequest, ReplicaLost
 from goaly.generate.line import Line
+from goaly.generate.quarantine import POISON_DEATHS, SUSPECT_DEATHS
 from goaly.generate.request import Sample, Sampling
 
 logger = logging.getLogger(__name__)
@@ -28,8 +31,8 @@ SESSIONS_REMEMBERED = 65_536
 class _Replica:
     """One replica as seen from here: the line to it and the requests under way."""
 
-    def __init__(self, handle: Any, line: Line):
-        self.handle = handle
+    def __init__(self, name: str, line: Line):
+        self.name = name
         self.line = line
         self.requests: set[str] = set()
         self.lost = False
@@ -38,71 +41,89 @@ class _Replica:
 class Router:
     """Sends each request to one of the replicas that serve at present."""
 
-    def __init__(self, connect: Callable[[Any], Line] = Line):
-        """`connect` makes the line to a replica of this handle."""
+    def __init__(self, connect: Callable[[Any], Line] = Line, *, first: int = 0):
+        """`connect` makes the line to a replica of this handle; `first` is the turn to begin with (RO-6)."""
         self._connect = connect
-        self._replicas: dict[int, _Replica] = {}
-        self._sessions: dict[str, int] = {}
+        self._turn = first
+        self._replicas: dict[str, _Replica] = {}
+        self._sessions: dict[str, str] = {}
         self._some_replica = asyncio.Event()
 
-    def update(self, handles: Mapping[int, Any]) -> None:
-        """Make these the serving replicas; requests under way at one that is gone move to another (RO-1)."""
-        for index in [index for index in self._replicas if index not in handles]:
-            self._lose(index)
-        for index, handle in handles.items():
-            known = self._replicas.get(index)
-            if known is None or known.handle is not handle:
-                if known is not None:
-                    self._lose(index)
-                self._replicas[index] = _Replica(handle, self._connect(handle))
+    def update(self, handles: Mapping[str, Any]) -> None:
+        """Make these the serving replicas, by name; requests under way at one that is gone move to another (RO-1)."""
+        for replica in [replica for name, replica in self._replicas.items() if name not in handles]:
+            self._lose(replica)
+        for name, handle in handles.items():
+            if name not in self._replicas:  # RO-5
+                self._replicas[name] = _Replica(name, self._connect(handle))
         if self._replicas:
             self._some_replica.set()
-        else:
-            self._some_replica.clear()
 
     async def generate(
         self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int = 0, session: str | None = None
     ) -> Sample:
         """The sample that some replica draws for this request."""
+        deaths: set[str] = set()
         attempt = 0
         while True:
-            index, replica = await self._choose(session)
+            replica = await self._choose(session)
+            line = replica.line
             call_id = request_id if attempt == 0 else f"{request_id}.{attempt}"
+            under_way = False
             replica.requests.add(call_id)
             try:
-                return await replica.line.ask(call_id, tokens, sampling, min_version)
+                if len(deaths) >= SUSPECT_DEATHS:
+                    await line.turn(call_id)
+                under_way = True
+                return await line.ask(call_id, tokens, sampling, min_version)
             except asyncio.CancelledError:
                 if not replica.lost or _being_cancelled():
-                    replica.line.cancel(call_id)  # RO-3
+                    line.cancel(call_id)  # RO-3
                     raise
-            except SupervisionError:
-                if self._replicas.get(index) is replica:
-                    self._lose(index)
+            except ReplicaLost:
+                self._lose(replica)
             finally:
                 replica.requests.discard(call_id)
+            if under_way:
+                deaths.add(replica.name)
+            if len(deaths) >= POISON_DEATHS:
+                raise PoisonRequest(
+                    f"request {request_id} was under way at {len(deaths)} generator replicas as they died "
+                    f"({', '.join(sorted(deaths))}), the last time as the only suspect there; it is not retried"
+                )
             attempt += 1
-            logger.warning("request %s moves on: generator replica %d is lost", request_id, index)
+            logger.warning("request %s moves on: %s is lost", request_id, replica.name)
 
-    async def _choose(self, session: str | None) -> tuple[int, _Replica]:
+    async def _choose(self, session: str | None) -> _Replica:
         while not self._replicas:
             await self._some_replica.wait()  # RO-2: the service's `update` sets it
-        index = self._sessions.get(session) if session is not None else None
-        if index is None or index not in self._replicas:
-            index = min(self._replicas, key=lambda i: (len(self._replicas[i].requests), i))
-            if session is not None:
-                self._remember(session, index)
-        return index, self._replicas[index]
+        known = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
+        if known is not None:
+            return known
+        replica = self._least_loaded()
+        if session is not None:
+            self._remember(session, replica.name)
+        return replica
 
-    def _remember(self, session: str, index: int) -> None:
+    def _least_loaded(self) -> _Replica:
+        replicas = list(self._replicas.values())
+        count = len(replicas)
+        index = min(range(count), key=lambda i: (len(replicas[i].requests), (i - self._turn) % count))  # RO-6
+        self._turn = index + 1
+        return replicas[index]
+
+    def _remember(self, session: str, name: str) -> None:
         self._sessions.pop(session, None)
-        self._sessions[session] = index
+        self._sessions[session] = name
         if len(self._sessions) > SESSIONS_REMEMBERED:
             del self._sessions[next(iter(self._sessions))]
 
-    def _lose(self, index: int) -> None:
-        replica = self._replicas.pop(index)
+    def _lose(self, replica: _Replica) -> None:
+        if replica.lost:
+            return
         replica.lost = True
-        replica.line.close()
+        del self._replicas[replica.name]
+        replica.line.close()  # RO-3
         if not self._replicas:
             self._some_replica.clear()
 

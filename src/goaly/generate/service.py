@@ -2,18 +2,28 @@
 
 Owned by the controller. The processes that sample hold a `Router` each; `announce` tells them which replicas serve.
 
+A replica's processes have a name that no other replica and no replacement has, before or after: `generator-0`, then
+`generator-0-1` for its first replacement. Routers know replicas by it.
+
 Invariants
     GS-1  A replica serves only after it has caught up to the newest committed version.
-    GS-2  A dead replica leaves every routing table at once and is replaced; more than `MAX_REPLACEMENTS` deaths of one
-          replica end the run with an error that names it.
+    GS-2  The death of any rank of a replica is the death of the replica: it leaves every routing table at once, its
+          other ranks are killed (one of them may wait for the dead one for ever), and a replacement starts.
+    GS-3  A replacement that dies before it serves, that raises while it starts, or that takes longer than
+          `generator.start_minutes` counts as a death. More than `MAX_DEATHS` of them within `WINDOW_SECONDS` of serving
+          end the run with an error that names the replica. Only the time in which the replica serves counts: deaths
+          that are days apart are forgiven, replacements that never serve are not, however slowly they fail.
+    GS-4  Routing tables reach every router in the order in which they became true.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
 
 from goaly.errors import RunFailed
 from goaly.generate.request import GeneratorStats
@@ -22,13 +32,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_REPLACEMENTS = 5
+MAX_DEATHS = 5
+WINDOW_SECONDS = 600.0
 
 Spawn = Callable[[str], Awaitable[Any]]
 """Spawns one replica's actors (a rank each) under this name and returns them, not yet started."""
 
-Announce = Callable[[Mapping[int, Any]], Awaitable[None]]
-"""Tells every router which replicas serve, by index."""
+Announce = Callable[[Mapping[str, Any]], Awaitable[None]]
+"""Tells every router which replicas serve, by name."""
 
 
 class GeneratorService:
@@ -39,51 +50,44 @@ class GeneratorService:
         *,
         replicas: int,
         spawn: Spawn,
-        retire: Callable[[str], Awaitable[None]],
+        kill: Callable[[str], Awaitable[None]],
         announce: Announce,
+        start_minutes: float,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self._replicas = replicas
+        """`kill` ends all processes of this name."""
+        self._replicas = [_Replica(index) for index in range(replicas)]
         self._spawn = spawn
-        self._retire = retire
+        self._kill = kill
         self._announce = announce
-        self._names: dict[str, int] = {}
-        self._replaced: set[str] = set()
-        self._serving: dict[int, Any] = {}
-        self._deaths: dict[int, int] = dict.fromkeys(range(replicas), 0)
-        self._lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self._start_minutes = start_minutes
+        self._clock = clock
+        self._deaths: dict[str, asyncio.Future[str]] = {}
+        self._serving: dict[str, Any] = {}
+        self._announcing = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start every replica; they serve when this returns."""
+        """Start every replica; they serve when this returns. A replica that can't be started ends the run."""
         async with asyncio.TaskGroup() as starts:
-            for index in range(self._replicas):
-                starts.create_task(self._bring_up(index))
-        await self._announce(self._serving)
+            for replica in self._replicas:
+                starts.create_task(self._start_first(replica))
+        await self._tell()
 
     def lost(self, name: str, report: str) -> bool:
-        """Take note that the actors of this name died; True if they are, or were, those of a replica.
+        """Take note that an actor or a process of this name died; True if it is, or was, a replica's.
 
         A death may be told twice, half a minute apart: then the replacement serves already.
         """
-        if name in self._names:
-            self._lost.put_nowait((name, report))
-        return name in self._names or name in self._replaced
+        death = self._deaths.get(name)
+        if death is not None and not death.done():
+            death.set_result(report)
+        return death is not None
 
     async def supervise(self) -> None:
         """Replace replicas as they die, until cancelled."""
-        async with asyncio.TaskGroup() as replacements:
-            while True:
-                name, report = await self._lost.get()  # `lost` unblocks it
-                index = self._names.pop(name, None)
-                if index is None:
-                    continue
-                self._replaced.add(name)
-                self._serving.pop(index, None)
-                await self._announce(self._serving)  # GS-2
-                self._deaths[index] += 1
-                if self._deaths[index] > MAX_REPLACEMENTS:
-                    raise RunFailed(f"generator {index} died {self._deaths[index]} times; the last report: {report}")
-                logger.warning("generator %d died and is being replaced: %s", index, _last_line(report))
-                replacements.create_task(self._replace(index, name))
+        async with asyncio.TaskGroup() as keepers:
+            for replica in self._replicas:
+                keepers.create_task(self._keep(replica), name=f"keep {replica.name}")
 
     async def stats(self) -> list[GeneratorStats]:
         """The counts of the replicas that answer."""
@@ -94,25 +98,86 @@ class GeneratorService:
         """Let go of what the replicas hold."""
         await asyncio.gather(*(_unless_dead(handle.close.call_one()) for handle in self._serving.values()))
 
-    async def _replace(self, index: int, dead: str) -> None:
-        await self._retire(dead)
-        try:
-            serves = await self._bring_up(index)
-        except SupervisionError:
-            return  # it died while starting; `lost` hears of that too, and counts it
-        if serves:
-            await self._announce(self._serving)
-            logger.warning("generator %d serves again", index)
+    async def _start_first(self, replica: "_Replica") -> None:
+        failure = await self._begin(replica)
+        if failure is not None:
+            raise RunFailed(f"{replica.name} {failure}")
 
-    async def _bring_up(self, index: int) -> bool:
-        name = f"generator-{index}" if self._deaths[index] == 0 else f"generator-{index}-{self._deaths[index]}"
-        self._names[name] = index
+    async def _keep(self, replica: "_Replica") -> None:
+        while True:
+            began = self._clock()
+            report = await self._deaths[replica.name]  # `lost` unblocks it
+            replica.served += self._clock() - began
+            del self._serving[replica.name]
+            await asyncio.gather(self._tell(), self._kill(replica.name))  # GS-2
+            failure: str | None = f"died: {_last_line(report)}"
+            while failure is not None:
+                self._count(replica, failure)
+                logger.warning("generator %d %s; it is being replaced", replica.index, failure)
+                replica.replacements += 1
+                failure = await self._begin(replica)
+            await self._tell()
+            logger.warning("generator %d serves again", replica.index)
+
+    def _count(self, replica: "_Replica", failure: str) -> None:
+        """Note a death; RunFailed when there were too many (GS-3)."""
+        recent = [death for death in replica.deaths if death > replica.served - WINDOW_SECONDS]
+        replica.deaths = [*recent, replica.served]
+        if len(replica.deaths) > MAX_DEATHS:
+            raise RunFailed(
+                f"generator {replica.index} died or failed to start {len(replica.deaths)} times within "
+                f"{WINDOW_SECONDS / 60:.0f} minutes of serving; the last time it {failure}"
+            )
+
+    async def _begin(self, replica: "_Replica") -> str | None:
+        """Spawn and start a replica. None when it serves (GS-1); otherwise its processes are killed and this is why."""
+        name = replica.name
+        death = self._deaths[name] = asyncio.get_running_loop().create_future()
+        starting = asyncio.create_task(self._started(name), name=f"start {name}")
+        try:
+            await asyncio.wait([starting, death], timeout=60 * self._start_minutes, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            starting.cancel()  # nothing, once it has ended
+            await asyncio.wait([starting])  # a cancelled call ends at once
+        error = None if starting.cancelled() else starting.exception()
+        if death.done():
+            failure = f"died while it started: {_last_line(death.result())}"
+        elif starting.cancelled():
+            failure = f"did not start within generator.start_minutes={self._start_minutes:g}"
+        elif error is not None:
+            logger.info("%s failed to start", name, exc_info=error)
+            failure = f"failed to start: {_cause(error)}"
+        else:
+            self._serving[name] = starting.result()
+            return None
+        await self._kill(name)
+        return failure
+
+    async def _started(self, name: str) -> Any:
         ranks = await self._spawn(name)
-        await ranks.start.call()  # GS-1: returns when it has caught up
-        if name not in self._names:
-            return False  # it died while starting, and its own replacement is under way
-        self._serving[index] = ranks.slice(procs=0)  # the rank that takes requests
-        return True
+        await ranks.start.call()
+        return ranks.slice(procs=0)  # the rank that takes requests
+
+    async def _tell(self) -> None:
+        async with self._announcing:  # GS-4
+            await self._announce(dict(self._serving))
+
+
+class _Replica:
+    """One of the replicas, through all its replacements."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.replacements = 0
+        self.served = 0.0
+        """Seconds in which it served."""
+        self.deaths: list[float] = []
+        """The recent ones, in seconds of serving."""
+
+    @property
+    def name(self) -> str:
+        """What its present processes are called."""
+        return f"generator-{self.index}-{self.replacements}" if self.replacements else f"generator-{self.index}"
 
 
 async def _unless_dead(answer: Awaitable[T]) -> T | None:
@@ -120,6 +185,14 @@ async def _unless_dead(answer: Awaitable[T]) -> T | None:
         return await answer
     except SupervisionError:
         return None  # `lost` hears of it
+
+
+def _cause(error: BaseException) -> str:
+    """What an actor raised, without the report about it."""
+    if isinstance(error, SupervisionError):
+        return _last_line(str(error))
+    cause = error.exception if isinstance(error, ActorError) else error
+    return f"{type(cause).__name__}: {cause}"
 
 
 def _last_line(report: str) -> str:

@@ -58,6 +58,11 @@ class GeneratorSettings:
     threads: int = 1
     """CPU threads of each process."""
 
+    start_minutes: float = 30.0
+    """Most minutes that a replica may take to start: to load the model and to catch up with the weights. One that takes
+    longer is killed; at the start of the run that ends the run, later another replacement is tried. Raise it for models
+    that load slowly."""
+
     seed: int = 0
     """Seeds the sampling of requests that bring no seed of their own; replica i uses seed + i."""
 
@@ -75,8 +80,11 @@ class GeneratorSettings:
                 f"{prefix}max_step_tokens={self.max_step_tokens}: must be at least max_running ({self.max_running}), "
                 "for each running request decodes one token a step"
             )
-        if self.kv_cache_gib <= 0:
-            problems.append(f"{prefix}kv_cache_gib={self.kv_cache_gib}: must be positive")
+        problems += [
+            f"{prefix}{key}={getattr(self, key)}: must be positive"
+            for key in ("kv_cache_gib", "start_minutes")
+            if not getattr(self, key) > 0
+        ]
         if self.apply not in APPLY_MODES:
             problems.append(f"{prefix}apply={self.apply!r}: must be one of {', '.join(APPLY_MODES)}")
         if self.engine not in ENGINES:

@@ -181,7 +181,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
         if dim is None:
             return full
         if full.shape[dim] % self._tp:
-            raise ValueError(f"generate.tp={self._tp}: must divide dimension {dim} of {name}, {tuple(full.shape)}")
+            raise ValueError(f"generator.tp={self._tp}: must divide dimension {dim} of {name}, {tuple(full.shape)}")
         return full.chunk(self._tp, dim)[get_tensor_model_parallel_rank()]
 
     def _split_dim(self, name: str) -> int | None:

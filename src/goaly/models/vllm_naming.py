@@ -31,7 +31,7 @@ def vllm_naming(shape: Architecture, *, tp: int = 1, rank: int = 0) -> Naming:
     if shape.family != "qwen3":
         raise ConfigError(
             [
-                'generate.engine="native": must be "torchtitan" in a run that trains a Llama model, whose rows vLLM '
+                'generator.engine="native": must be "torchtitan" in a run that trains a Llama model, whose rows vLLM '
                 "has in another order; of Qwen3 they are in the same"
             ]
         )

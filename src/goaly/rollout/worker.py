@@ -61,15 +61,17 @@ class RolloutWorker(Actor):
         max_context: int,
         journal: Path | None = None,
         journal_tokens: bool = False,
+        first_replica: int = 0,
     ):
         """`episode` is `packed(…)`; `queue` is the hub's actor, and `rewards` too, or the settings of a pool of the
         worker's own, with processes also for `verifiers`; `tokenizer` is a model folder, and `chat` says how its chats
         are rendered.
 
         `max_context` bounds prompt and answer together: the least of the generator's and a packed row's.
+        Workers with different `first_replica` begin with different replicas where all have the same load.
         """
         self._chat = ChatTokenizer(tokenizer, chat)
-        self._router = Router()
+        self._router = Router(first=first_replica)
         self._journal = Journal(journal, tokens=journal_tokens)
         self._queue = _Queue(queue)
         self._verifiers = Judge(rewards, verifiers) if isinstance(rewards, RewardSettings) else None
@@ -100,8 +102,8 @@ class RolloutWorker(Actor):
             await self._verifiers.start()
 
     @concurrent_endpoint
-    async def replicas(self, handles: Mapping[int, Any]) -> None:
-        """Sample from these generator replicas from now on."""
+    async def replicas(self, handles: Mapping[str, Any]) -> None:
+        """Sample from these generator replicas, by name, from now on."""
         self._router.update(handles)
 
     @concurrent_endpoint

@@ -281,9 +281,10 @@ class Rollouts:
             tasks = [asked.create_task(ask(prompt), name=f"prompt {prompt.id}") for prompt in prompts]
         return [task.result() for task in tasks]
 
-    async def use(self, replicas: Mapping[int, Any]) -> None:
+    async def use(self, replicas: Mapping[str, Any]) -> None:
         """Sample from these generator replicas from now on."""
-        await asyncio.gather(*(worker.replicas.call_one(dict(replicas)) for worker in self._workers))
+        calls = (worker.replicas.call_one(dict(replicas)) for worker in self._workers)
+        await asyncio.gather(*(_ask("rollout.replicas", call) for call in calls))
 
     async def close(self) -> None:
         """Let go of what the workers hold."""

@@ -127,7 +127,8 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
     )
     closers["trainer"] = run.trainer.close
 
-    def spawn_worker(name: str) -> Any:
+    def spawn_worker(index: int) -> Any:
+        name = f"rollout-{index}"
         return spawn(
             meshes[name],
             name,
@@ -145,9 +146,10 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
             max_context=config.max_context,
             journal=run.run_dir / "rollouts.jsonl" if config.telemetry.journal else None,
             journal_tokens=config.telemetry.journal_tokens,
+            first_replica=index,
         )
 
-    run.rollouts = Rollouts([spawn_worker(f"rollout-{index}") for index in range(config.rollout.workers)], run.say)
+    run.rollouts = Rollouts([spawn_worker(index) for index in range(config.rollout.workers)], run.say)
     closers["rollouts"] = run.rollouts.close
 
     async def spawn_generator(name: str) -> Any:
@@ -158,7 +160,11 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
         return spawn(mesh, name, Generator, config.generator, config.model, store, replica, config.weights)
 
     run.generators = GeneratorService(
-        replicas=config.generator.replicas, spawn=spawn_generator, retire=hosts.stop, announce=run.rollouts.use
+        replicas=config.generator.replicas,
+        spawn=spawn_generator,
+        kill=hosts.kill,
+        announce=run.rollouts.use,
+        start_minutes=config.generator.start_minutes,
     )
     closers["generators"] = run.generators.close
     async with asyncio.TaskGroup() as starts:

@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
+from goaly.errors import ReplicaLost
+from goaly.generate.commands import Command
 from goaly.generate.loop import EngineLoop
-from goaly.generate.request import EngineFailed, Finish, Sample, Sampling
+from goaly.generate.request import Finish, Sample, Sampling
 
 
 class CountingEngine:
@@ -25,6 +28,10 @@ class CountingEngine:
 
     def counts(self) -> tuple[int, int]:
         return len(self._written), 0
+
+    def check(self, name: str, prompt: list[int]) -> None:
+        if 99 in prompt:
+            raise ValueError(f"request {name}: token id 99")
 
     def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
         if (sampling.top_p or 0) > 1:
@@ -121,23 +128,60 @@ async def test_a_request_that_the_engine_refuses_fails_alone(loop):
 
 
 @pytest.mark.timeout(20)
-async def test_an_engine_that_breaks_fails_every_request_with_the_cause_and_takes_no_new_one(loop, engine):
-    """LO-2"""
-    under_way = [asyncio.ensure_future(loop.generate(str(n), [1], ENDLESS, min_version=n)) for n in range(3)]
-    waiter = asyncio.ensure_future(loop.version_at_least(9))
-    await asyncio.sleep(0)
-    engine.breaks = True
-    for call in [*under_way, waiter, ask(loop, "late")]:
-        with pytest.raises(EngineFailed, match="the cache caught fire") as failed:
-            await call
-        assert isinstance(failed.value.__cause__, RuntimeError)
+async def test_a_prompt_that_no_engine_can_continue_never_reaches_it_and_fails_alone(loop, engine):
+    running = ask(loop, "sound", max_tokens=1000)
+    with pytest.raises(ValueError, match="token id 99"):
+        await loop.generate("broken", [1, 99], Sampling(max_tokens=1), min_version=0)
+    assert len((await running).tokens) == 1000
+    with pytest.raises(ValueError, match="token id 99"):  # it is not under way: its id is free
+        await loop.generate("broken", [1, 99], Sampling(max_tokens=1), min_version=0)
+
+
+@dataclass
+class Broken:
+    """A link to other ranks, whose connection is reset."""
+
+    rank: int
+    sent: list[list[Command]] = field(default_factory=list)
+
+    def send(self, commands: list[Command]) -> None:
+        self.sent.append(commands)
+        raise ConnectionError("reset by peer")
+
+    def receive(self) -> list[Command]:
+        raise ConnectionError("reset by peer")
 
 
 @pytest.mark.timeout(20)
-async def test_closing_fails_what_is_still_under_way(engine):
+@pytest.mark.parametrize(
+    ("link", "why"),
+    [(None, "the cache caught fire"), (Broken(0), "reset by peer"), (Broken(1), "reset by peer")],
+    ids=["its engine", "a leader's link", "a follower's link"],
+)
+async def test_a_rank_whose_engine_or_link_breaks_ends_its_process(engine, monkeypatch, link, why):
+    """LO-4"""
+    events = asyncio.get_running_loop()
+    ended: asyncio.Future[str] = events.create_future()
+
+    def give_up(what: str, error: BaseException) -> None:
+        events.call_soon_threadsafe(ended.set_result, f"{what}: {error}")
+
+    monkeypatch.setattr("goaly.generate.loop.give_up", give_up)
+    engine.breaks = True
+    loop = EngineLoop(engine, apply_mode="keep", max_running=1000, fill=lambda: 1, link=link)
+    loop.submit("one", [1], ENDLESS, 0, lambda name, result: None)
+    assert await ended == f"the engine's thread broke: {why}"
+    await asyncio.to_thread(loop._thread.join)
+
+
+@pytest.mark.timeout(20)
+async def test_closing_ends_what_is_still_under_way_with_an_error_that_says_so(engine):
+    """LO-2"""
     loop = EngineLoop(engine, apply_mode="keep", max_running=1000, fill=lambda: 1)
     call = asyncio.ensure_future(loop.generate("endless", [1], ENDLESS, min_version=0))
+    waiter = asyncio.ensure_future(loop.version_at_least(9))
     await asyncio.sleep(0)
     await loop.stop()
-    with pytest.raises(EngineFailed, match="closed"):
-        await call
+    for ended in (call, waiter, ask(loop, "after the end")):
+        with pytest.raises(ReplicaLost, match="closed"):
+            await ended

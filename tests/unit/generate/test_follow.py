@@ -1,26 +1,39 @@
-"""How a replica follows the weights."""
+"""How a replica's ranks follow the weights."""
 
 import asyncio
+import queue
+import threading
 from typing import Any
 
-from goaly.errors import WritersGone
+import pytest
+
+from goaly.errors import WeightsError, WritersGone
 from goaly.generate.follow import WeightFollower
+from goaly.weights.records import Lease
+
+pytestmark = pytest.mark.timeout(20)
 
 
 class Versions:
-    """One version, and then no more."""
+    """So many versions, and then no more."""
 
     held = None
 
-    def __init__(self) -> None:
+    def __init__(self, last: int = 1) -> None:
+        self.last = last
         self.released = asyncio.Event()
+        self.prefetched: list[int] = []
+        self.failure: Exception | None = None
 
     async def newest(self, after: int, *, early: bool) -> int:
-        if after >= 1:
+        if after >= self.last:
             raise WritersGone("writer rank 0 has left")
-        return 1
+        return after + 1
 
     async def prefetch(self, version: int, lent: Any = None) -> bool:
+        if self.failure is not None:
+            raise self.failure
+        self.prefetched.append(version)
         return True
 
     async def release(self) -> None:
@@ -36,17 +49,90 @@ class Draining:
     def __init__(self) -> None:
         self.version = 0
         self.drained = asyncio.Event()
+        self.waited_for: asyncio.Queue[int] = asyncio.Queue()
 
     async def apply(self, version: int) -> None:
         await self.drained.wait()
         self.version = version
 
+    async def version_at_least(self, version: int) -> int:
+        self.waited_for.put_nowait(version)
+        await self.drained.wait()
+        return version
+
+
+class Heard:
+    """A follower's link: it hears of versions, and the ranks agree, as `agreed` says."""
+
+    rank = 1
+
+    def __init__(self, *versions: int, agreed: bool = True) -> None:
+        self._leases: queue.SimpleQueue[Lease] = queue.SimpleQueue()
+        for version in versions:
+            self._leases.put(Lease(reader=0, version=version, slot=0, whole=True))
+        self._agreed = agreed
+        self.votes: list[bool] = []
+        self.voted = threading.Event()
+
+    def receive(self) -> Lease:
+        return self._leases.get()
+
+    def all_agree(self, yes: bool) -> bool:
+        self.votes.append(yes)
+        self.voted.set()
+        return self._agreed
+
+
+def follower(versions: Versions, loop: Draining, link: Heard | None) -> WeightFollower:
+    return WeightFollower(versions, loop, link)  # type: ignore[bad-argument-type]
+
 
 async def test_a_version_is_held_no_longer_than_it_is_copied_however_long_its_apply_waits() -> None:
     versions, loop = Versions(), Draining()
-    following = asyncio.ensure_future(WeightFollower(versions, loop, None).run())  # type: ignore[bad-argument-type]
+    following = asyncio.ensure_future(follower(versions, loop, None).run())
     await asyncio.wait_for(versions.released.wait(), 5)  # FO-3
     assert loop.version == 0
     loop.drained.set()
     await asyncio.wait_for(following, 5)  # and ends with the last version, without an error
     assert loop.version == 1
+
+
+@pytest.mark.parametrize("link", [None, Heard(1, 2)], ids=["alone", "a follower"])
+async def test_what_is_held_ready_is_not_overwritten_before_the_engine_has_applied_it(link: Heard | None) -> None:
+    """FO-2"""
+    versions, loop = Versions(last=2), Draining()
+    following = asyncio.ensure_future(follower(versions, loop, link).run())
+    if link is None:
+        await asyncio.wait_for(versions.released.wait(), 5)
+    else:
+        assert await asyncio.wait_for(loop.waited_for.get(), 5) == 1
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert versions.prefetched == [1]
+    loop.drained.set()
+    if link is not None:
+        assert await asyncio.wait_for(loop.waited_for.get(), 5) == 2
+        following.cancel()
+    await asyncio.wait([following], timeout=5)
+    assert versions.prefetched == [1, 2]
+
+
+async def test_a_version_that_some_rank_could_not_get_is_passed_over_by_all() -> None:
+    """FO-1"""
+    versions, loop, link = Versions(), Draining(), Heard(1, agreed=False)
+    following = asyncio.ensure_future(follower(versions, loop, link).run())
+    await asyncio.wait_for(asyncio.to_thread(link.voted.wait), 5)
+    await asyncio.wait([following], timeout=0.05)
+    assert loop.waited_for.empty()
+    assert versions.prefetched == [1]
+    following.cancel()
+
+
+@pytest.mark.parametrize("link", [None, Heard(1)], ids=["alone", "a follower"])
+async def test_a_pull_that_fails_ends_the_following_and_no_vote_is_given(link: Heard | None) -> None:
+    """FO-4. The task is vital (GE-4): the rank's process ends, and nobody waits for its vote."""
+    versions = Versions()
+    versions.failure = WeightsError("written over")
+    with pytest.raises(WeightsError, match="written over"):
+        await asyncio.wait_for(follower(versions, Draining(), link).run(), 5)
+    assert link is None or link.votes == []

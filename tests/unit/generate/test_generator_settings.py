@@ -13,35 +13,36 @@ from goaly.generate.settings import GeneratorSettings, SamplingSettings, vllm_de
 
 
 def test_the_defaults_can_work():
-    assert GeneratorSettings().problems("generate.") == []
+    assert GeneratorSettings().problems("generator.") == []
     assert SamplingSettings().problems("sampling.") == []
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"replicas": 0}, "generate.replicas=0: must be at least 1"),
-        ({"tp": 0}, "generate.tp=0: must be at least 1"),
-        ({"max_running": 0}, "generate.max_running=0: must be at least 1"),
-        ({"threads": 0}, "generate.threads=0: must be at least 1"),
-        ({"max_context": 1}, "generate.max_context=1: must be at least 2"),
-        ({"max_step_tokens": 8}, "generate.max_step_tokens=8: must be at least max_running (128)"),
-        ({"kv_cache_gib": 0.0}, "generate.kv_cache_gib=0.0: must be positive"),
-        ({"apply": "abort"}, "generate.apply='abort': must be one of recompute, keep, drain"),
-        ({"engine": "sglang"}, "generate.engine='sglang': must be one of torchtitan, native"),
+        ({"replicas": 0}, "generator.replicas=0: must be at least 1"),
+        ({"tp": 0}, "generator.tp=0: must be at least 1"),
+        ({"max_running": 0}, "generator.max_running=0: must be at least 1"),
+        ({"threads": 0}, "generator.threads=0: must be at least 1"),
+        ({"max_context": 1}, "generator.max_context=1: must be at least 2"),
+        ({"max_step_tokens": 8}, "generator.max_step_tokens=8: must be at least max_running (128)"),
+        ({"kv_cache_gib": 0.0}, "generator.kv_cache_gib=0.0: must be positive"),
+        ({"start_minutes": 0.0}, "generator.start_minutes=0.0: must be positive"),
+        ({"apply": "abort"}, "generator.apply='abort': must be one of recompute, keep, drain"),
+        ({"engine": "sglang"}, "generator.engine='sglang': must be one of torchtitan, native"),
     ],
 )
 def test_each_impossible_setting_is_one_line_with_its_key(change, line):
-    (problem,) = GeneratorSettings(**change).problems("generate.")
+    (problem,) = GeneratorSettings(**change).problems("generator.")
     assert problem.startswith(line)
 
 
 def test_the_native_engine_is_refused_on_cpu_where_weights_change_and_fine_where_they_do_not():
     native = GeneratorSettings(engine="native")
-    (problem,) = native.problems("generate.", device="cpu", updates=True)
+    (problem,) = native.problems("generator.", device="cpu", updates=True)
     assert "prepack" in problem
-    assert native.problems("generate.", device="cpu", updates=False) == []
-    assert native.problems("generate.", device="cuda", updates=True) == []
+    assert native.problems("generator.", device="cpu", updates=False) == []
+    assert native.problems("generator.", device="cuda", updates=True) == []
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_the_installed_build_of_vllm_says_what_it_computes_on(monkeypatch, insta
         return installed
 
     monkeypatch.setattr("goaly.generate.settings.version", version)
-    refused = GeneratorSettings(engine="native").problems("generate.")
+    refused = GeneratorSettings(engine="native").problems("generator.")
     assert (vllm_device(), bool(refused)) == (device, device == "cpu")
 
 

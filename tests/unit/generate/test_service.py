@@ -1,33 +1,37 @@
-"""The generator service against replicas that start, die while starting, and die again."""
+"""The generator service against replicas that start, die, fail to start, and hang while they start."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
 
 from goaly.errors import RunFailed
-from goaly.generate.service import MAX_REPLACEMENTS, GeneratorService
+from goaly.generate.service import MAX_DEATHS, WINDOW_SECONDS, GeneratorService
 
-
-class FakeStart:
-    def __init__(self, ranks: "FakeRanks"):
-        self._ranks = ranks
-
-    async def call(self) -> None:
-        await self._ranks.may_start.wait()
-        if self._ranks.dies_while_starting:
-            raise SupervisionError("died")
+pytestmark = pytest.mark.timeout(20)
 
 
 class FakeRanks:
-    def __init__(self, name: str):
+    """The actors of a replica; `start.call()` does what the stage says for this name."""
+
+    def __init__(self, name: str, begin: Callable[[], Any]):
         self.name = name
-        self.may_start = asyncio.Event()
-        self.may_start.set()
-        self.dies_while_starting = False
-        self.start = FakeStart(self)
+        self.start = self
+        self.stats = self.close = self
+        self._begin = begin
+        self.dead = False
+
+    async def call(self) -> None:
+        await self._begin()
+
+    async def call_one(self) -> str:
+        if self.dead:
+            raise SupervisionError("died")
+        return self.name
 
     def slice(self, procs: int) -> "FakeRanks":
         assert procs == 0
@@ -35,28 +39,79 @@ class FakeRanks:
 
 
 class Stage:
-    """Spawns fakes, and keeps what was announced."""
+    """Spawns fakes, and keeps what was announced and killed."""
 
     def __init__(self) -> None:
         self.spawned: list[FakeRanks] = []
-        self.retired: list[str] = []
+        self.killed: list[str] = []
         self.announced: asyncio.Queue[list[str]] = asyncio.Queue()
-        self.broken: set[str] = set()
+        self.starts: dict[str, Callable[[], Any]] = {}
+        self.seconds = 0.0
+        self.announcing = 0
+        self.may_announce = asyncio.Event()
+        self.may_announce.set()
 
     async def spawn(self, name: str) -> FakeRanks:
-        ranks = FakeRanks(name)
-        ranks.dies_while_starting = name in self.broken
-        self.spawned.append(ranks)
-        return ranks
+        self.spawned.append(FakeRanks(name, self.starts.get(name, well)))
+        return self.spawned[-1]
 
-    async def retire(self, name: str) -> None:
-        self.retired.append(name)
+    async def kill(self, name: str) -> None:
+        self.killed.append(name)
 
-    async def announce(self, serving: Mapping[int, Any]) -> None:
-        self.announced.put_nowait([serving[index].name for index in sorted(serving)])
+    async def announce(self, serving: Mapping[str, Any]) -> None:
+        assert all(handle.name == name for name, handle in serving.items())
+        self.announcing += 1
+        assert self.announcing == 1, "two tables on their way may overtake each other"
+        await self.may_announce.wait()
+        self.announcing -= 1
+        self.announced.put_nowait(sorted(serving))
 
-    def service(self, replicas: int) -> GeneratorService:
-        return GeneratorService(replicas=replicas, spawn=self.spawn, retire=self.retire, announce=self.announce)
+    def service(self, replicas: int, start_minutes: float = 1.0) -> GeneratorService:
+        return GeneratorService(
+            replicas=replicas,
+            spawn=self.spawn,
+            kill=self.kill,
+            announce=self.announce,
+            start_minutes=start_minutes,
+            clock=lambda: self.seconds,
+        )
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    """Let the other tasks run until this holds."""
+    for _ in range(10_000):
+        if holds():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it does not hold")
+
+
+async def well() -> None:
+    pass
+
+
+async def dies() -> None:
+    raise SupervisionError("Endpoint call start() failed\nits process died")
+
+
+async def raises() -> None:
+    raise ActorError(ValueError("the cache does not fit"))
+
+
+async def hangs() -> None:
+    await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def serving(stage: Stage, replicas: int, start_minutes: float = 1.0) -> AsyncIterator[GeneratorService]:
+    """A started service under supervision."""
+    service = stage.service(replicas, start_minutes)
+    await service.start()
+    await stage.announced.get()
+    supervision = asyncio.create_task(service.supervise())
+    yield service
+    supervision.cancel()
+    await asyncio.wait([supervision])
 
 
 async def test_all_replicas_serve_when_start_returns() -> None:
@@ -65,52 +120,155 @@ async def test_all_replicas_serve_when_start_returns() -> None:
     assert await stage.announced.get() == ["generator-0", "generator-1"]
 
 
-async def test_a_dead_replica_leaves_at_once_and_a_new_one_serves_when_it_has_caught_up() -> None:
+@pytest.mark.parametrize(
+    ("start", "why"),
+    [
+        (dies, "generator-1 failed to start: its process died"),
+        (raises, "generator-1 failed to start: ValueError: the cache does not fit"),
+        (hangs, r"generator-1 did not start within generator.start_minutes=0.0001"),
+    ],
+)
+async def test_a_replica_that_cannot_start_at_first_ends_the_run_with_its_name_and_the_cause(start, why) -> None:
+    stage = Stage()
+    stage.starts["generator-1"] = start
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await stage.service(2, start_minutes=0.0001).start()
+    assert raised.group_contains(RunFailed, match=f"^{why}$")
+    assert stage.killed == ["generator-1"]
+
+
+async def test_the_death_of_one_rank_during_the_first_start_ends_the_run_though_the_others_hang() -> None:
+    stage = Stage()
+    stage.starts["generator-0"] = hangs
+    service = stage.service(1)
+    start = asyncio.create_task(service.start())
+    await until(lambda: stage.spawned)
+    assert service.lost("generator-0", "process 7 ended")
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await start
+    assert raised.group_contains(RunFailed, match="generator-0 died while it started: process 7 ended")
+
+
+async def test_a_dead_replica_leaves_at_once_its_other_ranks_are_killed_and_a_new_one_serves_when_it_has_caught_up():
+    stage = Stage()
+    caught_up = asyncio.Event()
+    stage.starts["generator-0-1"] = caught_up.wait
+    async with serving(stage, 2) as service:
+        assert service.lost("generator-0", "killed")
+        assert await stage.announced.get() == ["generator-1"]  # GS-2
+        await until(lambda: len(stage.spawned) >= 3)
+        assert stage.killed == ["generator-0"]  # GS-2
+        assert stage.announced.empty()  # GS-1
+        caught_up.set()
+        assert await stage.announced.get() == ["generator-0-1", "generator-1"]
+        assert service.lost("generator-0", "told once more, by who noticed late")
+        assert await service.stats() == ["generator-1", "generator-0-1"]
+        assert stage.announced.empty()
+
+
+@pytest.mark.parametrize("start", [dies, raises, hangs])
+async def test_a_replacement_that_cannot_start_is_killed_and_replaced_in_its_turn(start) -> None:
+    """GS-3"""
+    stage = Stage()
+    stage.starts["generator-0-1"] = start
+    async with serving(stage, 1, start_minutes=0.0001) as service:
+        service.lost("generator-0", "killed")
+        assert await stage.announced.get() == []
+        assert await stage.announced.get() == ["generator-0-2"]
+        assert stage.killed == ["generator-0", "generator-0-1"]
+
+
+async def test_a_replacement_that_dies_while_it_starts_is_replaced_at_once_though_its_other_ranks_hang() -> None:
+    stage = Stage()
+    stage.starts["generator-0-1"] = hangs
+    async with serving(stage, 1) as service:
+        service.lost("generator-0", "killed")
+        await until(lambda: len(stage.spawned) >= 2)
+        assert service.lost("generator-0-1", "killed too")
+        assert await stage.announced.get() == []
+        assert await stage.announced.get() == ["generator-0-2"]
+        assert stage.killed == ["generator-0", "generator-0-1"]
+
+
+async def die(stage: Stage, service: GeneratorService, times: int, every: float) -> None:
+    for death in range(times):
+        stage.seconds += every
+        service.lost(stage.spawned[-1].name, f"death {death}")
+        assert await stage.announced.get() == []
+        await stage.announced.get()
+
+
+async def ends(service: GeneratorService, supervision: asyncio.Task[None]) -> str:
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await supervision
+    error = raised.value
+    while isinstance(error, BaseExceptionGroup):
+        (error,) = error.exceptions
+    assert isinstance(error, RunFailed)
+    return str(error)
+
+
+async def under_supervision(stage: Stage) -> tuple[GeneratorService, asyncio.Task[None]]:
+    service = stage.service(1)
+    await service.start()
+    await stage.announced.get()
+    return service, asyncio.create_task(service.supervise())
+
+
+async def test_a_replica_that_keeps_dying_ends_the_run_with_its_name_and_the_last_report() -> None:
+    """GS-3"""
+    stage = Stage()
+    service, supervision = await under_supervision(stage)
+    await die(stage, service, MAX_DEATHS, every=WINDOW_SECONDS / (MAX_DEATHS + 1))
+    stage.seconds += WINDOW_SECONDS / (MAX_DEATHS + 1)
+    service.lost(stage.spawned[-1].name, "the last death")
+    why = await ends(service, supervision)
+    assert why.startswith("generator 0 died or failed to start 6 times within 10 minutes of serving")
+    assert why.endswith("died: the last death")
+
+
+async def test_deaths_that_are_far_apart_are_forgiven() -> None:
+    """GS-3"""
+    stage = Stage()
+    async with serving(stage, 1) as service:
+        await die(stage, service, 4 * MAX_DEATHS, every=WINDOW_SECONDS / MAX_DEATHS)
+
+
+async def test_replacements_that_never_serve_end_the_run_however_slowly_they_fail() -> None:
+    """GS-3"""
+    stage = Stage()
+
+    async def fails_after_an_hour() -> None:
+        stage.seconds += 3600
+        raise ActorError(OSError("no memory"))
+
+    service, supervision = await under_supervision(stage)
+    stage.starts |= {f"generator-0-{number}": fails_after_an_hour for number in range(1, 100)}
+    service.lost("generator-0", "killed")
+    assert (await ends(service, supervision)).endswith("failed to start: OSError: no memory")
+    assert len(stage.killed) == 1 + MAX_DEATHS
+
+
+async def test_tables_reach_the_routers_in_the_order_in_which_they_became_true() -> None:
+    """GS-4"""
+    stage = Stage()
+    async with serving(stage, 2) as service:
+        stage.may_announce.clear()
+        service.lost("generator-0", "killed")
+        service.lost("generator-1", "killed")
+        await until(lambda: len(stage.killed) >= 2)
+        stage.may_announce.set()
+        tables = [await stage.announced.get() for _ in range(4)]
+        assert tables[-1] == ["generator-0-1", "generator-1-1"]
+
+
+async def test_a_replica_that_died_is_missing_from_the_counts_and_fails_nothing() -> None:
     stage = Stage()
     service = stage.service(2)
     await service.start()
-    await stage.announced.get()
-    supervision = asyncio.create_task(service.supervise())
-    assert service.lost("generator-0", "killed")
-    assert await stage.announced.get() == ["generator-1"]  # GS-2
-    assert await stage.announced.get() == ["generator-0-1", "generator-1"]
-    assert stage.retired == ["generator-0"]
-    assert service.lost("generator-0", "told once more, by who noticed late")
-    assert stage.announced.empty()
-    supervision.cancel()
-
-
-async def test_a_replacement_that_dies_while_starting_is_replaced_in_its_turn() -> None:
-    stage = Stage()
-    service = stage.service(1)
-    await service.start()
-    await stage.announced.get()
-    stage.broken.add("generator-0-1")
-    supervision = asyncio.create_task(service.supervise())
-    service.lost("generator-0", "killed")
-    assert await stage.announced.get() == []
-    for _ in range(10):
-        await asyncio.sleep(0)
-    service.lost("generator-0-1", "killed too")
-    assert await stage.announced.get() == []
-    assert await stage.announced.get() == ["generator-0-2"]
-    supervision.cancel()
-
-
-async def test_a_replica_that_keeps_dying_ends_the_run_with_its_name() -> None:
-    stage = Stage()
-    service = stage.service(1)
-    await service.start()
-    supervision = asyncio.create_task(service.supervise())
-    await stage.announced.get()
-    for death in range(MAX_REPLACEMENTS + 1):
-        service.lost(stage.spawned[-1].name, f"death {death}")
-        assert await stage.announced.get() == []
-        if death < MAX_REPLACEMENTS:
-            await stage.announced.get()
-    with pytest.raises(BaseExceptionGroup) as raised:
-        await supervision
-    assert raised.group_contains(RunFailed, match="generator 0 died 6 times")
+    stage.spawned[0].dead = True
+    assert await service.stats() == ["generator-1"]
+    await service.close()
 
 
 async def test_the_death_of_another_actor_is_not_its_business() -> None:

@@ -1,0 +1,35 @@
+"""Which prompts are refused before an engine sees them."""
+
+from typing import Any
+
+import numpy
+import pytest
+
+from goaly.generate.request import check_prompt
+
+
+def check(prompt: Any) -> None:
+    check_prompt("7.0", prompt, vocabulary=32, max_context=8)
+
+
+@pytest.mark.parametrize("prompt", [[0], [31], [0, 31, 5], list(range(7)), [numpy.int64(3)]])
+def test_ids_of_the_vocabulary_that_leave_room_for_an_answer_are_taken(prompt: list[int]) -> None:
+    check(prompt)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        ([], "the prompt is empty"),
+        ([1] * 8, "has 8 tokens, must have fewer than generator.max_context=8"),
+        ([1, 2, 32, 3], "token id 32 at position 2 of the prompt is not in the model's vocabulary"),
+        ([1, -1], "token id -1 at position 1 .* must be at least 0 and below 32"),
+        ([1, 10**30], "token ids must be integers"),
+        ([1, 2.5], "token ids must be integers"),
+        ([1, None], "token ids must be integers"),
+        (["a"], "token ids must be integers"),
+    ],
+)
+def test_other_prompts_are_refused_with_the_request_and_the_reason(prompt: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=f"request 7.0: .*{why}"):
+        check(prompt)
