@@ -26,6 +26,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.v1.engine import FinishReason
 from vllm.v1.sample import sampler
@@ -247,7 +248,7 @@ class Engine:
                 _parameters(request.sampling),
                 supported_tasks=self._supported_tasks,
             )
-        except TypeError as error:  # such as of a text where a number must be: the request's own fault, too
+        except (VLLMClientError, TypeError) as error:  # the request's own fault, and neither is a ValueError
             raise ValueError(f"request {request.name}: {request.sampling}: {error}") from error
         inputs.assign_request_id(core_request)
         self._core.add_request(core_request)
