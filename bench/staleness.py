@@ -29,6 +29,7 @@ from bench.chart import line_chart
 from bench.interval import Interval
 from bench.record import append, digest, finished
 from goaly.losses.settings import LossSettings, Rejection
+from goaly.reward.child import die_with
 
 if TYPE_CHECKING:
     from bench.lagged import Laboratory, LaggedSettings
@@ -113,8 +114,9 @@ class Finished:
 _laboratory: "Laboratory"
 
 
-def _start(settings: "LaggedSettings", cores: Any) -> None:
+def _start(settings: "LaggedSettings", cores: Any, parent_pid: int) -> None:
     """In a process of its own: one core, one thread, one generator."""
+    die_with(parent_pid)
     global _laboratory
     import torch
 
@@ -169,7 +171,7 @@ def run_all(
     for core in sorted(os.sched_getaffinity(0))[:processes]:
         cores.put(core)
     upcoming = iter(work)
-    with ProcessPoolExecutor(processes, context, _start, (settings, cores)) as pool:
+    with ProcessPoolExecutor(processes, context, _start, (settings, cores, os.getpid())) as pool:
         running: set[Future[Finished]] = set()
         while True:
             while len(running) < processes and time.monotonic() < until and (item := next(upcoming, None)):

@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(verifier: str, parent_pid: int) -> None:
     """Serve until standard input ends."""
-    _die_with(parent_pid)
+    die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle: it closes the input or kills.
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as replies:
         _detach_standard_streams()
@@ -64,7 +64,8 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends (RP-1)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
