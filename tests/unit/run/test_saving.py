@@ -161,12 +161,19 @@ class NoHosts:
         """There is nothing to stop."""
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["room on the disk", "full disk"])
 @pytest.mark.parametrize("error", [None, RuntimeError("the evaluation failed")])
-async def test_a_started_run_saves_the_policy_of_a_script_that_stops_early_or_fails(
-    error: Exception | None, tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_started_run_saves_the_policy_of_a_script_that_stops_early_or_fails_and_fails_if_it_cannot(
+    error: Exception | None, full: bool, tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = [f"model.path={tiny_model_folder}", "steps=9", "telemetry={tensorboard: false, progress: off, trace: false}"]
     config, ranks = load(RunConfig, argv, prog="test", description="").config, Ranks()
+    no_space = RunFailed("trainer.save failed: OSError: No space left on device")
+
+    async def fails(folder: Path) -> None:
+        raise no_space
+
+    ranks.save = Endpoint("save", ranks.calls, fails) if full else ranks.save
 
     async def bring_up(run: Any, *_: Any) -> None:
         run.trainer = await trained(ranks, 0, steps=9)
@@ -182,7 +189,7 @@ async def test_a_started_run_saves_the_policy_of_a_script_that_stops_early_or_fa
                 raise error
     except ExceptionGroup as group:
         failures = list(group.exceptions)
-    assert failures == ([] if error is None else [error])
+    assert failures == ([error] if error is not None else [no_space] if full else [])
     assert ranks.calls[-1] == ("save", Path("policy"))
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["status"], summary["policy_version"]) == ("failed" if error else "finished", 1)
+    assert (summary["status"], summary["policy_version"]) == ("failed" if failures else "finished", 1)
