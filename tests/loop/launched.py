@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,11 @@ def descendants(pid: int) -> list[int]:
 
 def children(pid: int) -> list[int]:
     """The processes that this one started and that live."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(number) for child_list in lists for number in child_list.read_text().split()]
+    found: list[int] = []
+    for child_list in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found += map(int, child_list.read_text().split())
+    return found
 
 
 def named(pid: int) -> str:
@@ -54,12 +58,24 @@ def named(pid: int) -> str:
 
 
 class LaunchedRun:
-    """`python -m apps.grpo.main`, or another app, on the tests' tiny model; `module` runs in the app's place."""
+    """`python -m apps.grpo.main`, or another app, on the tests' tiny model.
 
-    def __init__(self, folder: Path, model: Path, *overrides: str, app: str = "grpo", module: str | None = None):
+    `module` runs in the app's place, with its own arguments first.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        *overrides: str,
+        app: str = "grpo",
+        module: str | None = None,
+        arguments: Sequence[str] = (),
+    ):
         self.folder = folder
         self.output = folder.with_suffix(".out")
-        command = [sys.executable, "-m", module or f"apps.{app}.main", "--config", f"configs/{app}/tiny.yaml"]
+        command = [sys.executable, "-m", module or f"apps.{app}.main", *arguments]
+        command += ["--config", f"configs/{app}/tiny.yaml"]
         command += [f"model.path={model}", f"run_dir={folder}", *SMALL, *overrides]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HYPERACTOR_")}
         with self.output.open("wb") as output:

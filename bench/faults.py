@@ -1,0 +1,237 @@
+"""What a run does when something in it breaks: every kind of process, killed, stopped or raising, at every stage.
+
+    python -m bench.faults [--only TEXT] [--missing] [--json FILE] [--markdown FILE]
+
+Each case is a run of its own, as a user starts it, with one fault (`saboteur.py`). It has to end as it should within
+its limit: the part is replaced and the run goes on, or the run fails with an error that names it. In either case every
+admitted group is accounted for, and no process and no shared memory is left. Takes about half an hour on two quiet
+cores. Each finished case is written to the JSON file at once; `--missing` runs only those that are not in it. The exit
+code is 1 if one of those asked for did not end as it should.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from bench.saboteur import PLANTED, Fault
+from tests.loop.launched import LaunchedRun, alive, descendants, gone_within
+
+SILENT_SECONDS = 10
+START_SECONDS = 400
+"""Within this time a run starts and reaches the moment of its fault."""
+LIMIT_SECONDS = 60
+"""Within this time after the fault a run has failed, or works again."""
+LEFT_SECONDS = 5
+INTERRUPTED = 130
+
+REPLACED, FAILS, GOES_ON = "is replaced", "the run fails", "the run goes on"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One fault in one run, and how that has to end."""
+
+    part: str
+    fault: Fault
+    ends: str
+    says: str = ""
+    """What the run's output names then."""
+    app: str = "grpo"
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What breaks, how and when."""
+        return f"{self.part}, {self.fault.kind}, {self.fault.when}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How a case ended."""
+
+    name: str
+    ends: str
+    seconds: float
+    """From the fault to the end of the run, or to its working again."""
+    error: str
+    """The run's last words, where it failed."""
+    problems: list[str] = field(default_factory=list)
+
+
+PARTS = {
+    "hub": ("hub", 0, "grpo", ()),
+    "trainer rank 0": ("trainer", 0, "grpo", ("trainer.fsdp=2",)),
+    "trainer rank 1": ("trainer", 1, "grpo", ("trainer.fsdp=2",)),
+    "reference": ("reference", 0, "grpo", ("loss.kl_coef=0.01",)),
+    "critic": ("critic", 0, "ppo", ()),
+    "generator": ("generator-0", 0, "grpo", ()),
+    "generator rank 0 of 2": ("generator-0", 0, "grpo", ("generator.tp=2",)),
+    "generator rank 1 of 2": ("generator-0", 1, "grpo", ("generator.tp=2",)),
+    "rollout worker": ("rollout-0", 0, "grpo", ()),
+    "verifier": ("verifier", 0, "grpo", ()),
+}
+"""Process, rank, app and settings by what is to break."""
+
+UPDATING = {"hub": "commit", "trainer": "stage", "generator": "pull"}
+RAISING = {
+    "hub": ("accept a group", "commit"),
+    "trainer": ("train", "stage"),
+    "reference": ("annotate",),
+    "critic": ("learn values",),
+    "generator": ("decode", "pull", "apply"),
+    "rollout worker": ("episode", "judge", "task line: samples", "task line: connected"),
+}
+ENDPOINTS = {
+    "train": "trainer.step",
+    "stage": "trainer.publish",
+    "commit": "trainer.publish",  # whose call it was
+    "annotate": "reference.annotate",
+    "learn values": "critic.step",
+}
+"""The call of the controller that an exception at a point ends."""
+GROUP_ALONE = {"episode", "judge", "accept a group"}
+"""Points where an exception fails the group that it belongs to, and nothing else."""
+
+
+def cases() -> Iterator[Case]:
+    """The whole matrix."""
+    for part in PARTS:
+        role = part.partition(" rank")[0]
+        for kind in ("killed", "stopped"):
+            whens = ["starting", "working", *([UPDATING[role]] if role in UPDATING else [])]
+            for when in whens:
+                if (role, when) != ("verifier", "starting"):  # its pool starts it anew then, as it does later
+                    yield case(part, kind, when)
+        for when in RAISING.get(role, ()):
+            yield case(part, "raising", when)
+
+
+def case(part: str, kind: str, when: str) -> Case:
+    """One case of the matrix."""
+    process, rank, app, overrides = PARTS[part]
+    role = part.partition(" rank")[0]
+    fault = Fault(process=process, rank=rank, kind=kind, when=when)
+    ends, says = FAILS, f"{process} died"
+    if role == "generator":
+        ends, says = REPLACED, "generator 0 serves again"
+    elif role == "verifier" or when in GROUP_ALONE or when.startswith("task line"):
+        ends, says = GOES_ON, ""
+    elif kind == "raising":
+        says = f"{ENDPOINTS[when]} failed: RuntimeError: sabotage"
+    return Case(part=part, fault=fault, ends=ends, says=says, app=app, overrides=overrides)
+
+
+def run_case(case: Case, folder: Path, model: Path) -> Result:
+    """Run it, and look at what it leaves behind."""
+    memory = set(os.listdir("/dev/shm"))
+    settings = (f"hosts.silent_seconds={SILENT_SECONDS}", "steps=10000", *case.overrides)
+    fault = (case.app, json.dumps(asdict(case.fault)))
+    run = LaunchedRun(folder, model, *settings, app=case.app, module="bench.saboteur", arguments=fault)
+    problems, seconds, judged = [], 0.0, False
+    children: list[int] = []
+    try:
+        run.wait_for_text(PLANTED, START_SECONDS)
+        planted = time.monotonic()
+        children = descendants(run.process.pid)
+        problems += _fails(run, case) if case.ends == FAILS else _goes_on(run, case)
+        seconds = time.monotonic() - planted
+        problems += _stops(run, case)
+        judged = True
+    except AssertionError as error:
+        problems.append(str(error).splitlines()[0])
+    finally:
+        for pid in [*descendants(run.process.pid), run.process.pid]:
+            if alive(pid) and not judged:
+                os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+    problems += [f"process {pid} is left" for pid in gone_within(children, LEFT_SECONDS)]
+    problems += [f"/dev/shm/{name} is left" for name in _left(memory)]
+    error = next((line for line in run.text().splitlines() if line.startswith("error:")), "")
+    return Result(name=case.name, ends=case.ends, seconds=round(seconds, 1), error=error, problems=problems)
+
+
+def _fails(run: LaunchedRun, case: Case) -> list[str]:
+    code, text = run.wait(LIMIT_SECONDS), run.text()
+    problems = [] if code == 1 else [f"exit code {code}"]
+    if case.says not in text:
+        problems.append(f"no {case.says!r} in the output")
+    if "Traceback" in text:
+        problems.append("a traceback in the output")
+    return problems
+
+
+def _goes_on(run: LaunchedRun, case: Case) -> list[str]:
+    if case.says:
+        run.wait_for_text(case.says, LIMIT_SECONDS)
+    run.wait_for_steps(run.steps() + 3, LIMIT_SECONDS)
+    return []
+
+
+def _stops(run: LaunchedRun, case: Case) -> list[str]:
+    problems = []
+    if case.ends != FAILS:
+        run.process.send_signal(signal.SIGINT)
+        code = run.wait(LIMIT_SECONDS)
+        problems += [] if code == INTERRUPTED else [f"exit code {code} after Ctrl-C"]
+    summary = run.summary()
+    if summary["admitted"] != summary["trained"] + summary["rejected"] + summary["failed"]:
+        problems.append(f"the accounting is open: {summary}")
+    return problems
+
+
+def _left(memory: set[str]) -> set[str]:
+    deadline = time.monotonic() + LEFT_SECONDS
+    while (left := set(os.listdir("/dev/shm")) - memory) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results as a table in Markdown: a line for each part and fault."""
+    lines = ["| what breaks | how | when | then | s |", "|---|---|---|---|---|"]
+    for result in results:
+        part, kind, when = result.name.split(", ")
+        then = result.ends if not result.problems else f"**{'; '.join([*result.problems, result.error])}**"
+        lines.append(f"| {part} | {kind} | {when.removeprefix('task ')} | {then} | {result.seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the cases that were asked for."""
+    parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this in it")
+    parser.add_argument("--missing", action="store_true", help="only cases that the JSON file has no good result of")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    chosen = parser.parse_args()
+    known = {}
+    if chosen.json is not None and chosen.json.exists():
+        known = {one["name"]: Result(**one) for one in json.loads(chosen.json.read_text())}
+    everything = list(cases())
+    asked = [one for one in everything if chosen.only in one.name]
+    if chosen.missing:
+        asked = [one for one in asked if one.name not in known or known[one.name].problems]
+    from goaly.models.tiny import TinyModel, write_tiny_model
+
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_tiny_model(Path(scratch) / "model", TinyModel())
+        for number, one in enumerate(asked):
+            known[one.name] = run_case(one, Path(scratch) / f"run{number}", model)
+            print(table([known[one.name]]).splitlines()[-1], flush=True)
+            results = [known[each.name] for each in everything if each.name in known]
+            if chosen.json is not None:
+                chosen.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+            if chosen.markdown is not None:
+                chosen.markdown.write_text(table(results) + "\n")
+    return int(any(known[one.name].problems for one in asked))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Breaks one process of a run at a chosen moment: the controller's side and the actor in that process. For `faults.py`.
+
+    python -m bench.saboteur APP 'JSON of a Fault' --config … key=value …
+
+runs the app as its own command does, with one more actor in the process that is to break. The product has no hooks for
+this: the actor replaces a method in its process by one that breaks once, or fails what a task of its process awaits.
+"""
+
+import asyncio
+import gc
+import inspect
+import json
+import logging
+import os
+import signal
+import sys
+from asyncio import Task
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import Actor, endpoint
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.1
+STEPS = 2
+"""A run works once so many steps are recorded."""
+PLANTED = "sabotage: planted"
+
+POINTS = {
+    "accept a group": "goaly.backlog.backlog:Backlog.put",
+    "commit": "goaly.weights.ledger:VersionLedger.staged",
+    "train": "goaly.train.engine:TrainEngine.train_step",
+    "stage": "goaly.weights.publisher:Publisher._stage",
+    "annotate": "goaly.train.engine:TrainEngine.logprobs",
+    "learn values": "goaly.train.value:ValueEngine.train_steps",
+    "decode": "goaly.generate.engine:Engine.step",
+    "pull": "goaly.weights.subscriber:Subscriber._pull",
+    "apply": "goaly.weights.subscriber:Subscriber.apply",
+    "episode": "goaly.rollout.group:GroupRunner._run_one",
+    "judge": "goaly.reward.verifiers:VerifierPool._judge",
+}
+"""What a process does, and the method that does it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What breaks, how, and when."""
+
+    process: str
+    """The name under which the run spawned it; "verifier" is a child of rollout-0."""
+    rank: int = 0
+    kind: str
+    """killed, stopped or raising."""
+    when: str
+    """starting or working: at once then; one of POINTS: there, once the run works; "task NAME": in what it awaits."""
+
+
+class Saboteur(Actor):
+    """Lives in the process that is to break."""
+
+    @endpoint
+    def plant(self, kind: str, when: str, verifier: bool) -> str:
+        """Break this process, or a verifier of it: now, or at this point of its work; what will."""
+        if when in POINTS:
+            _break_at(POINTS[when], kind)
+            return POINTS[when]
+        if when.startswith("task "):
+            return _fail_task(when.removeprefix("task "))
+        pid = _verifier() if verifier else os.getpid()
+        _break(pid, kind)
+        return f"process {pid}"
+
+
+def _break(pid: int, kind: str) -> None:
+    if kind == "raising":
+        raise RuntimeError("sabotage")
+    os.kill(pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+
+
+def _break_at(path: str, kind: str) -> None:
+    module, _, name = path.partition(":")
+    owner, attribute = getattr(import_module(module), name.split(".")[0]), name.split(".")[1]
+    method = getattr(owner, attribute)
+    over = False
+
+    def once() -> None:
+        nonlocal over
+        if not over:
+            over = True
+            _break(os.getpid(), kind)
+
+    @wraps(method)
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        once()
+        return await method(*args, **kwargs)
+
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        once()
+        return method(*args, **kwargs)
+
+    setattr(owner, attribute, awaited if inspect.iscoroutinefunction(method) else called)
+
+
+def _fail_task(name: str) -> str:
+    """Make what a task of this name awaits raise."""
+    tasks = [one for one in gc.get_objects() if isinstance(one, Task) and not one.done() and one.get_name() == name]
+    for task in tasks:
+        awaited: Any = task._fut_waiter  # type: ignore[attr-defined]
+        while isinstance(awaited, Task):
+            awaited = awaited._fut_waiter  # type: ignore[attr-defined]
+        if awaited is not None:
+            task.get_loop().call_soon_threadsafe(_fail, awaited)
+            return repr(task)
+    raise LookupError(f"no task {name!r} waits here")
+
+
+def _fail(awaited: "asyncio.Future[Any]") -> None:
+    if not awaited.done():
+        awaited.set_exception(RuntimeError("sabotage"))
+
+
+def _verifier() -> int:
+    children = [
+        int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
+    ]
+    return next(pid for pid in children if b"goaly.reward.child" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def sabotaged(hosts: type[Any], fault: Fault) -> type[Any]:
+    """The class of a run's hosts, but the processes of the fault get a saboteur."""
+
+    class Sabotaged(hosts):  # type: ignore[misc]
+        def spawn(self, processes: Any, *args: Any) -> Any:
+            mesh = super().spawn(processes, *args)
+            name = "rollout-0" if fault.process == "verifier" else fault.process
+            if processes.name == name and not hasattr(self, "sabotage"):
+                self.sabotage = asyncio.create_task(self.break_one(mesh))
+            return mesh
+
+        async def break_one(self, mesh: Any) -> None:
+            saboteur = mesh.spawn("saboteur", Saboteur).flatten("rank").slice(rank=fault.rank)
+            metrics = self._run_dir / "metrics.jsonl"
+            while fault.when != "starting" and not _has_steps(metrics):  # noqa: ASYNC110  (a file tells nobody)
+                await asyncio.sleep(LOOK_SECONDS)
+            sys.stderr.write(f"{PLANTED} {json.dumps(asdict(fault))}\n")
+            sys.stderr.flush()
+            try:
+                await saboteur.plant.call_one(fault.kind, fault.when, fault.process == "verifier")
+            except Exception as error:  # it broke before it could answer
+                logger.info("sabotage: %r", error)
+
+    return Sabotaged
+
+
+def _has_steps(metrics: Path) -> bool:
+    return metrics.exists() and len(metrics.read_text().splitlines()) >= STEPS
+
+
+def main() -> None:
+    """Run the app of the command line with its fault."""
+    from goaly.config import run_cli
+    from goaly.run import start
+    from goaly.run.config import RunConfig
+
+    app, fault = sys.argv[1], Fault(**json.loads(sys.argv[2]))
+    del sys.argv[1:3]
+    start.Hosts = sabotaged(start.Hosts, fault)
+    entry: Callable[..., Any] = import_module(f"apps.{app}.main").main
+    run_cli(entry, RunConfig, prog="python -m bench.saboteur", description="An app with a fault.")
+
+
+if __name__ == "__main__":
+    from bench.saboteur import main as imported  # under its own name: child processes import it so
+
+    imported()
