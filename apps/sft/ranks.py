@@ -23,6 +23,9 @@ def join_ranks(config: SftConfig) -> None:
     import torch
     import torch.distributed as dist
 
+    from goaly.models.spec import use_local_device
+
+    use_local_device()
     torch.set_num_threads(config.trainer.threads)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

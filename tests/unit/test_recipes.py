@@ -149,7 +149,9 @@ def test_the_plan_of_a_run_with_a_critic_says_where_it_goes(tiny_model_folder: P
     (place,) = [place for place in processes(config) if place.name == "critic"]
     assert (place.role, place.count, place.threads) == ("critic", 2, 1)
     assert 0 < needs(config)["critic"][0] < needs(config)["trainer"][0]
-    assert re.search(r"\ncritic +2 +1 +0 ", describe(config))
+    table = describe(config)
+    assert re.search(r"\ncritic.1 +\S+ +- +0 +1 ", table)
+    assert re.search(r"\ntrainer +\S+ +- +0 +1 ", table)
 
 
 def test_a_mistaken_option_is_told_with_its_key_and_source(tiny_model_folder: Path):

@@ -65,6 +65,7 @@ class Generator(Actor):
 
         settings = self._settings
         engine = await asyncio.to_thread(Engine, settings, self._model, seed=settings.seed + self._replica)
+        engine.enter_thread()  # updates are prefetched into its GPU from this one
         commands = Link() if settings.tp > 1 else None
         announcements = Link() if settings.tp > 1 else None
         loop = partial(EngineLoop, engine, apply_mode=settings.apply, max_running=settings.max_running, link=commands)

@@ -45,6 +45,9 @@ FINISHES = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
 GIB = 1 << 30
 CPU_BLOCK_TOKENS = 32
 """The smallest that the CPU kernels take (vLLM would take 128): prefixes are shared by whole blocks."""
+FREE_ENOUGH = 0.01
+"""Share of a GPU's memory that vLLM asks to be free before it starts. The cache's size is set, so it uses the share for
+nothing else; by default it would refuse a GPU that another role holds memory of."""
 
 
 @dataclass(slots=True)
@@ -125,6 +128,7 @@ class Engine:
             max_num_batched_tokens=settings.max_step_tokens if on_cuda else max(settings.max_step_tokens, whole),
             enable_chunked_prefill=on_cuda,  # on CPU vLLM can't take back the draw of a seeded, partial prefill
             kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB),
+            **({"gpu_memory_utilization": FREE_ENOUGH} if on_cuda else {}),
             block_size=None if on_cuda else CPU_BLOCK_TOKENS,
             enable_prefix_caching=settings.prefix_caching,
             enforce_eager=not (on_cuda and settings.cuda_graphs),
@@ -151,6 +155,11 @@ class Engine:
     def under_way(self) -> int:
         """How many requests have not ended."""
         return len(self._requests)
+
+    def enter_thread(self) -> None:
+        """Prepare the calling thread for other calls: CUDA's current device is each thread's own."""
+        if self._device() == "cuda":
+            torch.cuda.set_device(self._vllm.model_executor.driver_worker.worker.device)
 
     @property
     def records_graphs(self) -> bool:

@@ -8,6 +8,7 @@ Families: Qwen3 (dense) and Llama 3, of any size, embeddings tied or not. What t
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
 
 def prepare_torchtitan(device: str | None = None) -> torch.device:
     """Point torchtitan at a device: the GPU where there is one, else the CPU; returns this process's."""
-    import torchtitan.tools.utils as titan
+    import torchtitan.tools.utils  # noqa: F401 - read first, so that it is among the modules below
 
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     backend = torch.cuda if kind == "cuda" else torch.cpu
@@ -102,7 +103,27 @@ def prepare_torchtitan(device: str | None = None) -> torch.device:
             for attribute, value in (("device_type", kind), ("device_module", backend)):
                 if hasattr(module, attribute):
                     setattr(module, attribute, value)
-    return titan.get_local_device() if kind == "cuda" else torch.device("cpu")
+    return local_device() if kind == "cuda" else torch.device("cpu")
+
+
+def local_device() -> torch.device:
+    """This process's device: the GPU of number LOCAL_RANK among those it sees, or the only one; else the CPU."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        return torch.device("cpu")
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    index = 0 if count == 1 else rank
+    if index >= count:
+        raise ConfigError([f"LOCAL_RANK={rank}: must be below {count}, the GPUs that this process sees"])
+    return torch.device("cuda", index)
+
+
+def use_local_device() -> torch.device:
+    """Have the calling thread compute on this process's device: CUDA's current device is each thread's own."""
+    device = local_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def model_spec(folder: str | Path, *, attention: "Module.Config | None" = None) -> "ModelSpec":

@@ -5,6 +5,8 @@ Invariants
           signal), and is in a process group of its own: a terminal's Ctrl-C reaches the controller alone.
     HO-2  A process that ends or hangs is noticed and reported (`watch.py`), and none of a mesh that was stopped is left
           on this host.
+    HO-3  A process sees the GPUs of its place and no others, and has since before CUDA was loaded. On a host with GPUs,
+          a process without one sees none.
 """
 
 import asyncio
@@ -12,19 +14,23 @@ import atexit
 import contextlib
 import importlib
 import logging
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import monarch.actor
 from monarch._src.actor import config as monarch_config
-from monarch.actor import ProcMesh, current_rank, shutdown_context
+from monarch.actor import HostMesh, ProcMesh, current_rank, shutdown_context
 from monarch.job import JobTrait, LocalJob
 
 from goaly.errors import ConfigError
+from goaly.run.cluster import POOL, Cluster, Host, one_host, this_machine
+from goaly.run.placement import Place, Placed
 from goaly.run.processes import IMPORTS, Processes
+from goaly.run.resident import Resident
 from goaly.run.settings import ROLES, HostSettings
 from goaly.run.watch import MeshWatch
 from goaly.telemetry.logs import log_file, process_name
@@ -57,22 +63,33 @@ class Hosts:
         atexit.register(_leave)  # after Monarch's own: handlers run last in, first out
         monarch.actor.unhandled_fault_hook = self._fault
 
-    def spawn(self, processes: Processes) -> ProcMesh:
-        """Start these processes, or get those started under this name before; their logs go to the run folder.
+    async def cluster(self) -> Cluster:
+        """The hosts that the run got, and the GPUs and cores that it finds there."""
+        if self._settings.job == "local":
+            return one_host(await asyncio.to_thread(this_machine))
+        names = [name for name in (POOL, *ROLES) if self._mesh(name) is not None]
+        surveys = await asyncio.gather(*(self._survey(name) for name in names))
+        found: dict[str, Host] = {}
+        for machines in surveys:
+            found.update(machines)
+        numbers = {machine: number for number, machine in enumerate(found)}
+        meshes = {
+            name: tuple(numbers[machine] for machine, _ in machines)
+            for name, machines in zip(names, surveys, strict=True)
+        }
+        return Cluster(hosts=tuple(found.values()), meshes=meshes)
+
+    def spawn(self, processes: Processes, placed: Placed) -> ProcMesh:
+        """Start these processes at their places, or get those started under this name before; their logs go to the
+        run folder.
 
         They begin by importing what their role needs, while the caller does something else.
         """
         name = processes.name
         if name not in self._meshes:
-            bootstrap = _bootstrap(
-                processes,
-                run_dir=self._run_dir.absolute(),
-                cpus=self._settings.bind.get(processes.role),
-                trace=self._trace,
-                module_path=list(sys.path),
-            )
-            host = getattr(self._state, processes.role)
-            mesh = host.spawn_procs(per_host={"procs": processes.count}, name=name, bootstrap=bootstrap)
+            hosts = self._mesh(processes.role) or self._mesh(POOL)
+            assert hosts is not None, "the plan was made for the meshes that there are"
+            mesh = self._start(name, processes, placed, _part(hosts, placed.seats))
             self._meshes[name] = mesh
             self._watches[name] = MeshWatch(
                 name,
@@ -104,6 +121,36 @@ class Hosts:
         if self._settings.job != "local":
             await asyncio.to_thread(self._job.kill)
 
+    def _mesh(self, name: str) -> HostMesh | None:
+        return getattr(self._state, name, None)
+
+    def _start(self, name: str, processes: Processes, placed: Placed, hosts: HostMesh) -> ProcMesh:
+        per_host, rest = divmod(len(placed.ranks), len(placed.seats))
+        assert not rest, "every host has as many of the ranks as the others (PL-1)"
+        bootstrap = _bootstrap(
+            processes,
+            run_dir=self._run_dir.absolute(),
+            places=placed.ranks,
+            trace=self._trace,
+            module_path=list(sys.path),
+        )
+        return hosts.spawn_procs(per_host={"procs": per_host}, name=name, bootstrap=bootstrap)
+
+    async def _survey(self, mesh: str) -> list[tuple[str, Host]]:
+        """Each host of a mesh: what tells it from others, and what it has."""
+        hosts = self._mesh(mesh)
+        assert hosts is not None
+        count = math.prod(hosts.sizes.values())
+        nowhere = Place(host="", gpu=None, visible=None, cores=None)
+        one_each = Placed(seats=range(count), ranks=(nowhere,) * count)
+        processes = Processes(name=f"survey-{mesh}", role="survey", count=count)
+        started = self._start(processes.name, processes, one_each, hosts)
+        try:
+            answers = await started.spawn("surveyor", Resident).machine.call()
+        finally:
+            await _stop(processes.name, started)
+        return [answer for _, answer in sorted(answers.items(), key=lambda answer: answer[0].rank)]
+
     def _fault(self, failure: Any) -> None:
         name = failure.mesh_name.rpartition("-")[0]  # Monarch adds a suffix to what was asked for
         words = self._watches[name].last_words() if name in self._watches else []
@@ -129,9 +176,17 @@ async def _stop(name: str, mesh: ProcMesh) -> None:
         logger.info("stopping %s: %s", name, error)
 
 
+def _part(hosts: HostMesh, seats: range) -> HostMesh:
+    """The hosts at these positions of a mesh."""
+    if not hosts.sizes:  # this machine, which Monarch gives without a position
+        return hosts
+    (axis,) = hosts.sizes
+    return hosts.slice(**{axis: slice(seats.start, seats.stop)})
+
+
 def _job(kind: str) -> JobTrait:
     if kind == "local":
-        return LocalJob(ROLES)
+        return LocalJob((POOL,))
     module, _, function = kind.partition(":")
     job = getattr(importlib.import_module(module), function)()
     if not isinstance(job, JobTrait):
@@ -143,22 +198,28 @@ def _bootstrap(
     processes: Processes,
     *,
     run_dir: Path,
-    cpus: list[int] | None,
+    places: Sequence[Place],
     trace: bool,
     module_path: list[str],
 ) -> Callable[[], None]:
-    name, threads, imports = processes.name, processes.threads, IMPORTS[processes.role]
+    name, threads, imports = processes.name, processes.threads, IMPORTS.get(processes.role, ())
 
     def bootstrap() -> None:
         sys.path.extend(path for path in module_path if path not in sys.path)  # where a user's script lives
         os.setpgid(0, 0)  # HO-1
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
-        if cpus is not None:
-            os.sched_setaffinity(0, cpus)
+        rank = current_rank()
+        place = places[rank.rank]
+        if place.visible is not None:  # HO-3
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.visible)
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which the plan numbers them
+        if place.cores is not None:
+            for thread in os.listdir("/proc/self/task"):  # Monarch's threads run already, and actors run in some
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(thread), place.cores)
         from goaly.process import give_up_when_a_thread_fails, import_ahead
         from goaly.telemetry import logs, spans
 
-        rank = current_rank()
         process = logs.process_name(name, rank.rank, rank.extent.nelements)
         logs.quiet(logs.log_file(run_dir, process))
         spans.configure(run_dir if trace else None, process)

@@ -38,11 +38,12 @@ def launch(
             if critic
             else ["critic: is for a script that trains one, such as apps.ppo.main; this one does not"]
         )
-    if loaded.dry_run:
-        from goaly.run.plan import describe
+    from goaly.run.plan import check_this_machine, describe
 
+    if loaded.dry_run:
         sys.stdout.write(describe(config))
         return 0
+    check_this_machine(config)
     run_dir = make_run_dir(config)
     spans.configure(run_dir if config.telemetry.trace else None, "controller")
     with logs.controller(run_dir / "logs" / "controller.log"):

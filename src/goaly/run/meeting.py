@@ -1,5 +1,6 @@
 """Where the processes of a mesh meet to become a process group of torch."""
 
+import os
 import random
 import socket
 from pathlib import Path
@@ -14,10 +15,15 @@ ENOUGH = 1_000
 
 
 async def meet(mesh: Any) -> None:
-    """Set RANK, WORLD_SIZE, MASTER_ADDR and the rest of it in the mesh's processes."""
-    answers = await mesh.spawn("meeting", _Member).place.call()
+    """Set RANK, WORLD_SIZE, MASTER_ADDR and the rest of it in the mesh's processes.
+
+    LOCAL_RANK is the number of the rank's GPU among those that its process sees, as torch, torchtitan and vLLM take it.
+    """
+    members = mesh.spawn("meeting", _Member)
+    answers = await members.place.call()
     host, port = min(answers.items(), key=lambda answer: answer[0].rank)[1]
     await setup_torch_elastic_env_async(mesh, host, port)
+    await members.number_gpu.call()
 
 
 def lasting_port() -> int:
@@ -42,3 +48,10 @@ class _Member(Actor):
     async def place(self) -> tuple[str, int]:
         """Where the others would find this process."""
         return socket.gethostname(), lasting_port()
+
+    @concurrent_endpoint
+    async def number_gpu(self) -> None:
+        """Say which GPU to use where it is not the one of the rank's number on its host: where one alone is seen."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if visible and "," not in visible:
+            os.environ["LOCAL_RANK"] = "0"

@@ -5,14 +5,19 @@ activations of one micro-batch; they leave out what libraries take for themselve
 """
 
 from goaly.config import to_yaml
+from goaly.errors import ConfigError
 from goaly.models.spec import Architecture, architecture, read_config
+from goaly.run.cluster import Cluster, imagined, one_host, this_machine
 from goaly.run.config import RunConfig
+from goaly.run.placement import Placed, place
 from goaly.run.processes import processes
 
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ACTIVATION_COPIES = {"off": 16, "selective": 8, "full": 1}
 """Activations kept for each token and layer, in units of the model's width."""
+NOT_HELD = ("ring", "activations")
+"""What a rank needs, but not on its GPU or not all the time."""
 
 
 def parameters(shape: Architecture) -> int:
@@ -26,6 +31,23 @@ def parameters(shape: Architecture) -> int:
 
 def needs(config: RunConfig) -> dict[str, tuple[float, str]]:
     """By role, the GiB that a rank needs, and what for."""
+    in_words = {
+        role: (sum(parts.values()) / GIB, ", ".join(f"{part} {size / GIB:.3f} GiB" for part, size in parts.items()))
+        for role, parts in _parts(config).items()
+    }
+    return {"hub": (0.0, "queue, rewards, weight store"), "rollout": (0.0, "episodes"), **in_words}
+
+
+def held_on_gpu(config: RunConfig) -> dict[str, float]:
+    """By role, the GiB that a rank holds on its GPU at least: what is sure, not what a pass may need for a while."""
+    return {
+        role: sum(size for part, size in parts.items() if part not in NOT_HELD) / GIB
+        for role, parts in _parts(config).items()
+    }
+
+
+def _parts(config: RunConfig) -> dict[str, dict[str, float]]:
+    """By role, the bytes that a rank needs for each purpose."""
     shape = architecture(read_config(config.model.path), where=config.model.path)
     count = parameters(shape)
     trainer, generator, reference, critic = config.trainer, config.generator, config.reference, config.critic
@@ -35,7 +57,7 @@ def needs(config: RunConfig) -> dict[str, tuple[float, str]]:
     kept = ACTIVATION_COPIES[trainer.activation_checkpointing] * shape.layers * shape.dim
     logits = min(tokens, trainer.logprob_chunk) * 4 * shape.vocab_size
     trained = 16 * count  # float32 parameter, gradient and two moments
-    by_role = {
+    return {
         "trainer": {
             "state": trained / trainer.ranks,
             "ring": config.weights.slots * transferred * count / trainer.ranks,
@@ -54,21 +76,49 @@ def needs(config: RunConfig) -> dict[str, tuple[float, str]]:
             "KV": generator.kv_cache_gib * GIB,
         },
     }
-    in_words = {
-        role: (sum(parts.values()) / GIB, ", ".join(f"{part} {size / GIB:.3f} GiB" for part, size in parts.items()))
-        for role, parts in by_role.items()
-    }
-    return {"hub": (0.0, "queue, rewards, weight store"), "rollout": (0.0, "episodes"), **in_words}
+
+
+def placed(config: RunConfig, cluster: Cluster) -> dict[str, Placed]:
+    """The place of every process of the run on this cluster; ConfigError with what does not fit."""
+    return place(list(processes(config)), config.hosts, cluster, held_on_gpu(config))
+
+
+def check_this_machine(config: RunConfig) -> None:
+    """ConfigError if the run can't start as it is: it imagines its hosts, or does not fit this machine."""
+    if config.hosts.imagine is not None:
+        raise ConfigError(["hosts.imagine: is for --dry-run; a run uses the hosts that it gets"])
+    if config.hosts.job == "local":
+        placed(config, one_host(this_machine()))
 
 
 def describe(config: RunConfig) -> str:
-    """The plan as text."""
-    rows = [("actor", "processes", "threads", "cores", "GiB a rank", "what for")]
-    needed = needs(config)
-    for place in processes(config):
-        cores = ",".join(map(str, config.hosts.bind.get(place.role, []))) or "any"
-        gib, what_for = needed[place.role]
-        rows.append((place.name, str(place.count), str(place.threads), cores, f"{gib:.3f}", what_for))
+    """The plan as text; ConfigError if it does not fit."""
+    hosts = config.hosts
+    if hosts.imagine is None and hosts.job != "local":
+        needed = f"must be a cluster such as {{hosts: 4, gpus: 8}}, because a dry run does not start {hosts.job}"
+        raise ConfigError([f"hosts.imagine=null: {needed}"])
+    places = placed(config, one_host(this_machine()) if hosts.imagine is None else imagined(hosts.imagine))
+    rows = [("process", "host", "GPU", "cores", "threads", "GiB", "what for")]
+    memory = needs(config)
+    for each in processes(config):
+        gib, what_for = memory[each.role]
+        for rank, one in enumerate(places[each.name].ranks):
+            name = each.name if each.count == 1 else f"{each.name}.{rank}"
+            gpu = "-" if one.gpu is None else one.gpu.name
+            rows.append((name, one.host, gpu, _cores(one.cores), str(each.threads), f"{gib:.3f}", what_for))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return f"{to_yaml(config)}\nhosts: {config.hosts.job}\n\n{table}\n"
+    return f"{to_yaml(config)}\nhosts: {hosts.job}{' (imagined)' if hosts.imagine else ''}\n\n{table}\n"
+
+
+def _cores(cores: tuple[int, ...] | None) -> str:
+    """Cores as a list of ranges such as `0-3,8`."""
+    if cores is None:
+        return "any"
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and runs[-1][-1] == core - 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

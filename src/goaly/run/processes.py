@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from goaly.run.config import RunConfig
+from goaly.train.settings import CriticSettings, ReferenceSettings, TrainerSettings
 
 IMPORTS = {
     "hub": ("goaly.weights.store", "goaly.backlog.queue", "goaly.reward.pool"),
@@ -24,18 +25,25 @@ class Processes:
     role: str
     count: int = 1
     threads: int = 1
+    group: int = 1
+    """Ranks of a tensor-parallel group, which follow each other."""
 
 
 def processes(config: RunConfig) -> Iterator[Processes]:
     """All that the run starts with, those that take the longest to start first."""
     generator, trainer, reference, critic = config.generator, config.trainer, config.reference, config.critic
     for replica in range(generator.replicas):
-        yield Processes(name=f"generator-{replica}", role="generator", count=generator.tp, threads=generator.threads)
-    yield Processes(name="trainer", role="trainer", count=trainer.ranks, threads=trainer.threads)
+        tp, threads = generator.tp, generator.threads
+        yield Processes(name=f"generator-{replica}", role="generator", count=tp, threads=threads, group=tp)
+    yield _ranks("trainer", trainer)
     if config.uses_reference:
-        yield Processes(name="reference", role="reference", count=reference.ranks, threads=reference.threads)
+        yield _ranks("reference", reference)
     if critic is not None:
-        yield Processes(name="critic", role="critic", count=critic.ranks, threads=critic.threads)
+        yield _ranks("critic", critic)
     yield Processes(name="hub", role="hub")
     for worker in range(config.rollout.workers):
         yield Processes(name=f"rollout-{worker}", role="rollout")
+
+
+def _ranks(role: str, settings: TrainerSettings | ReferenceSettings | CriticSettings) -> Processes:
+    return Processes(name=role, role=role, count=settings.ranks, threads=settings.threads, group=settings.tp)

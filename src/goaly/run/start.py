@@ -28,6 +28,7 @@ from goaly.rollout.worker import RolloutWorker, packed
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
 from goaly.run.meeting import meet
+from goaly.run.plan import placed
 from goaly.run.processes import processes
 from goaly.run.run import Run
 from goaly.run.stages import Backlog, Critic, Reference, Rollouts, Trainer
@@ -95,7 +96,8 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
 
     run.progress.note("starting")
     planned = {each.name: each for each in processes(config)}
-    meshes = {name: hosts.spawn(each) for name, each in planned.items()}
+    places = placed(config, await hosts.cluster())  # before anything is spawned that does not fit
+    meshes = {name: hosts.spawn(each, places[name]) for name, each in planned.items()}
     hub, trainer_mesh = meshes["hub"], meshes["trainer"]
     tokenizer = ChatTokenizer(config.model.path)
     store = spawn(hub, "store", WeightStore, config.weights)
@@ -154,7 +156,8 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
 
     async def spawn_generator(name: str) -> Any:
         replica = int(name.split("-")[1])
-        mesh = hosts.spawn(dataclasses.replace(planned[f"generator-{replica}"], name=name))
+        first = f"generator-{replica}"
+        mesh = hosts.spawn(dataclasses.replace(planned[first], name=name), places[first])
         if config.generator.tp > 1:
             await meet(mesh)
         return spawn(mesh, name, Generator, config.generator, config.model, store, replica, config.weights)

@@ -1,6 +1,7 @@
 """The engine's thread, with an engine that needs no model: requests take one step a token, weights are a number."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,12 +20,16 @@ class CountingEngine:
     def __init__(self) -> None:
         self.version = 0
         self.breaks = False
+        self.threads: list[str] = []
         self._written: dict[str, list[int]] = {}
         self._wanted: dict[str, int] = {}
 
     @property
     def under_way(self) -> int:
         return len(self._written)
+
+    def enter_thread(self) -> None:
+        self.threads.append(threading.current_thread().name)
 
     def counts(self) -> tuple[int, int]:
         return len(self._written), 0
@@ -43,6 +48,7 @@ class CountingEngine:
         return [(name, self._end(name, Finish.CANCELLED)) for name in names if name in self._written]
 
     def step(self) -> list[tuple[str, Sample]]:
+        assert self.threads[-1:] == [threading.current_thread().name], "a step on a thread that was not entered"
         if self.breaks:
             raise RuntimeError("the cache caught fire")
         for versions in self._written.values():
@@ -185,3 +191,10 @@ async def test_closing_ends_what_is_still_under_way_with_an_error_that_says_so(e
     for ended in (call, waiter, ask(loop, "after the end")):
         with pytest.raises(ReplicaLost, match="closed"):
             await ended
+
+
+@pytest.mark.timeout(20)
+async def test_the_engine_prepares_the_thread_that_steps_it_before_the_first_call(engine, loop):
+    """CUDA's current device is each thread's own: the engine was built in another thread than it is stepped in."""
+    await ask(loop, "one")
+    assert engine.threads == ["engine"]

@@ -1,0 +1,133 @@
+"""What a run has to be placed on: hosts, their GPUs, cores and NUMA nodes. Found on this machine, or imagined."""
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from goaly.run.settings import ImaginedCluster
+
+POOL = "hosts"
+"""The mesh of a job in which the plan chooses the hosts of each role that has no mesh of its own."""
+
+QUERY = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id,memory.total", "--format=csv,noheader,nounits")
+QUERY_SECONDS = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One device of a host."""
+
+    name: str
+    """As CUDA_VISIBLE_DEVICES names it: a number or a UUID."""
+
+    node: int | None = None
+    """The NUMA node that it is attached to, where that is known."""
+
+    gib: float | None = None
+    """Its memory, where that is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One machine."""
+
+    name: str
+    gpus: tuple[Gpu, ...] = ()
+    nodes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Cores by NUMA node; empty where they are not known."""
+
+    @property
+    def cores(self) -> frozenset[int]:
+        """All cores; empty where they are not known."""
+        return frozenset(core for cores in self.nodes.values() for core in cores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The hosts of a job."""
+
+    hosts: tuple[Host, ...]
+
+    meshes: Mapping[str, tuple[int, ...]]
+    """For each mesh of the job, which host each of its positions is. Two positions may be one host."""
+
+    def seats(self, role: str) -> tuple[int, ...]:
+        """The hosts that a role's processes can be on, in the order of its mesh."""
+        return self.meshes.get(role, self.meshes.get(POOL, ()))
+
+
+def one_host(host: Host) -> Cluster:
+    """A cluster of this host alone."""
+    return Cluster(hosts=(host,), meshes={POOL: (0,)})
+
+
+def imagined(settings: ImaginedCluster) -> Cluster:
+    """The cluster that `hosts.imagine` describes: all hosts alike, NUMA nodes with equal shares of GPUs and cores."""
+    meshes = settings.meshes or {POOL: settings.hosts}
+    cores = range(settings.cores or 0)
+    nodes = {node: tuple(_part(cores, node, settings.numa)) for node in range(settings.numa)} if cores else {}
+    gpus = tuple(
+        Gpu(name=str(index), node=index * settings.numa // settings.gpus if nodes else None, gib=settings.gpu_gib)
+        for index in range(settings.gpus)
+    )
+    hosts = tuple(Host(name=f"host-{index}", gpus=gpus, nodes=nodes) for index in range(sum(meshes.values())))
+    numbers = iter(range(len(hosts)))
+    return Cluster(hosts=hosts, meshes={mesh: tuple(next(numbers) for _ in range(n)) for mesh, n in meshes.items()})
+
+
+def this_machine() -> Host:
+    """The host that this process runs on, with the GPUs and the cores that this process may use."""
+    import torch
+
+    count = torch.cuda.device_count()  # asks the driver's management library: CUDA stays uninitialized here
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in visible.split(",")][:count] if visible else [str(n) for n in range(count)]
+    known = dict(_described(_nvidia_smi())) if count else {}
+    return Host(
+        name=socket.gethostname(),
+        gpus=tuple(known.get(name, Gpu(name=name)) for name in names),
+        nodes=numa_nodes(frozenset(os.sched_getaffinity(0))),
+    )
+
+
+def numa_nodes(allowed: frozenset[int], folder: Path = Path("/sys/devices/system/node")) -> dict[int, tuple[int, ...]]:
+    """The allowed cores by NUMA node; all of them as node 0 where the system does not tell."""
+    lists = {int(path.parent.name[len("node") :]): path.read_text() for path in folder.glob("node[0-9]*/cpulist")}
+    nodes = {node: tuple(core for core in numbers(text) if core in allowed) for node, text in sorted(lists.items())}
+    return {node: cores for node, cores in nodes.items() if cores} or {0: tuple(sorted(allowed))}
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of a list such as `0-3,8`."""
+    found: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _described(table: str, pci: Path = Path("/sys/bus/pci/devices")) -> Iterator[tuple[str, Gpu]]:
+    """The GPUs of nvidia-smi's answer, each by its number and by its UUID."""
+    for line in table.splitlines():
+        index, uuid, bus, mebibytes = (cell.strip() for cell in line.split(","))
+        domain, _, rest = bus.lower().partition(":")
+        address = f"{int(domain, 16):04x}:{rest}"  # as sysfs writes it
+        node = pci / address / "numa_node"
+        number = int(node.read_text()) if node.is_file() else -1  # -1: the system does not know
+        gib = int(mebibytes) / 1024 if mebibytes.isdigit() else None
+        for name in (index, uuid):
+            yield name, Gpu(name=name, node=number if number >= 0 else None, gib=gib)
+
+
+def _nvidia_smi() -> str:
+    try:
+        return subprocess.run(QUERY, capture_output=True, text=True, check=True, timeout=QUERY_SECONDS).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""  # GPUs can be used without it: their memory and NUMA nodes are not known then
+
+
+def _part(cores: range, index: int, count: int) -> range:
+    return cores[index * len(cores) // count : (index + 1) * len(cores) // count]

@@ -1,0 +1,119 @@
+"""What a dry run prints and refuses, and what a run refuses before it starts anything."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from goaly.config import Loaded, load
+from goaly.errors import ConfigError
+from goaly.run import plan
+from goaly.run.cluster import Gpu, Host
+from goaly.run.config import RunConfig
+from goaly.run.launch import launch
+from goaly.run.plan import check_this_machine, describe
+
+GRPO = Path(__file__).parents[3] / "configs" / "grpo" / "tiny.yaml"
+
+
+def run_config(model: Path, *overrides: str, bind: dict[str, list[int]] | None = None) -> RunConfig:
+    arguments = [f"--config={GRPO}", f"model.path={model}", *overrides]
+    config = load(RunConfig, arguments, prog="test", description="").config
+    config.hosts.bind = bind or {}
+    return config
+
+
+def rows(config: RunConfig) -> dict[str, tuple[str, ...]]:
+    """By process: host, GPU, cores."""
+    table = describe(config).rpartition("\n\n")[2].splitlines()
+    return {cells[0]: tuple(cells[1:4]) for cells in (re.split(r"  +", line) for line in table[1:])}
+
+
+def test_a_dry_run_shows_host_gpu_and_cores_of_every_rank_on_an_imagined_cluster(tiny_model_folder: Path):
+    config = run_config(
+        tiny_model_folder,
+        "hosts.imagine={hosts: 4, gpus: 8, cores: 64, numa: 2}",
+        "hosts.trainer={hosts: 2, gpus: 8}",
+        "trainer.fsdp=16",
+        "generator.replicas=8",
+        "generator.tp=2",
+        "rollout.workers=4",
+        "backlog.groups_per_step=16",
+    )
+    found = rows(config)
+    assert len(found) == 16 + 16 + 1 + 4
+    assert found["trainer.0"] == ("host-0", "0", "0-31")
+    assert found["trainer.7"] == ("host-0", "7", "32-63")
+    assert found["trainer.8"] == ("host-1", "0", "0-31")
+    assert found["generator-0.0"] == ("host-2", "0", "0-31")
+    assert found["generator-7.1"] == ("host-3", "7", "32-63")
+    assert found["hub"] == ("host-0", "-", "any")
+    assert found["rollout-3"] == ("host-3", "-", "any")
+
+
+def test_a_dry_run_shows_cores_that_are_not_in_a_row(tiny_model_folder: Path):
+    config = run_config(tiny_model_folder, "hosts.imagine={cores: 8}", bind={"trainer": [0, 1, 2, 5, 7]})
+    assert rows(config)["trainer"] == ("host-0", "-", "0-2,5,7")
+
+
+def test_a_dry_run_refuses_what_does_not_fit_the_cluster(tiny_model_folder: Path):
+    config = run_config(tiny_model_folder, "hosts.imagine={gpus: 2, cores: 4}", "trainer.fsdp=2", bind={"trainer": [9]})
+    with pytest.raises(ConfigError) as error:
+        describe(config)
+    assert [problem.partition(":")[0] for problem in error.value.problems] == [
+        "generator.replicas * generator.tp=1",
+        "hosts.bind.trainer=[9]",
+    ]
+    tiny_gpus = run_config(tiny_model_folder, "hosts.imagine={gpus: 2, gpu_gib: 0.05}")
+    with pytest.raises(ConfigError, match=r"a rank needs 0\.3 GiB at least, GPU 1 of host-0 has 0\.1 GiB"):
+        describe(tiny_gpus)
+
+
+def test_a_dry_run_starts_no_job_and_asks_for_a_cluster_instead(tiny_model_folder: Path):
+    config = run_config(tiny_model_folder, "hosts.job=no.such.module:job")
+    with pytest.raises(ConfigError, match=r"hosts.imagine=null: must be a cluster such as \{hosts: 4, gpus: 8\}"):
+        describe(config)
+    config = run_config(tiny_model_folder, "hosts.job=no.such.module:job", "hosts.imagine={hosts: 2}")
+    assert rows(config)["hub"] == ("host-0", "-", "any")
+
+
+def with_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(Gpu(name=str(number)) for number in range(count))
+    monkeypatch.setattr(plan, "this_machine", lambda: Host(name="box", gpus=gpus, nodes={0: (0, 1)}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bind", "said"),
+    [
+        (["hosts.imagine={gpus: 8}"], {}, "hosts.imagine: is for --dry-run"),
+        (["trainer.fsdp=2"], {}, "generator.replicas * generator.tp=1: needs 1 GPUs, free are none"),
+        ([], {"trainer": [4]}, "hosts.bind.trainer=[4]: box has no core 4 for this run"),
+    ],
+)
+def test_a_run_that_can_not_start_here_is_refused_before_it_has_a_folder(
+    overrides: list[str],
+    bind: dict[str, list[int]],
+    said: str,
+    tiny_model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with_gpus(2, monkeypatch)
+    config = run_config(tiny_model_folder, f"run_dir={tmp_path / 'run'}", *overrides, bind=bind)
+    with pytest.raises(ConfigError) as error:
+        launch(Loaded(config=config, dry_run=False, path=None), _never, _never)
+    (problem,) = error.value.problems
+    assert problem.startswith(said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_fits_the_machine_may_start(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    with_gpus(3, monkeypatch)
+    check_this_machine(run_config(tiny_model_folder, "trainer.fsdp=2"))
+    with_gpus(1, monkeypatch)
+    check_this_machine(run_config(tiny_model_folder, "hosts.generator.share_with=trainer"))
+    check_this_machine(run_config(tiny_model_folder, "trainer.fsdp=2", "hosts.job=my.module:job"))
+
+
+async def _never(*_: object) -> None:
+    raise AssertionError("nothing may start")
