@@ -11,6 +11,7 @@ import pytest
 from monarch.actor import Actor, endpoint
 from monarch.job import ProcessJob
 
+from goaly.errors import RunFailed
 from goaly.run.cluster import Cluster, imagined
 from goaly.run.hosts import Hosts
 from goaly.run.meeting import meet
@@ -85,10 +86,15 @@ async def test_every_process_sees_its_own_gpus_on_the_host_and_cores_that_were_p
     assert generator[0]["cores"] == ",".join(map(str, sorted(os.sched_getaffinity(0))))
 
 
-async def test_a_job_is_asked_what_its_hosts_have_and_two_of_one_machine_are_one(tmp_path: Path) -> None:
+async def test_a_job_is_asked_what_its_hosts_have_and_two_of_one_machine_are_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = HostSettings(job=f"{__name__}:two_hosts_each")
     async with hosts_of(settings, tmp_path) as hosts:
         found = await hosts.cluster()
+        monkeypatch.setattr("goaly.run.hosts.START_SECONDS", 0)
+        with pytest.raises(RunFailed, match=r"two_hosts_each: a host of its mesh \w+ did not say within 0 s"):
+            await hosts.cluster()
     assert dict(found.meshes) == {"hosts": (0, 0), "trainer": (0, 0)}
     assert found.hosts[0].cores == os.sched_getaffinity(0)
 

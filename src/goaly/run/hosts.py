@@ -26,13 +26,13 @@ from monarch._src.actor import config as monarch_config
 from monarch.actor import HostMesh, ProcMesh, current_rank, shutdown_context
 from monarch.job import JobTrait, LocalJob
 
-from goaly.errors import ConfigError
+from goaly.errors import ConfigError, RunFailed
 from goaly.run.cluster import POOL, Cluster, Host, one_host, this_machine
 from goaly.run.placement import Place, Placed
 from goaly.run.processes import IMPORTS, Processes
 from goaly.run.resident import Resident
 from goaly.run.settings import ROLES, HostSettings
-from goaly.run.watch import MeshWatch
+from goaly.run.watch import START_SECONDS, MeshWatch
 from goaly.telemetry.logs import log_file, process_name
 
 monarch_config.prefix_python_logs_with_actor = False  # the controller's log is the controller's
@@ -146,7 +146,13 @@ class Hosts:
         processes = Processes(name=f"survey-{mesh}", role="survey", count=count)
         started = self._start(processes.name, processes, one_each, hosts)
         try:
-            answers = await started.spawn("surveyor", Resident).machine.call()
+            async with asyncio.timeout(START_SECONDS):
+                answers = await started.spawn("surveyor", Resident).machine.call()
+        except TimeoutError:
+            raise RunFailed(
+                f"hosts.job={self._settings.job}: a host of its mesh {mesh} did not say within {START_SECONDS:.0f} s "
+                "which GPUs and cores it has"
+            ) from None
         finally:
             await _stop(processes.name, started)
         return [answer for _, answer in sorted(answers.items(), key=lambda answer: answer[0].rank)]
