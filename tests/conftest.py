@@ -13,6 +13,7 @@ from pathlib import Path
 import monarch.actor
 import pytest
 from monarch._src.actor import config as monarch_config
+from random_model import write_random_model
 
 monarch_config.prefix_python_logs_with_actor = False  # once Monarch is up, it would prefix this process's records
 
@@ -23,57 +24,8 @@ monarch.actor.unhandled_fault_hook = lambda failure: None
 # vLLM and torchtitan are imported once, for all tests that need a process of their own and fork it there.
 multiprocessing.set_forkserver_preload(["goaly.generate.engine", "goaly.train.parallel"])
 
-PAD, EOS = "<pad>", "<eos>"
-CHARACTERS = list("0123456789+-*=|,.:;?! abcdefgh")
-VOCABULARY = [PAD, EOS, *CHARACTERS]
-
-
-def write_tiny_tokenizer(folder: Path) -> None:
-    """Save a tokenizer of one token a character, 32 in all, in Hugging Face's files."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
-    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    fast.save_pretrained(folder)
-
-
-def write_tiny_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
-    """Save a random Qwen3 of dim 96, 3 layers, 4/2 heads with a character tokenizer; returns the folder."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=tie_word_embeddings,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        dtype="float32",
-    )
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Larger than the usual start: the logits differ enough for greedy choices to be clear.
-            parameter.normal_(mean=1.0, std=0.1) if "norm" in name else parameter.normal_(std=0.12)
-    model.save_pretrained(folder)
-    write_tiny_tokenizer(folder)
-    return folder
-
 
 @pytest.fixture(scope="session")
 def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder of a tiny random Qwen3 and its character tokenizer. Read only."""
-    return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+    return write_random_model(tmp_path_factory.mktemp("tiny_model"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import write_tiny_model
+from random_model import write_random_model
 
 from goaly.errors import ReplicaLost
 from goaly.generate.request import Finish, Sample, Sampling
@@ -85,7 +85,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     from goaly.weights.publisher import Publisher
     from goaly.weights.store import WeightStore
 
-    folders = [tiny_model_folder, write_tiny_model(tmp_path / "other", seed=1)]
+    folders = [tiny_model_folder, write_random_model(tmp_path / "other", seed=1)]
     weights = [native_tensors(model_spec(folder), folder) for folder in folders]
     greedy = [greedy_of_transformers(folder) for folder in folders]
     live = {name: tensor.clone() for name, tensor in weights[1].items()}

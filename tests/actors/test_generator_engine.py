@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, write_tiny_model
+from random_model import VOCABULARY, write_random_model
 
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import NEUTRAL, GeneratorSettings
@@ -218,7 +218,7 @@ def native_with(which: int) -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def folders(tiny_model_folder, tmp_path_factory) -> list[Path]:
-    return [tiny_model_folder, write_tiny_model(tmp_path_factory.mktemp("other"), seed=1)]
+    return [tiny_model_folder, write_random_model(tmp_path_factory.mktemp("other"), seed=1)]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import write_tiny_model
+from random_model import write_random_model
 
 from goaly.models.spec import architecture, read_config
 from goaly.models.vllm_naming import vllm_naming, without_padding
@@ -58,7 +58,7 @@ def test_vllms_loader_puts_in_place_what_the_naming_does(
     from goaly.models.hf import native_tensors
     from goaly.models.spec import model_spec
 
-    folder = write_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
+    folder = write_random_model(tmp_path / "model", tie_word_embeddings=tied)
     published = native_tensors(model_spec(folder), folder)
     shape = architecture(read_config(folder))
     for tp, rank in SIZES:
