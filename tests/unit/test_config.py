@@ -199,6 +199,13 @@ def test_a_mapping_in_the_file_replaces_the_default_mapping(yaml_file):
     assert read("--config", yaml_file("name: x\nmixture: {hard: 1}\n")).mixture == {"hard": 1.0}
 
 
+def test_a_mapping_in_an_override_replaces_that_of_the_file_and_a_key_below_it_joins(yaml_file):
+    file = yaml_file("name: x\nmixture: {hard: 1}\n")
+    assert read("--config", file, "mixture={}").mixture == {}
+    assert read("--config", file, "mixture={easy: 2}").mixture == {"easy": 2.0}
+    assert read("--config", file, "mixture.easy=2").mixture == {"hard": 1.0, "easy": 2.0}
+
+
 def test_a_word_that_yaml_takes_for_a_truth_value_is_still_a_choice(yaml_file):
     assert read("--config", yaml_file("name: x\ntrain: {progress: off}\n")).train.progress == "off"
 

@@ -65,8 +65,8 @@ def read(
 ) -> Given:
     """Merge defaults, the file's bases, the file and the overrides.
 
-    What a file gives for one of `mappings` (keys whose value is a dict) replaces the default instead of joining it; one
-    of `sections` with nothing below it in the file is as good as not written.
+    The value that a file or an override gives for one of `mappings` (keys whose value is a dict) replaces the one before
+    instead of joining it; one of `sections` with nothing below it in the file is as good as not written.
     """
     given = Given()
     tree = OmegaConf.create(defaults)
@@ -81,7 +81,7 @@ def read(
             tree = OmegaConf.merge(tree, OmegaConf.create(written))
     assert isinstance(tree, DictConfig)
     for override in overrides:
-        _apply(tree, override, given)
+        _apply(tree, override, given, mappings)
     given.values.update(_resolve(tree, "", given))
     return given
 
@@ -125,7 +125,7 @@ def _without_empty(values: dict[Any, Any], path: str, sections: set[str]) -> dic
     return kept
 
 
-def _apply(tree: DictConfig, override: str, given: Given) -> None:
+def _apply(tree: DictConfig, override: str, given: Given, mappings: set[str]) -> None:
     path, equals, text = override.partition("=")
     path = path.strip()
     if not equals or not _DOTTED.fullmatch(path):
@@ -134,7 +134,7 @@ def _apply(tree: DictConfig, override: str, given: Given) -> None:
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))  # `${…}` stays as written
         assert isinstance(parsed, dict)
-        OmegaConf.update(tree, path, parsed["value"], merge=True)
+        OmegaConf.update(tree, path, parsed["value"], merge=path not in mappings)
     except (YAMLError, OmegaConfBaseException) as error:
         why = getattr(error, "problem", None) or _one_line(error)
         given.problems.append(f"{path}={show(text)}: can't be set: {why} ({OVERRIDE})")
