@@ -296,6 +296,7 @@ async def test_an_episode_that_blocks_its_workers_event_loop_ends_the_worker(tin
         queue=queue,
         rewards=RewardSettings(verifier="verifiers_under_test:by_answer"),
         tokenizer=str(tiny_model_folder),
+        chat=ChatSettings(),
         sampling=SamplingSettings(max_tokens=8),
         group_size=4,
         max_context=64,
