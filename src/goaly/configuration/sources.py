@@ -65,8 +65,8 @@ def read(
 ) -> Given:
     """Merge defaults, the file's bases, the file and the overrides.
 
-    The value that a file or an override gives for one of `mappings` (keys whose value is a dict) replaces the one before
-    instead of joining it; one of `sections` with nothing below it in the file is as good as not written.
+    The value that a file or an override gives for one of `mappings` (keys whose value is a dict) replaces the one
+    before instead of joining it; one of `sections` with nothing below it in the file is as good as not written.
     """
     given = Given()
     tree = OmegaConf.create(defaults)
