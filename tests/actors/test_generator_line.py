@@ -41,6 +41,10 @@ class Echo(Actor):
         await asyncio.Event().wait()
 
     @concurrent_endpoint
+    async def isolate(self, client: str, request_id: str) -> None:
+        self._switchboard.deliver(client, request_id, None)
+
+    @concurrent_endpoint
     async def disconnect(self, client: str, request_ids: list[str]) -> None:
         self._switchboard.disconnect(client)
         self._cancelled += request_ids
@@ -63,6 +67,7 @@ class Echo(Actor):
     @concurrent_endpoint
     async def cancel(self, request_ids: list[str]) -> None:
         self._cancelled += request_ids
+        self._wake()
 
     @concurrent_endpoint
     async def seen(self) -> tuple[list[list[str]], list[str]]:
@@ -187,7 +192,7 @@ async def test_a_router_knows_replicas_by_name_and_moves_requests_whichever_way_
     os.kill(await two.pid.call_one(), signal.SIGKILL)
     await client.replicas.call_one({"one": one})
     messages, _, lines = await one.when.call_one(4, 1)
-    assert (sorted(messages[2:]), lines) == ([["first.2"], ["second.1"]], 2)  # RO-1
+    assert (sorted(messages[2:]), lines) == ([["first.2"], ["second.1"]], 2)  # RO-1; "first.2" asked for its turn
     for request_id in ("first", "second"):
         await client.give_up.call_one(request_id)
     assert sorted((await one.when.call_one(4, 3))[1][1:]) == ["first.2", "second.1"]  # RO-3

@@ -57,6 +57,11 @@ def named(pid: int) -> str:
     return names[0] if names else ""
 
 
+def rank_of(pid: int) -> int:
+    """The rank that this process has among those spawned with it: its log is `NAME.RANK.log`."""
+    return int(Path(os.readlink(f"/proc/{pid}/fd/2")).suffixes[-2][1:])
+
+
 class LaunchedRun:
     """`python -m apps.grpo.main`, or another app, on the tests' tiny model.
 
@@ -98,10 +103,14 @@ class LaunchedRun:
         """The run's processes and the names they were spawned under."""
         return {pid: named(pid) for pid in descendants(self.process.pid)}
 
-    def kill(self, name: str) -> None:
-        """`kill -9` of the process spawned under a name that starts so."""
-        (pid,) = [pid for pid in children(self.process.pid) if named(pid).startswith(name)]
+    def kill(self, name: str, rank: int | None = None) -> None:
+        """`kill -9` of the process spawned under a name that starts so, or of one of its ranks."""
+        (pid,) = [pid for pid in self.spawned(name) if rank is None or rank_of(pid) == rank]
         os.kill(pid, signal.SIGKILL)
+
+    def spawned(self, name: str) -> list[int]:
+        """The processes spawned under a name that starts so."""
+        return [pid for pid in children(self.process.pid) if named(pid).startswith(name)]
 
     def wait(self, seconds: float) -> int:
         """The exit code."""

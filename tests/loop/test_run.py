@@ -83,10 +83,11 @@ def test_the_death_of_a_follower_is_the_death_of_its_replica_and_costs_no_reques
     steps = 30
     run = launch(f"steps={steps}", "generator.tp=2")
     run.wait_for_steps(2)
-    before = [pid for pid, name in run.processes().items() if name.startswith("generator-0")]
-    os.kill(max(before), signal.SIGKILL)
+    ranks = run.spawned("generator-0")
+    assert len(ranks) == 2
+    run.kill("generator-0", rank=1)
     run.wait_for_text("generator 0 serves again", 60)
-    assert gone_within(before, 1) == []
+    assert gone_within(ranks, 5) == []
     assert run.wait(100) == 0, run.text()
     summary = run.summary()
     assert (summary["policy_version"], summary["admitted"], summary["trained"]) == (steps, 2 * steps, 2 * steps)
