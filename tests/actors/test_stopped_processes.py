@@ -11,6 +11,7 @@ from monarch.actor import Actor, endpoint
 
 from goaly.process import give_up
 from goaly.run.hosts import Hosts
+from goaly.run.placement import ANYWHERE, Placed
 from goaly.run.processes import IMPORTS, Processes
 from goaly.run.settings import HostSettings
 from goaly.weights.liveness import ExitWatch, process
@@ -42,7 +43,9 @@ async def test_a_stopped_process_is_killed_and_named_and_one_that_gave_up_says_w
         return report[1]
 
     def spawned(name: str, count: int) -> Any:
-        return hosts.spawn(Processes(name=name, role="rollout", count=count)).spawn(f"{name}-member", Member)
+        placed = Placed(seats=range(1), ranks=(ANYWHERE,) * count)
+        mesh = hosts.spawn(Processes(name=name, role="rollout", count=count), placed)
+        return mesh.spawn(f"{name}-member", Member)
 
     quitter, pair = spawned("quitter", 1), spawned("pair", 2)
     pids = [pid for _, pid in (await pair.pid.call()).items()]

@@ -28,7 +28,7 @@ from monarch.job import JobTrait, LocalJob
 
 from goaly.errors import ConfigError, RunFailed
 from goaly.run.cluster import POOL, Cluster, Host, one_host, this_machine
-from goaly.run.placement import Place, Placed
+from goaly.run.placement import ANYWHERE, Place, Placed
 from goaly.run.processes import IMPORTS, Processes
 from goaly.run.resident import Resident
 from goaly.run.settings import ROLES, HostSettings
@@ -141,8 +141,7 @@ class Hosts:
         hosts = self._mesh(mesh)
         assert hosts is not None
         count = math.prod(hosts.sizes.values())
-        nowhere = Place(host="", gpu=None, visible=None, cores=None)
-        one_each = Placed(seats=range(count), ranks=(nowhere,) * count)
+        one_each = Placed(seats=range(count), ranks=(ANYWHERE,) * count)
         processes = Processes(name=f"survey-{mesh}", role="survey", count=count)
         started = self._start(processes.name, processes, one_each, hosts)
         try:
@@ -160,7 +159,8 @@ class Hosts:
     def _fault(self, failure: Any) -> None:
         name = failure.mesh_name.rpartition("-")[0]  # Monarch adds a suffix to what was asked for
         words = self._watches[name].last_words() if name in self._watches else []
-        self._loop.call_soon_threadsafe(self._on_failure, name, "\n".join([failure.report(), *words]))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: a death that is told after the run's end
+            self._loop.call_soon_threadsafe(self._on_failure, name, "\n".join([failure.report(), *words]))
 
     def _logs(self, processes: Processes) -> list[Path]:
         count = processes.count

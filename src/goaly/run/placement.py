@@ -43,6 +43,10 @@ class Place:
     """The cores that it may use; None for every core."""
 
 
+ANYWHERE = Place(host="", gpu=None, visible=None, cores=None)
+"""The place of a process that computes nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     """Where one mesh of processes is."""
