@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+START_SECONDS = 300.0
+"""A run that has not begun, or replaced a replica, by then hangs: some ten times what a quiet machine needs."""
 SMALL = [
     "backlog.groups_per_step=2",
     "backlog.group_size=4",
@@ -86,7 +88,7 @@ class LaunchedRun:
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
-    def wait_for_steps(self, count: int, seconds: float = 90) -> None:
+    def wait_for_steps(self, count: int, seconds: float = START_SECONDS) -> None:
         """Until so many steps are in `metrics.jsonl`."""
         self._until(lambda: self.steps() >= count, seconds, f"{count} steps")
 

@@ -24,7 +24,7 @@ def model(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "run" / "policy", TINY)
 
 
-@pytest.mark.timeout(240)  # starts vLLM
+@pytest.mark.timeout(400)  # starts vLLM
 def test_a_run_folder_is_evaluated_through_the_real_engine(tmp_path: Path, model: Path) -> None:
     given = tmp_path / "given.jsonl"
     given.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+1=", "answer": 2}\n{"prompt": "2+2="}\n')

@@ -3,18 +3,18 @@
 from collections.abc import Callable
 
 import pytest
-from launched import LaunchedRun
+from launched import START_SECONDS, LaunchedRun
 
 STEPS = 5
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_run_trains_policy_and_critic_on_every_batch(launch: Callable[..., LaunchedRun]) -> None:
     overrides = ["critic.epochs=2", "critic.value_clip=0.5", "evaluation.prompts=2"]
     overrides += ["trainer.minibatches=2", "loss.proximal=trainer"]
     overrides += ["reward.verifier=tests.loop.verifiers:share_of_digits"]
     run = launch(f"steps={STEPS}", *overrides, app="ppo")
-    assert run.wait(100) == 0, run.text()
+    assert run.wait(START_SECONDS) == 0, run.text()
     assert "held-out pass@1" in run.text().splitlines()[-1]
     steps = run.lines("metrics.jsonl")
     assert [step["policy_version"] for step in steps] == list(range(1, STEPS + 1))
