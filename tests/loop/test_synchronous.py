@@ -83,6 +83,7 @@ def test_staleness_zero_equals_a_plain_loop_to_the_last_bit(
         f"trainer.optimizer.lr={TRAINER.optimizer.lr}",
         f"trainer.schedule.warmup_steps={TRAINER.schedule.warmup_steps}",
         f"trainer.schedule.decay={TRAINER.schedule.decay}",
+        f"trainer.schedule.min_lr_factor={TRAINER.schedule.min_lr_factor}",
     )
     assert run.wait(300) == 0, run.text()
     rollouts = run.lines("rollouts.jsonl")

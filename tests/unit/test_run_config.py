@@ -108,7 +108,7 @@ ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"
         (
             "trainer.schedule.min_lr_factor=0.2",
             "trainer.schedule.decay=constant keeps the full rate",
-            ["trainer.schedule.decay=constant", "trainer.schedule.total_steps=null"],
+            ["trainer.schedule.decay=constant"],
         ),
         (
             "prompts.arithmetic.max_digits=3",

@@ -64,9 +64,10 @@ class ScheduleSettings:
             )
         if not 0 <= self.min_lr_factor <= 1:
             lines.append(f"{prefix}min_lr_factor={self.min_lr_factor}: must be between 0 and 1")
-        for name in ("total_steps", "min_lr_factor") if self.decay == "constant" else ():
-            if (value := getattr(self, name)) not in (None, 0):
-                lines.append(f"{prefix}{name}={value}: has no effect, {prefix}decay=constant keeps the full rate")
+        if self.decay == "constant" and self.min_lr_factor:
+            lines.append(
+                f"{prefix}min_lr_factor={self.min_lr_factor}: has no effect, {prefix}decay=constant keeps the full rate"
+            )
         return lines
 
 
