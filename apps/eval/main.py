@@ -67,22 +67,12 @@ async def policy(config: EvalConfig) -> "AsyncIterator[SampleFunction]":
 @asynccontextmanager
 async def judge(config: EvalConfig) -> "AsyncIterator[Verifier]":
     """The verifier, in processes of its own."""
-    from goaly.prompts.prompt import Prompt
     from goaly.reward.judge import Judge
-    from goaly.reward.verifiers import RewardTimeout
-
-    async def verify(prompt: Prompt, response: str) -> float:
-        try:
-            return await pool.score(prompt, response)
-        except RewardTimeout:
-            if config.reward.on_time_limit == "fail":
-                raise
-            return 0.0
 
     pool = Judge(config.reward, config.evaluation.verifiers)
     await pool.start()
     try:
-        yield verify
+        yield pool.score
     finally:
         await pool.close()
 

@@ -171,18 +171,6 @@ async def ask(
     ]
 
 
-async def evaluate(
-    sample: SampleFunction,
-    tokenizer: ChatTokenizer,
-    prompts: Sequence[Prompt],
-    verify: Verifier,
-    samples_per_prompt: int,
-    sampling: Any,
-) -> EvalResult:
-    """What these prompts come to, with samples of `sample(tokens, sampling)` and rewards of `verify(prompt, text)`."""
-    return summary(await ask(sample, tokenizer, prompts, verify, samples_per_prompt, sampling))
-
-
 def summary(answered: Sequence[Answered], pass_at: Sequence[int] = ()) -> EvalResult:
     """The result of answered prompts, with pass@k for these k."""
     lengths = (length for entry in answered for length in entry.lengths)

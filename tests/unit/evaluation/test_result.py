@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.evaluation.result import EvalResult, ask, evaluate, pass_at_k, summaries_by
+from goaly.evaluation.result import EvalResult, ask, pass_at_k, summaries_by, summary
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tasks.arithmetic import addition, verify, work_out
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -89,7 +89,7 @@ class Adder:
 
 async def test_an_evaluation_asks_every_prompt_and_judges_the_texts(tokenizer: ChatTokenizer) -> None:
     prompts = [addition(1, 2), addition(99, 1)]
-    result = await evaluate(Adder(tokenizer), tokenizer, prompts, right, 4, "greedy")
+    result = summary(await ask(Adder(tokenizer), tokenizer, prompts, right, 4, "greedy"))
     assert result.pass_at == {1: 0.75, 2: pytest.approx((1 + 5 / 6) / 2), 4: 1.0}
     by_digits = summaries_by(await ask(Adder(tokenizer), tokenizer, prompts, right, 4, "greedy"), "digits")
     assert {digits: found.pass_at_1 for digits, found in by_digits.items()} == {"1": 1.0, "2": 0.5}
@@ -102,5 +102,5 @@ async def test_a_failing_sampler_fails_the_evaluation(tokenizer: ChatTokenizer) 
         raise RuntimeError("engine gone")
 
     with pytest.raises(ExceptionGroup) as caught:
-        await evaluate(broken, tokenizer, [addition(1, 2)], right, 1, None)
+        await ask(broken, tokenizer, [addition(1, 2)], right, 1, None)
     assert caught.group_contains(RuntimeError, match="engine gone")
