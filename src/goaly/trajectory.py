@@ -99,6 +99,10 @@ class Group:
     prompt_id: str
     source: str
     samples: tuple[Trajectory, ...]
+    verifier_errors: int = 0
+    """Responses that got reward 0 because the verifier failed (`reward.on_error=zero`)."""
+    verifier_timeouts: int = 0
+    """Responses that got reward 0 because the verifier exceeded its time limit (`reward.on_time_limit=zero`)."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels as one buffer a column: pickling each sample's tensors by themselves takes ten times as long."""
@@ -109,13 +113,12 @@ class Group:
             (len(sample), sample.prompt_id, sample.sample_index, sample.turns, sample.environment, sample.outcome)
             for sample in self.samples
         ]
-        return _received_group, (self.ticket, self.prompt_id, self.source, facts, buffers)
+        known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "samples"}
+        return _received_group, (known, facts, buffers)
 
 
 def _received_group(
-    ticket: int,
-    prompt_id: str,
-    source: str,
+    known_of_group: dict[str, Any],
     facts: list[tuple[int, str, int, tuple[Turn, ...], str, Outcome]],
     buffers: dict[str, tuple[torch.dtype, bytes]],
 ) -> Group:
@@ -130,7 +133,7 @@ def _received_group(
         for name, value in zip(_FACTS, (tokens, *known), strict=True):
             object.__setattr__(sample, name, value)
         samples.append(sample)
-    return Group(ticket=ticket, prompt_id=prompt_id, source=source, samples=tuple(samples))
+    return Group(samples=tuple(samples), **known_of_group)
 
 
 _FACTS = tuple(field.name for field in fields(Trajectory))

@@ -180,6 +180,7 @@ class Backlog:
                 **self._queue_waits(tickets),
                 **self._distribution.metrics(),
                 **self._shares.metrics([group.source for group in groups]),
+                **self._outcomes.take_unscored(),
                 "groups/no_signal_share": self._outcomes.no_signal_share,
                 "groups/rejected_no_signal": float(self._ledger.reasons[f"{State.REJECTED}: {NO_SIGNAL}"]),
             }

@@ -1,4 +1,5 @@
-"""What finished groups were like, trained or not: passes by source, and how many groups had no signal. Pure.
+"""What finished groups were like, trained or not: passes by source, how many groups had no signal, and how many
+responses no verifier scored. Pure.
 
 Counts every finished group, also those that dynamic sampling rejects: what is trained then says little about what the
 policy can do.
@@ -30,6 +31,7 @@ class Outcomes:
         self._limit = settings.max_no_signal_share
         self._recent: deque[bool] = deque(maxlen=RECENT_STEPS * settings.groups_per_step)
         self._passes: dict[str, Passes] = {}
+        self._errors = self._timeouts = 0
 
     def saw(self, group: Group) -> bool:
         """Count a finished group; whether it has a signal."""
@@ -39,6 +41,8 @@ class Outcomes:
             samples=before.samples + len(rewards),
             passed=before.passed + sum(reward >= PASS_REWARD for reward in rewards),
         )
+        self._errors += group.verifier_errors
+        self._timeouts += group.verifier_timeouts
         signal = has_signal(rewards)
         self._recent.append(not signal)
         return signal
@@ -61,4 +65,10 @@ class Outcomes:
     def take(self) -> Mapping[str, Passes]:
         """The passes by source since they were last taken."""
         taken, self._passes = self._passes, {}
+        return taken
+
+    def take_unscored(self) -> dict[str, float]:
+        """The metrics of responses that no verifier scored and that got reward 0, since they were last taken."""
+        taken = {"reward/verifier_errors": float(self._errors), "reward/verifier_timeouts": float(self._timeouts)}
+        self._errors = self._timeouts = 0
         return taken

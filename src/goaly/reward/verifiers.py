@@ -10,6 +10,7 @@ Invariants
     RW-3  No verifier runs in this process.
     RW-4  A process does not work on for a caller that has gone: it is free for others within `GONE_SECONDS`.
     RW-5  Errors become a reward of 0 only where the settings say so, and never more than `ERRORS_IN_A_ROW` of them.
+    RW-6  A reward of 0 that stands for a score which the verifier did not give is an `Unscored`, never a plain number.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from goaly.prompts.prompt import Prompt
 from goaly.reward.frames import Refused
@@ -37,6 +39,20 @@ ERRORS_IN_A_ROW = 64
 
 class RewardTimeout(VerifierError):
     """A verifier exceeded the time limit."""
+
+
+class Unscored(float):
+    """The reward 0 of a response that its verifier did not score, and why (RW-6)."""
+
+    cause: Literal["error", "timeout"]
+
+    def __new__(cls, cause: Literal["error", "timeout"]) -> "Unscored":
+        zero = super().__new__(cls, 0.0)
+        zero.cause = cause
+        return zero
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Unscored, (self.cause,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +105,7 @@ class VerifierPool:
         return len(self._tasks)
 
     async def score(self, prompt: Prompt, response: str) -> float:
-        """The verifier's value for this response to this prompt."""
+        """The verifier's value for this response to this prompt; an `Unscored` where the settings make a failure 0."""
         if self._closed is not None or not self._tasks:
             raise self._closed or VerifierError("the reward pool was not started")
         request = _Request(prompt, response, asyncio.get_running_loop().create_future())
@@ -199,7 +215,7 @@ class VerifierPool:
         limit = self._settings.time_limit_seconds
         logger.warning("prompt %s: the verifier exceeded its %g s", request.prompt.id, limit)
         if self._settings.on_time_limit == "zero":
-            _resolve(request, 0.0)
+            _resolve(request, Unscored("timeout"))
         else:
             why = f"prompt {request.prompt.id}: the verifier exceeded time_limit_seconds={limit:g}"
             _refuse(request, RewardTimeout(why))
@@ -212,7 +228,7 @@ class VerifierPool:
             _refuse(request, error)
         elif self._errors_in_a_row <= ERRORS_IN_A_ROW:  # RW-5
             logger.warning("reward 0, because reward.on_error is zero: %s", error)
-            _resolve(request, 0.0)
+            _resolve(request, Unscored("error"))
         else:
             count = self._errors_in_a_row
             _refuse(request, VerifierError(f"{error} ({count} errors in a row: too many for reward.on_error=zero)"))

@@ -154,8 +154,8 @@ class GroupRunner:
             if not await self._queue.started(ticket.index):
                 rejected = "it had ended before it started"
             else:
-                samples = await self._sample_group(ticket, prompt)
-                group = Group(ticket=ticket.index, prompt_id=prompt.id, source=prompt.source, samples=samples)
+                group = await self._sample_group(ticket, prompt)
+                samples = group.samples
                 if not await self._queue.put(group):
                     rejected = "it came too late, or has no signal"
         except asyncio.CancelledError:
@@ -199,7 +199,7 @@ class GroupRunner:
         group = self._group(samples, name=name, sampling=sampling, min_version=min_version, evaluation=True)
         return list(await _all(group, reward))
 
-    async def _sample_group(self, ticket: Ticket, prompt: Prompt) -> tuple[Trajectory, ...]:
+    async def _sample_group(self, ticket: Ticket, prompt: Prompt) -> Group:
         name, min_version = str(ticket.index), ticket.min_version
         group = self._group(self._group_size, name=name, sampling=self._sampling, min_version=min_version)
         self._running[ticket.index] = group
@@ -222,7 +222,14 @@ class GroupRunner:
         if self._record is not None:
             for trajectory in samples:
                 self._record(ticket.index, prompt, trajectory)
-        return samples
+        return Group(
+            ticket=ticket.index,
+            prompt_id=prompt.id,
+            source=prompt.source,
+            samples=samples,
+            verifier_errors=group.unscored("error"),
+            verifier_timeouts=group.unscored("timeout"),
+        )
 
     def _group(
         self, count: int, *, name: str, sampling: Sampling, min_version: int, evaluation: bool = False
@@ -245,8 +252,7 @@ class GroupRunner:
         self, prompt: Prompt, running: RunningEpisode, group_limit: asyncio.Timeout | None = None
     ) -> Trajectory:
         async def judge(prompt: Prompt, response: str) -> float:
-            with running.judging():
-                return await self._score(prompt, response)
+            return await running.judged(self._score(prompt, response))
 
         context = EpisodeContext(
             policy=running.policy,

@@ -2,10 +2,11 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from goaly.reward.verifiers import Unscored
 from goaly.rollout.policy import RoutedPolicy
 
 WAITING, GENERATING, JUDGED, OWN_CODE, DONE = (
@@ -42,6 +43,8 @@ class RunningEpisode:
     _started: bool = field(default=False, init=False)
     _ended: bool = field(default=False, init=False)
     _judging: int = field(default=0, init=False)
+    unscored: Counter[str] = field(default_factory=Counter, init=False)
+    """Its responses that got reward 0 because the verifier did not score them, by the cause."""
 
     @property
     def doing(self) -> str:
@@ -64,14 +67,16 @@ class RunningEpisode:
         finally:
             self.policy.end()
 
-    @contextmanager
-    def judging(self) -> Iterator[None]:
-        """A response of the episode is with the verifier inside this block."""
+    async def judged(self, score: Awaitable[float]) -> float:
+        """The score of one of its responses, which is with the verifier meanwhile."""
         self._judging += 1
         try:
-            yield
+            value = await score  # Unblocked by the verifier or its time limit.
         finally:
             self._judging -= 1
+        if isinstance(value, Unscored):
+            self.unscored[value.cause] += 1
+        return value
 
 
 class RunningGroup:
@@ -85,6 +90,10 @@ class RunningGroup:
     def done(self) -> int:
         """How many of them are done."""
         return sum(episode.doing == DONE for episode in self.episodes)
+
+    def unscored(self, cause: str) -> int:
+        """How many of their responses got reward 0 because the verifier did not score them, for this cause."""
+        return sum(episode.unscored[cause] for episode in self.episodes)
 
     def progress(self) -> GroupProgress:
         """How far they are."""

@@ -144,6 +144,8 @@ async def test_batch_metrics_by_hand():
             "reward/std": 0.41457809879,
             "reward/pass_rate": 0.5,
             "reward/pass_rate/test": 0.5,
+            "reward/verifier_errors": 0.0,
+            "reward/verifier_timeouts": 0.0,
             "length/mean": 4.0,
             "length/max": 5.0,
             "length/truncated_share": 0.0,
@@ -356,6 +358,22 @@ async def test_dynamic_sampling_rejects_a_group_without_signal_and_lets_another_
     assert batch.passes == {"test": Passes(samples=6, passed=4)}  # rejected groups count
     queue.trained(0, 1)
     assert (queue.counts()["trained"], queue.counts()["rejected"]) == (2, 1)
+
+
+async def test_a_step_counts_the_responses_that_no_verifier_scored_also_of_rejected_groups_and_each_once():
+    queue = backlog(DYNAMIC)
+    silenced = replace(group(0, rewards=(0.0, 0.0)), verifier_errors=1, verifier_timeouts=2)
+    trained = [replace(group(1), verifier_errors=1), replace(group(2), verifier_timeouts=1)]
+    counted = []
+    for of_step in ([silenced, *trained], [group(3, version=1), group(4, version=1)]):
+        for one in of_step:
+            queue.started((await queue.admit()).index)
+            queue.put(one)
+        batch = await queue.next_batch()
+        assert batch is not None
+        counted.append((batch.metrics["reward/verifier_errors"], batch.metrics["reward/verifier_timeouts"]))
+        queue.trained(batch.id, batch.id + 1)
+    assert counted == [(2.0, 3.0), (0.0, 0.0)]
 
 
 async def test_without_dynamic_sampling_a_group_without_signal_is_trained():

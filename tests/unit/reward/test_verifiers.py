@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import select
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward.process import VerifierError
 from goaly.reward.settings import RewardSettings
-from goaly.reward.verifiers import ERRORS_IN_A_ROW, RewardTimeout, VerifierPool
+from goaly.reward.verifiers import ERRORS_IN_A_ROW, RewardTimeout, Unscored, VerifierPool
 
 PROMPT = Prompt(id="q7", source="test", messages=(Message(role="user", content="1+1"),), answer="2")
 BY_WORD = "verifiers_under_test:by_word"
@@ -110,6 +111,17 @@ async def test_errors_can_be_made_a_reward_of_zero():
         words = ["fine", "raise", "nan", "die", "fine"]
         assert await asyncio.gather(*(pool.score(PROMPT, word) for word in words)) == [1.0, 0.0, 0.0, 0.0, 1.0]
         assert pool.stats().errors == 3
+
+
+@pytest.mark.parametrize(("word", "cause"), [("raise", "error"), ("nan", "error"), ("hang", "timeout")])
+async def test_a_zero_in_place_of_a_score_says_its_cause_and_is_told_from_a_wrong_answers(word: str, cause: str):
+    async with pool_of(on_error="zero", time_limit_seconds=0.3) as pool:
+        zero = await pool.score(PROMPT, word)
+        assert not isinstance(await pool.score(PROMPT, "fine"), Unscored)
+    assert isinstance(zero, Unscored)  # RW-6
+    assert (zero, zero.cause) == (0.0, cause)
+    copy = pickle.loads(pickle.dumps(zero))
+    assert (type(copy), copy, copy.cause) == (Unscored, 0.0, cause)
 
 
 async def test_a_verifier_of_which_only_errors_come_is_broken_whatever_errors_are_made():

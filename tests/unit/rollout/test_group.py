@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from goaly.backlog.admission import Ticket
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.prompts.prompt import Message, Prompt
+from goaly.reward.verifiers import Unscored
 from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.rollout.group import GroupRunner
 from goaly.rollout.settings import RolloutSettings
@@ -136,6 +137,23 @@ async def test_a_group_is_all_samples_of_its_prompt_and_goes_to_the_queue():
     assert [sample.sample_index for sample in group.samples] == [0, 1, 2]
     assert group.samples[0].tokens["sampler_versions"].tolist() == [-1, -1, -1, 2, 2]
     assert [(ticket, trajectory.sample_index) for ticket, _, trajectory in written] == [(4, 0), (4, 1), (4, 2)]
+
+
+async def test_a_group_counts_its_responses_that_got_zero_because_the_verifier_did_not_score_them():
+    class Failing:
+        scores = iter([Unscored("error"), 0.0, Unscored("timeout"), 1.0, Unscored("error"), 0.0])
+
+        async def score(self, prompt: Prompt, response: str) -> float:
+            return next(self.scores)
+
+    async def judged_twice(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        first = await context.reward(prompt, "")
+        return Episode(prompt, context.render(prompt)).finish(first + await context.reward(prompt, ""))
+
+    queue = FakeQueue()
+    await runner(FakeSampler(), queue, judged_twice, rewards=Failing()).run(TICKET, PROMPT)
+    (group,) = queue.groups
+    assert (group.verifier_errors, group.verifier_timeouts) == (2, 1)
 
 
 async def test_requests_carry_the_oldest_version_one_session_a_group_and_stay_within_the_context():
