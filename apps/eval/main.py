@@ -79,12 +79,13 @@ async def judge(config: EvalConfig) -> "AsyncIterator[Verifier]":
 
 def results_of(config: EvalConfig, answered: "Mapping[str, list[Answered]]") -> "dict[str, EvalResult]":
     """The result of every set, and of its parts by `by`."""
-    from goaly.evaluation.result import summaries_by, summary
+    from goaly.evaluation.result import summaries_by, summary, warn_of_long_prompts
 
     results = {}
     for name, answers in answered.items():
         pass_at = config.evaluation.named[name].pass_at
         results[name] = summary(answers, pass_at)
+        warn_of_long_prompts(name, results[name])
         if config.by is not None:
             parts = summaries_by(answers, config.by, pass_at)
             results |= {f"{name} {config.by}={key}": result for key, result in parts.items()}

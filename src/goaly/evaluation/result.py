@@ -2,17 +2,23 @@
 
 pass@k is the probability that at least one of k samples is right. From n samples of which c are right it is estimated
 without bias as `1 - C(n - c, k) / C(n, k)`; the same n samples serve every k up to n. avg@n is the mean reward.
+
+A prompt that leaves no room for an answer is not solved: its samples have the reward None, which counts as 0.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from statistics import fmean
 from typing import Any, Protocol
 
+from goaly.generate.request import PromptTooLong
 from goaly.prompts.prompt import PASS_REWARD, Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Answer(Protocol):
@@ -34,7 +40,9 @@ class Answered:
 
     prompt: Prompt
     lengths: tuple[int, ...]
-    rewards: tuple[float, ...]
+    """Empty where the prompt left no room for an answer."""
+    rewards: tuple[float | None, ...]
+    """None where the prompt left no room for an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +77,8 @@ class EvalResult:
     average: float
     """avg@n: the mean reward of all samples."""
     lengths: Lengths | None = None
+    too_long: int = 0
+    """Prompts of which a sample had no room for an answer. They count as not solved."""
 
     @property
     def pass_at_1(self) -> float:
@@ -84,25 +94,28 @@ class EvalResult:
     @classmethod
     def of(
         cls,
-        rewards: Sequence[Sequence[float]],
-        lengths: Iterable[int] | None = None,
+        rewards: Sequence[Sequence[float | None]],
+        lengths: Sequence[int] = (),
         *,
         pass_at: Sequence[int] = (),
     ) -> "EvalResult":
-        """The result of these rewards: one list a prompt, all of the same length. `pass_at` says which k of pass@k
-        are of interest; empty is the powers of two and the number of samples."""
+        """The result of these rewards: one list a prompt, all of the same length; None, of a sample that had no room
+        for an answer, counts as 0. `pass_at` says which k of pass@k are of interest; empty is the powers of two and the
+        number of samples."""
         if not rewards or not rewards[0]:
             raise ValueError("an evaluation needs at least one prompt and one sample")
         samples = len(rewards[0])
         if any(len(group) != samples for group in rewards):
             raise ValueError(f"every prompt must have {samples} samples, as the first one has")
-        right = [sum(reward >= PASS_REWARD for reward in group) for group in rewards]
+        counted = [[reward or 0.0 for reward in group] for group in rewards]
+        right = [sum(reward >= PASS_REWARD for reward in group) for group in counted]
         return cls(
             prompts=len(rewards),
             samples_per_prompt=samples,
             pass_at={k: fmean(pass_at_k(samples, count, k) for count in right) for k in _ks(samples, pass_at)},
-            average=fmean(reward for group in rewards for reward in group),
-            lengths=None if lengths is None else Lengths.of(lengths),
+            average=fmean(reward for group in counted for reward in group),
+            lengths=Lengths.of(lengths) if lengths else None,
+            too_long=sum(None in group for group in rewards),
         )
 
 
@@ -120,18 +133,36 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Every score, as `evaluation/SET/pass@1`."""
+        """Every score, as `evaluation/SET/pass@1`, and `evaluation/SET/too_long` where prompts are too long."""
         return {
-            f"evaluation/{name}/{score}": value
+            f"evaluation/{name}/{key}": float(value)
             for name, result in self.results.items()
-            for score, value in result.scores.items()
+            for key, value in (_too_long(result) | result.scores).items()
         }
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The version, and by set how many prompts were asked and every score."""
-        sets = {name: {"prompts": result.prompts, **result.scores} for name, result in self.results.items()}
+        """The version, and by set how many prompts were asked, how many were too long if any, and every score."""
+        sets = {
+            name: {"prompts": result.prompts, **_too_long(result), **result.scores}
+            for name, result in self.results.items()
+        }
         return {"policy_version": self.policy_version, "sets": sets}
+
+
+def warn_of_long_prompts(name: str, result: EvalResult) -> None:
+    """Log a warning where prompts of this set are too long for the context."""
+    if result.too_long:
+        logger.warning(
+            "evaluation set %s: %d of %d prompts leave no room for an answer in the context and count as not solved",
+            name,
+            result.too_long,
+            result.prompts,
+        )
+
+
+def _too_long(result: EvalResult) -> dict[str, int]:
+    return {"too_long": result.too_long} if result.too_long else {}
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -151,8 +182,12 @@ async def ask(
 ) -> list[Answered]:
     """Sample every prompt `samples_per_prompt` times, all at once, and judge each answer when it comes."""
 
-    async def one(prompt: Prompt, tokens: list[int]) -> tuple[int, float]:
-        written = [int(token) for token in (await sample(tokens, sampling)).tokens]
+    async def one(prompt: Prompt, tokens: list[int]) -> tuple[int, float] | None:
+        try:
+            answer = await sample(tokens, sampling)
+        except PromptTooLong:
+            return None
+        written = [int(token) for token in answer.tokens]
         return len(written), await verify(prompt, tokenizer.decode(written))
 
     rendered = [tokenizer.render(prompt.messages, tools=prompt.tools) for prompt in prompts]
@@ -161,19 +196,20 @@ async def ask(
             [tasks.create_task(one(prompt, tokens)) for _ in range(samples_per_prompt)]
             for prompt, tokens in zip(prompts, rendered, strict=True)
         ]
+    answers = [[task.result() for task in group] for group in asked]
     return [
         Answered(
             prompt=prompt,
-            lengths=tuple(task.result()[0] for task in group),
-            rewards=tuple(task.result()[1] for task in group),
+            lengths=tuple(answer[0] for answer in group if answer is not None),
+            rewards=tuple(None if answer is None else answer[1] for answer in group),
         )
-        for prompt, group in zip(prompts, asked, strict=True)
+        for prompt, group in zip(prompts, answers, strict=True)
     ]
 
 
 def summary(answered: Sequence[Answered], pass_at: Sequence[int] = ()) -> EvalResult:
     """The result of answered prompts, with pass@k for these k."""
-    lengths = (length for entry in answered for length in entry.lengths)
+    lengths = [length for entry in answered for length in entry.lengths]
     return EvalResult.of([entry.rewards for entry in answered], lengths, pass_at=pass_at)
 
 

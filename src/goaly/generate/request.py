@@ -92,12 +92,16 @@ class Sampling:
         return {key: NEUTRAL[key] if value in (None, {}, ()) else value for key, value in given.items()}
 
 
+class PromptTooLong(ValueError):
+    """A prompt leaves no room for an answer in the generator's context."""
+
+
 def check_prompt(request_id: str, prompt: list[int], *, vocabulary: int, max_context: int) -> None:
-    """ValueError if no engine with this vocabulary and context can continue the prompt."""
+    """ValueError if no engine with this vocabulary and context can continue the prompt, PromptTooLong by its length."""
     if not prompt:
         raise ValueError(f"request {request_id}: the prompt is empty, must have at least one token")
     if len(prompt) >= max_context:
-        raise ValueError(
+        raise PromptTooLong(
             f"request {request_id}: the prompt has {len(prompt)} tokens, must have fewer than "
             f"generator.max_context={max_context}"
         )

@@ -182,19 +182,22 @@ class GroupRunner:
 
     async def evaluate(
         self, prompt: Prompt, samples: int, changes: Mapping[str, Any] | None = None, min_version: int = 0
-    ) -> list[float]:
-        """The rewards of so many episodes that nobody trains; 0 for one that exceeds its time limit. `changes` has what
-        is sampled differently than in training."""
+    ) -> list[float | None]:
+        """The rewards of so many episodes that nobody trains: 0 for one that exceeds its time limit, None for one whose
+        tokens left no room for an answer. `changes` has what is sampled differently than in training."""
         self._evaluations += 1
         sampling = self._sampling.changed(Sampling(**(changes or {})))
         name = f"{self._name}.evaluation-{self._evaluations}"
 
-        async def reward(episode: RunningEpisode) -> float:
+        async def reward(episode: RunningEpisode) -> float | None:
             try:
                 return (await self._run_one(prompt, episode)).reward
             except EpisodeTimeout as error:
                 logger.warning("an evaluation counts reward 0: %s", error)
                 return 0.0
+            except ContextFull as error:
+                logger.info("an evaluation counts prompt %s as not solved: %s", prompt.id, error)
+                return None
 
         group = self._group(samples, name=name, sampling=sampling, min_version=min_version, evaluation=True)
         return list(await _all(group, reward))

@@ -129,9 +129,9 @@ class RolloutWorker(Actor):
     @concurrent_endpoint
     async def evaluate(
         self, prompt: Prompt, samples: int, sampling: Mapping[str, Any] | None = None, min_version: int = 0
-    ) -> list[float]:
-        """The rewards of so many episodes on this prompt, of which nothing is trained; `sampling` has what is sampled
-        differently than in training."""
+    ) -> list[float | None]:
+        """The rewards of so many episodes on this prompt, of which nothing is trained; None where no room for an answer
+        was left. `sampling` has what is sampled differently than in training."""
         return await self._runner.evaluate(prompt, samples, sampling, min_version)
 
     @concurrent_endpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 from goaly.backlog.backlog import Wait
 from goaly.backlog.batch import BatchHandle
 from goaly.errors import RunFailed
-from goaly.evaluation.result import EvalResult, Evaluation
+from goaly.evaluation.result import EvalResult, Evaluation, warn_of_long_prompts
 from goaly.evaluation.sets import ProblemSets
 from goaly.generate.service import GeneratorService
 from goaly.prompts.mixture import prompt_mixture
@@ -81,6 +81,8 @@ class Run:
             asked = one.settings
             rewards = await self.rollouts.rewards(one.prompts, asked.samples_per_prompt, asked.sampling, version)
             results[one.name] = EvalResult.of(rewards, pass_at=asked.pass_at)
+            if not any(one.name in earlier.results for earlier in self.evaluations):
+                warn_of_long_prompts(one.name, results[one.name])
         evaluation = Evaluation(policy_version=version, results=results)
         self.evaluations.append(evaluation)
         self.metrics.evaluation(version, evaluation.metrics)

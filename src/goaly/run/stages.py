@@ -260,11 +260,12 @@ class Rollouts:
 
     async def rewards(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: Mapping[str, Any], policy_version: int
-    ) -> list[list[float]]:
+    ) -> list[list[float | None]]:
         """The rewards of so many episodes on each prompt under this policy version or a newer one; none is trained.
-        `sampling` has what is sampled differently than in training."""
+        None stands for an episode that had no room for an answer. `sampling` has what is sampled differently than in
+        training."""
 
-        async def ask(prompt: Prompt) -> list[float]:
+        async def ask(prompt: Prompt) -> list[float | None]:
             return await self._on_least_busy(
                 lambda index: _ask(
                     "rollout.evaluate",

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.evaluation.result import EvalResult, ask, pass_at_k, summaries_by, summary
+from goaly.evaluation.result import EvalResult, Evaluation, ask, pass_at_k, summaries_by, summary
+from goaly.generate.request import PromptTooLong
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tasks.arithmetic import addition, verify, work_out
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -95,6 +96,30 @@ async def test_an_evaluation_asks_every_prompt_and_judges_the_texts(tokenizer: C
     assert {digits: found.pass_at_1 for digits, found in by_digits.items()} == {"1": 1.0, "2": 0.5}
     assert by_digits["1"].lengths is not None
     assert by_digits["1"].lengths.mean == len("1+2+0=03|3") + 1
+
+
+async def test_a_prompt_that_is_too_long_counts_as_not_solved_and_the_record_says_so(tokenizer: ChatTokenizer) -> None:
+    adder = Adder(tokenizer)
+
+    async def short_context(tokens: list[int], sampling: object) -> Wrote:
+        if tokenizer.decode(tokens).startswith("98"):
+            raise PromptTooLong("too long")
+        return await adder(tokens, sampling)
+
+    answered = await ask(short_context, tokenizer, [addition(1, 2), addition(98, 1)], right, 2, "greedy")
+    both, alone = summary(answered), summary(answered[1:])
+    assert (both.pass_at_1, both.average, both.prompts, both.too_long) == (0.5, 0.5, 2, 1)
+    assert both.lengths == summary(answered[:1]).lengths
+    assert (alone.pass_at_1, alone.lengths, alone.too_long) == (0.0, None, 1)
+    recorded = Evaluation(policy_version=3, results={"short": both, "easy": EvalResult.of([[1.0]])})
+    assert recorded.metrics["evaluation/short/too_long"] == 1.0
+    assert "evaluation/easy/too_long" not in recorded.metrics
+    assert recorded.summary["sets"]["short"].items() >= {"prompts": 2, "too_long": 1, "pass@1": 0.5}.items()
+
+
+def test_a_prompt_counts_as_too_long_once_and_its_other_samples_count_as_they_are() -> None:
+    result = EvalResult.of([[None, 1.0], [None, None], [1.0, 0.0]])
+    assert (result.too_long, result.pass_at_1, result.average) == (2, pytest.approx(1 / 3), pytest.approx(1 / 3))
 
 
 async def test_a_failing_sampler_fails_the_evaluation(tokenizer: ChatTokenizer) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy
 import pytest
 
-from goaly.generate.request import check_prompt
+from goaly.generate.request import PromptTooLong, check_prompt
 
 
 def check(prompt: Any) -> None:
@@ -15,6 +15,13 @@ def check(prompt: Any) -> None:
 @pytest.mark.parametrize("prompt", [[0], [31], [0, 31, 5], list(range(7)), [numpy.int64(3)]])
 def test_ids_of_the_vocabulary_that_leave_room_for_an_answer_are_taken(prompt: list[int]) -> None:
     check(prompt)
+
+
+@pytest.mark.parametrize(("prompt", "too_long"), [([1] * 8, True), ([], False), ([32], False)])
+def test_a_prompt_that_is_too_long_is_told_from_one_that_is_wrong(prompt: list[int], too_long: bool) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the kind of error is the claim
+        check(prompt)
+    assert isinstance(caught.value, PromptTooLong) == too_long
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,17 @@ async def test_an_evaluation_reports_nothing_to_the_queue_and_asks_by_its_own_te
     assert queue.reports == []
 
 
+async def test_in_an_evaluation_a_sample_without_room_for_an_answer_has_no_reward_and_ends_nothing():
+    async def long_second_turn(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        episode = Episode(prompt, context.render(prompt))
+        if context.sample_index == 1:
+            episode.observed([63] * 13)
+        return episode.wrote(await context.policy.sample(episode.tokens)).finish(1.0)
+
+    group_runner = runner(FakeSampler(), FakeQueue(), long_second_turn)
+    assert await group_runner.evaluate(PROMPT, 3) == [1.0, None, 1.0]
+
+
 async def test_an_episode_may_change_the_distribution_in_an_evaluation_and_only_there():
     seen = []
 

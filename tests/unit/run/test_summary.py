@@ -105,6 +105,27 @@ async def test_every_set_is_asked_in_its_own_way_and_recorded_with_the_policy_ve
         await run.evaluate(["owns"])
 
 
+async def test_prompts_that_are_too_long_end_no_evaluation_and_are_recorded_each_time_and_told_once(
+    config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Short(Answers):
+        async def rewards(self, prompts, *args):
+            return [[None], *(await super().rewards(prompts, *args))[1:]]
+
+    sets = {"sums": EvaluationSet(task="arithmetic", prompts=4)}
+    run = Run(replace(config, evaluation=EvaluationSettings(sets=sets)), tmp_path)
+    run.rollouts = Short()
+    for version in (0, 4):
+        run.trainer = SimpleNamespace(start_version=0, policy_version=version)
+        await run.evaluate()
+    run.metrics.close()
+    lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["evaluation/sums/too_long"], line["evaluation/sums/pass@1"]) for line in lines] == [(1, 0), (1, 0.75)]
+    assert caplog.messages == [
+        "evaluation set sums: 1 of 4 prompts leave no room for an answer in the context and count as not solved"
+    ]
+
+
 async def test_the_last_line_of_the_default_speaks_of_held_out_prompts_and_a_scripts_own_words_win(
     config, tmp_path: Path
 ) -> None:
