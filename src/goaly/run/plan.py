@@ -16,7 +16,8 @@ GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ACTIVATION_COPIES = {"off": 16, "selective": 8, "full": 1}
 """Activations kept for each token and layer, in units of the model's width."""
-NOT_HELD = ("ring", "activations")
+ON_CPU = " on the CPU"
+NOT_HELD = ("ring", "activations", f"parameters{ON_CPU}", f"prefetch{ON_CPU}")
 """What a rank needs, but not on its GPU or not all the time."""
 
 
@@ -56,6 +57,7 @@ def _parts(config: RunConfig) -> dict[str, dict[str, float]]:
     tokens = trainer.microbatch_rows * config.backlog.row_length
     kept = ACTIVATION_COPIES[trainer.activation_checkpointing] * shape.layers * shape.dim
     logits = min(tokens, trainer.logprob_chunk) * 4 * shape.vocab_size
+    offloaded = ON_CPU if reference.offload else ""
     trained = 16 * count  # float32 parameter, gradient and two moments
     return {
         "trainer": {
@@ -64,8 +66,12 @@ def _parts(config: RunConfig) -> dict[str, dict[str, float]]:
             "activations": tokens * computed * kept / trainer.tp + logits,
         },
         "reference": {
-            f"parameters{' on the CPU' * reference.offload}": computed * count / reference.ranks,
-            **({} if reference.refresh_every is None else {"prefetch": transferred * count / reference.ranks}),
+            f"parameters{offloaded}": computed * count / reference.ranks,
+            **(
+                {}
+                if reference.refresh_every is None
+                else {f"prefetch{offloaded}": transferred * count / reference.ranks}
+            ),
         },
         "critic": {"state": trained / critic.ranks, "activations": tokens * computed * kept / critic.tp}
         if critic is not None

@@ -1,6 +1,7 @@
 """What a dry run prints and refuses, and what a run refuses before it starts anything."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from goaly.run import plan
 from goaly.run.cluster import Gpu, Host
 from goaly.run.config import RunConfig
 from goaly.run.launch import launch
-from goaly.run.plan import check_this_machine, describe
+from goaly.run.plan import check_this_machine, describe, held_on_gpu
+from goaly.run.settings import ImaginedCluster
 
 GRPO = Path(__file__).parents[3] / "configs" / "grpo" / "tiny.yaml"
 
@@ -67,6 +69,20 @@ def test_a_dry_run_refuses_what_does_not_fit_the_cluster(tiny_model_folder: Path
     tiny_gpus = run_config(tiny_model_folder, "hosts.imagine={gpus: 2, gpu_gib: 0.05}")
     with pytest.raises(ConfigError, match=r"a rank needs 0\.3 GiB at least, GPU 1 of host-0 has 0\.1 GiB"):
         describe(tiny_gpus)
+
+
+def test_an_offloaded_reference_takes_no_room_on_the_gpu_that_it_shares(tiny_model_folder: Path):
+    config = run_config(tiny_model_folder, "loss.kl_coef=0.1", "hosts.reference.share_with=trainer")
+    config.reference = replace(config.reference, refresh_every=1)
+    trainers = held_on_gpu(config)["trainer"]
+    config.hosts.imagine = ImaginedCluster(gpus=2, gpu_gib=trainers * 1.01)
+    config.generator.kv_cache_gib = trainers / 2
+    with pytest.raises(ConfigError, match=r"hosts\.reference\.share_with=trainer: together they need"):
+        describe(config)
+    config.reference = replace(config.reference, offload=True)
+    assert rows(config)["reference"][:2] == rows(config)["trainer"][:2] == ("host-0", "0")
+    assert "parameters on the CPU" in describe(config)
+    assert "prefetch on the CPU" in describe(config)
 
 
 def test_a_dry_run_starts_no_job_and_asks_for_a_cluster_instead(tiny_model_folder: Path):
