@@ -137,8 +137,9 @@ class HostSettings:
     silent_seconds: float | None = 60.0
     """How long a process may leave the controller's heartbeat unanswered, in seconds, before it counts as lost: it is
     killed if it is on this host, and then replaced (a generator) or the end of the run. Only a process that is stopped,
-    swapped out or stuck in native code falls silent; one that starts has ten minutes until its first answer. Raise it
-    where machines stall for longer; null never gives up a process that still exists."""
+    swapped out or stuck in native code falls silent. One that starts has ten minutes until its first answer, unless it
+    is stopped on this host. Raise it where machines stall for longer; null never gives up a process that still
+    exists."""
 
     def problems(self, prefix: str) -> list[str]:
         """One line for each setting that can't work."""

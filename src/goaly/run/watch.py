@@ -14,11 +14,15 @@ Invariants
     PW-2  A process that leaves a heartbeat unanswered for `silent_seconds` is lost. On this host it is killed as well.
     PW-3  The controller counts silence in ticks of its own event loop: its own stall or stop is one tick, however long.
     PW-4  The report of a process that gave up holds the reason that it logged (`goaly.process`).
+    PW-5  A process that is stopped before its first answer is lost after `silent_seconds` too, on this host and once it
+          logs to its file: its state tells. A slow start is not lost, because it is not stopped.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
+import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +32,7 @@ from monarch.actor import ProcMesh
 
 from goaly.process import LAST_WORDS
 from goaly.run.resident import Resident
-from goaly.weights.liveness import ExitWatch, ProcessMark, this_host
+from goaly.weights.liveness import ExitWatch, ProcessMark, is_stopped, process, this_host
 
 logger = logging.getLogger(__name__)
 
@@ -94,17 +98,36 @@ class MeshWatch:
     async def _follow(self, rank: int, resident: Any) -> None:
         limit = self._silent_seconds
         start_limit = None if limit is None else max(START_SECONDS, limit)
-        mark: ProcessMark | None = await answered_within(resident.mark.call_one(), start_limit)
+        stopped = asyncio.create_task(self._lose_once_stopped(rank, limit))
+        try:
+            mark: ProcessMark | None = await answered_within(resident.mark.call_one(), start_limit)
+        finally:
+            stopped.cancel()
         if mark is None:
             self._lost(rank, f"a process has not started within {start_limit:g} s")
             return
         if mark.host == this_host():
-            self._exits[rank] = ExitWatch(mark, partial(self._lost, rank, f"{mark} ended"))  # PW-1
+            self._watch_exit(rank, mark)
         while limit is not None:
             if await answered_within(resident.beat.call_one(), limit) is None:
                 self._lost(rank, f"{mark} has not answered for {limit:g} s (hosts.silent_seconds)")  # PW-2
                 return
             await asyncio.sleep(tick_of(limit))
+
+    async def _lose_once_stopped(self, rank: int, limit: float | None) -> None:
+        """Lose the process once it has been stopped for the limit (PW-5), counted in ticks (PW-3)."""
+        ticks = 0
+        while limit is not None:
+            await asyncio.sleep(tick_of(limit))
+            mark = stopped_child(self._logs[rank])
+            ticks = 0 if mark is None else ticks + 1
+            if mark is not None and ticks >= math.ceil(limit / tick_of(limit)):
+                self._watch_exit(rank, mark)
+                self._lost(rank, f"{mark} has been stopped for {limit:g} s before its first answer")
+                return
+
+    def _watch_exit(self, rank: int, mark: ProcessMark) -> None:
+        self._exits[rank] = ExitWatch(mark, partial(self._lost, rank, f"{mark} ended"))  # PW-1
 
     def _lost(self, rank: int, what: str) -> None:
         if rank in self._over:
@@ -136,6 +159,19 @@ async def answered_within(answer: Awaitable[Answer], seconds: float | None) -> A
         return asked.result()
     finally:
         asked.cancel()
+
+
+def stopped_child(log: Path) -> ProcessMark | None:
+    """The child of this process that logs to this file, if there is one and a signal has stopped it (PW-5)."""
+    children: list[str] = []
+    for listed in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            children += listed.read_text().split()
+    for pid in map(int, children):
+        with contextlib.suppress(OSError):  # it has ended, or there is no log yet
+            if is_stopped(pid) and os.path.samefile(f"/proc/{pid}/fd/2", log):
+                return process(pid)
+    return None
 
 
 def last_words(log: Path) -> str | None:

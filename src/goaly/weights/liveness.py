@@ -143,6 +143,16 @@ class SilenceWatch:
         self._timer.cancel()
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped this process of this host."""
+    return _stat(pid)[0] == "T"
+
+
 def _started(pid: int) -> int:
-    """Clock ticks from boot to the process's start: field 22, counted after the name, which may hold anything."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    """Clock ticks from boot to the process's start."""
+    return int(_stat(pid)[19])
+
+
+def _stat(pid: int) -> list[str]:
+    """The kernel's record of the process from its state, field 3, on: the name before it may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

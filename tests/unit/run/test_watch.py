@@ -1,7 +1,10 @@
 """What the controller makes of processes that end, fall silent or can't be reached, without any process."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import os
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,8 @@ import pytest
 
 from goaly.process import LAST_WORDS
 from goaly.run import watch
-from goaly.run.watch import START_SECONDS, TICKS, MeshWatch, answered_within, last_words, tick_of
-from goaly.weights.liveness import ProcessMark
+from goaly.run.watch import START_SECONDS, TICKS, MeshWatch, answered_within, last_words, stopped_child, tick_of
+from goaly.weights.liveness import ProcessMark, process
 from tests.unit.stalled import Stalls
 
 LIMIT = 60.0
@@ -141,6 +144,86 @@ async def test_a_process_has_longer_to_start_but_not_for_ever(
     await stalls.tick(tick_of(START_SECONDS))
     assert [name for name, _ in told] == ["trainer"]
     assert "has not started within 600 s" in told[0][1]
+    watched.kill()
+
+
+@pytest.fixture
+def child(log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that logs to the file and does nothing else."""
+    with log.open("ab") as file, subprocess.Popen(["sleep", "100"], stderr=file) as sleeper:
+        yield sleeper
+        sleeper.kill()
+
+
+def stop(child: subprocess.Popen[bytes]) -> None:
+    child.send_signal(signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
+
+
+def go_on(child: subprocess.Popen[bytes]) -> None:
+    child.send_signal(signal.SIGCONT)
+    assert os.WIFCONTINUED(os.waitpid(child.pid, os.WCONTINUED)[1])
+
+
+def test_a_stopped_child_is_found_by_its_own_log_only(log: Path, child: subprocess.Popen[bytes]) -> None:
+    other = log.with_name("hub.log")
+    other.touch()
+    assert stopped_child(log) is None
+    stop(child)
+    assert stopped_child(log) == process(child.pid)
+    assert stopped_child(other) is None
+    assert stopped_child(log.with_name("none.log")) is None
+
+
+async def test_a_process_that_is_stopped_before_its_first_answer_is_lost_after_the_limit_and_killed(
+    told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
+) -> None:  # PW-5
+    stalls, mesh = Stalls(monkeypatch), Mesh()
+    mesh.mark = Endpoint(never)
+    watched = watching(mesh, told, log)
+    await stalls.tick(0)
+    ticks = round(LIMIT / tick_of(LIMIT))
+    for _ in range(2 * ticks):
+        await stalls.tick(tick_of(LIMIT))
+    assert not told  # it is slow
+    stop(child)
+    for _ in range(ticks - 1):
+        await stalls.tick(10 * LIMIT)  # PW-3: one tick of the controller
+        assert not told
+    await stalls.tick(tick_of(LIMIT))
+    assert [name for name, _ in told] == ["trainer"]
+    assert f"process {child.pid} has been stopped for 60 s before its first answer; its log is {log}" in told[0][1]
+    assert child.wait(10) == -signal.SIGKILL
+    watched.kill()
+
+
+async def test_a_process_that_goes_on_before_the_limit_starts_its_time_again(
+    told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
+) -> None:  # PW-5
+    stalls, mesh = Stalls(monkeypatch), Mesh()
+    mesh.mark = Endpoint(never)
+    watched = watching(mesh, told, log)
+    await stalls.tick(0)
+    for _ in range(3):
+        stop(child)
+        for _ in range(round(LIMIT / tick_of(LIMIT)) - 1):
+            await stalls.tick(tick_of(LIMIT))
+        go_on(child)
+        await stalls.tick(tick_of(LIMIT))
+    assert not told
+    watched.kill()
+
+
+async def test_a_process_that_has_answered_is_judged_by_its_answers_alone(
+    told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
+) -> None:
+    stalls = Stalls(monkeypatch)
+    watched = watching(Mesh(), told, log)
+    await stalls.tick(0)
+    stop(child)
+    for _ in range(2 * TICKS):
+        await stalls.tick(tick_of(LIMIT))
+    assert not told
     watched.kill()
 
 
