@@ -13,7 +13,7 @@ from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.config import RunConfig
-from goaly.train.settings import TrainerSettings
+from goaly.train.settings import ReferenceSettings, TrainerSettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GRPO, PPO = CONFIGS / "grpo" / "tiny.yaml", CONFIGS / "ppo" / "tiny.yaml"
@@ -246,11 +246,22 @@ def test_compiling_without_a_gpu_is_told_before_anything_starts(tiny_model_folde
     assert run_config(GRPO, tiny_model_folder, "trainer.compile=true")
 
 
-def test_ranks_on_other_hosts_may_compile_with_a_torch_that_can(monkeypatch):
-    compiling = TrainerSettings(compile=True)
+def test_ranks_on_other_hosts_may_compile_and_offload_with_a_torch_that_can(monkeypatch):
+    compiling, offloading = TrainerSettings(compile=True), ReferenceSettings(offload=True)
     for built in (True, False):
         monkeypatch.setattr("torch.backends.cuda.is_built", lambda built=built: built)
         assert (compiling.device_problems("trainer.", elsewhere=True) == []) is built
+        assert (offloading.device_problems("reference.", elsewhere=True) == []) is built
+
+
+def test_offloading_the_reference_without_a_gpu_is_told_before_anything_starts(tiny_model_folder: Path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (told,) = refused(tiny_model_folder, "loss.kl_coef=0.1", "reference.offload=true")
+    assert told.startswith("reference.offload=true: needs a GPU")
+    (told,) = refused(tiny_model_folder, "reference.offload=true")
+    assert "has no effect" in told
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert run_config(GRPO, tiny_model_folder, "loss.kl_coef=0.1", "reference.offload=true").reference.offload
 
 
 def test_bindings_of_a_critic_and_a_reference_that_run_are_in_order(tiny_model_folder: Path):

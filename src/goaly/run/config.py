@@ -121,7 +121,10 @@ class RunConfig:
     def _training_problems(self, prefix: str) -> list[str]:
         from goaly.prompts.mixture import empty_split, unreadable
 
-        found = self.trainer.device_problems(f"{prefix}trainer.", elsewhere=self.hosts.job != "local")
+        elsewhere = self.hosts.job != "local"
+        found = self.trainer.device_problems(f"{prefix}trainer.", elsewhere=elsewhere)
+        if self.uses_reference:
+            found += self.reference.device_problems(f"{prefix}reference.", elsewhere=elsewhere)
         if self.prompts.problems(""):
             return found
         if (why := unreadable(self.prompts)) is not None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from goaly.errors import ConfigError
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import model_spec, prepare_torchtitan
-from goaly.train.settings import NEEDS_GPU, TrainerSettings
+from goaly.train.settings import NEEDS_GPU, OFFLOAD_NEEDS_GPU, TrainerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def build_parallel(
     _quieten()
     _check_ranks(trainer, device)
     if offload and device.type == "cpu":
-        raise ConfigError(["reference.offload=true: needs a GPU: on a CPU the parameters are in its memory anyway"])
+        raise ConfigError([f"reference.offload=true: {OFFLOAD_NEEDS_GPU}"])
     from torchtitan.config import CompileConfig, TrainingConfig
     from torchtitan.tools.utils import set_default_dtype
 

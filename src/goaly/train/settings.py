@@ -6,6 +6,7 @@ from typing import Literal
 from goaly.models.settings import ModelSettings
 
 NEEDS_GPU = "needs a GPU: shapes of the CPU's packed attention change with the documents"
+OFFLOAD_NEEDS_GPU = "needs a GPU: on a CPU the parameters are in its memory anyway"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +126,7 @@ class TrainerSettings:
 
     def device_problems(self, prefix: str, *, elsewhere: bool = False) -> list[str]:
         """What can't work on this machine's devices (where ranks run `elsewhere`: with this torch), a line each."""
-        import torch  # which `--help` can do without
-
-        if not self.compile or (torch.backends.cuda.is_built() if elsewhere else torch.cuda.is_available()):
-            return []
-        return [f"{prefix}compile=true: {NEEDS_GPU}"]
+        return [f"{prefix}compile=true: {NEEDS_GPU}"] if self.compile and not _has_gpu(elsewhere) else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +173,10 @@ class ReferenceSettings:
                 "then the policy as it was"
             )
         return found
+
+    def device_problems(self, prefix: str, *, elsewhere: bool = False) -> list[str]:
+        """What can't work on this machine's devices (where ranks run `elsewhere`: with this torch), a line each."""
+        return [f"{prefix}offload=true: {OFFLOAD_NEEDS_GPU}"] if self.offload and not _has_gpu(elsewhere) else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +230,12 @@ class CriticSettings:
         lines += self.optimizer.problems(f"{prefix}optimizer.")
         lines += self.schedule.problems(f"{prefix}schedule.")
         return lines
+
+
+def _has_gpu(elsewhere: bool) -> bool:
+    import torch  # which `--help` can do without
+
+    return torch.backends.cuda.is_built() if elsewhere else torch.cuda.is_available()
 
 
 def _path_problems(prefix: str, path: str | None) -> list[str]:
