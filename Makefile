@@ -46,7 +46,7 @@ peer: sft $(PEER)/.installed
 	$(RUN) -m bench.peer --peer-python $(PEER)/bin/python $(SETTINGS)
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # A slow lane: some forty minutes on two cores.
 mutants: $(INSTALLED)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.saboteur import PLANTED, Fault
-from tests.loop.launched import LaunchedRun, alive, descendants, gone_within
+from tests.loop.launched import LaunchedRun, alive, descendants, gone_within, orphaned_memory, orphaned_within
 
 SILENT_SECONDS = 10
 START_SECONDS = 400
@@ -130,7 +130,7 @@ def case(part: str, kind: str, when: str) -> Case:
 
 def run_case(case: Case, folder: Path, model: Path) -> Result:
     """Run it, and look at what it leaves behind."""
-    memory = set(os.listdir("/dev/shm"))
+    memory = orphaned_memory()
     settings = (f"hosts.silent_seconds={SILENT_SECONDS}", "steps=10000", *case.overrides)
     fault = (case.app, json.dumps(asdict(case.fault)))
     run = LaunchedRun(folder, model, *settings, app=case.app, module="bench.saboteur", arguments=fault)
@@ -152,7 +152,7 @@ def run_case(case: Case, folder: Path, model: Path) -> Result:
                 os.kill(pid, signal.SIGKILL)
         run.process.wait()
     problems += [f"process {pid} is left" for pid in gone_within(children, LEFT_SECONDS)]
-    problems += [f"/dev/shm/{name} is left" for name in _left(memory)]
+    problems += [f"/dev/shm/{name} is left" for name in orphaned_within(memory, LEFT_SECONDS)]
     error = next((line for line in run.text().splitlines() if line.startswith("error:")), "")
     return Result(name=case.name, ends=case.ends, seconds=round(seconds, 1), error=error, problems=problems)
 
@@ -184,13 +184,6 @@ def _stops(run: LaunchedRun, case: Case) -> list[str]:
     if summary["admitted"] != summary["trained"] + summary["rejected"] + summary["failed"]:
         problems.append(f"the accounting is open: {summary}")
     return problems
-
-
-def _left(memory: set[str]) -> set[str]:
-    deadline = time.monotonic() + LEFT_SECONDS
-    while (left := set(os.listdir("/dev/shm")) - memory) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
 
 
 def table(results: Sequence[Result]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from loop.launched import descendants, held_memory
 from random_model import write_random_model
 
 from goaly.errors import ReplicaLost
@@ -111,12 +112,10 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     async def ask(replica: Any, name: str, sampling: Sampling = GREEDY, min_version: int = 0) -> Sample:
         return await lines[id(replica)].ask(name, PROMPT, sampling, min_version)
 
-    named_before = set(os.listdir("/dev/shm"))
     versions = await asyncio.gather(one.start.call(), two.start.call())
     assert [version.item(procs=0) for version in versions] == [1, 1]  # GE-1
     assert (await store.state.call_one()).readers == 3  # GE-3
-    left = {name for name in os.listdir("/dev/shm") if name.startswith(("goaly-", "psm_", "sem.mp-"))}
-    assert left <= named_before  # GR-3
+    assert held_memory(descendants(os.getpid())) == set()  # GR-3
     samples = await asyncio.gather(*(ask(replica, f"{n}") for replica in (one, leader) for n in range(8)))
     assert [sample.tokens.tolist() for sample in samples] == [greedy[1]] * 16
     assert {int(version) for sample in samples for version in sample.versions} == {1}

@@ -6,10 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from goaly.reward.child import die_with
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 300.0
@@ -64,6 +67,31 @@ def rank_of(pid: int) -> int:
     return int(Path(os.readlink(f"/proc/{pid}/fd/2")).suffixes[-2][1:])
 
 
+def held_memory(pids: Iterable[int]) -> set[str]:
+    """The names in /dev/shm of what these processes map or hold open."""
+    found: set[str] = set()
+    for pid in pids:
+        with suppress(OSError):  # it has ended, or ends
+            links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+            mapped = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+            found |= {name.rpartition("/")[2] for name in (*links, *mapped) if name.startswith("/dev/shm/")}
+    return found & set(os.listdir("/dev/shm"))
+
+
+def orphaned_memory() -> set[str]:
+    """The names in /dev/shm that nobody uses: left behind by a process that has ended."""
+    named = set(os.listdir("/dev/shm"))
+    return named - held_memory(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+
+
+def orphaned_within(before: set[str], seconds: float) -> set[str]:
+    """What was orphaned since then and still is after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (left := orphaned_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
 class LaunchedRun:
     """`python -m apps.grpo.main`, or another app, on the tests' tiny model.
 
@@ -86,7 +114,14 @@ class LaunchedRun:
         command += [f"model.path={model}", f"run_dir={folder}", *SMALL, *overrides]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HYPERACTOR_")}
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=partial(die_with, os.getpid()),
+            )
 
     def wait_for_steps(self, count: int, seconds: float = START_SECONDS) -> None:
         """Until so many steps are in `metrics.jsonl`."""

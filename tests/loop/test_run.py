@@ -1,14 +1,12 @@
 """Whole runs, as a user starts them: what they leave behind, and how they end when something dies."""
 
 import json
-import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launched import START_SECONDS, LaunchedRun, gone_within
+from launched import START_SECONDS, LaunchedRun, gone_within, orphaned_memory, orphaned_within
 
 pytestmark = pytest.mark.timeout(900)  # what hangs is found by the waits' own limits
 
@@ -25,20 +23,8 @@ TWO_SOURCES = (
 )
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
-def shared_memory_gone(before: set[str], seconds: float) -> bool:
-    """Whether nothing new is left in time; what libraries name there is unlinked as their last process ends."""
-    deadline = time.monotonic() + seconds
-    while shared_memory() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not shared_memory() - before
-
-
 def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(launch: Launch) -> None:
-    before = shared_memory()
+    before = orphaned_memory()
     overrides = ["loss.kl_coef=0.01", "advantages.kl_coef=0.01", "loss.name=tests.loop.own_loss:squared"]
     overrides += ["generator.replicas=2", "backlog.max_staleness=2", "reference.refresh_every=2", *TWO_SOURCES]
     run = launch(f"steps={STEPS}", *overrides)
@@ -76,7 +62,7 @@ def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(la
     assert list((run.folder / "tensorboard").iterdir())
     assert (run.folder / "policy" / "model.safetensors").exists()
     assert gone_within(children, 5) == []
-    assert shared_memory_gone(before, 5)
+    assert orphaned_within(before, 5) == set()
 
 
 def test_the_death_of_a_follower_is_the_death_of_its_replica_and_costs_no_request(launch: Launch) -> None:
@@ -94,7 +80,7 @@ def test_the_death_of_a_follower_is_the_death_of_its_replica_and_costs_no_reques
 
 
 def test_ctrl_c_stops_a_run_cleanly_within_ten_seconds(launch: Launch) -> None:
-    before = shared_memory()
+    before = orphaned_memory()
     run = launch("steps=10000")
     run.wait_for_steps(2)
     children = list(run.processes())
@@ -105,7 +91,7 @@ def test_ctrl_c_stops_a_run_cleanly_within_ten_seconds(launch: Launch) -> None:
     assert summary["admitted"] == summary["trained"] + summary["rejected"] + summary["failed"]
     assert (run.folder / "trace.json").exists()
     assert gone_within(children, 5) == []
-    assert shared_memory_gone(before, 5)
+    assert orphaned_within(before, 5) == set()
 
 
 def test_ctrl_c_during_the_final_evaluation_does_not_lose_the_policy(launch: Launch) -> None:
@@ -129,14 +115,14 @@ def test_a_second_ctrl_c_stops_a_run_at_once(launch: Launch) -> None:
 
 
 def test_nothing_outlives_a_controller_that_is_killed(launch: Launch) -> None:
-    before = shared_memory()
+    before = orphaned_memory()
     run = launch("steps=10000")
     run.wait_for_steps(1)
     children = list(run.processes())
     assert len(children) >= 4
     run.process.kill()
     assert gone_within(children, 10) == []
-    assert shared_memory_gone(before, 5)
+    assert orphaned_within(before, 5) == set()
 
 
 def test_a_killed_trainer_ends_the_run_with_an_error_that_names_it(launch: Launch) -> None:
