@@ -1,13 +1,15 @@
 """Packing: whole sequences, equal rows, balanced ranks, the same result every time."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.backlog.batch import add_advantages, build_batch
+from goaly.backlog.batch import Batch, add_advantages, build_batch
 from goaly.backlog.packing import assign, divide, pack
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import SchemaError
@@ -120,21 +122,24 @@ def group(ticket: int, lengths: list[int]) -> Group:
     return Group(ticket=ticket, prompt_id=str(ticket), source="", samples=samples)
 
 
+def batch_of(groups: Sequence[Group], **changes: Any) -> Batch:
+    """The batch of these groups on one rank in rows of 16 tokens, but for what `changes` names."""
+    arguments: dict[str, Any] = {
+        "settings": BacklogSettings(row_length=16),
+        "advantage_settings": AdvantageSettings(),
+        "dp_ranks": 1,
+        "pad_token": 99,
+    }
+    return build_batch(0, groups, **arguments | changes)
+
+
 GROUPS = st.lists(st.lists(st.integers(2, 16), min_size=2, max_size=2), min_size=3, max_size=8)
 
 
 @given(GROUPS, st.integers(1, 3), st.integers(1, 3))
 def test_the_rows_of_a_part_hold_its_groups_and_no_others_on_every_rank(lengths, ranks, minibatches):
     groups = [group(ticket, of_group) for ticket, of_group in enumerate(lengths)]
-    batch = build_batch(
-        0,
-        groups,
-        settings=BacklogSettings(row_length=16),
-        advantage_settings=AdvantageSettings(),
-        dp_ranks=ranks,
-        pad_token=99,
-        minibatches=minibatches,
-    )
+    batch = batch_of(groups, dp_ranks=ranks, minibatches=minibatches)
     shares = [packed.split() for packed in batch.ranks]
     assert {len(share) for share in shares} == {minibatches}
     found = []
@@ -153,14 +158,7 @@ def test_the_rows_of_a_part_hold_its_groups_and_no_others_on_every_rank(lengths,
 
 def test_a_batch_in_one_part_has_the_rows_that_it_always_had():
     groups = [group(0, [4, 9]), group(1, [7, 2])]
-    batch = build_batch(
-        0,
-        groups,
-        settings=BacklogSettings(row_length=16),
-        advantage_settings=AdvantageSettings(),
-        dp_ranks=1,
-        pad_token=99,
-    )
+    batch = batch_of(groups)
     assert batch.placement == assign([4, 9, 7, 2], 16, 1)
     assert batch.ranks[0].parts == ()
 
@@ -168,15 +166,7 @@ def test_a_batch_in_one_part_has_the_rows_that_it_always_had():
 def test_minibatches_are_balanced_by_tokens_not_by_groups():
     # 16 tokens against 4 x 4: by groups it would be 3 and 2
     groups = [group(0, [8, 8]), *(group(ticket, [2, 2]) for ticket in range(1, 5))]
-    batch = build_batch(
-        0,
-        groups,
-        settings=BacklogSettings(row_length=16),
-        advantage_settings=AdvantageSettings(),
-        dp_ranks=1,
-        pad_token=99,
-        minibatches=2,
-    )
+    batch = batch_of(groups, minibatches=2)
     assert [part.sequences for part in batch.ranks[0].parts] == [2, 8]
 
 
@@ -184,14 +174,8 @@ def test_a_groups_weight_multiplies_its_advantages_and_not_the_returns_that_a_cr
     groups = [group(0, [3, 4]), group(1, [5, 2])]
     found = []
     for weights in (None, (0.5, 1.5)):
-        batch = build_batch(
-            0,
-            groups,
-            settings=BacklogSettings(row_length=16),
-            advantage_settings=AdvantageSettings(name="gae", options={"normalize": False}),
-            dp_ranks=1,
-            pad_token=99,
-            weights=weights,
+        batch = batch_of(
+            groups, advantage_settings=AdvantageSettings(name="gae", options={"normalize": False}), weights=weights
         )
         rows = batch.ranks[0].rows
         rows["values"] = 0.25 * rows["trained"]
@@ -209,14 +193,7 @@ def test_the_tokens_of_an_answer_that_the_limit_ended_are_marked_and_its_share_i
     cut = dataclasses.replace(
         cut, samples=(dataclasses.replace(cut.samples[0], outcome=Outcome.TRUNCATED), cut.samples[1])
     )
-    batch = build_batch(
-        0,
-        [cut, group(1, [5, 2])],
-        settings=BacklogSettings(row_length=16),
-        advantage_settings=AdvantageSettings(),
-        dp_ranks=2,
-        pad_token=99,
-    )
+    batch = batch_of([cut, group(1, [5, 2])], dp_ranks=2)
     assert batch.handle.metrics["length/truncated_share"] == 0.25
     assert sum(int(packed.rows["truncated"].sum()) for packed in batch.ranks) == 3
     for packed in batch.ranks:

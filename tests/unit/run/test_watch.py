@@ -76,6 +76,15 @@ def watching(mesh: Any, told: list[tuple[str, str]], log: Path, limit: float | N
     return MeshWatch("trainer", mesh, logs=[log], silent_seconds=limit, on_lost=lambda *report: told.append(report))
 
 
+async def starting(monkeypatch: pytest.MonkeyPatch, told: list[tuple[str, str]], log: Path) -> tuple[Stalls, MeshWatch]:
+    """A watch that has asked a process which does not answer yet."""
+    stalls, mesh = Stalls(monkeypatch), Mesh()
+    mesh.mark = Endpoint(never)
+    watched = watching(mesh, told, log)
+    await stalls.tick(0)
+    return stalls, watched
+
+
 async def test_a_process_that_answers_is_asked_again_and_never_lost(
     told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,10 +141,7 @@ async def test_a_controller_that_was_stopped_for_an_hour_loses_nobody(
 async def test_a_process_has_longer_to_start_but_not_for_ever(
     told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stalls, mesh = Stalls(monkeypatch), Mesh()
-    mesh.mark = Endpoint(never)
-    watched = watching(mesh, told, log)
-    await stalls.tick(0)
+    stalls, watched = await starting(monkeypatch, told, log)
     ticks = round(START_SECONDS / tick_of(START_SECONDS))
     for _ in range(ticks - 1):
         await stalls.tick(tick_of(START_SECONDS))
@@ -178,10 +184,7 @@ def test_a_stopped_child_is_found_by_its_own_log_only(log: Path, child: subproce
 async def test_a_process_that_is_stopped_before_its_first_answer_is_lost_after_the_limit_and_killed(
     told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
 ) -> None:  # PW-5
-    stalls, mesh = Stalls(monkeypatch), Mesh()
-    mesh.mark = Endpoint(never)
-    watched = watching(mesh, told, log)
-    await stalls.tick(0)
+    stalls, watched = await starting(monkeypatch, told, log)
     ticks = round(LIMIT / tick_of(LIMIT))
     for _ in range(2 * ticks):
         await stalls.tick(tick_of(LIMIT))
@@ -200,10 +203,7 @@ async def test_a_process_that_is_stopped_before_its_first_answer_is_lost_after_t
 async def test_a_process_that_goes_on_before_the_limit_starts_its_time_again(
     told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
 ) -> None:  # PW-5
-    stalls, mesh = Stalls(monkeypatch), Mesh()
-    mesh.mark = Endpoint(never)
-    watched = watching(mesh, told, log)
-    await stalls.tick(0)
+    stalls, watched = await starting(monkeypatch, told, log)
     for _ in range(3):
         stop(child)
         for _ in range(round(LIMIT / tick_of(LIMIT)) - 1):
