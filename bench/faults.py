@@ -1,4 +1,4 @@
-"""What a run does when something in it breaks: every kind of process, killed, stopped or raising, at every stage.
+"""Kills or stops each kind of process of a run, or raises in it, at every stage, and checks how the run ends.
 
     python -m bench.faults [--only TEXT] [--missing] [--json FILE] [--markdown FILE]
 
@@ -42,13 +42,13 @@ class Case:
     fault: Fault
     ends: str
     says: str = ""
-    """What the run's output names then."""
+    """Text that the run's output must contain."""
     app: str = "grpo"
     overrides: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """What breaks, how and when."""
+        """The case in words: the part, the kind of fault, and the moment."""
         return f"{self.part}, {self.fault.kind}, {self.fault.when}"
 
 

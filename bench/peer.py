@@ -72,7 +72,7 @@ class Result:
 
 
 def result_of(side: str, lines: Sequence[Mapping[str, Any]], spawned_at: float, machine: Machine) -> Result:
-    """What the lines that a side wrote come to."""
+    """The result of one side's run, from the lines of its `steps.jsonl`."""
     begin = next(line["at"] for line in lines if line.get("begin"))
     steps = [line for line in lines if "reward" in line]
     ends = [begin, *(step["at"] for step in steps)]

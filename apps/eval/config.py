@@ -27,28 +27,28 @@ class EvalConfig:
     """An evaluation."""
 
     path: str
-    """What is evaluated: a Hugging Face folder, or a run's folder (then its final policy)."""
+    """Folder of the policy: a Hugging Face folder, or a run's folder, of which the final policy is evaluated."""
     prompts: PromptSettings = field(default_factory=PromptSettings)
-    """What the policy was trained on: as in the run, so that the same problems are held out."""
+    """Prompts of the training run. Copy the section from the run: it decides which problems are held out."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    """What is asked: the section of a run."""
+    """Sets of problems; the section has the same keys as in a run."""
     by: str | None = None
     """Also report by this metadata column of the prompts, such as `digits`."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    """How answers are sampled."""
+    """Sampling parameters of the answers; a set may override some of them."""
     chat: ChatSettings = field(default_factory=ChatSettings)
-    """How prompts become text."""
+    """Chat template options. Copy the section from the run."""
     reward: RewardSettings = field(default_factory=RewardSettings)
-    """Who judges the answers."""
+    """Verifier that scores the answers, and its limits; the section has the same keys as in a run."""
     generator: EvalGeneratorSettings = field(default_factory=EvalGeneratorSettings)
-    """How answers are generated."""
+    """vLLM engine that generates the answers: its memory, context length and threads."""
     dtype: str = "float32"
-    """What the model computes in: float32 or bfloat16."""
+    """Number format of weights and activations: float32 or bfloat16."""
     output: str | None = None
     """JSON file to write the results to."""
 
     def problems(self, prefix: str) -> list[str]:
-        """What only the combination of settings can get wrong, a line each."""
+        """One line for each combination of settings that can't work."""
         found = []
         found += self.evaluation.problems_beside(
             f"{prefix}evaluation.", self.prompts, self.sampling, self.generator.max_context

@@ -97,7 +97,7 @@ class PromptTooLong(ValueError):
 
 
 def check_prompt(request_id: str, prompt: list[int], *, vocabulary: int, max_context: int) -> None:
-    """ValueError if no engine with this vocabulary and context can continue the prompt, PromptTooLong by its length."""
+    """Raise ValueError if no such engine can continue the prompt; PromptTooLong if it leaves no room for an answer."""
     if not prompt:
         raise ValueError(f"request {request_id}: the prompt is empty, must have at least one token")
     if len(prompt) >= max_context:
