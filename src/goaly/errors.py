@@ -55,3 +55,10 @@ class PoisonRequest(GoalyError):
 
 class RunFailed(GoalyError):
     """An actor's failure ended the run."""
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The error that started it, without the reports of the actor calls that it came through."""
+    while isinstance(cause := getattr(error, "exception", None), BaseException):  # Monarch's ActorError has it there
+        error = cause
+    return error

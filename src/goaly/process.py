@@ -17,6 +17,8 @@ import threading
 from collections.abc import Coroutine, Iterable
 from typing import Any, NoReturn
 
+from goaly.errors import root_cause
+
 logger = logging.getLogger(__name__)
 
 GAVE_UP = 70
@@ -55,8 +57,10 @@ def leave(code: int) -> NoReturn:
 
 def give_up(why: str, error: BaseException | None = None) -> NoReturn:
     """Log why this process cannot continue and exit at once, from whichever thread calls (PR-1)."""
-    cause = "" if error is None else f": {type(error).__name__}: {error}"
-    logger.critical("%s%s%s", LAST_WORDS, why, cause, exc_info=error)
+    if error is not None:
+        cause = root_cause(error)
+        why = f"{why}: {type(cause).__name__}: {cause}"
+    logger.critical("%s%s", LAST_WORDS, " ".join(why.split()), exc_info=error)  # on one line: `last_words` reads one
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

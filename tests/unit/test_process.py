@@ -1,11 +1,16 @@
 """How a process begins and ends."""
 
+import os
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from monarch.actor import ActorError
 
-from goaly.process import GAVE_UP, LAST_WORDS
+from goaly.process import GAVE_UP, LAST_WORDS, give_up
+from goaly.run.watch import last_words
 
 
 def test_leaving_runs_exit_handlers_keeps_the_output_and_the_code_and_waits_for_nothing_else() -> None:
@@ -58,6 +63,21 @@ async def waits_for_a_vital_task():
     assert (ended.returncode, ended.stdout) == (GAVE_UP, "")
     why = {"a call": "the link broke: OSError", "a thread": "thread engine", "a task": "task follower"}[how]
     assert f"{LAST_WORDS}{why}" in ended.stderr
+
+
+def test_the_reason_is_the_error_that_started_it_on_one_line_however_many_actor_calls_it_came_through(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    error: Exception = RuntimeError("the store\n  is full")
+    for _ in range(3):
+        error = pickle.loads(pickle.dumps(ActorError(error)))
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit):
+        give_up("task weight follower failed", error)
+    log = tmp_path / "log"
+    log.write_text(caplog.text)
+    assert last_words(log) == "task weight follower failed: RuntimeError: the store is full"  # PW-4
+    assert "ActorError: A remote actor call has failed." in caplog.text  # the whole of it, below the reason
 
 
 def test_a_vital_task_that_ends_or_is_cancelled_leaves_its_process_alone() -> None:

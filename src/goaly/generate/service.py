@@ -23,9 +23,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import ActorError
 
-from goaly.errors import RunFailed
+from goaly.errors import RunFailed, root_cause
 from goaly.generate.request import GeneratorStats
 
 logger = logging.getLogger(__name__)
@@ -188,10 +187,10 @@ async def _unless_dead(answer: Awaitable[T]) -> T | None:
 
 
 def _cause(error: BaseException) -> str:
-    """What an actor raised, without the report about it."""
-    if isinstance(error, SupervisionError):
-        return _last_line(str(error))
-    cause = error.exception if isinstance(error, ActorError) else error
+    """What an actor raised, without the reports about it."""
+    cause = root_cause(error)
+    if isinstance(cause, SupervisionError):
+        return _last_line(str(cause))
     return f"{type(cause).__name__}: {cause}"
 
 

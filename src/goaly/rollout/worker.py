@@ -19,6 +19,7 @@ import cloudpickle
 from monarch.actor import Actor, ActorError, concurrent_endpoint
 
 from goaly.backlog.admission import Ticket
+from goaly.errors import root_cause
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
 from goaly.generate.settings import SamplingSettings
@@ -212,4 +213,4 @@ async def _answer(call: Awaitable[Any]) -> Any:
     try:
         return await call
     except ActorError as error:
-        raise error.exception from error
+        raise root_cause(error) from error

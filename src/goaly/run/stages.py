@@ -12,7 +12,7 @@ from monarch.actor import ActorError
 from goaly.backlog.admission import Ticket
 from goaly.backlog.backlog import Wait
 from goaly.backlog.batch import BatchHandle
-from goaly.errors import RunFailed
+from goaly.errors import RunFailed, root_cause
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group import PROMPT_TOO_LONG, GroupSummary
 from goaly.run.waiting import ANSWER_SECONDS, telling
@@ -307,7 +307,7 @@ async def _ask(endpoint: str, answer: Awaitable[T]) -> T:
     except SupervisionError as error:
         raise RunFailed(f"{endpoint.partition('.')[0]} died during {endpoint}: {error}") from error
     except ActorError as error:
-        cause = error.exception
+        cause = root_cause(error)
         raise RunFailed(f"{endpoint} failed: {type(cause).__name__}: {cause}") from error
 
 

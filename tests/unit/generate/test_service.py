@@ -1,6 +1,7 @@
 """The generator service against replicas that start, die, fail to start, and hang while they start."""
 
 import asyncio
+import pickle
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -98,6 +99,14 @@ async def raises() -> None:
     raise ActorError(ValueError("the cache does not fit"))
 
 
+async def raises_of_another() -> None:
+    raise pickle.loads(pickle.dumps(ActorError(ActorError(ValueError("no such version")))))
+
+
+async def dies_of_another() -> None:
+    raise ActorError(SupervisionError("Endpoint call join() failed\nthe hub died"))
+
+
 async def hangs() -> None:
     await asyncio.Event().wait()
 
@@ -125,6 +134,8 @@ async def test_all_replicas_serve_when_start_returns() -> None:
     [
         (dies, "generator-1 failed to start: its process died"),
         (raises, "generator-1 failed to start: ValueError: the cache does not fit"),
+        (raises_of_another, "generator-1 failed to start: ValueError: no such version"),
+        (dies_of_another, "generator-1 failed to start: the hub died"),
         (hangs, r"generator-1 did not start within generator.start_minutes=0.0001"),
     ],
 )

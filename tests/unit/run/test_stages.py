@@ -1,12 +1,17 @@
 """The stages as a script sees them, over queues that answer as they are told."""
 
 import itertools
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from monarch.actor import ActorError
 
 from goaly.backlog.admission import Ticket
-from goaly.run.stages import QUEUE_LOST, Backlog
+from goaly.errors import RunFailed
+from goaly.run.stages import QUEUE_LOST, Backlog, Trainer
 
 
 class Queue:
@@ -54,3 +59,19 @@ async def test_the_accounting_of_a_run_is_closed_also_when_the_queue_is_lost(ali
     counts = backlog.final_counts
     assert counts == {"admitted": 6, "trained": 2, "rejected": 1, "failed": 3}
     assert backlog.final_reasons == {QUEUE_LOST: 3}
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+async def test_a_run_ends_with_the_error_that_started_it_however_many_actor_calls_it_came_through(calls: int) -> None:
+    """The trainer's publish calls the store."""
+
+    async def publish() -> Any:
+        error: Exception = RuntimeError("sabotage")
+        for _ in range(calls):
+            error = pickle.loads(pickle.dumps(ActorError(error)))
+        raise error
+
+    trainer = Trainer(SimpleNamespace(publish=SimpleNamespace(call=publish)), None, steps=1, folder=Path())
+    with pytest.raises(RunFailed) as failed:
+        await trainer.publish()
+    assert str(failed.value) == "trainer.publish failed: RuntimeError: sabotage"
