@@ -32,13 +32,15 @@ class Echo(Actor):
         self._messages: list[list[str]] = []
         self._cancelled: list[str] = []
         self._connected = 0
+        self._broken = asyncio.Event()
         self._changed = asyncio.Event()
 
     @concurrent_endpoint
     async def connect(self, client: str, samples: Port) -> None:
         self._switchboard.connect(client, samples)
         self._connected += 1
-        await asyncio.Event().wait()
+        await self._broken.wait()
+        raise OSError("no route to host")
 
     @concurrent_endpoint
     async def isolate(self, client: str, request_id: str) -> None:
@@ -79,6 +81,11 @@ class Echo(Actor):
         while len(self._messages) < messages or len(self._cancelled) < cancelled:
             await self._changed.wait()
         return self._messages, self._cancelled, self._connected
+
+    @concurrent_endpoint
+    async def break_lines(self) -> None:
+        broken, self._broken = self._broken, asyncio.Event()
+        broken.set()
 
     @concurrent_endpoint
     async def pid(self) -> int:
@@ -197,3 +204,17 @@ async def test_a_router_knows_replicas_by_name_and_moves_requests_whichever_way_
         await client.give_up.call_one(request_id)
     assert sorted((await one.when.call_one(4, 3))[1][1:]) == ["first.2", "second.1"]  # RO-3
     await meshes[0].stop()
+
+
+async def test_a_line_that_breaks_while_its_replica_lives_opens_again_and_its_requests_go_on():
+    mesh = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=finds_this_module())
+    client, replica = mesh.spawn("client", Client), mesh.spawn("echo", Echo)
+    await client.replicas.call_one({"only": replica})
+    await client.ask.call_one("held", HELD)
+    await replica.when.call_one(1, 0)
+    await replica.break_lines.call_one()
+    assert await replica.when.call_one(2, 1) == ([["held"], ["held.1"]], ["held"], 2)  # RO-7, LI-2
+    await client.ask.call_one("quick", 0)
+    assert await client.answer.call_one("quick") == [3, 4]
+    await client.give_up.call_one("held")
+    await mesh.stop()

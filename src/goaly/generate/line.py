@@ -4,8 +4,8 @@ A message between actors costs either side about half a millisecond, as much as 
 in one turn of the client's event loop leave together, and samples that end in one step of the engine come together.
 
 Invariants
-    LI-1  Every request ends: with its sample, with its own error, or, when the replica was closed or died, with
-          `ReplicaLost`, also if it is asked only then. None ends twice.
+    LI-1  Every request ends: with its sample, with its own error, or, when the line broke or the replica was closed,
+          with `ReplicaLost`, also if it is asked only then. None ends twice.
     LI-2  A request that is withdrawn before it left never leaves; one that left is cancelled at a replica that lives.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from monarch.actor import Channel
 
-from goaly.errors import ReplicaLost
+from goaly.errors import ReplicaLost, root_cause
 from goaly.generate.request import Sample, Sampling
 from goaly.process import vital_task
 
@@ -46,7 +46,7 @@ class Line:
         self._over: Exception | None = None
         port, samples = Channel[News].open()
         self._tasks = (
-            asyncio.create_task(self._connected(port), name="line: connected"),
+            vital_task(self._connected(port), "line: connected"),
             vital_task(self._receive(samples), "line: samples"),
         )
 
@@ -84,9 +84,7 @@ class Line:
         for task in self._tasks:
             task.cancel()
         if self._over is None:
-            leaving = {asked.request_id for asked in self._leaving}
-            left = [request_id for request_id in self._under_way if request_id not in leaving]
-            self._replica.disconnect.broadcast(self._name, left)  # LI-2; to a dead replica this is nothing
+            self._disconnect()
             self._over = ReplicaLost("this client hung up")
         self._end_all(None)
 
@@ -107,8 +105,9 @@ class Line:
         try:
             await self._replica.connect.call_one(self._name, port)  # unblocked by the replica's close, or its death
             self._over = ReplicaLost("the generator was closed")
-        except Exception as error:
-            self._over = ReplicaLost(f"the generator died: {error}")
+        except Exception as error:  # it died, or only the way to it broke
+            self._disconnect()
+            self._over = ReplicaLost(f"the line to it broke: {root_cause(error)}")
         self._end_all(self._over)  # LI-1
 
     async def _receive(self, samples: Any) -> None:
@@ -123,6 +122,11 @@ class Line:
                     future.set_exception(result)
                 else:
                     future.set_result(result)
+
+    def _disconnect(self) -> None:
+        leaving = {asked.request_id for asked in self._leaving}
+        left = [request_id for request_id in self._under_way if request_id not in leaving]
+        self._replica.disconnect.broadcast(self._name, left)  # LI-2; to a dead replica this is nothing
 
     def _end_all(self, error: Exception | None) -> None:
         under_way, self._under_way, self._leaving = self._under_way, {}, []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from goaly.errors import PoisonRequest, ReplicaLost
+from goaly.generate import router as routing
 from goaly.generate.quarantine import POISON_DEATHS, Quarantine
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
@@ -217,6 +218,74 @@ async def test_requests_move_at_once_when_their_line_breaks_before_the_death_is_
     announce(router, ["two"])
     assert await asyncio.gather(*tasks) == ["two"] * 3  # RO-1
     assert two.seen == ["r0.1", "r1.1", "r2.1"]
+
+
+async def test_a_line_to_a_living_replica_opens_again_and_nobody_has_to_announce_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """RO-7"""
+    monkeypatch.setattr(routing, "REOPEN_SECONDS", 0.0)
+    router, one, _ = one_and_two()
+    announce(router, ["one"])
+    one.gate.clear()
+    task = asyncio.create_task(ask(router, session="s"))
+    for breaks in range(3):
+        await settled()
+        assert len(one.lines) == breaks + 1
+        one.lines[-1].break_()
+    await settled()
+    one.gate.set()
+    assert await task == "one"
+    assert one.seen == ["r", "r.1", "r.2", "r.3"]
+    announce(router, ["two"])
+    await settled()
+    assert [line.closed for line in one.lines] == [True] * 4
+    assert await ask(router, session="s") == "two"
+
+
+async def test_a_line_stays_broken_once_its_replica_is_announced_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RO-7"""
+    monkeypatch.setattr(routing, "REOPEN_SECONDS", 0.0)
+    router, one, _ = one_and_two()
+    announce(router, ["one", "two"])
+    one.gate.clear()
+    tasks = [asyncio.create_task(ask(router, f"r{n}")) for n in range(2)]
+    await settled()
+    one.die()
+    await asyncio.sleep(0)  # the request hears of it
+    announce(router, ["two"])
+    assert await asyncio.gather(*tasks) == ["two"] * 2
+    await settled()
+    assert len(one.lines) == 1
+
+
+async def test_a_line_that_breaks_again_and_again_without_a_sample_ends_the_process_and_a_sample_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """RO-7"""
+    monkeypatch.setattr(routing, "REOPEN_SECONDS", 0.0)
+    reasons = list[str]()
+    monkeypatch.setattr(routing, "give_up", lambda why, error: reasons.append(f"{why}: {error}"))
+    router, one, _ = one_and_two()
+    announce(router, ["one"])
+    for _ in range(2):
+        one.gate.clear()
+        task = asyncio.create_task(ask(router))
+        for _ in range(routing.MOST_BREAKS - 1):
+            await settled()
+            one.lines[-1].break_()
+        await settled()
+        one.gate.set()
+        assert await task == "one"
+        assert reasons == []
+    one.gate.clear()
+    task = asyncio.create_task(ask(router))
+    for _ in range(routing.MOST_BREAKS):
+        await settled()
+        one.lines[-1].break_()
+    await settled()
+    assert reasons == [f"the line to one broke {routing.MOST_BREAKS} times in a row: its process died"]
+    task.cancel()
 
 
 async def test_an_announcement_of_the_same_names_keeps_the_lines_and_asks_nothing_again() -> None:
