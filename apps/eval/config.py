@@ -1,7 +1,9 @@
 """The settings of an evaluation."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
+from goaly.configuration.schema import KnownWords
 from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings
@@ -23,7 +25,7 @@ class EvalGeneratorSettings(GeneratorSettings):
 
 
 @dataclass(kw_only=True)
-class EvalConfig:
+class EvalConfig(KnownWords):
     """An evaluation."""
 
     path: str
@@ -42,8 +44,8 @@ class EvalConfig:
     """Verifier that scores the answers, and its limits; the section has the same keys as in a run."""
     generator: EvalGeneratorSettings = field(default_factory=EvalGeneratorSettings)
     """vLLM engine that generates the answers: its memory, context length and threads."""
-    dtype: str = "float32"
-    """Number format of weights and activations: float32 or bfloat16."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of weights and activations."""
     output: str | None = None
     """JSON file to write the results to."""
 
@@ -53,8 +55,6 @@ class EvalConfig:
         found += self.evaluation.problems_beside(
             f"{prefix}evaluation.", self.prompts, self.sampling, self.generator.max_context
         )
-        if self.dtype not in ("float32", "bfloat16"):
-            found.append(f"{prefix}dtype={self.dtype}: must be float32 or bfloat16")
         if problems := self.model.problems(""):
             return found + [line.replace("path=", f"{prefix}path=", 1) for line in problems]
         from goaly.prompts.tokenizer import chat_problems  # imports jinja, which `--help` can do without

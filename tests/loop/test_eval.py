@@ -77,10 +77,9 @@ def test_the_table_has_a_row_for_each_result() -> None:
 def test_settings_that_cannot_work_are_told_together(model: Path) -> None:
     sums = EvaluationSet(task="arithmetic", prompts=3, sampling={"temperature": -1.0, "max_tokens": 1024})
     evaluation = EvaluationSettings(sets={"sums": sums})
-    config = EvalConfig(path=str(model / "gone"), evaluation=evaluation, dtype="int8")
+    config = EvalConfig(path=str(model / "gone"), evaluation=evaluation)
     assert config.problems("") == [
         "evaluation.sets.sums.sampling.temperature=-1.0: must be 0 (greedy), or at least 0.01 and at most 2.0",
-        "dtype=int8: must be float32 or bfloat16",
         f"path={model / 'gone'}: has no config.json, must be a Hugging Face folder",
     ]
     assert EvalGeneratorSettings(tp=2).problems("generator.") == [

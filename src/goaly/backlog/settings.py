@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from goaly.configuration.schema import KnownWords
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BacklogSettings:
+class BacklogSettings(KnownWords):
     """Admission, order and packing of groups on their way from the prompt to the trainer."""
 
     groups_per_step: int = 8

@@ -108,7 +108,8 @@ def matching(choices: Iterable[Any], value: Any) -> list[Any]:
 
 
 class KnownWords:
-    """Base of settings that Python code builds too: a word that a field's `Literal` does not list is a ValueError."""
+    """Base of settings whose fields are one of several words: a word that a field's `Literal` does not list is a
+    ValueError, also where Python code builds them."""
 
     __slots__ = ()
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from goaly.configuration.schema import KnownWords
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Split
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings, source_problems
@@ -14,7 +15,7 @@ HELD_OUT = "held_out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSet:
+class EvaluationSet(KnownWords):
     """Problems to measure a policy on: of a task, of files, or the held-out share of `prompts`."""
 
     task: str | None = None

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from math import inf
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-ENGINES = ("torchtitan", "native")
-APPLY_MODES = ("recompute", "keep", "drain")
+from goaly.configuration.schema import KnownWords
+
 PREPACKED = (
     "vLLM's own models prepack their linear layers on CPU, so no weight update can reach them; "
     'use engine "torchtitan" in a run that trains'
@@ -20,7 +20,7 @@ FLIP_UNDER_GRAPHS = (
 
 
 @dataclass(kw_only=True)
-class GeneratorSettings:
+class GeneratorSettings(KnownWords):
     """A vLLM engine in each generator process."""
 
     replicas: int = 1
@@ -29,7 +29,7 @@ class GeneratorSettings:
     tp: int = 1
     """Tensor-parallel processes of one replica."""
 
-    engine: str = "torchtitan"
+    engine: Literal["torchtitan", "native"] = "torchtitan"
     """Which model definition runs inside vLLM: "torchtitan" (the trainer's own) or "native" (vLLM's; in a run that
     trains for Qwen3 on GPUs, on CPU only for weights that never change)."""
 
@@ -45,7 +45,7 @@ class GeneratorSettings:
     kv_cache_gib: float = 0.5
     """Memory of the key-value cache of each process, in GiB."""
 
-    apply: str = "recompute"
+    apply: Literal["recompute", "keep", "drain"] = "recompute"
     """What happens to running requests when new weights come: "recompute" fills their key-value cache anew under the
     new weights, "keep" goes on with the old one, "drain" lets them end first and applies the weights then."""
 
@@ -85,11 +85,7 @@ class GeneratorSettings:
             for key in ("kv_cache_gib", "start_minutes")
             if not getattr(self, key) > 0
         ]
-        if self.apply not in APPLY_MODES:
-            problems.append(f"{prefix}apply={self.apply!r}: must be one of {', '.join(APPLY_MODES)}")
-        if self.engine not in ENGINES:
-            problems.append(f"{prefix}engine={self.engine!r}: must be one of {', '.join(ENGINES)}")
-        elif self.engine == "native" and updates and (device or vllm_device()) == "cpu":
+        if self.engine == "native" and updates and (device or vllm_device()) == "cpu":
             problems.append(f'{prefix}engine="native": {PREPACKED}')
         return problems
 

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from goaly.configuration.schema import KnownWords
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
+class ModelSettings(KnownWords):
     """The model that trainer, generator and reference share at the start."""
 
     path: str = ""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from goaly.configuration.schema import changed, show
+from goaly.configuration.schema import KnownWords, changed, show
 
 FILE_KINDS = (".jsonl", ".parquet")
 TASK_NAMES = ("arithmetic",)
@@ -168,7 +168,7 @@ class ChatSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisedSettings:
+class SupervisedSettings(KnownWords):
     """What supervised training imitates: a built-in task's demonstrations, or the documents of files."""
 
     task: str | None = None

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from goaly.configuration.schema import KnownWords
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TelemetrySettings:
+class TelemetrySettings(KnownWords):
     """Which records a run keeps in its folder, and how it shows its progress. `metrics.jsonl` is always written."""
 
     progress: Literal["auto", "live", "plain", "off"] = "auto"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from goaly.configuration.schema import KnownWords
 from goaly.models.settings import ModelSettings
 
 NEEDS_GPU = "needs a GPU: shapes of the CPU's packed attention change with the documents"
@@ -40,7 +41,7 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleSettings:
+class ScheduleSettings(KnownWords):
     """The learning rate over training steps, each on one batch."""
 
     warmup_steps: int = 0
@@ -73,7 +74,7 @@ class ScheduleSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings:
+class TrainerSettings(KnownWords):
     """The trainer's processes and its optimizer steps."""
 
     fsdp: int = 1

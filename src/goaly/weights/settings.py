@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import Literal
 
-TRANSFER_DTYPES = ("float32", "bfloat16", "float16")
-TRANSPORTS = ("auto", "shm", "rdma", "direct", "torchstore")
-APPLY_MODES = ("copy", "flip")
+from goaly.configuration.schema import KnownWords
+
 NO_TORCHSTORE = (
     "the package torchstore is not installed; install it (github.com/meta-pytorch/torchstore) or use auto, shm or rdma"
 )
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightSettings:
+class WeightSettings(KnownWords):
     """How published weights are kept and moved."""
 
     slots: int = 3
@@ -22,7 +22,7 @@ class WeightSettings:
     all slots, the oldest version's lose theirs and copy a newer one. Raise it if readers take longer than slots - 1
     publishes for a copy."""
 
-    transfer_dtype: str | None = None
+    transfer_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Floating-point type that weights are cast to when they are published: float32, bfloat16 or float16; null is
     `model.dtype`, which generators and a refreshed reference compute in, so they lose nothing. Set float32 for readers
     that need the trainer's float32 parameters of a bfloat16 model as they are, at twice the bytes."""
@@ -34,13 +34,13 @@ class WeightSettings:
     """Weights are staged and fetched in buckets of about this size, in MiB: readers take each one as soon as it is
     there. What fits one bucket is not announced before it is whole."""
 
-    transport: str = "auto"
+    transport: Literal["auto", "shm", "rdma", "direct", "torchstore"] = "auto"
     """How readers reach the trainer's ring: "auto" maps it on the same host and reads it over RDMA (or TCP, where
     there is no such hardware) from others; "shm" and "rdma" allow only the one or the other. "direct" keeps the
     versions in the trainer's GPUs, from where the readers' GPUs read them over RDMA, past both hosts' memory.
     "torchstore" keeps them in TorchStore, for sites that run it; the package has to be installed."""
 
-    apply: str = "copy"
+    apply: Literal["copy", "flip"] = "copy"
     """How a generator puts fetched weights in place between two decode steps: "copy" copies them into its parameters,
     "flip" makes the fetched memory the parameters', about a microsecond for each of them. Both need the weights' memory
     twice. Recorded CUDA graphs don't see a flip."""
@@ -59,17 +59,10 @@ class WeightSettings:
         found = []
         if self.slots < 2:
             found.append(f"{prefix}slots={self.slots}: must be at least 2, one to read and one to write")
-        if self.transfer_dtype is not None and self.transfer_dtype not in TRANSFER_DTYPES:
-            known = ", ".join(TRANSFER_DTYPES)
-            found.append(f"{prefix}transfer_dtype={self.transfer_dtype}: must be one of {known}, or null")
         if self.copy_threads < 1:
             found.append(f"{prefix}copy_threads={self.copy_threads}: must be at least 1")
         if self.bucket_mib <= 0:
             found.append(f"{prefix}bucket_mib={self.bucket_mib}: must be positive")
-        if self.transport not in TRANSPORTS:
-            found.append(f"{prefix}transport={self.transport!r}: must be one of {', '.join(TRANSPORTS)}")
         if self.transport == "torchstore" and find_spec("torchstore") is None:
             found.append(f"{prefix}transport=torchstore: {NO_TORCHSTORE}")
-        if self.apply not in APPLY_MODES:
-            found.append(f"{prefix}apply={self.apply!r}: must be one of {', '.join(APPLY_MODES)}")
         return found

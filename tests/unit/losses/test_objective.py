@@ -2,18 +2,15 @@
 
 import dataclasses
 import math
-from typing import Literal
 
 import pytest
 import torch
 
-from goaly.configuration.schema import KnownWords
 from goaly.errors import SchemaError
 from goaly.losses.objective import Likelihood, finish, policy_loss
 from goaly.losses.policy import LOSSES
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.losses.tokens import Tokens
-from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import PackedRows
 from tests.unit.losses.tokens_by_hand import SAMPLED, columns, objective
 
@@ -494,38 +491,3 @@ def test_the_help_of_the_setting_names_every_loss():
     from goaly.configuration.schema import attribute_docs
 
     assert all(name in attribute_docs(LossSettings)["name"] for name in LOSSES.names)
-
-
-@pytest.mark.parametrize(
-    ("build", "said"),
-    [
-        (
-            lambda: LossSettings(aggregation="seq_mean"),
-            "LossSettings.aggregation=seq_mean: must be one of token_mean, sequence_mean, sequence_sum or null",
-        ),
-        (lambda: LossSettings(proximal="old"), "LossSettings.proximal=old: must be one of sampler, trainer, interpol"),
-        (lambda: LossSettings(denominator=None), "LossSettings.denominator=null: must be one of before, after"),
-        (lambda: dataclasses.replace(LossSettings(), kl_estimator="k4"), "LossSettings.kl_estimator=k4: must be one"),
-        (lambda: Rejection(measure="ratio", level="seq", high=2.0), "Rejection.level=seq: must be one of token, seq"),
-        (lambda: AdvantageSettings(kl_estimator="kl"), "AdvantageSettings.kl_estimator=kl: must be one of k1, k2, k3"),
-    ],
-)
-def test_a_word_that_settings_do_not_know_is_refused_when_python_builds_them_too(build, said: str):
-    with pytest.raises(ValueError, match=f"^{said}"):
-        build()
-
-
-def test_all_unknown_words_of_one_section_are_told_at_once():
-    with pytest.raises(ValueError, match=r"proximal=old: must .*; LossSettings\.importance=all: must"):
-        LossSettings(proximal="old", importance="all")  # type: ignore[arg-type]
-
-
-def test_a_truth_value_is_no_number_among_words():
-    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-    class Level(KnownWords):
-        height: Literal[1, 2] | float | None = None
-
-    assert [Level(height=height).height for height in (1, 2, 0.5, 3, None)] == [1, 2, 0.5, 3, None]
-    for wrong in (True, "1"):
-        with pytest.raises(ValueError, match=f"Level.height={str(wrong).lower()}: must be one of 1, 2 or a number or"):
-            Level(height=wrong)

@@ -112,14 +112,9 @@ def test_a_gpu_whose_memory_no_device_can_read_is_refused(monkeypatch: pytest.Mo
 
 def test_settings_that_cannot_work_are_named() -> None:
     assert WeightSettings().problems("weights.") == []
-    wrong = WeightSettings(
-        slots=1, transfer_dtype="int8", copy_threads=0, bucket_mib=0, transport="pigeon", apply="hope"
-    )
+    wrong = WeightSettings(slots=1, copy_threads=0, bucket_mib=0)
     assert wrong.problems("weights.") == [
         "weights.slots=1: must be at least 2, one to read and one to write",
-        "weights.transfer_dtype=int8: must be one of float32, bfloat16, float16, or null",
         "weights.copy_threads=0: must be at least 1",
         "weights.bucket_mib=0: must be positive",
-        "weights.transport='pigeon': must be one of auto, shm, rdma, direct, torchstore",
-        "weights.apply='hope': must be one of copy, flip",
     ]
