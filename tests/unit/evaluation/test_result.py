@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.evaluation.result import EvalResult, Evaluation, ask, pass_at_k, summaries_by, summary
+from apps.eval.config import EvalConfig
+from apps.eval.main import results_of
+from goaly.evaluation.result import Answered, EvalResult, Evaluation, ask, pass_at_k, summaries_by, summary
 from goaly.generate.request import PromptTooLong
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tasks.arithmetic import addition, verify, work_out
@@ -115,6 +117,13 @@ async def test_a_prompt_that_is_too_long_counts_as_not_solved_and_the_record_say
     assert recorded.metrics["evaluation/short/too_long"] == 1.0
     assert "evaluation/easy/too_long" not in recorded.metrics
     assert recorded.summary["sets"]["short"].items() >= {"prompts": 2, "too_long": 1, "pass@1": 0.5}.items()
+
+
+def test_the_evaluation_app_warns_of_prompts_that_are_too_long(caplog: pytest.LogCaptureFixture) -> None:
+    answered = [Answered(prompt=addition(1, 2), lengths=(), rewards=(None,))]
+    assert results_of(EvalConfig(path="folder"), {"held_out": answered})["held_out"].too_long == 1
+    (message,) = caplog.messages
+    assert message.startswith("evaluation set held_out: 1 of 1 prompts leave no room")
 
 
 def test_a_prompt_counts_as_too_long_once_and_its_other_samples_count_as_they_are() -> None:

@@ -118,6 +118,7 @@ async def test_prompts_that_are_too_long_end_no_evaluation_and_are_recorded_each
     for version in (0, 4):
         run.trainer = SimpleNamespace(start_version=0, policy_version=version)
         await run.evaluate()
+        assert len(caplog.messages) == 1
     run.metrics.close()
     lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
     assert [(line["evaluation/sums/too_long"], line["evaluation/sums/pass@1"]) for line in lines] == [(1, 0), (1, 0.75)]
