@@ -127,11 +127,6 @@ class Evaluation:
     results: Mapping[str, EvalResult]
 
     @property
-    def pass_at_1(self) -> float:
-        """pass@1 on the first set."""
-        return next(iter(self.results.values())).pass_at_1
-
-    @property
     def metrics(self) -> dict[str, float]:
         """Every score, as `evaluation/SET/pass@1`, and `evaluation/SET/too_long` where prompts are too long."""
         return {

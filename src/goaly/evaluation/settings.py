@@ -93,7 +93,8 @@ class EvaluationSettings:
     """Their sampling temperature; 0 decodes greedily, null is `sampling.temperature`."""
     sets: dict[str, EvaluationSet] = field(default_factory=dict)
     """Named sets instead, such as `{aime: {files: [aime.jsonl], samples_per_prompt: 16, pass_at: [8]}, held_out:
-    {prompts: 256}}`. The first one is the `pass_at_1` of summaries. Each has these keys:"""
+    {prompts: 256}}`. The first one is that of `pass_at_1_before` and
+    `pass_at_1_after` in `summary.json`. Each has these keys:"""
 
     @property
     def named(self) -> dict[str, EvaluationSet]:

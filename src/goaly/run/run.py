@@ -52,12 +52,12 @@ class Run:
         """The newest policy: how many steps are trained."""
         return self.trainer.policy_version if hasattr(self, "trainer") else 0
 
-    @property
-    def evaluated(self) -> tuple[Evaluation | None, Evaluation | None]:
-        """The first evaluation made before any training, and the last one made after a step."""
-        start = self.trainer.start_version if self.evaluations else 0
-        before = [evaluation for evaluation in self.evaluations if evaluation.policy_version == start]
-        after = [evaluation for evaluation in self.evaluations if evaluation.policy_version > start]
+    def pass_at_1(self, name: str) -> tuple[float | None, float | None]:
+        """pass@1 on this set, of the first evaluation before any training and of the last one after a step."""
+        asked = [(one.policy_version, one.results[name].pass_at_1) for one in self.evaluations if name in one.results]
+        start = self.trainer.start_version if asked else 0
+        before = [value for version, value in asked if version == start]
+        after = [value for version, value in asked if version > start]
         return before[0] if before else None, after[-1] if after else None
 
     @property
@@ -65,12 +65,10 @@ class Run:
         """The run's last line: what the script said, or what the evaluations came to, or how far it trained."""
         if self._conclusion is not None:
             return self._conclusion
-        before, after = self.evaluated
-        names = after.results if after is not None else before.results if before is not None else ()
         found = []
-        for name in names:
-            known = [one.results[name].pass_at_1 for one in (before, after) if one is not None and name in one.results]
-            found.append(f"{name.replace('_', '-')} pass@1: {' -> '.join(f'{value:.2f}' for value in known)}")
+        for name in self.config.evaluation.named:
+            if known := [f"{value:.2f}" for value in self.pass_at_1(name) if value is not None]:
+                found.append(f"{name.replace('_', '-')} pass@1: {' -> '.join(known)}")
         return ", ".join(found) or f"policy version {self.policy_version}"
 
     async def evaluate(self, sets: Iterable[str] | None = None) -> Evaluation:

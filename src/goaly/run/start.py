@@ -248,12 +248,12 @@ async def _close(stage: str, close: Callable[[], Awaitable[None]] | None) -> Non
 
 def write_summary(run: Run, status: str) -> None:
     """Write `summary.json`: how the run ended, what it learned, and where every prompt went."""
-    before, after = run.evaluated
+    before, after = run.pass_at_1(next(iter(run.config.evaluation.named)))
     counts = run.backlog.final_counts if hasattr(run, "backlog") else {}
     summary = {
         "status": status,
-        "pass_at_1_before": None if before is None else before.pass_at_1,
-        "pass_at_1_after": None if after is None else after.pass_at_1,
+        "pass_at_1_before": before,
+        "pass_at_1_after": after,
         "evaluations": [evaluation.summary for evaluation in run.evaluations],
         "seconds": round(time.monotonic() - run.started, 1),
         "policy_version": run.policy_version,

@@ -102,7 +102,7 @@ def test_only_the_pass_at_k_that_is_asked_for_is_reported_and_always_pass_at_1()
     result = EvalResult.of([[1.0, 0.0, 0.0, 0.0]], pass_at=(3,))
     assert result.scores == {"pass@1": 0.25, "pass@3": 0.75, "avg@4": 0.25}
     evaluation = Evaluation(policy_version=5, results={"a": result, "b": EvalResult.of([[1.0]])})
-    assert evaluation.pass_at_1 == 0.25
+    assert evaluation.results["a"].pass_at_1 == 0.25
     assert evaluation.metrics["evaluation/a/pass@3"] == 0.75
     assert evaluation.metrics["evaluation/b/avg@1"] == 1.0
 

@@ -58,6 +58,27 @@ def test_before_is_the_first_evaluation_ahead_of_training_and_after_is_the_last(
     assert [one["policy_version"] for one in summary["evaluations"]] == [version for version, _ in evaluations]
 
 
+async def test_before_and_after_are_of_the_settings_first_set_whichever_sets_the_evaluations_asked(
+    config, tmp_path: Path
+) -> None:
+    sets = {name: EvaluationSet(task="arithmetic", prompts=1) for name in ("first", "second")}
+    run = Run(replace(config, evaluation=EvaluationSettings(sets=sets)), tmp_path)
+    run.trainer = SimpleNamespace(start_version=0, policy_version=9)
+    run.evaluations = [
+        Evaluation(policy_version=version, results={name: EvalResult.of([[value]]) for name, value in asked.items()})
+        for version, asked in [
+            (0, {"second": 1}),
+            (0, {"first": 0, "second": 0}),
+            (5, {"first": 1}),
+            (9, {"second": 0}),
+        ]
+    ]
+    write_summary(run, "finished")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["pass_at_1_before"], summary["pass_at_1_after"]) == (0, 1)
+    assert run.conclusion == "first pass@1: 0.00 -> 1.00, second pass@1: 1.00 -> 0.00"
+
+
 class Answers:
     """Rollouts that pass every prompt from the first version on, and record what they were asked."""
 
@@ -84,7 +105,6 @@ async def test_every_set_is_asked_in_its_own_way_and_recorded_with_the_policy_ve
         await run.evaluate()
     assert answers.asked[2:] == [([None] * 3, 1, {}, 4), (["a.b:c"] * 2, 2, {"top_p": 0.5}, 4)]
     assert (await run.evaluate(["own"])).results.keys() == {"own"}
-    run.evaluations.pop()
     assert run.conclusion == "sums pass@1: 0.00 -> 1.00, own pass@1: 0.00 -> 1.00"
     run.metrics.close()
     first, second, _ = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
@@ -94,6 +114,7 @@ async def test_every_set_is_asked_in_its_own_way_and_recorded_with_the_policy_ve
     assert {second[score] for score in scores} == {1.0}
     write_summary(run, "finished")
     summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [list(one["sets"]) for one in summary["evaluations"]] == [["sums", "own"], ["sums", "own"], ["own"]]
     assert summary["evaluations"][1] == {
         "policy_version": 4,
         "sets": {
