@@ -15,7 +15,7 @@ from goaly.backlog.batch import BatchHandle
 from goaly.errors import RunFailed, root_cause
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group import PROMPT_TOO_LONG, GroupSummary
-from goaly.run.waiting import ANSWER_SECONDS, telling
+from goaly.run.waiting import ANSWER_SECONDS, FIRST_SECONDS, telling
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +86,29 @@ class Backlog:
 class Ranks:
     """Actors, one a rank, that take the queue's batches."""
 
-    def __init__(self, actors: Any, queue: Any):
+    def __init__(self, actors: Any, queue: Any, say: Callable[[str], None] = logger.info):
+        """`say` is called with a line of text when a call takes long."""
         self._actors = actors
         self._queue = queue
+        self._say = say
+        self._longest: dict[str, float] = {}
 
     async def close(self) -> None:
         """Let go of what the actors hold."""
         await self._actors.close.call()
+
+    async def _ask(self, endpoint: str, answers: Awaitable[Any]) -> Any:
+        """Rank 0's answer of a call to all ranks, which agree. A call that takes unusually long is told."""
+
+        async def tell(seconds: float) -> None:
+            self._say(f"waiting {seconds:.0f} s for {endpoint}")
+
+        clock = asyncio.get_running_loop().time
+        began, longest = clock(), self._longest.get(endpoint, 0.0)
+        async with telling(tell, max(FIRST_SECONDS, 2 * longest)):
+            first = _first(await _ask(endpoint, answers))
+        self._longest[endpoint] = max(longest, clock() - began)
+        return first
 
 
 class Trainer(Ranks):
@@ -104,9 +120,9 @@ class Trainer(Ranks):
         SV-2  What is saved is the policy of a whole step.
     """
 
-    def __init__(self, actors: Any, queue: Any, *, steps: int, folder: Path):
+    def __init__(self, actors: Any, queue: Any, say: Callable[[str], None] = logger.info, *, steps: int, folder: Path):
         """After `steps` steps the policy is saved to `folder`."""
-        super().__init__(actors, queue)
+        super().__init__(actors, queue, say)
         self._steps = steps
         self._folder = folder
         self._in_step = False
@@ -123,7 +139,7 @@ class Trainer(Ranks):
     async def step(self, batch: BatchHandle) -> dict[str, float]:
         """Train on this batch: it makes the next policy version; its metrics. The last one's policy is saved."""
         self._in_step = True  # SV-2: stays so where the step fails
-        metrics = _first(await _ask("trainer.step", self._actors.step.call(self._queue, batch)))
+        metrics = await self._ask("trainer.step", self._actors.step.call(self._queue, batch))
         self._in_step = False
         self.policy_version = batch.id + 1
         if self.is_done:
@@ -132,14 +148,14 @@ class Trainer(Ranks):
 
     async def publish(self) -> int:
         """Make the new weights readable by generators; their version. Returns once the last one's policy is saved."""
-        version = _first(await _ask("trainer.publish", self._actors.publish.call()))
+        version = await self._ask("trainer.publish", self._actors.publish.call())
         if self._saving is not None:
             await asyncio.shield(self._saving)  # SV-1; unblocked by the trainer's answer or death
         return version
 
     async def save(self, folder: str | Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        await _ask("trainer.save", self._actors.save.call(folder))
+        await self._ask("trainer.save", self._actors.save.call(folder))
 
     @property
     def is_done(self) -> bool:
@@ -173,7 +189,7 @@ class Reference(Ranks):
 
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `reference_logprobs` to the batch's rows, and to its metrics whose they are where that changes."""
-        version = _first(await _ask("reference.annotate", self._actors.annotate.call(self._queue, batch)))
+        version = await self._ask("reference.annotate", self._actors.annotate.call(self._queue, batch))
         if version is not None:
             batch.metrics["reference/version"] = float(version)
 
@@ -187,11 +203,11 @@ class Critic(Ranks):
 
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `values` to the batch's rows; advantages and returns come with them."""
-        await _ask("critic.annotate", self._actors.annotate.call(self._queue, batch))
+        await self._ask("critic.annotate", self._actors.annotate.call(self._queue, batch))
 
     async def step(self, batch: BatchHandle) -> dict[str, float]:
         """Learn the batch's returns; the metrics."""
-        return _first(await _ask("critic.step", self._actors.step.call(self._queue, batch)))
+        return await self._ask("critic.step", self._actors.step.call(self._queue, batch))
 
 
 class Rollouts:
@@ -311,6 +327,6 @@ async def _ask(endpoint: str, answer: Awaitable[T]) -> T:
         raise RunFailed(f"{endpoint} failed: {type(cause).__name__}: {cause}") from error
 
 
-def _first(results: Any) -> Any:
-    """Rank 0's answer of a call to all ranks, which agree."""
-    return next(iter(results.values()))
+def _first(answers: Any) -> Any:
+    """One rank's answer of a call to all."""
+    return next(iter(answers.values()))

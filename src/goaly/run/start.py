@@ -14,7 +14,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from goaly.run.plan import placed
 from goaly.run.processes import processes
 from goaly.run.run import Run
 from goaly.run.stages import Backlog, Critic, Reference, Rollouts, Trainer
+from goaly.run.waiting import all_of
 from goaly.telemetry import spans
 from goaly.telemetry.trace import merge
 from goaly.train.critic import ValueModel
@@ -124,6 +125,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
     run.trainer = Trainer(
         spawn(trainer_mesh, "trainer", PolicyTrainer, config.trainer, config.model, config.loss, config.weights, store),
         queue,
+        run.say,
         steps=config.steps,
         folder=run.run_dir / POLICY_FOLDER,
     )
@@ -170,36 +172,35 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
         start_minutes=config.generator.start_minutes,
     )
     closers["generators"] = run.generators.close
-    async with asyncio.TaskGroup() as starts:
-        if shared_rewards is not None:
-            starts.create_task(_until_answered(shared_rewards.start))
-        starts.create_task(run.rollouts.start())
-        starts.create_task(run.trainer.start())
-        starts.create_task(run.generators.start())
-        if config.uses_reference:
-            mesh = meshes["reference"]
-            await meet(mesh)
-            run.reference = Reference(
-                spawn(
-                    mesh,
-                    "reference",
-                    ReferenceModel,
-                    config.reference,
-                    config.trainer,
-                    config.model,
-                    config.weights,
-                    store,
-                ),
-                queue,
-            )
-            closers["reference"] = run.reference.close
-            starts.create_task(run.reference.start())
-        if config.critic is not None:
-            mesh = meshes["critic"]
-            await meet(mesh)
-            run.critic = Critic(spawn(mesh, "critic", ValueModel, config.critic, config.trainer, config.model), queue)
-            closers["critic"] = run.critic.close
-            starts.create_task(run.critic.start())
+
+    async def start_reference() -> None:
+        mesh = meshes["reference"]
+        await meet(mesh)
+        arguments = (config.reference, config.trainer, config.model, config.weights, store)
+        run.reference = Reference(spawn(mesh, "reference", ReferenceModel, *arguments), queue, run.say)
+        closers["reference"] = run.reference.close
+        await run.reference.start()
+
+    async def start_critic() -> None:
+        mesh = meshes["critic"]
+        await meet(mesh)
+        arguments = (config.critic, config.trainer, config.model)
+        run.critic = Critic(spawn(mesh, "critic", ValueModel, *arguments), queue, run.say)
+        closers["critic"] = run.critic.close
+        await run.critic.start()
+
+    starts: dict[str, Coroutine[Any, Any, Any]] = {
+        "rollouts": run.rollouts.start(),
+        "trainer": run.trainer.start(),
+        "generators": run.generators.start(),
+    }
+    if shared_rewards is not None:
+        starts["rewards"] = _until_answered(shared_rewards.start)
+    if config.uses_reference:
+        starts["reference"] = start_reference()
+    if config.critic is not None:
+        starts["critic"] = start_critic()
+    await all_of(starts, "starting", run.say)
 
 
 async def _until_answered(endpoint: Any) -> None:

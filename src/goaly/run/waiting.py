@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -15,11 +16,11 @@ ANSWER_SECONDS = 5.0
 
 
 @asynccontextmanager
-async def telling(tell: Callable[[float], Awaitable[None]]) -> AsyncIterator[None]:
-    """While the block runs, call `tell` with the seconds that it has taken: 30, 60, 120, ..."""
+async def telling(tell: Callable[[float], Awaitable[None]], after: float = FIRST_SECONDS) -> AsyncIterator[None]:
+    """While the block runs, call `tell` with the seconds that it has taken: `after`, then twice as many, and so on."""
 
     async def tell_again_and_again() -> None:
-        waited, pause = 0.0, FIRST_SECONDS
+        waited, pause = 0.0, after
         while True:
             await asyncio.sleep(pause)  # Unblocked by the block's end, which cancels.
             waited += pause
@@ -34,3 +35,14 @@ async def telling(tell: Callable[[float], Awaitable[None]]) -> AsyncIterator[Non
         yield
     finally:
         telling.cancel()
+
+
+async def all_of(work: Mapping[str, Coroutine[Any, Any, Any]], doing: str, say: Callable[[str], None]) -> None:
+    """Do all of this at once; while it takes long, `say` which of it is not done."""
+
+    async def tell(seconds: float) -> None:
+        left = [task.get_name() for task in tasks if not task.done()]
+        say(f"{doing} for {seconds:.0f} s: waiting for {', '.join(left)}")
+
+    async with telling(tell), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(coroutine, name=name) for name, coroutine in work.items()]

@@ -11,7 +11,8 @@ is held up keeps from running: a slow step, a busy event loop or an import do no
 Invariants
     PW-1  The end of a process on this host is noticed at once, as the kernel tells; elsewhere Monarch's supervision
           tells, which may take it half a minute (to poll it often costs a run on two cores a tenth of its speed).
-    PW-2  A process that leaves a heartbeat unanswered for `silent_seconds` is lost. On this host it is killed as well.
+    PW-2  A process that leaves a heartbeat unanswered for `silent_seconds`, or does not start, is lost. On this host it
+          is killed as well.
     PW-3  The controller counts silence in ticks of its own event loop: its own stall or stop is one tick, however long.
     PW-4  The report of a process that gave up holds the reason that it logged (`goaly.process`).
     PW-5  A process that is stopped before its first answer is lost after `silent_seconds` too, on this host and once it
@@ -81,9 +82,10 @@ class MeshWatch:
     def kill(self) -> None:
         """Kill those of the processes that are on this host and still there, and report nothing."""
         self.quiet()
-        for watch in self._exits.values():
-            watch.kill()
-            watch.close()
+        for rank in range(len(self._logs)):
+            if (watch := self._exit(rank)) is not None:
+                watch.kill()
+                watch.close()
 
     def last_words(self) -> list[str]:
         """The reasons of those of the processes that gave up (PW-4)."""
@@ -119,12 +121,18 @@ class MeshWatch:
         ticks = 0
         while limit is not None:
             await asyncio.sleep(tick_of(limit))
-            mark = stopped_child(self._logs[rank])
-            ticks = 0 if mark is None else ticks + 1
-            if mark is not None and ticks >= math.ceil(limit / tick_of(limit)):
-                self._watch_exit(rank, mark)
+            mark = child_that_logs_to(self._logs[rank])
+            stopped = mark is not None and is_stopped(mark.pid)
+            ticks = ticks + 1 if stopped else 0
+            if ticks >= math.ceil(limit / tick_of(limit)):
                 self._lost(rank, f"{mark} has been stopped for {limit:g} s before its first answer")
                 return
+
+    def _exit(self, rank: int) -> ExitWatch | None:
+        """The watch over this process, also before its first answer; None if it is not on this host, or is over."""
+        if rank not in self._exits and (mark := child_that_logs_to(self._logs[rank])) is not None:
+            self._watch_exit(rank, mark)
+        return self._exits.get(rank)
 
     def _watch_exit(self, rank: int, mark: ProcessMark) -> None:
         self._exits[rank] = ExitWatch(mark, partial(self._lost, rank, f"{mark} ended"))  # PW-1
@@ -134,8 +142,8 @@ class MeshWatch:
             return
         self._over.add(rank)
         self._tasks[rank].cancel()
-        if rank in self._exits:
-            self._exits[rank].kill()
+        if (watch := self._exit(rank)) is not None:
+            watch.kill()
         why = last_words(self._logs[rank])
         reason = "" if why is None else f": {why}"
         self._on_lost(self._name, f"{what}{reason}; its log is {self._logs[rank]}")
@@ -161,15 +169,15 @@ async def answered_within(answer: Awaitable[Answer], seconds: float | None) -> A
         asked.cancel()
 
 
-def stopped_child(log: Path) -> ProcessMark | None:
-    """The child of this process that logs to this file, if there is one and a signal has stopped it (PW-5)."""
+def child_that_logs_to(log: Path) -> ProcessMark | None:
+    """The child of this process whose log this is, if there is one."""
     children: list[str] = []
     for listed in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
             children += listed.read_text().split()
     for pid in map(int, children):
         with contextlib.suppress(OSError):  # it has ended, or there is no log yet
-            if is_stopped(pid) and os.path.samefile(f"/proc/{pid}/fd/2", log):
+            if os.path.samefile(f"/proc/{pid}/fd/2", log):
                 return process(pid)
     return None
 

@@ -144,8 +144,11 @@ class SilenceWatch:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped this process of this host."""
-    return _stat(pid)[0] == "T"
+    """Whether a signal has stopped this process of this host; False once it has ended."""
+    try:
+        return _stat(pid)[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _started(pid: int) -> int:

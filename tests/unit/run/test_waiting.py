@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from goaly.rollout.group import GroupSummary
 from goaly.rollout.running import DONE, GENERATING, GroupProgress
 from goaly.run import waiting
 from goaly.run.run import Run
-from goaly.run.stages import FAILURES_IN_A_ROW, TOO_LONG_IN_A_ROW, Backlog, Rollouts
+from goaly.run.stages import FAILURES_IN_A_ROW, TOO_LONG_IN_A_ROW, Backlog, Rollouts, Trainer
 
 PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="abc"),))
 TOO_LONG = "prompt_too_long: 900 tokens leave no room, generator.max_context"
@@ -178,6 +179,34 @@ def test_a_long_evaluation_tells_how_many_prompts_are_done():
     rewards = virtual.run(Rollouts([worker], said.append).rewards([PROMPT, slow], 1, 0.0, 0))
     assert rewards == [[1.0], [1.0]]
     assert said == [f"evaluating for {at} s: 1 of 2 prompts are done; waiting for prompt slow" for at in (30, 60)]
+
+
+def test_a_long_start_tells_what_is_not_up_yet():
+    said: list[str] = []
+    work = {"rollouts": asyncio.sleep(1), "trainer": asyncio.sleep(50), "generators": asyncio.sleep(70)}
+    virtual.run(waiting.all_of(work, "starting", said.append))
+    assert said == ["starting for 30 s: waiting for trainer, generators", "starting for 60 s: waiting for generators"]
+
+
+def test_a_call_to_the_trainer_that_takes_more_than_twice_as_long_as_ever_is_told():
+    said: list[str] = []
+    batch = SimpleNamespace(id=0)
+
+    async def main(*steps: float) -> None:
+        seconds = iter(steps)
+
+        async def step(queue, batch):
+            await asyncio.sleep(next(seconds))
+            return {0: {"loss": 1.0}, 1: {"loss": 1.0}}
+
+        actors = SimpleNamespace(step=endpoint(step))
+        actors.step.call = actors.step.call_one
+        trainer = Trainer(actors, None, said.append, steps=10, folder=Path("policy"))
+        for _ in steps:
+            assert await trainer.step(batch) == {"loss": 1.0}
+
+    virtual.run(main(50, 90, 200, 300))
+    assert said == [f"waiting {seconds} s for trainer.step" for seconds in (30, 180)]
 
 
 @pytest.mark.parametrize(

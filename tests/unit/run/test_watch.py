@@ -12,7 +12,7 @@ import pytest
 
 from goaly.process import LAST_WORDS
 from goaly.run import watch
-from goaly.run.watch import START_SECONDS, TICKS, MeshWatch, answered_within, last_words, stopped_child, tick_of
+from goaly.run.watch import START_SECONDS, TICKS, MeshWatch, answered_within, child_that_logs_to, last_words, tick_of
 from goaly.weights.liveness import ProcessMark, process
 from tests.unit.stalled import Stalls
 
@@ -66,6 +66,14 @@ def told() -> list[tuple[str, str]]:
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     return tmp_path / "trainer.log"
+
+
+@pytest.fixture
+def child(log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that logs to the file and does nothing else."""
+    with log.open("ab") as file, subprocess.Popen(["sleep", "100"], stderr=file) as sleeper:
+        yield sleeper
+        sleeper.kill()
 
 
 def say(log: Path, *lines: str) -> None:
@@ -139,8 +147,8 @@ async def test_a_controller_that_was_stopped_for_an_hour_loses_nobody(
 
 
 async def test_a_process_has_longer_to_start_but_not_for_ever(
-    told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
+) -> None:  # PW-2
     stalls, watched = await starting(monkeypatch, told, log)
     ticks = round(START_SECONDS / tick_of(START_SECONDS))
     for _ in range(ticks - 1):
@@ -150,15 +158,8 @@ async def test_a_process_has_longer_to_start_but_not_for_ever(
     await stalls.tick(tick_of(START_SECONDS))
     assert [name for name, _ in told] == ["trainer"]
     assert "has not started within 600 s" in told[0][1]
+    assert child.wait(10) == -signal.SIGKILL
     watched.kill()
-
-
-@pytest.fixture
-def child(log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that logs to the file and does nothing else."""
-    with log.open("ab") as file, subprocess.Popen(["sleep", "100"], stderr=file) as sleeper:
-        yield sleeper
-        sleeper.kill()
 
 
 def stop(child: subprocess.Popen[bytes]) -> None:
@@ -171,14 +172,21 @@ def go_on(child: subprocess.Popen[bytes]) -> None:
     assert os.WIFCONTINUED(os.waitpid(child.pid, os.WCONTINUED)[1])
 
 
-def test_a_stopped_child_is_found_by_its_own_log_only(log: Path, child: subprocess.Popen[bytes]) -> None:
+def test_a_child_is_found_by_its_own_log_only(log: Path, child: subprocess.Popen[bytes]) -> None:
     other = log.with_name("hub.log")
     other.touch()
-    assert stopped_child(log) is None
-    stop(child)
-    assert stopped_child(log) == process(child.pid)
-    assert stopped_child(other) is None
-    assert stopped_child(log.with_name("none.log")) is None
+    assert child_that_logs_to(log) == process(child.pid)
+    assert child_that_logs_to(other) is None
+    assert child_that_logs_to(log.with_name("none.log")) is None
+
+
+async def test_a_process_that_is_killed_before_its_first_answer_is_gone(
+    told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
+) -> None:
+    _, watched = await starting(monkeypatch, told, log)
+    watched.kill()
+    assert child.wait(10) == -signal.SIGKILL
+    assert not told
 
 
 async def test_a_process_that_is_stopped_before_its_first_answer_is_lost_after_the_limit_and_killed(
