@@ -11,6 +11,8 @@ Invariants
     RW-4  A process does not work on for a caller that has gone: it is free for others within `GONE_SECONDS`.
     RW-5  Errors become a reward of 0 only where the settings say so, and never more than `ERRORS_IN_A_ROW` of them.
     RW-6  A reward of 0 that stands for a score which the verifier did not give is an `Unscored`, never a plain number.
+    RW-7  Whatever else breaks fails the requests that one process had in hand, and that process is replaced. A task of
+          the pool that fails all the same ends the pool's own process (PR-1).
 """
 
 import asyncio
@@ -21,6 +23,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from goaly.process import vital_task
 from goaly.prompts.prompt import Prompt
 from goaly.reward.frames import Refused
 from goaly.reward.process import VerifierDied, VerifierError, VerifierProcess
@@ -101,7 +104,7 @@ class VerifierPool:
             if len(children) < len(started):
                 await asyncio.gather(*(child.kill() for child in children))
                 raise next(error for error in started if isinstance(error, BaseException))
-            self._tasks = [asyncio.create_task(self._serve(child), name="verifier") for child in children]
+            self._tasks = [vital_task(self._serve(child), "verifier") for child in children]
         return len(self._tasks)
 
     async def score(self, prompt: Prompt, response: str) -> float:
@@ -135,13 +138,10 @@ class VerifierPool:
             while True:
                 requests = await self._take()
                 child = child or await self._replacement(requests)
-                if child is not None and not await self._judge(child, requests):
+                if child is not None and not await self._judged(child, requests):
                     await child.kill()
                     self._replaced += 1
                     child = await self._replacement([])
-        except Exception as error:
-            logger.exception("a reward pool's task broke")
-            self._end(VerifierError(f"the reward pool broke: {type(error).__name__}: {error}"))
         finally:
             if child is not None:
                 await child.kill()
@@ -158,6 +158,14 @@ class VerifierPool:
             if wanted := [request for request in taken if not request.score.done()]:
                 self._under_way.update(wanted)
                 return wanted
+
+    async def _judged(self, child: VerifierProcess, requests: list[_Request]) -> bool:
+        try:
+            return await self._judge(child, requests)
+        except Exception as error:  # RW-7: is no fault of the verifier's, so `on_error` has no say
+            logger.exception("the reward pool of %s failed %d requests", self._settings.verifier, len(requests))
+            self._refuse_all(requests, f"the reward pool failed: {type(error).__name__}: {error}")
+            return False
 
     async def _judge(self, child: VerifierProcess, requests: list[_Request]) -> bool:
         """Have the child score these; False when it has to be replaced. Every request ends or is pending again."""
@@ -196,13 +204,17 @@ class VerifierPool:
     async def _replacement(self, requests: list[_Request]) -> VerifierProcess | None:
         try:
             return await VerifierProcess.start(self._settings.verifier)
-        except VerifierError as error:
+        except (VerifierError, OSError) as error:  # the system may have no process or no memory left at the moment
             logger.warning("no successor for a verifier process: %s", error)
-            for request in requests:
-                self._errors += 1
-                _refuse(request, error)
-            self._under_way.difference_update(requests)
+            self._refuse_all(requests, f"no process for its verifier: {error}")
             return None
+
+    def _refuse_all(self, requests: list[_Request], why: str) -> None:
+        for request in requests:
+            if not request.score.done():
+                self._errors += 1
+                _refuse(request, VerifierError(f"prompt {request.prompt.id}: {why}"))  # RW-2
+        self._under_way.difference_update(requests)
 
     def _spent(self, seconds: float) -> None:
         self._busy_seconds += seconds

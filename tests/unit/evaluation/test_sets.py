@@ -4,6 +4,8 @@ import json
 import logging
 from pathlib import Path
 
+import pytest
+
 from goaly.evaluation.result import EvalResult, Evaluation
 from goaly.evaluation.sets import ProblemSets
 from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
@@ -131,6 +133,24 @@ def test_settings_of_sets_that_cannot_work_are_told_with_their_keys(tmp_path: Pa
     ]
     cold = EvaluationSettings(temperature=-1.0).problems_beside("evaluation.", TRAINED, SamplingSettings(), 512)
     assert [line.partition(" at least")[0] for line in cold] == ["evaluation.temperature=-1.0: must be 0 (greedy), or"]
+
+
+@pytest.mark.parametrize("name", ["./trained.jsonl", "sub/../trained.jsonl", "link.jsonl", "{here}/trained.jsonl"])
+def test_a_file_of_the_training_data_is_refused_by_any_name(name: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file_of(tmp_path / "trained.jsonl", 8)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "trained.jsonl")
+    (tmp_path / "sub").mkdir()
+    name = name.format(here=tmp_path)
+    of_file = PromptSettings(task=None, files=("trained.jsonl",), held_out_fraction=0.5)
+    source = SourceSettings(name="own", files=("trained.jsonl",))
+    of_source = PromptSettings(task=None, sources=(source,), held_out_fraction=0.5)
+    for trained in (of_file, of_source):
+        (told,) = problems(trained, own=EvaluationSet(files=(name,)))
+        assert told.startswith(f"evaluation.sets.own.files: {name} must not be a file of `prompts`")
+    same = PromptSettings(task=None, files=(name,), held_out_fraction=0.5)
+    (told,) = problems(same, own=EvaluationSet(files=("trained.jsonl",)))
+    assert told.startswith("evaluation.sets.own.files: trained.jsonl must not be a file of `prompts`")
 
 
 def test_what_a_set_and_the_rest_of_a_run_get_wrong_together_is_told(tmp_path: Path) -> None:
