@@ -1,14 +1,20 @@
 """The settings of an evaluation."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from goaly.configuration.schema import KnownWords
+from goaly.configuration.schema import KnownWords, changed
 from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings
 from goaly.prompts.settings import ChatSettings, PromptSettings
 from goaly.reward.settings import RewardSettings
+
+
+def _idle(settings: Any, prefix: str, why: dict[str, str]) -> list[str]:
+    """One line for each of these settings that was changed, with the reason why it has no effect."""
+    given = changed(settings)
+    return [f"{prefix}{name}={given[name]}: has no effect, {why[name]}" for name in why if name in given]
 
 
 @dataclass(kw_only=True)
@@ -21,7 +27,8 @@ class EvalGeneratorSettings(GeneratorSettings):
         for name in ("replicas", "tp"):
             if getattr(self, name) > 1:
                 found.append(f"{prefix}{name}={getattr(self, name)}: must be 1, an evaluation has one process")
-        return found
+        why = {"start_minutes": "an evaluation has no other process to wait for", "apply": "the weights never change"}
+        return found + _idle(self, prefix, why)
 
 
 @dataclass(kw_only=True)
@@ -41,9 +48,11 @@ class EvalConfig(KnownWords):
     chat: ChatSettings = field(default_factory=ChatSettings)
     """Chat template options. Copy the section from the run."""
     reward: RewardSettings = field(default_factory=RewardSettings)
-    """Verifier that scores the answers, and its limits; the section has the same keys as in a run."""
+    """Verifier that scores the answers, and its limits; the keys are those of a run, of which `placement` has no effect
+    here."""
     generator: EvalGeneratorSettings = field(default_factory=EvalGeneratorSettings)
-    """vLLM engine that generates the answers: its memory, context length and threads."""
+    """vLLM engine that generates the answers: its memory, context length and threads. `apply` and `start_minutes` have
+    no effect here."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and activations."""
     output: str | None = None
@@ -51,7 +60,7 @@ class EvalConfig(KnownWords):
 
     def problems(self, prefix: str) -> list[str]:
         """One line for each combination of settings that can't work."""
-        found = []
+        found = _idle(self.reward, f"{prefix}reward.", {"placement": "an evaluation has one process"})
         found += self.evaluation.problems_beside(
             f"{prefix}evaluation.", self.prompts, self.sampling, self.generator.max_context
         )

@@ -14,6 +14,7 @@ from apps.eval.quiet import hushed
 from goaly.evaluation.result import EvalResult
 from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.reward.settings import RewardSettings
 
 TINY = TinyModel(dim=32, layers=1, heads=2, kv_heads=2, head_dim=32, hidden_dim=32, max_context=128)
 
@@ -85,6 +86,12 @@ def test_settings_that_cannot_work_are_told_together(model: Path) -> None:
     assert EvalGeneratorSettings(tp=2).problems("generator.") == [
         "generator.tp=2: must be 1, an evaluation has one process"
     ]
+    assert EvalGeneratorSettings(apply="keep", start_minutes=5.0).problems("generator.") == [
+        "generator.start_minutes=5.0: has no effect, an evaluation has no other process to wait for",
+        "generator.apply=keep: has no effect, the weights never change",
+    ]
+    on_hub = EvalConfig(path=str(model), reward=RewardSettings(placement="hub"))
+    assert on_hub.problems("") == ["reward.placement=hub: has no effect, an evaluation has one process"]
     assert EvalGeneratorSettings(engine="native").problems("generator.") == []
 
 
