@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from goaly.configuration.schema import KnownWords
@@ -161,8 +162,9 @@ def _sampling_problems(one: EvaluationSet, key: str, sampling: SamplingSettings,
 def _source_problems(one: EvaluationSet, key: str, prompts: PromptSettings) -> list[str]:
     from goaly.prompts.mixture import empty_split, unreadable
 
-    trained = {file for files in (prompts.files, *(source.files for source in prompts.sources)) for file in files}
-    if both := sorted(trained & set(one.files)):
+    of_training = (prompts.files, *(source.files for source in prompts.sources))
+    trained = {Path(file).resolve() for files in of_training for file in files}
+    if both := sorted(file for file in one.files if Path(file).resolve() in trained):
         return [
             f"{key}files: {', '.join(both)} must not be a file of `prompts`, which is trained on; a set without "
             "`task` and `files` asks its held-out share"
