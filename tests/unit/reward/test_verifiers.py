@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from goaly import process
 from goaly.prompts.prompt import Message, Prompt
-from goaly.reward.process import VerifierError
+from goaly.reward.process import VerifierError, VerifierProcess
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifiers import ERRORS_IN_A_ROW, RewardTimeout, Unscored, VerifierPool
 
@@ -45,13 +46,13 @@ def any_process_with(mark: str) -> bool:
 
 def ended_within(pid: int, seconds: float) -> bool:
     try:
-        process = os.pidfd_open(pid)
+        descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([process], [], [], seconds)[0])
+        return bool(select.select([descriptor], [], [], seconds)[0])
     finally:
-        os.close(process)
+        os.close(descriptor)
 
 
 async def test_each_of_many_responses_gets_its_own_score():
@@ -167,6 +168,56 @@ async def test_a_verifier_that_dies_is_tried_twice_and_takes_no_other_score_alon
         assert answers[0] == answers[2] == 1.0
         assert "ended with signal SIGSEGV, 2 times" in str(answers[1])
         assert pool.stats().replaced == 2
+
+
+async def test_whatever_breaks_in_the_pool_fails_only_what_a_process_had_in_hand(monkeypatch: pytest.MonkeyPatch):
+    """RW-7"""
+    judge, broken = VerifierPool._judge, []
+
+    async def breaks_once(pool: VerifierPool, *args) -> bool:
+        if not broken:
+            broken.append(True)
+            raise RuntimeError("sabotage")
+        return await judge(pool, *args)
+
+    async with pool_of(on_error="zero") as pool:
+        pid = await pool.score(PROMPT, "pid")
+        monkeypatch.setattr(VerifierPool, "_judge", breaks_once)
+        with pytest.raises(VerifierError, match="prompt q7: the reward pool failed: RuntimeError: sabotage"):
+            await pool.score(PROMPT, "fine")
+        assert await pool.score(PROMPT, "pid") != pid
+        assert (pool.stats().errors, pool.stats().replaced) == (1, 1)
+
+
+async def test_a_system_that_has_no_process_left_fails_the_response_at_hand_and_the_pool_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    start, refused = VerifierProcess.start, []
+
+    async def none_left(verifier: str) -> VerifierProcess:
+        if len(refused) < 2:
+            refused.append(verifier)
+            raise BlockingIOError("Resource temporarily unavailable")
+        return await start(verifier)
+
+    async with pool_of() as pool:
+        monkeypatch.setattr(VerifierProcess, "start", none_left)
+        with pytest.raises(VerifierError, match="prompt q7: no process for its verifier: Resource temporarily"):
+            await pool.score(PROMPT, "die")
+        assert await pool.score(PROMPT, "fine") == 1.0
+
+
+async def test_a_pools_task_that_ends_all_the_same_ends_the_pools_process(monkeypatch: pytest.MonkeyPatch):
+    """RW-7"""
+    ended = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(process, "give_up", lambda why, error: ended.set_result(f"{why}: {error}"))
+
+    async def breaks(pool: VerifierPool) -> None:
+        raise RuntimeError("sabotage")
+
+    monkeypatch.setattr(VerifierPool, "_take", breaks)
+    async with pool_of():
+        assert await asyncio.wait_for(ended, 30) == "task verifier failed: sabotage"
 
 
 async def test_a_verifiers_process_imports_nothing_that_the_verifier_does_not():
