@@ -4,9 +4,9 @@
 
 Each case is a run of its own, as a user starts it, with one fault (`saboteur.py`). It has to end as it should within
 its limit: the part is replaced and the run goes on, or the run fails with an error that names it. In either case every
-admitted group is accounted for, and no process and no shared memory is left. Takes about half an hour on two quiet
-cores. Each finished case is written to the JSON file at once; `--missing` runs only those that are not in it. The exit
-code is 1 if one of those asked for did not end as it should.
+admitted group is accounted for, and no process and no shared memory is left. Takes about an hour on two quiet cores.
+Each finished case is written to the JSON file at once; `--missing` runs only those that are not in it. The exit code is
+1 if one of those asked for did not end as it should.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Case:
     @property
     def name(self) -> str:
         """The case in words: the part, the kind of fault, and the moment."""
-        return f"{self.part}, {self.fault.kind}, {self.fault.when}"
+        return f"{self.part}; {self.fault.kind}; {self.fault.when}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,29 +65,41 @@ class Result:
     problems: list[str] = field(default_factory=list)
 
 
-PARTS = {
+PARTS: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "hub": ("hub", 0, "grpo", ()),
-    "trainer rank 0": ("trainer", 0, "grpo", ("trainer.fsdp=2",)),
-    "trainer rank 1": ("trainer", 1, "grpo", ("trainer.fsdp=2",)),
+    "trainer": ("trainer", 0, "grpo", ()),
+    "trainer, rank 1 of 2": ("trainer", 1, "grpo", ("trainer.fsdp=2",)),
     "reference": ("reference", 0, "grpo", ("loss.kl_coef=0.01",)),
+    "reference, rank 1 of 2": ("reference", 1, "grpo", ("loss.kl_coef=0.01", "reference.fsdp=2")),
     "critic": ("critic", 0, "ppo", ()),
+    "critic, rank 1 of 2": ("critic", 1, "ppo", ("critic.fsdp=2",)),
     "generator": ("generator-0", 0, "grpo", ()),
-    "generator rank 0 of 2": ("generator-0", 0, "grpo", ("generator.tp=2",)),
-    "generator rank 1 of 2": ("generator-0", 1, "grpo", ("generator.tp=2",)),
-    "rollout worker": ("rollout-0", 0, "grpo", ()),
+    "generator, rank 0 of 2": ("generator-0", 0, "grpo", ("generator.tp=2",)),
+    "generator, rank 1 of 2": ("generator-0", 1, "grpo", ("generator.tp=2",)),
+    "rollout worker": ("rollout-0", 0, "grpo", ("rollout.blocked_seconds=8",)),
     "verifier": ("verifier", 0, "grpo", ()),
 }
 """Process, rank, app and settings by what is to break."""
 
 UPDATING = {"hub": "commit", "trainer": "stage", "generator": "pull"}
 RAISING = {
-    "hub": ("accept a group", "commit"),
+    "hub": ("accept a group", "commit", "task weight store: wake who waits"),
     "trainer": ("train", "stage"),
     "reference": ("annotate",),
     "critic": ("learn values",),
-    "generator": ("decode", "pull", "apply"),
-    "rollout worker": ("episode", "judge", "task line: samples", "task line: connected"),
+    "generator": ("decode", "pull", "apply", "task weight follower"),
+    "rollout worker": (
+        "episode",
+        "judge",
+        "task verifier",
+        "task line: samples",
+        "task line: connected",
+        "thread loop watchdog",
+    ),
 }
+"""Endpoints, tasks and threads by process; the engine's thread runs `decode` and `apply`."""
+OF_TWO_RANKS = {"generator": ("agree",)}
+"""And those that only a process of several ranks has."""
 ENDPOINTS = {
     "train": "trainer.step",
     "stage": "trainer.publish",
@@ -96,34 +108,34 @@ ENDPOINTS = {
     "learn values": "critic.step",
 }
 """The call of the controller that an exception at a point ends."""
-GROUP_ALONE = {"episode", "judge", "accept a group"}
-"""Points where an exception fails the group that it belongs to, and nothing else."""
+GOES_ON_AFTER = {"episode", "judge", "accept a group", "task verifier", "task line: connected"}
+"""Where an exception fails what is in hand there and nothing else."""
 
 
 def cases() -> Iterator[Case]:
     """The whole matrix."""
     for part in PARTS:
-        role = part.partition(" rank")[0]
+        role, _, several = part.partition(", rank")
         for kind in ("killed", "stopped"):
-            whens = ["starting", "working", *([UPDATING[role]] if role in UPDATING else [])]
+            whens = ["starting", "idle", "working", *([UPDATING[role]] if role in UPDATING else [])]
             for when in whens:
                 if (role, when) != ("verifier", "starting"):  # its pool starts it anew then, as it does later
                     yield case(part, kind, when)
-        for when in RAISING.get(role, ()):
+        for when in (*RAISING.get(role, ()), *(OF_TWO_RANKS.get(role, ()) if several else ())):
             yield case(part, "raising", when)
 
 
 def case(part: str, kind: str, when: str) -> Case:
     """One case of the matrix."""
     process, rank, app, overrides = PARTS[part]
-    role = part.partition(" rank")[0]
+    role = part.partition(", rank")[0]
     fault = Fault(process=process, rank=rank, kind=kind, when=when)
     ends, says = FAILS, f"{process} died"
     if role == "generator":
         ends, says = REPLACED, "generator 0 serves again"
-    elif role == "verifier" or when in GROUP_ALONE or when.startswith("task line"):
+    elif role == "verifier" or when in GOES_ON_AFTER:
         ends, says = GOES_ON, ""
-    elif kind == "raising":
+    elif when in ENDPOINTS and kind == "raising":
         says = f"{ENDPOINTS[when]} failed: RuntimeError: sabotage"
     return Case(part=part, fault=fault, ends=ends, says=says, app=app, overrides=overrides)
 
@@ -190,7 +202,7 @@ def table(results: Sequence[Result]) -> str:
     """The results as a table in Markdown: a line for each part and fault."""
     lines = ["| what breaks | how | when | then | s |", "|---|---|---|---|---|"]
     for result in results:
-        part, kind, when = result.name.split(", ")
+        part, kind, when = result.name.split("; ")
         then = result.ends if not result.problems else f"**{'; '.join([*result.problems, result.error])}**"
         lines.append(f"| {part} | {kind} | {when.removeprefix('task ')} | {then} | {result.seconds:.0f} |")
     return "\n".join(lines)

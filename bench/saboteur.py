@@ -7,6 +7,7 @@ this: the actor replaces a method in its process by one that breaks once, or fai
 """
 
 import asyncio
+import ctypes
 import gc
 import inspect
 import json
@@ -14,8 +15,9 @@ import logging
 import os
 import signal
 import sys
+import threading
 from asyncio import Task
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from functools import wraps
 from importlib import import_module
@@ -43,6 +45,7 @@ POINTS = {
     "apply": "goaly.weights.subscriber:Subscriber.apply",
     "episode": "goaly.rollout.group:GroupRunner._run_one",
     "judge": "goaly.reward.verifiers:VerifierPool._judge",
+    "agree": "goaly.generate.ranks:Link.all_agree",
 }
 """What a process does, and the method that does it."""
 
@@ -57,7 +60,12 @@ class Fault:
     kind: str
     """killed, stopped or raising."""
     when: str
-    """starting or working: at once then; one of POINTS: there, once the run works; "task NAME": in what it awaits."""
+    """starting, idle or working: at once then; one of POINTS: there, once the run works; "task NAME": in what that task
+    awaits; "thread NAME": wherever that thread is."""
+
+
+class Sabotage(RuntimeError):
+    """Raised in a thread."""
 
 
 class Saboteur(Actor):
@@ -71,6 +79,8 @@ class Saboteur(Actor):
             return POINTS[when]
         if when.startswith("task "):
             return _fail_task(when.removeprefix("task "))
+        if when.startswith("thread "):
+            return _fail_thread(when.removeprefix("thread "))
         pid = _verifier() if verifier else os.getpid()
         _break(pid, kind)
         return f"process {pid}"
@@ -125,6 +135,14 @@ def _fail(awaited: "asyncio.Future[Any]") -> None:
         awaited.set_exception(RuntimeError("sabotage"))
 
 
+def _fail_thread(name: str) -> str:
+    """Make a thread of this name raise as soon as it runs Python."""
+    (found,) = [one for one in threading.enumerate() if one.name == name]
+    raised = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(found.ident or 0), ctypes.py_object(Sabotage))
+    assert raised == 1, f"thread {name} did not take an exception"
+    return repr(found)
+
+
 def _verifier() -> int:
     children = [
         int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
@@ -132,7 +150,26 @@ def _verifier() -> int:
     return next(pid for pid in children if b"goaly.reward.child" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
-def sabotaged(hosts: type[Any], fault: Fault) -> type[Any]:
+class Doorkeeper:
+    """Keeps a run idle: its first group is not admitted before the fault."""
+
+    def __init__(self) -> None:
+        self.idle, self.open = asyncio.Event(), asyncio.Event()
+
+    def guard(self, backlog: type[Any]) -> None:
+        """Have this class of backlogs ask first."""
+        admitted = backlog.tickets
+
+        async def tickets(stage: Any) -> AsyncIterator[Any]:
+            self.idle.set()
+            await self.open.wait()  # unblocked by the saboteur
+            async for ticket in admitted(stage):
+                yield ticket
+
+        backlog.tickets = tickets
+
+
+def sabotaged(hosts: type[Any], fault: Fault, door: Doorkeeper) -> type[Any]:
     """The class of a run's hosts, but the processes of the fault get a saboteur."""
 
     class Sabotaged(hosts):  # type: ignore[misc]
@@ -146,7 +183,10 @@ def sabotaged(hosts: type[Any], fault: Fault) -> type[Any]:
         async def break_one(self, mesh: Any) -> None:
             saboteur = mesh.spawn("saboteur", Saboteur).flatten("rank").slice(rank=fault.rank)
             metrics = self._run_dir / "metrics.jsonl"
-            while fault.when != "starting" and not _has_steps(metrics):  # noqa: ASYNC110  (a file tells nobody)
+            if fault.when == "idle":
+                await door.idle.wait()  # unblocked by the script
+            at_work = fault.when not in ("starting", "idle")
+            while at_work and not _has_steps(metrics):  # noqa: ASYNC110  (a file tells nobody)
                 await asyncio.sleep(LOOK_SECONDS)
             sys.stderr.write(f"{PLANTED} {json.dumps(asdict(fault))}\n")
             sys.stderr.flush()
@@ -154,6 +194,7 @@ def sabotaged(hosts: type[Any], fault: Fault) -> type[Any]:
                 await saboteur.plant.call_one(fault.kind, fault.when, fault.process == "verifier")
             except Exception as error:  # it broke before it could answer
                 logger.info("sabotage: %r", error)
+            door.open.set()
 
     return Sabotaged
 
@@ -167,10 +208,14 @@ def main() -> None:
     from goaly.config import run_cli
     from goaly.run import start
     from goaly.run.config import RunConfig
+    from goaly.run.stages import Backlog
 
     app, fault = sys.argv[1], Fault(**json.loads(sys.argv[2]))
     del sys.argv[1:3]
-    start.Hosts = sabotaged(start.Hosts, fault)
+    door = Doorkeeper()
+    if fault.when == "idle":
+        door.guard(Backlog)
+    start.Hosts = sabotaged(start.Hosts, fault, door)
     entry: Callable[..., Any] = import_module(f"apps.{app}.main").main
     run_cli(entry, RunConfig, prog="python -m bench.saboteur", description="An app with a fault.")
 

@@ -3,13 +3,13 @@
 from bench.faults import FAILS, PARTS, Result, cases, table
 
 
-def test_the_matrix_has_every_process_killed_and_stopped_while_it_starts_and_while_it_works() -> None:
+def test_the_matrix_has_every_process_killed_and_stopped_in_each_state() -> None:
     named = {one.name for one in cases()}
     assert len(named) == len(list(cases()))
     for one in cases():
         for kind in ("killed", "stopped"):
-            for when in ("starting", "working"):
-                assert f"{one.part}, {kind}, {when}" in named or (one.part, when) == ("verifier", "starting")
+            for when in ("starting", "idle", "working"):
+                assert f"{one.part}; {kind}; {when}" in named or (one.part, when) == ("verifier", "starting")
 
 
 def test_every_part_also_raises_in_the_midst_of_its_work() -> None:
@@ -18,8 +18,8 @@ def test_every_part_also_raises_in_the_midst_of_its_work() -> None:
 
 
 def test_the_table_shows_what_went_wrong_instead_of_how_it_should_have_ended() -> None:
-    good = Result(name="hub, killed, working", ends=FAILS, seconds=1.2, error="error: hub died")
-    bad = Result(name="hub, stopped, working", ends=FAILS, seconds=3, error="error: x", problems=["process 7 is left"])
+    good = Result(name="hub; killed; working", ends=FAILS, seconds=1.2, error="error: hub died")
+    bad = Result(name="hub; stopped; working", ends=FAILS, seconds=3, error="error: x", problems=["process 7 is left"])
     assert table([good, bad]).splitlines()[2:] == [
         "| hub | killed | working | the run fails | 1 |",
         "| hub | stopped | working | **process 7 is left; error: x** | 3 |",
