@@ -90,7 +90,8 @@ def test_settings_that_cannot_work_are_told_together(model: Path) -> None:
         "generator.start_minutes=5.0: has no effect, an evaluation has no other process to wait for",
         "generator.apply=keep: has no effect, the weights never change",
     ]
-    on_hub = EvalConfig(path=str(model), reward=RewardSettings(placement="hub"))
+    generator = EvalGeneratorSettings(max_context=TINY.max_context)
+    on_hub = EvalConfig(path=str(model), reward=RewardSettings(placement="hub"), generator=generator)
     assert on_hub.problems("") == ["reward.placement=hub: has no effect, an evaluation has one process"]
     assert EvalGeneratorSettings(engine="native").problems("generator.") == []
 
