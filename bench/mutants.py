@@ -12,7 +12,9 @@ This module is also a plugin of pytest, loaded in those runs.
 """
 
 import argparse
+import fnmatch
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -58,6 +60,20 @@ def verdicts() -> dict[str, dict[str, int | None]]:
         module = ".".join(file.relative_to(MUTANTS / "src").with_suffix("").with_suffix("").parts)
         found[module] = json.loads(file.read_text())["exit_code_by_key"]
     return {module: codes for module, codes in found.items() if codes}
+
+
+def asked_for(
+    found: Mapping[str, Mapping[str, int | None]], patterns: Sequence[str]
+) -> dict[str, dict[str, int | None]]:
+    """The mutants that these patterns name, all of them where there is no pattern. One that did not run survived."""
+    return {
+        module: {
+            name: code
+            for name, code in codes.items()
+            if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+        }
+        for module, codes in found.items()
+    }
 
 
 def survivor(module: str, mutant: str) -> Survivor:
@@ -112,12 +128,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
+    if not arguments.only:
+        shutil.rmtree(MUTANTS, ignore_errors=True)  # mutmut keeps verdicts that were made with other tests
     command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(arguments.children), *arguments.only]
     if code := subprocess.run(command).returncode:
         return code
-    found = {
-        module: {name: code for name, code in codes.items() if code is not None} for module, codes in verdicts().items()
-    }
+    found = asked_for(verdicts(), arguments.only)
     by_module = scores({module: codes for module, codes in found.items() if codes})
     survivors = [
         survivor(module, name) for module, codes in found.items() for name, code in codes.items() if code not in KILLED

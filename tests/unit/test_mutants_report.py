@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import bench.mutants
-from bench.mutants import Survivor, scores, survivors_table, table, verdicts
+from bench.mutants import Survivor, asked_for, scores, survivors_table, table, verdicts
 
 ONE = Survivor(module="goaly.losses.kl", function="divergence", removed="a < b", added="a <= b")
 
@@ -21,10 +21,30 @@ def test_a_module_without_mutants_is_left_out(tmp_path: Path, monkeypatch: pytes
 
 
 def test_only_a_test_that_fails_or_hangs_kills_a_mutant() -> None:
-    codes = {"failed": 1, "hung": 36, "survived": 0, "no test reaches it": 33, "suspicious": 35, "segfault": -11}
+    codes = {
+        "failed": 1,
+        "hung": 36,
+        "survived": 0,
+        "no test reaches it": 33,
+        "suspicious": 35,
+        "segfault": -11,
+        "not run": None,
+    }
     found = scores({"goaly.losses.kl": codes})
-    assert found == {"goaly.losses.kl": (2, 6)}
-    assert "| losses.kl | 6 | 2 | 0.33 |" in table(found)
+    assert found == {"goaly.losses.kl": (2, 7)}
+    assert "| losses.kl | 7 | 2 | 0.29 |" in table(found)
+
+
+def test_only_the_mutants_that_were_asked_for_are_judged() -> None:
+    found = {
+        "goaly.losses.kl": {"goaly.losses.kl.one": 1, "goaly.losses.kl.two": None},
+        "goaly.registry": {"goaly.registry.x": 0},
+    }
+    assert asked_for(found, []) == found
+    assert asked_for(found, ["goaly.losses.kl.t*"]) == {
+        "goaly.losses.kl": {"goaly.losses.kl.two": None},
+        "goaly.registry": {},
+    }
 
 
 def test_a_survivors_reason_is_found_by_its_function_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
