@@ -17,6 +17,8 @@ from goaly.reward.child import die_with
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 300.0
 """A run that has not begun, or replaced a replica, by then hangs: some ten times what a quiet machine needs."""
+END_SECONDS = 60.0
+"""A run that has not ended by then, or a process that is still there, is left behind: some ten times what it needs."""
 SMALL = [
     "backlog.groups_per_step=2",
     "backlog.group_size=4",
@@ -84,7 +86,7 @@ def orphaned_memory() -> set[str]:
     return named - held_memory(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
 
 
-def orphaned_within(before: set[str], seconds: float) -> set[str]:
+def orphaned_within(before: set[str], seconds: float = END_SECONDS) -> set[str]:
     """What was orphaned since then and still is after so many seconds."""
     deadline = time.monotonic() + seconds
     while (left := orphaned_memory() - before) and time.monotonic() < deadline:
@@ -127,7 +129,7 @@ class LaunchedRun:
         """Until so many steps are in `metrics.jsonl`."""
         self._until(lambda: self.steps() >= count, seconds, f"{count} steps")
 
-    def wait_for_text(self, text: str, seconds: float = 10) -> None:
+    def wait_for_text(self, text: str, seconds: float = END_SECONDS) -> None:
         """Until it has said this."""
         self._until(lambda: text in self.text(), seconds, repr(text))
 
@@ -149,7 +151,7 @@ class LaunchedRun:
         """The processes spawned under a name that starts so."""
         return [pid for pid in children(self.process.pid) if named(pid).startswith(name)]
 
-    def wait(self, seconds: float) -> int:
+    def wait(self, seconds: float = END_SECONDS) -> int:
         """The exit code."""
         try:
             return self.process.wait(seconds)
@@ -176,7 +178,7 @@ class LaunchedRun:
             time.sleep(0.05)
 
 
-def gone_within(pids: list[int], seconds: float) -> list[int]:
+def gone_within(pids: list[int], seconds: float = END_SECONDS) -> list[int]:
     """Those of these processes that are still alive after so many seconds."""
     deadline = time.monotonic() + seconds
     left = pids

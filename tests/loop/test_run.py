@@ -61,8 +61,8 @@ def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(la
     assert (run.folder / "config.yaml").exists()
     assert list((run.folder / "tensorboard").iterdir())
     assert (run.folder / "policy" / "model.safetensors").exists()
-    assert gone_within(children, 5) == []
-    assert orphaned_within(before, 5) == set()
+    assert gone_within(children) == []
+    assert orphaned_within(before) == set()
 
 
 def test_the_death_of_a_follower_is_the_death_of_its_replica_and_costs_no_request(launch: Launch) -> None:
@@ -73,45 +73,46 @@ def test_the_death_of_a_follower_is_the_death_of_its_replica_and_costs_no_reques
     assert len(ranks) == 2
     run.kill("generator-0", rank=1)
     run.wait_for_text("generator 0 serves again", START_SECONDS)
-    assert gone_within(ranks, 5) == []
+    assert gone_within(ranks) == []
     assert run.wait(START_SECONDS) == 0, run.text()
     summary = run.summary()
     assert (summary["policy_version"], summary["admitted"], summary["trained"]) == (steps, 2 * steps, 2 * steps)
 
 
-def test_ctrl_c_stops_a_run_cleanly_within_ten_seconds(launch: Launch) -> None:
+def test_ctrl_c_stops_a_run_cleanly(launch: Launch) -> None:
     before = orphaned_memory()
     run = launch("steps=10000")
     run.wait_for_steps(2)
     children = list(run.processes())
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(10) == 130
+    assert run.wait() == 130
     summary = run.summary()
     assert summary["status"] == "interrupted"
     assert summary["admitted"] == summary["trained"] + summary["rejected"] + summary["failed"]
     assert (run.folder / "trace.json").exists()
-    assert gone_within(children, 5) == []
-    assert orphaned_within(before, 5) == set()
+    assert gone_within(children) == []
+    assert orphaned_within(before) == set()
 
 
 def test_ctrl_c_during_the_final_evaluation_does_not_lose_the_policy(launch: Launch) -> None:
     run = launch("steps=2", module="tests.loop.hanging_evaluation")
     run.wait_for_text("the final evaluation hangs", START_SECONDS)
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(10) == 130
+    assert run.wait() == 130
     assert (run.folder / "policy" / "model.safetensors").exists()
     assert (run.summary()["status"], run.summary()["policy_version"]) == ("interrupted", 2)
 
 
-def test_a_second_ctrl_c_stops_a_run_at_once(launch: Launch) -> None:
+def test_a_second_ctrl_c_stops_a_run_without_its_closing(launch: Launch) -> None:
     run = launch("steps=10000")
     run.wait_for_steps(1)
     children = list(run.processes())
     run.process.send_signal(signal.SIGINT)
     run.wait_for_text("once more stops at once")
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(2) == 130
-    assert gone_within(children, 5) == []
+    assert run.wait() == 130
+    assert not (run.folder / "summary.json").exists()
+    assert gone_within(children) == []
 
 
 def test_nothing_outlives_a_controller_that_is_killed(launch: Launch) -> None:
@@ -121,8 +122,8 @@ def test_nothing_outlives_a_controller_that_is_killed(launch: Launch) -> None:
     children = list(run.processes())
     assert len(children) >= 4
     run.process.kill()
-    assert gone_within(children, 10) == []
-    assert orphaned_within(before, 5) == set()
+    assert gone_within(children) == []
+    assert orphaned_within(before) == set()
 
 
 def test_a_killed_trainer_ends_the_run_with_an_error_that_names_it(launch: Launch) -> None:
@@ -130,16 +131,16 @@ def test_a_killed_trainer_ends_the_run_with_an_error_that_names_it(launch: Launc
     run.wait_for_steps(1)
     children = list(run.processes())
     run.kill("trainer")
-    assert run.wait(30) == 1
+    assert run.wait() == 1
     assert "trainer died" in run.text()
     assert "Traceback" not in run.text()
     assert run.summary()["status"] == "failed"
-    assert gone_within(children, 5) == []
+    assert gone_within(children) == []
 
 
 def test_bad_settings_are_told_all_at_once_and_nothing_is_spawned(launch: Launch, tmp_path: Path) -> None:
     run = launch("backlog.grops_per_step=2", "trainer.tp=0", "sampling.temperature=hot", "evaluation.prompts=0")
-    assert run.wait(30) == 2
+    assert run.wait() == 2
     text = run.text()
     for key in ("backlog.grops_per_step", "trainer.tp=0", "sampling.temperature=hot", "evaluation.prompts=0"):
         assert key in text
