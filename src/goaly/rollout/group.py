@@ -21,7 +21,7 @@ from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction
 from goaly.rollout.limits import EpisodeTimeout, GroupTimeout, TimedOut, within
-from goaly.rollout.policy import ContextFull, RoutedPolicy, Sampler
+from goaly.rollout.policy import ContextFull, PromptFillsContext, RoutedPolicy, Sampler
 from goaly.rollout.running import GroupProgress, RunningEpisode, RunningGroup
 from goaly.telemetry.spans import span
 from goaly.trajectory import Group, Trajectory
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CANCELLED = "cancelled"
-PROMPT_TOO_LONG = "prompt_too_long"
+NO_ROOM = (PromptFillsContext.reason, ContextFull.reason)
+"""Why a group is rejected whose tokens leave no room for an answer."""
 
 
 class Chat(Protocol):
@@ -162,8 +163,8 @@ class GroupRunner:
             await asyncio.shield(asyncio.ensure_future(self._queue.fail(ticket.index, CANCELLED)))  # RG-1
             raise
         except ContextFull as error:
-            rejected = f"{PROMPT_TOO_LONG}: {error}"
-            await self._queue.reject(ticket.index, PROMPT_TOO_LONG)
+            rejected = f"{error.reason}: {error}"
+            await self._queue.reject(ticket.index, error.reason)
         except TimedOut as error:
             failed = f"{error.reason}: {error}"
             await self._queue.fail(ticket.index, error.reason)
@@ -183,8 +184,9 @@ class GroupRunner:
     async def evaluate(
         self, prompt: Prompt, samples: int, changes: Mapping[str, Any] | None = None, min_version: int = 0
     ) -> list[float | None]:
-        """The rewards of so many episodes that nobody trains: 0 for one that exceeds its time limit, None for one whose
-        tokens left no room for an answer. `changes` has what is sampled differently than in training."""
+        """The rewards of so many episodes that nobody trains: 0 for one that exceeds its time limit or fills the
+        context, None for one whose prompt left no room for an answer. `changes` has what is sampled differently than in
+        training."""
         self._evaluations += 1
         sampling = self._sampling.changed(Sampling(**(changes or {})))
         name = f"{self._name}.evaluation-{self._evaluations}"
@@ -197,7 +199,7 @@ class GroupRunner:
                 return 0.0
             except ContextFull as error:
                 logger.info("an evaluation counts prompt %s as not solved: %s", prompt.id, error)
-                return None
+                return None if isinstance(error, PromptFillsContext) else 0.0
 
         group = self._group(samples, name=name, sampling=sampling, min_version=min_version, evaluation=True)
         return list(await _all(group, reward))

@@ -11,7 +11,7 @@ Invariants
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -21,7 +21,16 @@ from goaly.telemetry.spans import span
 
 
 class ContextFull(EpisodeError):
-    """The tokens so far leave no room for the policy to write."""
+    """The tokens so far leave no room for the policy to write more."""
+
+    reason: ClassVar[str] = "context_full"
+    """Why the ticket was rejected, in the run's accounting."""
+
+
+class PromptFillsContext(ContextFull):
+    """The prompt leaves no room for the policy to write anything."""
+
+    reason = "prompt_too_long"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +141,8 @@ class RoutedPolicy:
         prompt = tuple(prompt_tokens)
         room = self._max_context - len(prompt)
         if room < 1:
-            raise ContextFull(
+            full = ContextFull if self._requests else PromptFillsContext
+            raise full(
                 f"{len(prompt)} tokens leave no room in a context of {self._max_context}, the least of "
                 "generator.max_context and backlog.row_length"
             )

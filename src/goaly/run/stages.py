@@ -14,7 +14,7 @@ from goaly.backlog.backlog import Wait
 from goaly.backlog.batch import BatchHandle
 from goaly.errors import RunFailed, root_cause
 from goaly.prompts.prompt import Prompt
-from goaly.rollout.group import PROMPT_TOO_LONG, GroupSummary
+from goaly.rollout.group import NO_ROOM, GroupSummary
 from goaly.run.waiting import ANSWER_SECONDS, FIRST_SECONDS, telling
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ FAILURES_IN_A_ROW = 16
 """So many failures without a completed group between them end the run."""
 
 TOO_LONG_IN_A_ROW = 64
-"""So many prompts that are too long without a completed group between them end the run."""
+"""So many groups without room for an answer, and no completed one between them, end the run."""
 
 
 QUEUE_LOST = "failed: the trajectory queue was lost"
@@ -242,7 +242,7 @@ class Rollouts:
         self._judge(await self._on_least_busy(run))
 
     def _judge(self, summary: GroupSummary) -> None:
-        """End the run when nothing but failures, or nothing but prompts that are too long, has come for long."""
+        """End the run when only failures, or only groups without room for an answer, have come for long."""
         group = f"group {summary.ticket} ({summary.prompt_id})"
         if summary.failed is not None:
             self._failures += 1
@@ -251,7 +251,7 @@ class Rollouts:
                 raise RunFailed(f"{self._failures} groups failed in a row; the last: {summary.failed}")
         elif summary.rewards:
             self._failures = self._too_long = 0
-        elif summary.rejected is not None and summary.rejected.startswith(PROMPT_TOO_LONG):
+        elif summary.rejected is not None and summary.rejected.startswith(NO_ROOM):
             self._too_long += 1
             self._too_long_in_all += 1
             if self._too_long_in_all & (self._too_long_in_all - 1) == 0:  # 1, 2, 4, …
@@ -278,8 +278,8 @@ class Rollouts:
         self, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: Mapping[str, Any], policy_version: int
     ) -> list[list[float | None]]:
         """The rewards of so many episodes on each prompt under this policy version or a newer one; none is trained.
-        None stands for an episode that had no room for an answer. `sampling` has what is sampled differently than in
-        training."""
+        None stands for an episode whose prompt left no room for an answer. `sampling` has what is sampled differently
+        than in training."""
 
         async def ask(prompt: Prompt) -> list[float | None]:
             return await self._on_least_busy(

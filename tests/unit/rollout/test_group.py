@@ -180,6 +180,20 @@ async def test_a_prompt_that_fills_the_context_is_rejected_not_failed():
     assert sampler.asked == []
 
 
+async def fill_the_context(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+    episode = Episode(prompt, context.render(prompt))
+    while True:
+        episode.wrote(await context.policy.sample(episode.tokens)).observed([63])
+
+
+async def test_a_conversation_that_fills_the_context_at_a_later_turn_is_rejected_for_that_and_not_for_its_prompt():
+    sampler, queue = FakeSampler(), FakeQueue()
+    summary = await runner(sampler, queue, fill_the_context, max_context=8).run(TICKET, PROMPT)
+    assert queue.reports == [("reject", 4, "context_full")]
+    assert summary.rejected.startswith("context_full: 9 tokens leave no room in a context of 8")
+    assert await runner(sampler, queue, fill_the_context, max_context=8).evaluate(PROMPT, 2) == [0.0, 0.0]
+
+
 async def test_a_ticket_that_has_ended_starts_no_episode():
     sampler = FakeSampler()
     summary = await runner(sampler, FakeQueue(open=False)).run(TICKET, PROMPT)

@@ -20,6 +20,7 @@ from goaly.run.stages import FAILURES_IN_A_ROW, TOO_LONG_IN_A_ROW, Backlog, Roll
 
 PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="abc"),))
 TOO_LONG = "prompt_too_long: 900 tokens leave no room, generator.max_context"
+FULL = "context_full: 1025 tokens leave no room, generator.max_context"
 WAIT = Wait(ticket=17, finished=5, needed=8, rejected=2, failed=1)
 
 
@@ -59,12 +60,14 @@ async def test_failures_in_a_row_end_the_run_and_only_a_completed_group_breaks_t
             await after(*row[1:], between, FAILED, *([] if between is REFUSED else [FAILED]))
 
 
-async def test_prompts_that_are_all_too_long_end_the_run_with_the_key_that_would_help():
-    row = [REJECTED] * (TOO_LONG_IN_A_ROW - 1)
+@pytest.mark.parametrize("why", [TOO_LONG, FULL])
+async def test_groups_without_room_for_an_answer_end_the_run_with_the_key_that_would_help(why: str):
+    rejected = {"rejected": why}
+    row = [rejected] * (TOO_LONG_IN_A_ROW - 1)
     await after(*row, COMPLETED, *row)
     for between in (FAILED, NEITHER):
-        with pytest.raises(RunFailed, match=f"{TOO_LONG_IN_A_ROW} groups were rejected in a row; the last: {TOO_LONG}"):
-            await after(*row, between, REJECTED)
+        with pytest.raises(RunFailed, match=f"{TOO_LONG_IN_A_ROW} groups were rejected in a row; the last: {why}"):
+            await after(*row, between, rejected)
 
 
 async def test_a_prompt_that_is_too_long_is_told_and_then_whenever_their_number_has_doubled(caplog):
