@@ -17,6 +17,7 @@ from torch import Tensor
 
 from goaly.errors import EpisodeError
 from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.settings import SamplingSettings
 from goaly.telemetry.spans import span
 
 
@@ -138,6 +139,7 @@ class RoutedPolicy:
         wanted = self._sampling.changed(sampling or Sampling()).changed(_sampling(changes))
         if trained and not self._evaluation:
             _refuse_another_distribution(wanted, self._sampling)
+        _refuse_impossible_values(wanted)
         prompt = tuple(prompt_tokens)
         room = self._max_context - len(prompt)
         if room < 1:
@@ -146,7 +148,9 @@ class RoutedPolicy:
                 f"{len(prompt)} tokens leave no room in a context of {self._max_context}, the least of "
                 "generator.max_context and backlog.row_length"
             )
-        max_tokens = room if wanted.max_tokens is None else min(wanted.max_tokens, room)  # PO-2
+        limits = {"max_tokens": room if wanted.max_tokens is None else min(wanted.max_tokens, room)}  # PO-2
+        if wanted.min_tokens is not None:
+            limits["min_tokens"] = min(wanted.min_tokens, limits["max_tokens"])
         request_id = f"{self._name}.{self._requests}"
         self._requests += 1
         self._under_way += 1
@@ -155,7 +159,7 @@ class RoutedPolicy:
                 sample = await self._sampler.generate(
                     request_id,
                     list(prompt),
-                    replace(wanted, max_tokens=max_tokens),
+                    replace(wanted, **limits),
                     self._min_version,
                     self._session,
                 )
@@ -194,6 +198,14 @@ def _sampling(changes: dict[str, Any]) -> Sampling:
         other = f"there is no such parameter; there are {', '.join(known)}"
         raise EpisodeError("; ".join(f"{key}={value!r}: {REFUSED.get(key, other)}" for key, value in unknown.items()))
     return Sampling(**changes)
+
+
+def _refuse_impossible_values(wanted: Sampling) -> None:
+    """EpisodeError where the section `sampling` would refuse a value: vLLM changes some of them without an error."""
+    given = {key.name: value for key in fields(SamplingSettings) if (value := getattr(wanted, key.name)) is not None}
+    given.setdefault("max_tokens", max(1, wanted.min_tokens or 0))
+    if problems := SamplingSettings(**given).problems(""):
+        raise EpisodeError("; ".join(problems))
 
 
 def _refuse_another_distribution(wanted: Sampling, run: Sampling) -> None:  # PO-4

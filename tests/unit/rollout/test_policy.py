@@ -79,6 +79,32 @@ async def test_without_a_token_limit_the_context_is_the_limit():
     assert [asked.max_tokens for asked in sampler.asked] == [10, 4]  # PO-2: 16 - 6
 
 
+async def test_where_the_context_has_less_room_the_fewest_tokens_are_no_more_than_the_most():
+    sampler = Recorder()
+    for changes in ({"min_tokens": 12, "max_tokens": 15}, {"min_tokens": 12}, {"min_tokens": 3}):
+        await policy(sampler, sampling=Sampling(), evaluation=True).sample([9] * 6, **changes)
+    assert [(asked.min_tokens, asked.max_tokens) for asked in sampler.asked] == [(10, 10), (10, 10), (3, 10)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"temperature": 0.001}, r"temperature=0\.001: must be 0 \(greedy\), or at least 0\.01 and at most 2\.0"),
+        ({"temperature": 3.0}, r"temperature=3\.0: must be 0"),
+        ({"top_p": 0.0}, r"top_p=0\.0: must be above 0 and at most 1"),
+        ({"max_tokens": 0}, "max_tokens=0: must be at least 1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9: must be at least 0 and at most max_tokens"),
+        ({"top_k": 0, "min_p": 2.0}, "top_k=0: must be .*; min_p=2.0: must be at least 0"),
+    ],
+)
+async def test_a_value_that_the_settings_would_refuse_is_refused_from_an_episode_too(changes, said):
+    sampler = Recorder()
+    for how in ({"evaluation": True}, {"evaluation": False}):
+        with pytest.raises(EpisodeError, match=f"^{said}"):
+            await policy(sampler, **how).sample([9], **changes, trained=how["evaluation"])
+    assert sampler.asked == []
+
+
 def test_every_parameter_that_changes_the_distribution_is_tried():
     assert CHANGES.keys() == NEUTRAL.keys()
 
