@@ -3,6 +3,8 @@
 Invariants
     PR-1  A process whose engine, link, weight follower or thread cannot continue logs the reason and exits at once. Its
           owner notices the death and replaces the process or ends the run; nothing stays failed but alive.
+    PR-2  An exception in one of goaly's own event loop callbacks does the same; in the controller it ends the run.
+          Callbacks of other libraries are only logged, as by default: some raise and go on.
 """
 
 import asyncio
@@ -14,7 +16,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Coroutine, Iterable
+import traceback
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, NoReturn
 
 from goaly.errors import root_cause
@@ -76,6 +79,42 @@ def give_up_when_a_thread_fails() -> None:
             give_up(f"thread {name} failed", arguments.exc_value)
 
     threading.excepthook = failed
+
+
+def give_up_when_a_callback_fails() -> None:
+    """From now on every new event loop ends this process when a callback of goaly's fails in it (PR-2). Each actor has
+    a loop of its own."""
+
+    class Policy(asyncio.DefaultEventLoopPolicy):
+        def new_event_loop(self) -> asyncio.AbstractEventLoop:
+            loop = super().new_event_loop()
+            watch_callbacks(loop, give_up)
+            return loop
+
+    asyncio.set_event_loop_policy(Policy())
+
+
+def watch_callbacks(loop: asyncio.AbstractEventLoop, failed: Callable[[str, BaseException], Any]) -> None:
+    """Have `failed` called with what failed and its error when a callback of goaly's raises in this loop (PR-2)."""
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        name = _own_callback(error) if "handle" in context and error is not None else None
+        if error is None or name is None:
+            loop.default_exception_handler(context)
+        else:
+            failed(f"callback {name} failed", error)
+
+    loop.set_exception_handler(handle)
+
+
+def _own_callback(error: BaseException) -> str | None:
+    """The callback of goaly's that raised this; None if it is another's."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("asyncio."):  # which called it
+            return frame.f_code.co_qualname if module.startswith("goaly.") else None
+    return None
 
 
 def vital_task(work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -147,14 +148,21 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end()
     assert withdrawn.cancelled()
     line.cancel("held")
     assert held.cancelled()
+
+    fine = line.ask("fine", [5], SAMPLING)
+    stays: Any = threading.Lock()
+    stuck = line.ask("stuck", [5], Sampling(max_tokens=4, logit_bias={7: stays}))
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
+        await asyncio.wait_for(stuck, 30)
+    assert (await asyncio.wait_for(fine, 30)).tokens.tolist() == [5]  # LI-1
     messages, cancelled = await replica.seen.call_one()
-    assert messages == [[*map(str, range(50)), "broken", "held"]]  # LI-2
+    assert messages == [[*map(str, range(50)), "broken", "held"], ["fine"]]  # LI-2
     assert cancelled == ["held"]
 
     other = Line(replica)
     assert (await other.ask("0", [7], SAMPLING)).tokens.tolist() == [7]
     hung_up = other.ask("1", [7], SAMPLING, HELD)
-    await replica.when.call_one(3, 0)
+    await replica.when.call_one(4, 0)
     left_behind = other.ask("2", [7], SAMPLING)
     other.close()
     assert hung_up.cancelled()
@@ -163,8 +171,8 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end()
         await other.ask("3", [7], SAMPLING)
 
     orphaned = line.ask("orphaned", [1], SAMPLING, HELD)
-    messages, cancelled, _ = await replica.when.call_one(4, 2)
-    assert messages[1:] == [["0"], ["1"], ["orphaned"]]  # "2" never left
+    messages, cancelled, _ = await replica.when.call_one(5, 2)
+    assert messages[2:] == [["0"], ["1"], ["orphaned"]]  # "2" never left
     assert cancelled == ["held", "1"]  # LI-2
     await mesh.stop()
     with pytest.raises(ReplicaLost):  # LI-1

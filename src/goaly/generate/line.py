@@ -98,8 +98,20 @@ class Line:
 
     def _send(self) -> None:
         leaving, self._leaving = self._leaving, []
-        if leaving:
-            self._replica.submit.broadcast(self._name, leaving)
+        try:
+            if leaving:
+                self._replica.submit.broadcast(self._name, leaving)
+        except Exception:  # one of them can't be pickled; to a dead replica this is nothing
+            for asked in leaving:
+                self._send_alone(asked)
+
+    def _send_alone(self, asked: Asked) -> None:
+        try:
+            self._replica.submit.broadcast(self._name, [asked])
+        except Exception as error:
+            future = self._under_way.pop(asked.request_id)
+            if not future.done():
+                future.set_exception(error)  # LI-1
 
     async def _connected(self, port: Any) -> None:
         try:

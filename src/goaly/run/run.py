@@ -12,6 +12,7 @@ from goaly.errors import RunFailed
 from goaly.evaluation.result import EvalResult, Evaluation, warn_of_long_prompts
 from goaly.evaluation.sets import ProblemSets
 from goaly.generate.service import GeneratorService
+from goaly.process import watch_callbacks
 from goaly.prompts.mixture import prompt_mixture
 from goaly.run.config import RunConfig
 from goaly.run.stages import Backlog, Critic, Reference, Rollouts, Trainer
@@ -46,6 +47,7 @@ class Run:
         self._conclusion: str | None = None
         self._stepped = time.monotonic()
         self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        watch_callbacks(asyncio.get_running_loop(), self.broke)
 
     @property
     def policy_version(self) -> int:
@@ -140,6 +142,12 @@ class Run:
         if not self._died.done():
             self._died.set_exception(RunFailed(f"{actor} died: {report}"))
 
+    def broke(self, what: str, error: BaseException) -> None:
+        """Take note that something in this process failed: the run ends with an error that names it."""
+        logger.info("%s", what, exc_info=error)
+        if not self._died.done():
+            self._died.set_exception(RunFailed(f"the controller's {what}: {type(error).__name__}: {error}"))
+
     async def alive(self) -> None:
-        """Wait for as long as the run's actors live; RunFailed when one is lost."""
+        """Wait for as long as the run's actors live; RunFailed when one is lost, or something here fails."""
         await self._died

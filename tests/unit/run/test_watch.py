@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 
+from goaly.config import load
+from goaly.errors import RunFailed
 from goaly.process import LAST_WORDS
 from goaly.run import watch
+from goaly.run.config import RunConfig
+from goaly.run.run import Run
 from goaly.run.watch import START_SECONDS, TICKS, MeshWatch, answered_within, child_that_logs_to, last_words, tick_of
-from goaly.weights.liveness import ProcessMark, process
+from goaly.weights.liveness import ExitWatch, ProcessMark, process
 from tests.unit.stalled import Stalls
 
 LIMIT = 60.0
@@ -270,6 +274,22 @@ async def test_an_answer_that_comes_in_time_is_given_and_one_that_fails_raises()
     assert await answered_within(beats(), 1) is True
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(answered_within(never(), None), 0.01)
+
+
+async def test_a_callback_that_fails_in_the_controller_ends_the_run_with_its_error(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    """PR-2"""
+    argv = [f"model.path={tiny_model_folder}", "steps=9", "telemetry.tensorboard=false", "telemetry.progress=off"]
+    run = Run(load(RunConfig, argv, prog="test", description="").config, tmp_path)
+
+    def breaks() -> None:
+        raise KeyError("sabotage")
+
+    child = await asyncio.create_subprocess_exec("true")
+    ExitWatch(process(child.pid), breaks)
+    with pytest.raises(RunFailed, match=r"the controller's callback ExitWatch\._exited failed: KeyError: 'sabotage'"):
+        await asyncio.wait_for(run.alive(), 30)
 
 
 def test_the_last_words_are_those_that_the_process_said_last(log: Path) -> None:
