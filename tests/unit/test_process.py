@@ -50,17 +50,15 @@ def test_what_cannot_continue_ends_its_process_at_once_and_says_why(how: str) ->
     script = f"""
 import asyncio, atexit, logging, threading
 from goaly import process
-from goaly.generate.line import Switchboard
+from goaly.weights.liveness import SilenceWatch
 logging.basicConfig()
 atexit.register(print, 'exit handlers may wait for what is broken')
 process.give_up_when_a_thread_fails()
 process.give_up_when_a_callback_fails()
 async def waits_for_a_callback():
-    switchboard = Switchboard()
     asyncio.get_running_loop().call_soon(int, "only logged: not goaly's")
     asyncio.get_running_loop().call_soon(lambda: 1 / 0)
-    switchboard.connect("client", "no port")
-    switchboard.deliver("client", "request", ValueError())
+    SilenceWatch("not a function", seconds=0.01, tick_seconds=0.01)
     await asyncio.Event().wait()
 async def broken():
     raise OSError('reset')
@@ -72,7 +70,7 @@ async def waits_for_a_vital_task():
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False)
     assert (ended.returncode, ended.stdout) == (GAVE_UP, "")
     why = {"a call": "the link broke: OSError", "a thread": "thread engine", "a task": "task follower"}.get(
-        how, "callback Switchboard._send failed: AttributeError"
+        how, "callback SilenceWatch._tick failed: TypeError"
     )
     assert f"{LAST_WORDS}{why}" in ended.stderr
 
