@@ -14,7 +14,8 @@ Invariants
     LP-1  No tensor of predicted tokens x vocabulary exists: at most `chunk` rows of it.
     LP-2  Under tensor parallelism no rank holds whole rows of logits; all ranks get the same results.
     LP-3  Logits, log-probs and the sum of the weight's gradient over chunks are float32, whatever the model computes
-          in.
+          in. On a CPU the gradients are rounded once, when they are done. A GPU also rounds the gradient of the logits,
+          to the model's type, before it multiplies it with hidden states and weight.
 """
 
 from dataclasses import dataclass
@@ -150,7 +151,8 @@ def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperature: float
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The matrix product in float32 (LP-3): its sums are never rounded to the type of `b`.
 
-    On a GPU the factors are of that type, which its matrix units multiply exactly.
+    On a GPU both factors are of that type, which its matrix units multiply exactly: an `a` of float32, such as the
+    gradient of the logits, is rounded to it first.
     """
     if b.is_cuda and b.dtype != torch.float32:
         return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
@@ -158,7 +160,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add the matrix product to a float32 total (LP-3)."""
+    """Add the matrix product, with factors as in `_product`, to a float32 total (LP-3)."""
     if b.is_cuda and b.dtype != torch.float32:
         torch.addmm(total, a.to(b.dtype), b, out_dtype=torch.float32, out=total)
     else:

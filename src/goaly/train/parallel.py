@@ -106,6 +106,11 @@ def build_parallel(
     )
 
 
+def backends() -> str:
+    """What ranks communicate by: NCCL between GPUs, gloo between CPUs."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TitanConfig:
     """What torchtitan's `update_from_config` reads."""
@@ -127,7 +132,7 @@ def _layout(trainer: TrainerSettings) -> tuple[Any, Any]:
     from torchtitan.distributed.utils import set_spmd_backend
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backends(), store=dist.HashStore(), rank=0, world_size=1)
     parallelism = ParallelismConfig(
         data_parallel_shard_degree=trainer.fsdp,
         tensor_parallel_degree=trainer.tp,

@@ -57,9 +57,10 @@ def _join(settings: TrainerSettings) -> None:
     import torch.distributed as dist
 
     from goaly.models.spec import use_local_device
+    from goaly.train.parallel import backends
 
     use_local_device()  # RK-1: the thread that builds the engine runs all its calls
     torch.set_num_threads(settings.threads)
     if settings.ranks > 1 and not dist.is_initialized():
         # Where the ranks meet comes from the environment, which whoever spawned the mesh has set.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(backends())

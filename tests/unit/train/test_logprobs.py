@@ -73,7 +73,7 @@ def test_no_tensor_of_all_tokens_times_the_vocabulary_exists(with_entropy: bool)
     assert seen.elements <= chunk * vocabulary  # LP-1
 
 
-def test_in_bfloat16_only_the_gradients_are_rounded_and_once():
+def test_in_bfloat16_on_a_cpu_only_the_gradients_are_rounded_and_once():
     tokens, vocabulary, width = 400, 300, 64
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, tokens, width, generator=generator).bfloat16().requires_grad_()

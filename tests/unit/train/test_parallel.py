@@ -14,6 +14,8 @@ from goaly.models.settings import ModelSettings
 from goaly.run.meeting import lasting_port
 from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import split_rows
+from goaly.train.parallel import _layout
+from goaly.train.rank import _join
 from goaly.train.settings import CriticSettings, OptimizerSettings, TrainerSettings
 from goaly.train.value import ValueEngine
 from goaly.trajectory import PackedRows, Part
@@ -222,3 +224,20 @@ def test_sharded_ranks_save_the_folder_of_their_whole_parameters(
     saved = native_tensors(model_spec(out / f"{layout}.hf"), out / f"{layout}.hf")
     assert saved.keys() == found.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize(("gpu", "backends"), [(True, "cpu:gloo,cuda:nccl"), (False, "gloo")])
+def test_a_rank_that_is_alone_communicates_by_the_same_backends_as_one_among_others(gpu, backends, monkeypatch):
+    class Met(Exception):
+        pass
+
+    def meet(backend: str, **_: Any) -> None:
+        raise Met(backend)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr("goaly.models.spec.use_local_device", lambda: None)
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", meet)
+    for join in (lambda: _layout(SETTINGS), lambda: _join(dataclasses.replace(SETTINGS, fsdp=2))):
+        with pytest.raises(Met, match=f"^{backends}$"):
+            join()
