@@ -65,6 +65,7 @@ class Result:
     problems: list[str] = field(default_factory=list)
 
 
+KINDS = ("killed", "stopped", "raising")
 PARTS: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "hub": ("hub", 0, "grpo", ()),
     "trainer": ("trainer", 0, "grpo", ()),
@@ -116,7 +117,7 @@ def cases() -> Iterator[Case]:
     """The whole matrix."""
     for part in PARTS:
         role, _, several = part.partition(", rank")
-        for kind in ("killed", "stopped"):
+        for kind in KINDS[:2]:
             whens = ["starting", "idle", "working", *([UPDATING[role]] if role in UPDATING else [])]
             for when in whens:
                 if (role, when) != ("verifier", "starting"):  # its pool starts it anew then, as it does later
@@ -198,13 +199,26 @@ def _stops(run: LaunchedRun, case: Case) -> list[str]:
     return problems
 
 
+def line(result: Result) -> str:
+    """The result as a line of text."""
+    how = result.ends if not result.problems else "; ".join([*result.problems, result.error])
+    return f"{result.name}: {how}, {result.seconds:.0f} s"
+
+
 def table(results: Sequence[Result]) -> str:
-    """The results as a table in Markdown: a line for each part and fault."""
-    lines = ["| what breaks | how | when | then | s |", "|---|---|---|---|---|"]
+    """The results as a table in Markdown: a row for each part, with the seconds from each fault to its end."""
+    by_part: dict[str, dict[str, dict[str, list[str]]]] = {}
     for result in results:
         part, kind, when = result.name.split("; ")
-        then = result.ends if not result.problems else f"**{'; '.join([*result.problems, result.error])}**"
-        lines.append(f"| {part} | {kind} | {when.removeprefix('task ')} | {then} | {result.seconds:.0f} |")
+        ends = result.ends if not result.problems else f"**{'; '.join([*result.problems, result.error])}**"
+        ended = by_part.setdefault(part, {}).setdefault(kind, {}).setdefault(ends, [])
+        ended.append(f"{when.removeprefix('task ').removeprefix('thread ')} {result.seconds:.0f} s")
+    lines = [f"| what breaks | {' | '.join(KINDS)} |", "|---" * (1 + len(KINDS)) + "|"]
+    for part, by_kind in by_part.items():
+        cells = [
+            "; ".join(f"{how}: {', '.join(times)}" for how, times in by_kind.get(kind, {}).items()) for kind in KINDS
+        ]
+        lines.append(f"| {' | '.join([part, *cells])} |")
     return "\n".join(lines)
 
 
@@ -229,7 +243,7 @@ def main() -> int:
         model = write_tiny_model(Path(scratch) / "model", TinyModel())
         for number, one in enumerate(asked):
             known[one.name] = run_case(one, Path(scratch) / f"run{number}", model)
-            print(table([known[one.name]]).splitlines()[-1], flush=True)
+            print(line(known[one.name]), flush=True)
             results = [known[each.name] for each in everything if each.name in known]
             if chosen.json is not None:
                 chosen.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")

@@ -1,6 +1,6 @@
 """The matrix of faults: which cases there are, and how results are shown."""
 
-from bench.faults import FAILS, PARTS, Result, cases, table
+from bench.faults import FAILS, GOES_ON, PARTS, Result, cases, table
 
 
 def test_the_matrix_has_every_process_killed_and_stopped_in_each_state() -> None:
@@ -19,8 +19,10 @@ def test_every_part_also_raises_in_the_midst_of_its_work() -> None:
 
 def test_the_table_shows_what_went_wrong_instead_of_how_it_should_have_ended() -> None:
     good = Result(name="hub; killed; working", ends=FAILS, seconds=1.2, error="error: hub died")
+    also = Result(name="hub; killed; idle", ends=FAILS, seconds=2.6, error="error: hub died")
     bad = Result(name="hub; stopped; working", ends=FAILS, seconds=3, error="error: x", problems=["process 7 is left"])
-    assert table([good, bad]).splitlines()[2:] == [
-        "| hub | killed | working | the run fails | 1 |",
-        "| hub | stopped | working | **process 7 is left; error: x** | 3 |",
+    raised = Result(name="verifier; raising; task verifier", ends=GOES_ON, seconds=0.4, error="")
+    assert table([good, also, bad, raised]).splitlines()[2:] == [
+        "| hub | the run fails: working 1 s, idle 3 s | **process 7 is left; error: x**: working 3 s |  |",
+        "| verifier |  |  | the run goes on: verifier 0 s |",
     ]
