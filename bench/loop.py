@@ -250,7 +250,8 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     result = summary(found, alone)
-    text = f"{machine}\n\n{table(result)}\n"
+    stolen = max(one.machine["stolen_cores"] for one in found)
+    text = f"{machine}; the host took {stolen:.2f} of them away in the worst run\n\n{table(result)}\n"
     print(f"\n{text}")
     if arguments.json:
         content = {"machine": machine.record(), "loads": result, "runs": [asdict(one) for one in found]}

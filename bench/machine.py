@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ class Machine:
     """Cores that others used while the probe below ran."""
     gflops: float
     """Speed of one core on small float32 matrix products: half of the usual number means a shared or throttled core."""
+
+    _at: float = field(default_factory=time.monotonic, repr=False)
+    _stolen: float = field(default_factory=lambda: _stolen_seconds(), repr=False)
 
     @classmethod
     def now(cls) -> "Machine":
@@ -45,16 +48,26 @@ class Machine:
         )
 
     def record(self) -> dict[str, Any]:
-        """Its numbers for a result file."""
-        return asdict(self)
+        """Its numbers for a result file, with the cores that its host gave to others from that moment on."""
+        seconds = max(time.monotonic() - self._at, 1e-9)
+        numbers = {key: value for key, value in asdict(self).items() if not key.startswith("_")}
+        return {**numbers, "stolen_cores": round((_stolen_seconds() - self._stolen) / seconds, 3)}
 
 
 def _busy_seconds() -> float:
     """Seconds that all cores together have worked since the boot, time stolen by the host included."""
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(
-        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-    )
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    user, nice, system, _idle, _iowait, irq, softirq, steal = _times()
+    return user + nice + system + irq + softirq + steal
+
+
+def _stolen_seconds() -> float:
+    """Seconds of all cores since the boot in which there was work and the host ran something else."""
+    return _times()[7]
+
+
+def _times() -> list[float]:
+    ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    return [int(count) / os.sysconf("SC_CLK_TCK") for count in ticks]
 
 
 def _gflops(seconds: float) -> float:

@@ -45,8 +45,8 @@ PAGE = """\
     make peer SETTINGS="--markdown docs/results/peer.md --json docs/results/peer.json"
 
 {doc}
-Machine at the start: {machine}. TRL {version}. Each number is the median over {rounds} rounds; the spread is in
-[peer.json](peer.json).
+Machine at the start: {machine}; its host took {stolen:.2f} of the cores away in the worst run. TRL {version}. Each
+number is the median over {rounds} rounds; the spread is in [peer.json](peer.json).
 
 {table}
 
@@ -297,10 +297,13 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     if arguments.markdown:
-        arguments.markdown.write_text(_page(first, by_side, found, arguments))
+        stolen = max(one.machine["stolen_cores"] for one in results)
+        arguments.markdown.write_text(_page(first, stolen, by_side, found, arguments))
 
 
-def _page(machine: Machine, by_side: Any, found: Mapping[str, Any], arguments: argparse.Namespace) -> str:
+def _page(
+    machine: Machine, stolen: float, by_side: Any, found: Mapping[str, Any], arguments: argparse.Namespace
+) -> str:
     version = subprocess.run(
         [arguments.peer_python, "-c", "import importlib.metadata as m; print(m.version('trl'))"],
         capture_output=True,
@@ -311,6 +314,7 @@ def _page(machine: Machine, by_side: Any, found: Mapping[str, Any], arguments: a
     return PAGE.format(
         doc=doc,
         machine=machine,
+        stolen=stolen,
         version=version,
         rounds=arguments.rounds,
         table=table(by_side),
