@@ -49,8 +49,7 @@ def test_ratios_are_taken_against_the_faster_peer_and_are_unknown_where_a_side_d
 
 
 def test_a_result_says_which_share_of_the_cores_the_host_took_away_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    stolen, now = iter([7.0, 9.0]), iter([100.0, 104.0])
-    monkeypatch.setattr(bench.machine, "_times", lambda: [0.0] * 7 + [next(stolen)])
-    monkeypatch.setattr(bench.machine.time, "monotonic", lambda: next(now))
-    machine = Machine(cores=2, load_1m=0.1, busy_cores=0.0, gflops=40.0)
+    monkeypatch.setattr(bench.machine, "_times", lambda: [0.0] * 7 + [9.0])
+    monkeypatch.setattr(bench.machine.time, "monotonic", lambda: 104.0)
+    machine = Machine(cores=2, load_1m=0.1, busy_cores=0.0, gflops=40.0, _at=100.0, _stolen=7.0)
     assert machine.record() == {"cores": 2, "load_1m": 0.1, "busy_cores": 0.0, "gflops": 40.0, "stolen_cores": 0.5}
