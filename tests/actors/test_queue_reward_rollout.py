@@ -16,6 +16,7 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host
 
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
+from goaly.errors import RunFailed
 from goaly.generate.line import Switchboard
 from goaly.generate.request import Finish, Sample
 from goaly.generate.settings import SamplingSettings
@@ -27,6 +28,7 @@ from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.rollout.running import GENERATING
 from goaly.rollout.settings import RolloutSettings
 from goaly.rollout.worker import RolloutWorker, packed
+from goaly.run.stages import Rollouts
 from goaly.trajectory import Trajectory
 
 PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="1+1="),), answer="2")
@@ -242,8 +244,24 @@ async def test_a_worker_says_how_far_a_groups_episodes_are(stack):
 
 
 async def test_an_evaluation_takes_no_ticket(stack):
-    assert await stack.worker.evaluate.call_one(PROMPT, 3, {"temperature": 0.0}) == [2.0] * 3
+    assert await stack.worker.evaluate.call_one("evaluation-0", PROMPT, 3, {"temperature": 0.0}) == [2.0] * 3
     assert (await stack.queue.counts.call_one())["admitted"] == 0
+
+
+async def test_an_evaluation_that_nobody_waits_for_ends_in_its_worker_with_its_requests(stack):
+    """WR-1"""
+    long = Prompt(id="q3", source="sums", messages=(Message(role="user", content="1" * 57),))  # 7 tokens left: it hangs
+    evaluation = asyncio.create_task(Rollouts([stack.worker]).rewards([long, long], 2, {}, 0))
+    assert len(await stack.generator.when_under_way.call_one(4)) == 4
+    evaluation.cancel()
+    assert await asyncio.wait_for(_answer(stack.generator.when_under_way.call_one(0)), 30) == []
+    with pytest.raises(asyncio.CancelledError):
+        await evaluation
+    failing = Prompt(id="q2", source="sums", messages=PROMPT.messages, answer="no environment")
+    with pytest.raises(ExceptionGroup) as failed:
+        await asyncio.wait_for(Rollouts([stack.worker]).rewards([long, failing], 2, {}, 0), 30)
+    assert failed.group_contains(RunFailed, match=r"rollout\.evaluate failed: LookupError: no environment")
+    assert await asyncio.wait_for(_answer(stack.generator.when_under_way.call_one(0)), 30) == []
 
 
 async def test_many_scores_at_once_each_reach_their_own_caller(stack):
@@ -303,7 +321,7 @@ async def test_an_episode_that_blocks_its_workers_event_loop_ends_the_worker(tin
     )
     await worker.start.call_one()
     asks_for_pid = Prompt(id="q6", source="sums", messages=PROMPT.messages, answer="pid")
-    (process,) = await worker.evaluate.call_one(asks_for_pid, 1)
+    (process,) = await worker.evaluate.call_one("evaluation-0", asks_for_pid, 1)
     watch = os.pidfd_open(int(process))
     group = asyncio.ensure_future(_answer(worker.run_group.call_one(await queue.admit.call_one(), PROMPT)))
     gone, _, _ = await asyncio.to_thread(select.select, [watch], [], [], 60.0)

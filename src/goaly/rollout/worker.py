@@ -4,22 +4,23 @@ Samples through a router of its own, so that requests travel straight to a gener
 ones serve. Groups go straight to the queue; the controller gets a summary.
 
 Invariants
-    WR-1  Every group's task has an owner here: `cancel` and `close` end them, and their requests and tickets with them.
-          (Cancelling the caller of `run_group` does not reach it: Monarch does not pass a cancellation on.)
+    WR-1  The task of every group and every evaluation has an owner here: `cancel` and `close` end them, and their
+          requests and tickets with them. (Cancelling the caller of `run_group` or `evaluate` does not reach it: Monarch
+          does not pass a cancellation on.)
     WR-2  An event loop that an episode blocks for too long ends the process, with the place of the block in its log.
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 from monarch.actor import Actor, ActorError, concurrent_endpoint
 
 from goaly.backlog.admission import Ticket
-from goaly.errors import root_cause
+from goaly.errors import EpisodeError, root_cause
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
 from goaly.generate.settings import SamplingSettings
@@ -36,6 +37,8 @@ from goaly.rollout.watchdog import LoopWatchdog
 from goaly.telemetry import spans
 from goaly.telemetry.journal import Journal
 from goaly.trajectory import Group, Trajectory
+
+T = TypeVar("T")
 
 
 def packed(episode: EpisodeFunction) -> bytes:
@@ -77,7 +80,7 @@ class RolloutWorker(Actor):
         self._queue = _Queue(queue)
         self._verifiers = Judge(rewards, verifiers) if isinstance(rewards, RewardSettings) else None
         self._watchdog = None if settings.blocked_seconds is None else LoopWatchdog(settings.blocked_seconds)
-        self._running: dict[int, asyncio.Task[GroupSummary]] = {}
+        self._running: dict[int | str, asyncio.Task[Any]] = {}
         self._runner = GroupRunner(
             cloudpickle.loads(episode),
             name=name,
@@ -110,13 +113,7 @@ class RolloutWorker(Actor):
     @concurrent_endpoint
     async def run_group(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
         """Run the group's episodes and take the group to the queue."""
-        task = asyncio.create_task(self._runner.run(ticket, prompt), name=f"group {ticket.index}")
-        self._running[ticket.index] = task
-        try:
-            await asyncio.wait([task])  # Unblocked by the episodes' end, or by `cancel`.
-        finally:
-            del self._running[ticket.index]
-            task.cancel()  # Nothing once it has ended; the end of it when this endpoint is stopped.
+        task = await self._ended(ticket.index, self._runner.run(ticket, prompt))
         if task.cancelled():
             await self._queue.fail(ticket.index, CANCELLED)  # It may have been cancelled before its first step.
             return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, seconds=0.0, failed=CANCELLED)
@@ -129,20 +126,24 @@ class RolloutWorker(Actor):
 
     @concurrent_endpoint
     async def evaluate(
-        self, prompt: Prompt, samples: int, sampling: Mapping[str, Any] | None = None, min_version: int = 0
+        self, name: str, prompt: Prompt, samples: int, sampling: Mapping[str, Any] | None = None, min_version: int = 0
     ) -> list[float | None]:
         """The rewards of so many episodes on this prompt, of which nothing is trained; None where no room for an answer
-        was left. `sampling` has what is sampled differently than in training."""
-        return await self._runner.evaluate(prompt, samples, sampling, min_version)
+        was left. `sampling` has what is sampled differently than in training; `cancel` takes the name."""
+        task = await self._ended(name, self._runner.evaluate(prompt, samples, sampling, min_version))
+        if task.cancelled():
+            raise EpisodeError(f"{name} was cancelled")
+        return task.result()
 
     @concurrent_endpoint
-    async def cancel(self, tickets: list[int]) -> None:
-        """End these groups, as failed; those that are not here are passed over."""
-        await self._end(tickets)
+    async def cancel(self, running: list[int | str]) -> None:
+        """End groups by their ticket, as failed, and evaluations by their name; those that are not here are passed
+        over."""
+        await self._end(running)
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """End all groups, and write what is held."""
+        """End all groups and evaluations, and write what is held."""
         await self._end(list(self._running))
         self._router.update({})
         if self._verifiers is not None:
@@ -152,8 +153,18 @@ class RolloutWorker(Actor):
             self._watchdog.stop()
         spans.flush()
 
-    async def _end(self, tickets: Iterable[int]) -> None:
-        tasks = [self._running[ticket] for ticket in tickets if ticket in self._running]
+    async def _ended(self, key: int | str, episodes: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """The task of these episodes, once it has ended (WR-1)."""
+        task = self._running[key] = asyncio.create_task(episodes, name=f"episodes of {key}")
+        try:
+            await asyncio.wait([task])  # Unblocked by the episodes' end, or by `cancel`.
+        finally:
+            del self._running[key]
+            task.cancel()  # Nothing once it has ended; the end of it when this endpoint is stopped.
+        return task
+
+    async def _end(self, keys: Iterable[int | str]) -> None:
+        tasks = [self._running[key] for key in keys if key in self._running]
         for task in tasks:
             task.cancel()
         if tasks:

@@ -1,6 +1,7 @@
 """What a script talks to: one object a stage, each a few calls on actors. Handles and numbers only, never tensors."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -219,6 +220,7 @@ class Rollouts:
         self._say = say
         self._running = [0] * len(self._workers)
         self._under_way: dict[int, tuple[int, Prompt]] = {}
+        self._evaluations = itertools.count()
         self._failures = self._too_long = self._too_long_in_all = 0
 
     async def start(self) -> None:
@@ -232,10 +234,9 @@ class Rollouts:
             worker = self._workers[index]
             self._under_way[ticket.index] = index, prompt
             try:
-                return await _ask("rollout.run_group", worker.run_group.call_one(ticket, prompt))
-            except asyncio.CancelledError:
-                worker.cancel.broadcast([ticket.index])  # Monarch does not pass a cancellation on
-                raise
+                return await _owned(
+                    "rollout.run_group", worker.run_group.call_one(ticket, prompt), worker, ticket.index
+                )
             finally:
                 del self._under_way[ticket.index]
 
@@ -282,12 +283,14 @@ class Rollouts:
         than in training."""
 
         async def ask(prompt: Prompt) -> list[float | None]:
-            return await self._on_least_busy(
-                lambda index: _ask(
-                    "rollout.evaluate",
-                    self._workers[index].evaluate.call_one(prompt, samples_per_prompt, sampling, policy_version),
-                )
-            )
+            name = f"evaluation-{next(self._evaluations)}"
+
+            def run(index: int) -> Awaitable[Any]:
+                worker = self._workers[index]
+                call = worker.evaluate.call_one(name, prompt, samples_per_prompt, sampling, policy_version)
+                return _owned("rollout.evaluate", call, worker, name)
+
+            return await self._on_least_busy(run)
 
         async def tell(seconds: float) -> None:
             left = [task.get_name() for task in tasks if not task.done()]
@@ -314,6 +317,15 @@ class Rollouts:
             return await call(index)
         finally:
             self._running[index] -= 1
+
+
+async def _owned(endpoint: str, answer: Awaitable[T], worker: Any, key: int | str) -> T:
+    """The worker's answer; it ends the episodes of this ticket or name when nobody waits for them any more."""
+    try:
+        return await _ask(endpoint, answer)
+    except asyncio.CancelledError:
+        worker.cancel.broadcast([key])  # Monarch does not pass a cancellation on
+        raise
 
 
 async def _ask(endpoint: str, answer: Awaitable[T]) -> T:

@@ -172,7 +172,7 @@ def test_the_training_loop_tells_what_it_waits_for_and_only_while_it_waits():
 def test_a_long_evaluation_tells_how_many_prompts_are_done():
     said: list[str] = []
 
-    async def evaluate(prompt, samples, temperature, version):
+    async def evaluate(name, prompt, samples, temperature, version):
         await asyncio.sleep(70 if prompt.id == "slow" else 1)
         return [1.0]
 
