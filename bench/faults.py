@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from bench.machine import exit_on_terminate
 from bench.saboteur import PLANTED, Fault
 from tests.loop.launched import LaunchedRun, alive, descendants, gone_within, orphaned_memory, orphaned_within
 
@@ -230,6 +231,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     chosen = parser.parse_args()
+    exit_on_terminate()
     known = {}
     if chosen.json is not None and chosen.json.exists():
         known = {one["name"]: Result(**one) for one in json.loads(chosen.json.read_text())}

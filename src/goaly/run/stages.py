@@ -46,7 +46,7 @@ class Backlog:
 
     async def tickets(self) -> AsyncIterator[Ticket]:
         """A ticket for each group, as soon as it may start, until the run has admitted all it will train."""
-        while (ticket := await _ask("queue.admit", self.queue.admit.call_one())) is not None:
+        while (ticket := await ask("queue.admit", self.queue.admit.call_one())) is not None:
             self._admitted = ticket.index + 1
             yield ticket
 
@@ -54,19 +54,19 @@ class Backlog:
         """The batches of so many steps, each as soon as its groups are complete. Ends admission when it ends."""
         for _ in range(steps):
             async with telling(self._tell_wait):
-                batch = await _ask("queue.next_batch", self.queue.next_batch.call_one())
+                batch = await ask("queue.next_batch", self.queue.next_batch.call_one())
             if batch is None:
                 raise RunFailed("the trajectory queue closed before the run's last step")
             yield batch
-        await _ask("queue.close", self.queue.close.call_one())
+        await ask("queue.close", self.queue.close.call_one())
 
     async def trained(self, batch: BatchHandle, policy_version: int) -> None:
         """Account for a batch: a training step consumed it and made this version."""
-        await _ask("queue.trained", self.queue.trained.call_one(batch.id, policy_version))
+        await ask("queue.trained", self.queue.trained.call_one(batch.id, policy_version))
 
     async def counts(self) -> dict[str, int]:
         """Groups admitted and in each state."""
-        self._known = await _ask("queue.counts", self.queue.counts.call_one())
+        self._known = await ask("queue.counts", self.queue.counts.call_one())
         return self._known
 
     async def close(self) -> None:
@@ -81,7 +81,7 @@ class Backlog:
 
     async def _tell_wait(self, seconds: float) -> None:
         if self._tell is not None:
-            await self._tell(seconds, await _ask("queue.wait", self.queue.wait.call_one()))
+            await self._tell(seconds, await ask("queue.wait", self.queue.wait.call_one()))
 
 
 class Ranks:
@@ -107,7 +107,7 @@ class Ranks:
         clock = asyncio.get_running_loop().time
         began, longest = clock(), self._longest.get(endpoint, 0.0)
         async with telling(tell, max(FIRST_SECONDS, 2 * longest)):
-            first = _first(await _ask(endpoint, answers))
+            first = _first(await ask(endpoint, answers))
         self._longest[endpoint] = max(longest, clock() - began)
         return first
 
@@ -133,7 +133,7 @@ class Trainer(Ranks):
 
     async def start(self) -> int:
         """Build and load the model on every rank; its policy version."""
-        self.policy_version = _first(await _ask("trainer.start", self._actors.start.call()))
+        self.policy_version = _first(await ask("trainer.start", self._actors.start.call()))
         self.start_version = self.policy_version
         return self.policy_version
 
@@ -186,7 +186,7 @@ class Reference(Ranks):
 
     async def start(self) -> None:
         """Build and load the model on every rank."""
-        await _ask("reference.start", self._actors.start.call())
+        await ask("reference.start", self._actors.start.call())
 
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `reference_logprobs` to the batch's rows, and to its metrics whose they are where that changes."""
@@ -200,7 +200,7 @@ class Critic(Ranks):
 
     async def start(self) -> None:
         """Build the model on every rank."""
-        await _ask("critic.start", self._actors.start.call())
+        await ask("critic.start", self._actors.start.call())
 
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `values` to the batch's rows; advantages and returns come with them."""
@@ -225,7 +225,7 @@ class Rollouts:
 
     async def start(self) -> None:
         """Have every worker ready to judge."""
-        await asyncio.gather(*(_ask("rollout.start", worker.start.call_one()) for worker in self._workers))
+        await asyncio.gather(*(ask("rollout.start", worker.start.call_one()) for worker in self._workers))
 
     async def group(self, ticket: Ticket, prompt: Prompt) -> None:
         """Run the group's episodes on the least busy worker; it ends in the backlog, whatever happens."""
@@ -268,7 +268,7 @@ class Rollouts:
         group = f"group {ticket} (prompt {prompt.id}, source {prompt.source})"
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                found = await _ask("rollout.progress", self._workers[index].progress.call_one(ticket))
+                found = await ask("rollout.progress", self._workers[index].progress.call_one(ticket))
         except TimeoutError:
             return f"{group}, whose worker rollout-{index} does not answer"
         if found is None:
@@ -282,7 +282,7 @@ class Rollouts:
         None stands for an episode whose prompt left no room for an answer. `sampling` has what is sampled differently
         than in training."""
 
-        async def ask(prompt: Prompt) -> list[float | None]:
+        async def evaluate(prompt: Prompt) -> list[float | None]:
             name = f"evaluation-{next(self._evaluations)}"
 
             def run(index: int) -> Awaitable[Any]:
@@ -298,13 +298,13 @@ class Rollouts:
             self._say(f"evaluating for {seconds:.0f} s: {done}; waiting for {', '.join(left[:3])}")
 
         async with telling(tell), asyncio.TaskGroup() as asked:
-            tasks = [asked.create_task(ask(prompt), name=f"prompt {prompt.id}") for prompt in prompts]
+            tasks = [asked.create_task(evaluate(prompt), name=f"prompt {prompt.id}") for prompt in prompts]
         return [task.result() for task in tasks]
 
     async def use(self, replicas: Mapping[str, Any]) -> None:
         """Sample from these generator replicas from now on."""
         calls = (worker.replicas.call_one(dict(replicas)) for worker in self._workers)
-        await asyncio.gather(*(_ask("rollout.replicas", call) for call in calls))
+        await asyncio.gather(*(ask("rollout.replicas", call) for call in calls))
 
     async def close(self) -> None:
         """Let go of what the workers hold."""
@@ -322,13 +322,13 @@ class Rollouts:
 async def _owned(endpoint: str, answer: Awaitable[T], worker: Any, key: int | str) -> T:
     """The worker's answer; it ends the episodes of this ticket or name when nobody waits for them any more."""
     try:
-        return await _ask(endpoint, answer)
+        return await ask(endpoint, answer)
     except asyncio.CancelledError:
         worker.cancel.broadcast([key])  # Monarch does not pass a cancellation on
         raise
 
 
-async def _ask(endpoint: str, answer: Awaitable[T]) -> T:
+async def ask(endpoint: str, answer: Awaitable[T]) -> T:
     """The answer of an actor; its failure as a RunFailed that names actor, endpoint and cause."""
     try:
         return await answer

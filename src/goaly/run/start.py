@@ -31,7 +31,7 @@ from goaly.run.meeting import meet
 from goaly.run.plan import placed
 from goaly.run.processes import processes
 from goaly.run.run import Run
-from goaly.run.stages import Backlog, Critic, Reference, Rollouts, Trainer
+from goaly.run.stages import Backlog, Critic, Reference, Rollouts, Trainer, ask
 from goaly.run.waiting import all_of
 from goaly.telemetry import spans
 from goaly.telemetry.trace import merge
@@ -195,16 +195,12 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
         "generators": run.generators.start(),
     }
     if shared_rewards is not None:
-        starts["rewards"] = _until_answered(shared_rewards.start)
+        starts["rewards"] = ask("rewards.start", shared_rewards.start.call())
     if config.uses_reference:
         starts["reference"] = start_reference()
     if config.critic is not None:
         starts["critic"] = start_critic()
     await all_of(starts, "starting", run.say)
-
-
-async def _until_answered(endpoint: Any) -> None:
-    await endpoint.call()
 
 
 async def _save_policy(run: Run, status: str) -> None:

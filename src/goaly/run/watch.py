@@ -9,8 +9,9 @@ Every process answers a heartbeat of the controller, from a thread that only a s
 is held up keeps from running: a slow step, a busy event loop or an import do not.
 
 Invariants
-    PW-1  The end of a process on this host is noticed at once, as the kernel tells; elsewhere Monarch's supervision
-          tells, which may take it half a minute (to poll it often costs a run on two cores a tenth of its speed).
+    PW-1  The end of a process on this host is noticed at once, as the kernel tells, from soon after it logs to its
+          file. Before that, and elsewhere, Monarch's supervision tells, which may take it half a minute (to poll it
+          often costs a run on two cores a tenth of its speed).
     PW-2  A process that leaves a heartbeat unanswered for `silent_seconds`, or does not start, is lost. On this host it
           is killed as well.
     PW-3  The controller counts silence in ticks of its own event loop: its own stall or stop is one tick, however long.
@@ -100,11 +101,11 @@ class MeshWatch:
     async def _follow(self, rank: int, resident: Any) -> None:
         limit = self._silent_seconds
         start_limit = None if limit is None else max(START_SECONDS, limit)
-        stopped = asyncio.create_task(self._lose_once_stopped(rank, limit))
+        watching = asyncio.create_task(self._watch_start(rank, limit))
         try:
             mark: ProcessMark | None = await answered_within(resident.mark.call_one(), start_limit)
         finally:
-            stopped.cancel()
+            watching.cancel()
         if mark is None:
             self._lost(rank, f"a process has not started within {start_limit:g} s")
             return
@@ -116,26 +117,28 @@ class MeshWatch:
                 return
             await asyncio.sleep(tick_of(limit))
 
-    async def _lose_once_stopped(self, rank: int, limit: float | None) -> None:
-        """Lose the process once it has been stopped for the limit (PW-5), counted in ticks (PW-3)."""
-        ticks = 0
-        while limit is not None:
-            await asyncio.sleep(tick_of(limit))
-            mark = child_that_logs_to(self._logs[rank])
-            stopped = mark is not None and is_stopped(mark.pid)
-            ticks = ticks + 1 if stopped else 0
-            if ticks >= math.ceil(limit / tick_of(limit)):
-                self._lost(rank, f"{mark} has been stopped for {limit:g} s before its first answer")
-                return
+    async def _watch_start(self, rank: int, limit: float | None) -> None:
+        """Until its first answer: watch for the end of the process (PW-1), and lose it once it has been stopped for the
+        limit (PW-5), counted in ticks (PW-3)."""
+        tick = HEARTBEAT_SECONDS if limit is None else tick_of(limit)
+        stopped = 0
+        while limit is None or stopped < math.ceil(limit / tick):
+            await asyncio.sleep(tick)
+            child = child_that_logs_to(self._logs[rank])
+            if child is not None:
+                self._watch_exit(rank, child)
+            stopped = stopped + 1 if child is not None and is_stopped(child.pid) else 0
+        self._lost(rank, f"{child} has been stopped for {limit:g} s before its first answer")
 
     def _exit(self, rank: int) -> ExitWatch | None:
         """The watch over this process, also before its first answer; None if it is not on this host, or is over."""
-        if rank not in self._exits and (mark := child_that_logs_to(self._logs[rank])) is not None:
-            self._watch_exit(rank, mark)
+        if (child := child_that_logs_to(self._logs[rank])) is not None:
+            self._watch_exit(rank, child)
         return self._exits.get(rank)
 
     def _watch_exit(self, rank: int, mark: ProcessMark) -> None:
-        self._exits[rank] = ExitWatch(mark, partial(self._lost, rank, f"{mark} ended"))  # PW-1
+        if rank not in self._exits:
+            self._exits[rank] = ExitWatch(mark, partial(self._lost, rank, f"{mark} ended"))  # PW-1
 
     def _lost(self, rank: int, what: str) -> None:
         if rank in self._over:

@@ -184,6 +184,18 @@ def test_a_child_is_found_by_its_own_log_only(log: Path, child: subprocess.Popen
     assert child_that_logs_to(log.with_name("none.log")) is None
 
 
+async def test_a_process_that_ends_before_its_first_answer_is_lost_at_once(
+    told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
+) -> None:  # PW-1
+    stalls, watched = await starting(monkeypatch, told, log)
+    await stalls.tick(tick_of(LIMIT))
+    child.kill()
+    assert child.wait(10) == -signal.SIGKILL
+    await stalls.tick(0)
+    assert f"process {child.pid} ended" in told[0][1]
+    watched.kill()
+
+
 async def test_a_process_that_is_killed_before_its_first_answer_is_gone(
     told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
 ) -> None:
@@ -286,8 +298,9 @@ async def test_a_callback_that_fails_in_the_controller_ends_the_run_with_its_err
     def breaks() -> None:
         raise KeyError("sabotage")
 
-    child = await asyncio.create_subprocess_exec("true")
+    child = await asyncio.create_subprocess_exec("sleep", "100")
     ExitWatch(process(child.pid), breaks)
+    child.kill()
     with pytest.raises(RunFailed, match=r"the controller's callback ExitWatch\._exited failed: KeyError: 'sabotage'"):
         await asyncio.wait_for(run.alive(), 30)
 
