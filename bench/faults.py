@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.machine import exit_on_terminate
-from bench.saboteur import PLANTED, Fault
+from bench.saboteur import NOT_PLANTED, PLANTED, Fault
 from tests.loop.launched import LaunchedRun, alive, descendants, gone_within, orphaned_memory, orphaned_within
 
 SILENT_SECONDS = 10
@@ -85,7 +85,7 @@ PARTS: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
 
 UPDATING = {"hub": "commit", "trainer": "stage", "generator": "pull"}
 RAISING = {
-    "hub": ("accept a group", "commit", "task weight store: wake who waits"),
+    "hub": ("accept a group", "commit"),
     "trainer": ("train", "stage"),
     "reference": ("annotate",),
     "critic": ("learn values",),
@@ -133,7 +133,7 @@ def case(part: str, kind: str, when: str) -> Case:
     role = part.partition(", rank")[0]
     fault = Fault(process=process, rank=rank, kind=kind, when=when)
     ends, says = FAILS, f"{process} died"
-    if role == "generator":
+    if role == "generator" and when != "starting":  # only a replica that has served is replaced
         ends, says = REPLACED, "generator 0 serves again"
     elif role == "verifier" or when in GOES_ON_AFTER:
         ends, says = GOES_ON, ""
@@ -165,6 +165,8 @@ def run_case(case: Case, folder: Path, model: Path) -> Result:
             if alive(pid) and not judged:
                 os.kill(pid, signal.SIGKILL)
         run.process.wait()
+    if NOT_PLANTED in run.text():
+        problems.append("the fault was not planted")
     problems += [f"process {pid} is left" for pid in gone_within(children, LEFT_SECONDS)]
     problems += [f"/dev/shm/{name} is left" for name in orphaned_within(memory, LEFT_SECONDS)]
     error = next((line for line in run.text().splitlines() if line.startswith("error:")), "")

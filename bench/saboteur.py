@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor, ActorError, endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ LOOK_SECONDS = 0.1
 STEPS = 2
 """A run works once so many steps are recorded."""
 PLANTED = "sabotage: planted"
+NOT_PLANTED = "sabotage: not planted"
 
 POINTS = {
     "accept a group": "goaly.backlog.backlog:Backlog.put",
@@ -192,6 +193,8 @@ def sabotaged(hosts: type[Any], fault: Fault, door: Doorkeeper) -> type[Any]:
             sys.stderr.flush()
             try:
                 await saboteur.plant.call_one(fault.kind, fault.when, fault.process == "verifier")
+            except ActorError as error:
+                sys.stderr.write(f"{NOT_PLANTED}: {error.exception!r}\n")
             except Exception as error:  # it broke before it could answer
                 logger.info("sabotage: %r", error)
             door.open.set()

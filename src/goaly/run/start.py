@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from goaly.backlog.queue import TrajectoryQueue
+from goaly.errors import RunFailed, root_cause
 from goaly.generate.actor import Generator
 from goaly.generate.service import GeneratorService
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -60,7 +61,7 @@ async def started(config: RunConfig, episode: Episode, run_dir: Path) -> AsyncIt
     """A run whose actors are up and whose generators serve the newest policy."""
     run = Run(config, run_dir)
     closers: Closers = {}
-    actors = {"hub"}
+    actors: set[str] = set()
 
     def on_failure(actor: str, report: str) -> None:
         if actor in actors and not ("generators" in closers and run.generators.lost(actor, report)):
@@ -98,6 +99,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
     run.progress.note("starting")
     planned = {each.name: each for each in processes(config)}
     places = placed(config, await hosts.cluster())  # before anything is spawned that does not fit
+    actors.update(planned)
     meshes = {name: hosts.spawn(each, places[name]) for name, each in planned.items()}
     hub, trainer_mesh = meshes["hub"], meshes["trainer"]
     tokenizer = ChatTokenizer(config.model.path)
@@ -118,7 +120,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
     run.backlog = Backlog(queue, run.tell_wait)
     closers["backlog"] = run.backlog.close
 
-    await meet(trainer_mesh)
+    await _meet("trainer", trainer_mesh)
     if config.weights.transport == "torchstore":
         await torchstore.start(trainer_mesh)
         closers["torchstore"] = torchstore.stop
@@ -175,7 +177,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
 
     async def start_reference() -> None:
         mesh = meshes["reference"]
-        await meet(mesh)
+        await _meet("reference", mesh)
         arguments = (config.reference, config.trainer, config.model, config.weights, store)
         run.reference = Reference(spawn(mesh, "reference", ReferenceModel, *arguments), queue, run.say)
         closers["reference"] = run.reference.close
@@ -183,7 +185,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
 
     async def start_critic() -> None:
         mesh = meshes["critic"]
-        await meet(mesh)
+        await _meet("critic", mesh)
         arguments = (config.critic, config.trainer, config.model)
         run.critic = Critic(spawn(mesh, "critic", ValueModel, *arguments), queue, run.say)
         closers["critic"] = run.critic.close
@@ -201,6 +203,13 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
     if config.critic is not None:
         starts["critic"] = start_critic()
     await all_of(starts, "starting", run.say)
+
+
+async def _meet(name: str, mesh: Any) -> None:
+    try:
+        await meet(mesh)
+    except Exception as error:  # Monarch's, which does not say whose processes these were to be
+        raise RunFailed(f"{name} did not start: {root_cause(error)}") from error
 
 
 async def _save_policy(run: Run, status: str) -> None:
