@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank
 
+from goaly.errors import RunFailed
 from goaly.process import give_up
 from goaly.run.hosts import Hosts
 from goaly.run.placement import ANYWHERE, Placed
@@ -34,6 +35,55 @@ class Member(Actor):
             raise KeyError("sabotage")
 
         SilenceWatch(breaks, seconds=0.01, tick_seconds=0.01)
+
+
+class Rank(Actor):
+    """Rank 1 fails; rank 0 waits for it, as in a collective."""
+
+    @concurrent_endpoint
+    async def start(self) -> None:
+        await self._together()
+
+    @concurrent_endpoint
+    async def step(self, queue: Any, batch: Any) -> None:
+        await self._together()
+
+    async def _together(self) -> None:
+        if current_rank().rank == 1:
+            raise RuntimeError("no memory")
+        await asyncio.Future()
+
+
+async def test_one_ranks_failure_is_the_failure_of_all_while_the_others_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from goaly.generate.service import GeneratorService  # not above: the processes import this module for its actors
+    from goaly.run.stages import Trainer
+
+    monkeypatch.setitem(IMPORTS, "rollout", ())
+    hosts = Hosts(HostSettings(), tmp_path, lambda *report: None, trace=False)
+    processes = Processes(name="pair", role="rollout", count=2)
+    ranks = hosts.spawn(processes, Placed(seats=range(1), ranks=(ANYWHERE,) * 2)).spawn("rank", Rank)
+    killed: list[str] = []
+
+    async def spawn(name: str) -> Any:
+        return ranks
+
+    async def kill(name: str) -> None:
+        killed.append(name)
+
+    async def announce(replicas: Any) -> None:
+        raise AssertionError("nothing serves")
+
+    service = GeneratorService(replicas=1, spawn=spawn, kill=kill, announce=announce, start_minutes=5)
+    async with asyncio.timeout(60):
+        with pytest.raises(RunFailed, match=r"^trainer\.step failed: RuntimeError: no memory$"):
+            await Trainer(ranks, None, steps=1, folder=tmp_path).step(None)
+        with pytest.raises(ExceptionGroup) as failed:
+            await service.start()
+    assert str(failed.value.exceptions[0]) == "generator-0 failed to start: RuntimeError: no memory"
+    assert killed == ["generator-0"]
+    await hosts.stop_all()
 
 
 async def test_a_stopped_process_is_killed_and_named_and_one_that_gave_up_says_why(

@@ -154,7 +154,8 @@ class GeneratorService:
 
     async def _started(self, name: str) -> Any:
         ranks = await self._spawn(name)
-        await ranks.start.call()
+        for rank in ranks.start.stream():
+            await rank  # the first failure ends the wait: the other ranks may wait for that one
         return ranks.slice(procs=0)  # the rank that takes requests
 
     async def _tell(self) -> None:

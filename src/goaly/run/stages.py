@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,8 +98,8 @@ class Ranks:
         """Let go of what the actors hold."""
         await self._actors.close.call()
 
-    async def _ask(self, endpoint: str, answers: Awaitable[Any]) -> Any:
-        """Rank 0's answer of a call to all ranks, which agree. A call that takes unusually long is told."""
+    async def _ask(self, endpoint: str, answers: Iterable[Awaitable[Any]]) -> Any:
+        """The answer on which all ranks agree. A call that takes unusually long is told."""
 
         async def tell(seconds: float) -> None:
             self._say(f"waiting {seconds:.0f} s for {endpoint}")
@@ -107,9 +107,9 @@ class Ranks:
         clock = asyncio.get_running_loop().time
         began, longest = clock(), self._longest.get(endpoint, 0.0)
         async with telling(tell, max(FIRST_SECONDS, 2 * longest)):
-            first = _first(await ask(endpoint, answers))
+            answer = await ask(endpoint, agreed(answers))
         self._longest[endpoint] = max(longest, clock() - began)
-        return first
+        return answer
 
 
 class Trainer(Ranks):
@@ -133,14 +133,14 @@ class Trainer(Ranks):
 
     async def start(self) -> int:
         """Build and load the model on every rank; its policy version."""
-        self.policy_version = _first(await ask("trainer.start", self._actors.start.call()))
+        self.policy_version = await ask("trainer.start", agreed(self._actors.start.stream()))
         self.start_version = self.policy_version
         return self.policy_version
 
     async def step(self, batch: BatchHandle) -> dict[str, float]:
         """Train on this batch: it makes the next policy version; its metrics. The last one's policy is saved."""
         self._in_step = True  # SV-2: stays so where the step fails
-        metrics = await self._ask("trainer.step", self._actors.step.call(self._queue, batch))
+        metrics = await self._ask("trainer.step", self._actors.step.stream(self._queue, batch))
         self._in_step = False
         self.policy_version = batch.id + 1
         if self.is_done:
@@ -149,14 +149,14 @@ class Trainer(Ranks):
 
     async def publish(self) -> int:
         """Make the new weights readable by generators; their version. Returns once the last one's policy is saved."""
-        version = await self._ask("trainer.publish", self._actors.publish.call())
+        version = await self._ask("trainer.publish", self._actors.publish.stream())
         if self._saving is not None:
             await asyncio.shield(self._saving)  # SV-1; unblocked by the trainer's answer or death
         return version
 
     async def save(self, folder: str | Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        await self._ask("trainer.save", self._actors.save.call(folder))
+        await self._ask("trainer.save", self._actors.save.stream(folder))
 
     @property
     def is_done(self) -> bool:
@@ -186,11 +186,11 @@ class Reference(Ranks):
 
     async def start(self) -> None:
         """Build and load the model on every rank."""
-        await ask("reference.start", self._actors.start.call())
+        await ask("reference.start", agreed(self._actors.start.stream()))
 
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `reference_logprobs` to the batch's rows, and to its metrics whose they are where that changes."""
-        version = await self._ask("reference.annotate", self._actors.annotate.call(self._queue, batch))
+        version = await self._ask("reference.annotate", self._actors.annotate.stream(self._queue, batch))
         if version is not None:
             batch.metrics["reference/version"] = float(version)
 
@@ -200,15 +200,15 @@ class Critic(Ranks):
 
     async def start(self) -> None:
         """Build the model on every rank."""
-        await ask("critic.start", self._actors.start.call())
+        await ask("critic.start", agreed(self._actors.start.stream()))
 
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `values` to the batch's rows; advantages and returns come with them."""
-        await self._ask("critic.annotate", self._actors.annotate.call(self._queue, batch))
+        await self._ask("critic.annotate", self._actors.annotate.stream(self._queue, batch))
 
     async def step(self, batch: BatchHandle) -> dict[str, float]:
         """Learn the batch's returns; the metrics."""
-        return await self._ask("critic.step", self._actors.step.call(self._queue, batch))
+        return await self._ask("critic.step", self._actors.step.stream(self._queue, batch))
 
 
 class Rollouts:
@@ -339,6 +339,7 @@ async def ask(endpoint: str, answer: Awaitable[T]) -> T:
         raise RunFailed(f"{endpoint} failed: {type(cause).__name__}: {cause}") from error
 
 
-def _first(answers: Any) -> Any:
-    """One rank's answer of a call to all."""
-    return next(iter(answers.values()))
+async def agreed(answers: Iterable[Awaitable[T]]) -> T:
+    """The answer on which all ranks agree, or the first failure at once: the other ranks may wait for that one."""
+    answer, *_ = [await answer for answer in answers]
+    return answer

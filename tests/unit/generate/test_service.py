@@ -2,7 +2,7 @@
 
 import asyncio
 import pickle
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(20)
 
 
 class FakeRanks:
-    """The actors of a replica; `start.call()` does what the stage says for this name."""
+    """The actors of a replica; `start.stream()` does what the stage says for this name."""
 
     def __init__(self, name: str, begin: Callable[[], Any]):
         self.name = name
@@ -26,8 +26,8 @@ class FakeRanks:
         self._begin = begin
         self.dead = False
 
-    async def call(self) -> None:
-        await self._begin()
+    def stream(self) -> Iterator[Awaitable[None]]:
+        return iter([self._begin()])
 
     async def call_one(self) -> str:
         if self.dead:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,10 @@ class Endpoint:
     def __init__(self, name: str, calls: list[Any], answer: Any):
         self._name, self._calls, self._answer = name, calls, answer
 
-    async def call(self, *arguments: Any) -> dict[int, Any]:
+    def stream(self, *arguments: Any) -> Iterator[Awaitable[Any]]:
         """The rank's answer."""
         self._calls.append((self._name, *arguments[1:]) if self._name == "step" else (self._name, *arguments))
-        return {0: await self._answer(*arguments)}
+        return iter([self._answer(*arguments)])
 
 
 class Ranks:

@@ -71,7 +71,9 @@ async def test_a_run_ends_with_the_error_that_started_it_however_many_actor_call
             error = pickle.loads(pickle.dumps(ActorError(error)))
         raise error
 
-    trainer = Trainer(SimpleNamespace(publish=SimpleNamespace(call=publish)), None, steps=1, folder=Path())
+    trainer = Trainer(
+        SimpleNamespace(publish=SimpleNamespace(stream=lambda: [publish()])), None, steps=1, folder=Path()
+    )
     with pytest.raises(RunFailed) as failed:
         await trainer.publish()
     assert str(failed.value) == "trainer.publish failed: RuntimeError: sabotage"
