@@ -43,7 +43,7 @@ POINTS = {
     "learn values": "goaly.train.value:ValueEngine.train_steps",
     "decode": "goaly.generate.engine:Engine.step",
     "pull": "goaly.weights.subscriber:Subscriber._pull",
-    "apply": "goaly.weights.subscriber:Subscriber.apply",
+    "apply": "goaly.generate.engine:Engine.apply",
     "episode": "goaly.rollout.group:GroupRunner._run_one",
     "judge": "goaly.reward.verifiers:VerifierPool._judge",
     "agree": "goaly.generate.ranks:Link.all_agree",
