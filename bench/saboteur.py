@@ -66,7 +66,10 @@ class Fault:
 
 
 class Sabotage(RuntimeError):
-    """Raised in a thread."""
+    """Raised in a thread, by its class alone."""
+
+    def __str__(self) -> str:
+        return "sabotage"
 
 
 class Saboteur(Actor):
