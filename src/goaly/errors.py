@@ -62,3 +62,16 @@ def root_cause(error: BaseException) -> BaseException:
     while isinstance(cause := getattr(error, "exception", None), BaseException):  # Monarch's ActorError has it there
         error = cause
     return error
+
+
+def first_error(group: BaseException) -> BaseException:
+    """The error that a user should read: the first of a group that is not itself a group."""
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
+
+
+def cause_of(error: BaseException) -> str:
+    """The type and the message of the error that started it."""
+    cause = root_cause(error)
+    return f"{type(cause).__name__}: {cause}"

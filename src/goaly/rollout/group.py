@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from goaly.backlog.admission import Ticket
-from goaly.errors import EpisodeError
+from goaly.errors import EpisodeError, first_error
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction
@@ -299,14 +299,8 @@ async def _all(group: RunningGroup, run: Callable[[RunningEpisode], Coroutine[An
         async with asyncio.TaskGroup() as episodes:  # RG-2
             tasks = [episodes.create_task(run(episode)) for episode in group.episodes]
     except BaseExceptionGroup as errors:
-        raise _first(errors) from errors
+        raise first_error(errors) from errors
     return tuple(task.result() for task in tasks)
-
-
-def _first(group: BaseException) -> BaseException:
-    while isinstance(group, BaseExceptionGroup):
-        group = group.exceptions[0]
-    return group
 
 
 def _reason(prompt: Prompt, error: Exception) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from goaly.config import Loaded, to_yaml
-from goaly.errors import ConfigError
+from goaly.errors import ConfigError, first_error
 from goaly.run.config import RunConfig
 from goaly.telemetry import logs, spans
 
@@ -79,13 +79,6 @@ def make_run_dir(config: RunConfig) -> Path:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
     return run_dir
-
-
-def first_error(group: BaseException) -> BaseException:
-    """The error that a user should read: the first of a group that is not itself a group."""
-    while isinstance(group, BaseExceptionGroup):
-        group = group.exceptions[0]
-    return group
 
 
 def _stop_on_signals() -> None:

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import ProcMesh
 
+from goaly.errors import first_error
 from goaly.process import LAST_WORDS
 from goaly.run.resident import Resident
 from goaly.weights.liveness import ExitWatch, ProcessMark, is_stopped, process, this_host
@@ -96,15 +97,14 @@ class MeshWatch:
         try:
             await self._follow(rank, resident)
         except Exception as error:  # the call fails where the process did, or Monarch's way to it
-            self._lost(rank, f"a process can't be reached: {type(error).__name__}")
+            self._lost(rank, f"a process can't be reached: {type(first_error(error)).__name__}")
 
     async def _follow(self, rank: int, resident: Any) -> None:
         limit = self._silent_seconds
         start_limit = None if limit is None else max(START_SECONDS, limit)
-        watching = asyncio.create_task(self._watch_start(rank, limit))
-        try:
+        async with asyncio.TaskGroup() as start:
+            watching = start.create_task(self._watch_start(rank, limit))
             mark: ProcessMark | None = await answered_within(resident.mark.call_one(), start_limit)
-        finally:
             watching.cancel()
         if mark is None:
             self._lost(rank, f"a process has not started within {start_limit:g} s")
@@ -121,10 +121,10 @@ class MeshWatch:
         """Until its first answer: watch for the end of the process (PW-1), and lose it once it has been stopped for the
         limit (PW-5), counted in ticks (PW-3)."""
         tick = HEARTBEAT_SECONDS if limit is None else tick_of(limit)
-        stopped = 0
+        stopped, child = 0, None
         while limit is None or stopped < math.ceil(limit / tick):
             await asyncio.sleep(tick)
-            child = child_that_logs_to(self._logs[rank])
+            child = child or child_that_logs_to(self._logs[rank])
             if child is not None:
                 self._watch_exit(rank, child)
             stopped = stopped + 1 if child is not None and is_stopped(child.pid) else 0
@@ -132,7 +132,7 @@ class MeshWatch:
 
     def _exit(self, rank: int) -> ExitWatch | None:
         """The watch over this process, also before its first answer; None if it is not on this host, or is over."""
-        if (child := child_that_logs_to(self._logs[rank])) is not None:
+        if rank not in self._exits and (child := child_that_logs_to(self._logs[rank])) is not None:
             self._watch_exit(rank, child)
         return self._exits.get(rank)
 
