@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, NoReturn
 
-from goaly.errors import root_cause
+from goaly.errors import cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,7 @@ def leave(code: int) -> NoReturn:
 def give_up(why: str, error: BaseException | None = None) -> NoReturn:
     """Log why this process cannot continue and exit at once, from whichever thread calls (PR-1)."""
     if error is not None:
-        cause = root_cause(error)
-        why = f"{why}: {type(cause).__name__}: {cause}"
+        why = f"{why}: {cause_of(error)}"
     logger.critical("%s%s", LAST_WORDS, " ".join(why.split()), exc_info=error)  # on one line: `last_words` reads one
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

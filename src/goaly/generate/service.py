@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
-from goaly.errors import RunFailed, root_cause
+from goaly.errors import RunFailed, cause_of, root_cause
 from goaly.generate.request import GeneratorStats
 
 logger = logging.getLogger(__name__)
@@ -188,11 +188,9 @@ async def _unless_dead(answer: Awaitable[T]) -> T | None:
 
 
 def _cause(error: BaseException) -> str:
-    """What an actor raised, without the reports about it."""
+    """The actor's own error, or the last line of the report of its death."""
     cause = root_cause(error)
-    if isinstance(cause, SupervisionError):
-        return _last_line(str(cause))
-    return f"{type(cause).__name__}: {cause}"
+    return _last_line(str(cause)) if isinstance(cause, SupervisionError) else cause_of(cause)
 
 
 def _last_line(report: str) -> str:

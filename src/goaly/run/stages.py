@@ -13,7 +13,7 @@ from monarch.actor import ActorError
 from goaly.backlog.admission import Ticket
 from goaly.backlog.backlog import Wait
 from goaly.backlog.batch import BatchHandle
-from goaly.errors import RunFailed, root_cause
+from goaly.errors import RunFailed, cause_of
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group import NO_ROOM, GroupSummary
 from goaly.run.waiting import ANSWER_SECONDS, FIRST_SECONDS, telling
@@ -335,8 +335,7 @@ async def ask(endpoint: str, answer: Awaitable[T]) -> T:
     except SupervisionError as error:
         raise RunFailed(f"{endpoint.partition('.')[0]} died during {endpoint}: {error}") from error
     except ActorError as error:
-        cause = root_cause(error)
-        raise RunFailed(f"{endpoint} failed: {type(cause).__name__}: {cause}") from error
+        raise RunFailed(f"{endpoint} failed: {cause_of(error)}") from error
 
 
 async def agreed(answers: Iterable[Awaitable[T]]) -> T:

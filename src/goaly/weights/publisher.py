@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from goaly.errors import root_cause
+from goaly.errors import cause_of
 from goaly.telemetry.spans import span
 from goaly.weights.attend import Attendants
 from goaly.weights.buckets import cut
@@ -142,8 +142,7 @@ class Publisher:
             self._remote = await asyncio.to_thread(RemoteRing.of, ring)
             await self._store.offer.call_one(self._rank, ring.source(self._process.host, self._remote))
         except Exception as error:  # the readers that wait for the offer get the error; this rank's own host has others
-            cause = root_cause(error)
-            await self._store.no_offer.call_one(self._rank, f"{type(cause).__name__}: {cause}")
+            await self._store.no_offer.call_one(self._rank, cause_of(error))
             raise
 
     def _stage(self, ring: Staging, slot: int, version: int) -> None:
