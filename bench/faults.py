@@ -65,6 +65,11 @@ class Result:
     """The run's last words, where it failed."""
     problems: list[str] = field(default_factory=list)
 
+    @property
+    def then(self) -> str:
+        """The end in words: as it should be, or the problems with the run's last words."""
+        return "; ".join([*self.problems, self.error]) if self.problems else self.ends
+
 
 KINDS = ("killed", "stopped", "raising")
 PARTS: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
@@ -205,8 +210,7 @@ def _stops(run: LaunchedRun, case: Case) -> list[str]:
 
 def line(result: Result) -> str:
     """The result as a line of text."""
-    how = result.ends if not result.problems else "; ".join([*result.problems, result.error])
-    return f"{result.name}: {how}, {result.seconds:.0f} s"
+    return f"{result.name}: {result.then}, {result.seconds:.0f} s"
 
 
 def table(results: Sequence[Result]) -> str:
@@ -214,7 +218,7 @@ def table(results: Sequence[Result]) -> str:
     by_part: dict[str, dict[str, dict[str, list[str]]]] = {}
     for result in results:
         part, kind, when = result.name.split("; ")
-        ends = result.ends if not result.problems else f"**{'; '.join([*result.problems, result.error])}**"
+        ends = f"**{result.then}**" if result.problems else result.then
         ended = by_part.setdefault(part, {}).setdefault(kind, {}).setdefault(ends, [])
         ended.append(f"{when.removeprefix('task ').removeprefix('thread ')} {result.seconds:.0f} s")
     lines = [f"| what breaks | {' | '.join(KINDS)} |", "|---" * (1 + len(KINDS)) + "|"]

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from goaly.reward.child import die_with
+
+Left = TypeVar("Left", set[str], list[int])
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 300.0
@@ -88,8 +90,13 @@ def orphaned_memory() -> set[str]:
 
 def orphaned_within(before: set[str], seconds: float = END_SECONDS) -> set[str]:
     """What was orphaned since then and still is after so many seconds."""
+    return left_within(lambda: orphaned_memory() - before, seconds)
+
+
+def left_within(look: Callable[[], Left], seconds: float) -> Left:
+    """The last of what `look` finds: nothing, as soon as it finds nothing, or what is there after so many seconds."""
     deadline = time.monotonic() + seconds
-    while (left := orphaned_memory() - before) and time.monotonic() < deadline:
+    while (left := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
 
@@ -180,8 +187,4 @@ class LaunchedRun:
 
 def gone_within(pids: list[int], seconds: float = END_SECONDS) -> list[int]:
     """Those of these processes that are still alive after so many seconds."""
-    deadline = time.monotonic() + seconds
-    left = pids
-    while (left := [pid for pid in left if alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
+    return left_within(lambda: [pid for pid in pids if alive(pid)], seconds)

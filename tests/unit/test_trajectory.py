@@ -57,9 +57,10 @@ def test_a_broken_column_is_refused_by_name(changes, named):
 
 
 def test_untrained_tokens_need_neither_a_version_nor_a_logprob_below_zero():
-    trajectory(
+    taken = trajectory(
         trained=torch.tensor([False, False, True]), sampler_versions=torch.tensor([-1, -1, 0], dtype=torch.int32)
     )
+    assert taken.trained_tokens == 1
 
 
 def test_an_empty_trajectory_is_refused():

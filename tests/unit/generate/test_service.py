@@ -243,6 +243,7 @@ async def test_deaths_that_are_far_apart_are_forgiven() -> None:
     stage = Stage()
     async with serving(stage, 1) as service:
         await die(stage, service, 4 * MAX_DEATHS, every=WINDOW_SECONDS / MAX_DEATHS)
+        assert len(stage.spawned) == 1 + 4 * MAX_DEATHS
 
 
 async def test_replacements_that_never_serve_end_the_run_however_slowly_they_fail() -> None:

@@ -124,7 +124,11 @@ async def test_a_changed_distribution_is_refused_where_it_would_be_trained_and_f
 
 
 async def test_naming_the_runs_own_distribution_is_no_change():
-    await policy(Recorder()).sample([9], temperature=0.7, top_p=1.0, top_k=-1, logit_bias={}, allowed_token_ids=())
+    named, unnamed = Recorder(), Recorder()
+    own = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "logit_bias": {}, "allowed_token_ids": ()}
+    assert (await policy(named).sample([9], **own)).trained
+    await policy(unnamed).sample([9])
+    assert named.asked[0].distribution == unnamed.asked[0].distribution
 
 
 async def test_what_nobody_trains_may_be_sampled_in_any_way_and_is_observed_not_written():
