@@ -1,5 +1,5 @@
-"""What finished groups were like, trained or not: passes by source, how many groups had no signal, and how many
-responses no verifier scored. Pure.
+"""Counts of finished groups, trained or not: passes by source, groups without a signal, and responses that no verifier
+scored. Pure.
 
 Counts every finished group, also those that dynamic sampling rejects: what is trained then says little about what the
 policy can do.

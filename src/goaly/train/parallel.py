@@ -107,7 +107,7 @@ def build_parallel(
 
 
 def backends() -> str:
-    """What ranks communicate by: NCCL between GPUs, gloo between CPUs."""
+    """The backends of the process groups: NCCL between GPUs, gloo between CPUs."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 

@@ -126,7 +126,7 @@ class TrainerSettings(KnownWords):
         return lines
 
     def device_problems(self, prefix: str, *, elsewhere: bool = False) -> list[str]:
-        """What can't work on this machine's devices (where ranks run `elsewhere`: with this torch), a line each."""
+        """One line for each setting that this machine's devices can't do (where ranks run `elsewhere`: this torch)."""
         return [f"{prefix}compile=true: {NEEDS_GPU}"] if self.compile and not _has_gpu(elsewhere) else []
 
 
@@ -176,7 +176,7 @@ class ReferenceSettings:
         return found
 
     def device_problems(self, prefix: str, *, elsewhere: bool = False) -> list[str]:
-        """What can't work on this machine's devices (where ranks run `elsewhere`: with this torch), a line each."""
+        """One line for each setting that this machine's devices can't do (where ranks run `elsewhere`: this torch)."""
         return [f"{prefix}offload=true: {OFFLOAD_NEEDS_GPU}"] if self.offload and not _has_gpu(elsewhere) else []
 
 
