@@ -40,9 +40,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.weights_rank import Rank
+from goaly.plan.architectures import MODELS, Parameter
 from goaly.run.meeting import meet
 from goaly.weights import torchstore
-from goaly.weights.architectures import MODELS, Parameter
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
 

@@ -14,9 +14,9 @@ from apps.sft.config import SftConfig
 from goaly.config import load, to_yaml
 from goaly.losses.objective import policy_loss
 from goaly.losses.policy import LOSSES
+from goaly.plan.dry_run import describe, needs
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.config import RunConfig
-from goaly.run.plan import describe, needs
 from goaly.run.processes import processes
 
 RUNS = sorted(file for folder in ("grpo", "ppo", "recipes") for file in (CONFIGS / folder).glob("*.yaml"))
@@ -105,7 +105,7 @@ def test_the_plan_counts_a_reference_and_the_travelling_weights_in_the_models_co
 
     count = 25.6 * 2**30
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("goaly.run.plan.parameters", lambda shape: int(count))
+        patched.setattr("goaly.plan.dry_run.parameters", lambda shape: int(count))
         wide, narrow = gib("reference"), gib("reference", "model.dtype=bfloat16")
         assert (wide["parameters"], narrow["parameters"]) == pytest.approx((102.4, 51.2), rel=1e-3)
         assert narrow["prefetch"] == wide["prefetch"] / 2

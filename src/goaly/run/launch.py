@@ -38,7 +38,7 @@ def launch(
             if critic
             else ["critic: is for a script that trains one, such as apps.ppo.main; this one does not"]
         )
-    from goaly.run.plan import check_this_machine, describe
+    from goaly.plan.dry_run import check_this_machine, describe
 
     if loaded.dry_run:
         sys.stdout.write(describe(config))

@@ -23,13 +23,13 @@ from goaly.backlog.queue import TrajectoryQueue
 from goaly.errors import RunFailed, root_cause
 from goaly.generate.actor import Generator
 from goaly.generate.service import GeneratorService
+from goaly.plan.dry_run import placed
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.pool import RewardPool
 from goaly.rollout.worker import RolloutWorker, packed
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
 from goaly.run.meeting import meet
-from goaly.run.plan import placed
 from goaly.run.processes import processes
 from goaly.run.run import Run
 from goaly.run.stages import Backlog, Critic, Reference, Rollouts, Trainer, ask

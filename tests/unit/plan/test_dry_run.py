@@ -8,11 +8,11 @@ import pytest
 
 from goaly.config import Loaded, load
 from goaly.errors import ConfigError
-from goaly.run import plan
+from goaly.plan import dry_run
+from goaly.plan.dry_run import check_this_machine, describe, held_on_gpu
 from goaly.run.cluster import Gpu, Host
 from goaly.run.config import RunConfig
 from goaly.run.launch import launch
-from goaly.run.plan import check_this_machine, describe, held_on_gpu
 from goaly.run.settings import ImaginedCluster
 
 GRPO = Path(__file__).parents[3] / "configs" / "grpo" / "tiny.yaml"
@@ -95,7 +95,7 @@ def test_a_dry_run_starts_no_job_and_asks_for_a_cluster_instead(tiny_model_folde
 
 def with_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(Gpu(name=str(number)) for number in range(count))
-    monkeypatch.setattr(plan, "this_machine", lambda: Host(name="box", gpus=gpus, nodes={0: (0, 1)}))
+    monkeypatch.setattr(dry_run, "this_machine", lambda: Host(name="box", gpus=gpus, nodes={0: (0, 1)}))
 
 
 @pytest.mark.parametrize(

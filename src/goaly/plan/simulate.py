@@ -1,6 +1,6 @@
 """What one update of a model's weights moves between which ranks, before any of them exists.
 
-    python -m goaly.weights.simulate --model qwen3-235b-a22b --trainer fsdp=32,ep=8 --generator tp=8,replicas=4
+    python -m goaly.plan.simulate --model qwen3-235b-a22b --trainer fsdp=32,ep=8 --generator tp=8,replicas=4
 
 Runs the real planner on shapes alone, cut into buckets as writers cut them for readers that joined in time. What is
 read from another host is counted in whole buckets, what is copied within one in the rectangles that are needed. Trainer
@@ -23,11 +23,11 @@ from typing import TypeVar
 import torch
 
 from goaly.errors import ConfigError
-from goaly.weights.architectures import MODELS, Parameter
+from goaly.plan.architectures import MODELS, Parameter
+from goaly.plan.parallelism import Parallelism
 from goaly.weights.buckets import cut
 from goaly.weights.layout import Copy, Layout, plan, share
 from goaly.weights.needs import distinct, needs_of
-from goaly.weights.parallelism import Parallelism
 from goaly.weights.settings import MIB, WeightSettings
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -300,7 +300,7 @@ def _problems(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, simulate, print the table."""
-    parser = argparse.ArgumentParser(prog="python -m goaly.weights.simulate", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m goaly.plan.simulate", description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, choices=sorted(MODELS))
     parser.add_argument(
         "--trainer", required=True, help="axes of its ranks, as fsdp=32,ep=8 or replicas=2,fsdp=16,tp=2"

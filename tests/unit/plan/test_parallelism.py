@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from goaly.models.spec import prepare_torchtitan
-from goaly.weights.architectures import MODELS, Decoder
-from goaly.weights.parallelism import Parallelism
+from goaly.plan.architectures import MODELS, Decoder
+from goaly.plan.parallelism import Parallelism
 from goaly.weights.placement import shards_of
 
 prepare_torchtitan()
