@@ -26,8 +26,8 @@ import torch
 from bench import virtual
 from bench.chart import line_chart
 from goaly.backlog.admission import Ticket
-from goaly.backlog.backlog import Backlog
 from goaly.backlog.distribution import Distance
+from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
@@ -65,7 +65,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.final_counts: dict[str, int] = {}
-        self.backlog = Backlog(self.settings, AdvantageSettings(), dp_ranks=1, pad_token=0)
+        self.queue = GroupQueue(self.settings, AdvantageSettings(), dp_ranks=1, pad_token=0)
         self.slots = STEPS_AT_ONCE * self.settings.groups_per_step * self.settings.group_size
         mean_tokens = sum(tokens * share for tokens, share in KINDS.items())
         samples = self.settings.groups_per_step * self.settings.group_size
@@ -89,31 +89,30 @@ class Simulation:
         self.seconds = asyncio.get_running_loop().time()
         collecting.cancel()
         await asyncio.wait([collecting])
-        self.final_counts = self.backlog.settle()
+        self.final_counts = self.queue.settle()
 
     async def _collect(self) -> None:
         async with asyncio.TaskGroup() as groups:
-            while (ticket := await self.backlog.admit()) is not None:
+            while (ticket := await self.queue.admit()) is not None:
                 groups.create_task(self._group(ticket))
 
     async def _train(self) -> None:
         for _ in range(self.steps):
-            batch = await self.backlog.next_batch()
+            batch = await self.queue.next_batch()
             assert batch is not None
             await asyncio.sleep(self.train_seconds)
-            self.backlog.trained(batch.id, batch.id + 1)
+            self.queue.trained(batch.id, batch.id + 1)
             self.published.append(asyncio.get_running_loop().time())
             self.metrics.append(batch.metrics)
 
     async def _group(self, ticket: Ticket) -> None:
-        self.backlog.started(ticket.index)
         random = Random(f"{self.seed}/{ticket.index}")
         tokens = random.choices(list(KINDS), list(KINDS.values()))[0]
         lengths = [round(tokens * random.uniform(0.8, 1.2)) for _ in range(self.settings.group_size)]
         async with asyncio.TaskGroup() as episodes:
             tasks = [episodes.create_task(self._sample(index, length)) for index, length in enumerate(lengths)]
         samples = tuple(task.result() for task in tasks)
-        self.backlog.put(Group(ticket=ticket.index, prompt_id=str(ticket.index), source=f"{tokens}", samples=samples))
+        self.queue.report(Group(ticket=ticket.index, prompt_id=str(ticket.index), source=f"{tokens}", samples=samples))
 
     async def _sample(self, index: int, length: int) -> Trajectory:
         loop = asyncio.get_running_loop()
@@ -173,7 +172,7 @@ class Arm:
 def measure(name: str, settings: BacklogSettings, steps: int, seed: int = 0) -> Arm:
     """Simulate this setting and say what it came to after so many steps."""
     simulation = Simulation(settings, steps + DRAIN_STEPS, seed).run()
-    curve = [step.weighted or step.so_far for step in simulation.backlog.known_steps[:steps]]
+    curve = [step.weighted or step.so_far for step in simulation.queue.known_steps[:steps]]
     assert len(curve) == steps, f"{name}: {len(curve)} steps are known"
     ages = simulation.metrics[:steps]
     return Arm(

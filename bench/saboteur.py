@@ -35,7 +35,7 @@ PLANTED = "sabotage: planted"
 NOT_PLANTED = "sabotage: not planted"
 
 POINTS = {
-    "accept a group": "goaly.backlog.backlog:Backlog.put",
+    "accept a group": "goaly.backlog.group_queue:GroupQueue.report",
     "commit": "goaly.weights.ledger:VersionLedger.staged",
     "train": "goaly.train.engine:TrainEngine.train_step",
     "stage": "goaly.weights.publisher:Publisher._stage",

@@ -67,7 +67,7 @@ async def policy(config: EvalConfig) -> "AsyncIterator[SampleFunction]":
 @asynccontextmanager
 async def judge(config: EvalConfig) -> "AsyncIterator[Verifier]":
     """The verifier, in processes of its own."""
-    from goaly.reward.judge import Judge
+    from goaly.reward.verifiers import Judge
 
     pool = Judge(config.reward, config.evaluation.verifiers)
     await pool.start()

@@ -27,7 +27,7 @@ from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.rollout.running import GENERATING
 from goaly.rollout.settings import RolloutSettings
-from goaly.rollout.worker import RolloutWorker, packed
+from goaly.rollout.worker import RolloutWorker, pickled
 from goaly.run.stages import Rollouts
 from goaly.trajectory import Trajectory
 
@@ -131,7 +131,7 @@ async def stack(procs, tiny_model_folder: Path, tmp_path: Path):
         RolloutWorker,
         "rollout-0",
         RolloutSettings(),
-        packed(episode),
+        pickled(episode),
         queue=queue,
         rewards=rewards,
         tokenizer=str(tiny_model_folder),
@@ -310,7 +310,7 @@ async def test_an_episode_that_blocks_its_workers_event_loop_ends_the_worker(tin
         RolloutWorker,
         "rollout-0",
         RolloutSettings(blocked_seconds=1.0),
-        packed(blocks),
+        pickled(blocks),
         queue=queue,
         rewards=RewardSettings(verifier="verifiers_under_test:by_answer"),
         tokenizer=str(tiny_model_folder),

@@ -1,24 +1,23 @@
 """Where every admitted ticket is, and how each one ended. Pure.
 
-    waiting ──▶ running ──▶ queued ──▶ trained
-       └───────────┴───────────┴─────▶ rejected(why) | failed(why)
+    running ──▶ queued ──▶ trained
+       └───────────┴─────▶ rejected(why) | failed(why)
 
 Invariants
-    LE-1  admitted == waiting + running + queued + trained + rejected + failed, after every transition.
+    LE-1  admitted == running + queued + trained + rejected + failed, after every transition.
     LE-2  A ticket ends exactly once: the first end stands.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 from enum import StrEnum
 
 
 class State(StrEnum):
     """Where a ticket is."""
 
-    WAITING = "waiting"
-    """Admitted; its episodes have not started."""
     RUNNING = "running"
-    """Its episodes run."""
+    """Admitted; its episodes run or are about to."""
     QUEUED = "queued"
     """Its group is complete, in the queue or in a batch that is being trained."""
     TRAINED = "trained"
@@ -34,8 +33,27 @@ class State(StrEnum):
         return self in (State.TRAINED, State.REJECTED, State.FAILED)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """The end of a ticket that is not trained."""
+
+    ticket: int
+    state: State
+    """REJECTED or FAILED."""
+    why: str
+
+    @classmethod
+    def rejected(cls, ticket: int, why: str) -> "Dropped":
+        """The ticket is left out on purpose."""
+        return cls(ticket=ticket, state=State.REJECTED, why=why)
+
+    @classmethod
+    def failed(cls, ticket: int, why: str) -> "Dropped":
+        """Something broke."""
+        return cls(ticket=ticket, state=State.FAILED, why=why)
+
+
 _NEXT = {
-    State.WAITING: {State.RUNNING, State.REJECTED, State.FAILED},
     State.RUNNING: {State.QUEUED, State.REJECTED, State.FAILED},
     State.QUEUED: {State.TRAINED, State.REJECTED, State.FAILED},
 }
@@ -62,8 +80,8 @@ class Ledger:
     def admit(self) -> int:
         """A new ticket's index."""
         index = self.admitted
-        self._states[index] = State.WAITING
-        self._counts[State.WAITING] += 1
+        self._states[index] = State.RUNNING
+        self._counts[State.RUNNING] += 1
         self._check()
         return index
 

@@ -1,23 +1,46 @@
-"""The actor that joins the collecting and the training loop: one queue in one direction. A shell around `Backlog`.
+"""The actor of the queue between the collecting and the training loop: `GroupQueue` behind endpoints.
 
-Workers report groups, the controller asks for tickets and batch handles, each trainer rank pulls its own rows. Lives in
-the hub process. Every endpoint is concurrent: one that waits holds up no other.
+Workers report groups, the controller asks for tickets and batch handles, and each trainer rank pulls its own rows. It
+lives in the hub process. All endpoints are concurrent, so one that waits delays no other.
 """
 
-from monarch.actor import Actor, concurrent_endpoint
-from torch import Tensor
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from goaly.backlog.admission import Ticket
-from goaly.backlog.backlog import Backlog, Wait
-from goaly.backlog.batch import BatchHandle
+from monarch.actor import Actor, Endpoint, concurrent_endpoint
+
+from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.reward.settings import AdvantageSettings
 from goaly.telemetry import spans
-from goaly.trajectory import Group, PackedRows
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _waiting(method: Callable[Concatenate[GroupQueue, P], Awaitable[R]]) -> Endpoint[P, R]:
+    """The endpoint of a method that waits."""
+
+    @wraps(method)
+    async def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await method(self.queue, *args, **kwargs)
+
+    return concurrent_endpoint(call)
+
+
+def _immediate(method: Callable[Concatenate[GroupQueue, P], R]) -> Endpoint[P, R]:
+    """The endpoint of a method that returns at once."""
+
+    @wraps(method)
+    async def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(self.queue, *args, **kwargs)
+
+    return concurrent_endpoint(call)
 
 
 class TrajectoryQueue(Actor):
-    """Admission, order, batches and accounting of one run; the endpoints' meaning stands at `Backlog`'s methods."""
+    """Admission, order, batches and accounting of one run; each endpoint is the `GroupQueue` method of its name."""
 
     def __init__(
         self,
@@ -28,77 +51,23 @@ class TrajectoryQueue(Actor):
         steps: int | None = None,
         minibatches: int = 1,
     ):
-        self._backlog = Backlog(
+        self.queue = GroupQueue(
             settings, advantages, dp_ranks=dp_ranks, pad_token=pad_token, steps=steps, minibatches=minibatches
         )
 
-    @concurrent_endpoint
-    async def admit(self) -> Ticket | None:
-        """The next ticket, as soon as a group may start; None once closed."""
-        return await self._backlog.admit()
-
-    @concurrent_endpoint
-    async def started(self, ticket: int) -> bool:
-        """The ticket's episodes start; False: they should not."""
-        return self._backlog.started(ticket)
-
-    @concurrent_endpoint
-    async def put(self, group: Group) -> bool:
-        """A complete group; False: it is not trained: it came too late, or has no signal."""
-        return self._backlog.put(group)
-
-    @concurrent_endpoint
-    async def reject(self, ticket: int, why: str) -> bool:
-        """Leave a ticket out on purpose."""
-        return self._backlog.reject(ticket, why)
-
-    @concurrent_endpoint
-    async def fail(self, ticket: int, why: str) -> bool:
-        """Something broke."""
-        return self._backlog.fail(ticket, why)
-
-    @concurrent_endpoint
-    async def next_batch(self) -> BatchHandle | None:
-        """The next step's batch, as soon as its groups are there; None once closed."""
-        return await self._backlog.next_batch()
-
-    @concurrent_endpoint
-    async def wait(self) -> Wait:
-        """What the next batch waits for at this moment."""
-        return self._backlog.wait()
-
-    @concurrent_endpoint
-    async def rows(self, batch_id: int, dp_rank: int) -> PackedRows:
-        """A data-parallel rank's rows of a batch that is not trained yet."""
-        return self._backlog.rows(batch_id, dp_rank)
-
-    @concurrent_endpoint
-    async def annotate(self, batch_id: int, dp_rank: int, key: str, column_RL: Tensor) -> None:
-        """Add a column that a later stage computed to a rank's rows."""
-        self._backlog.annotate(batch_id, dp_rank, key, column_RL)
-
-    @concurrent_endpoint
-    async def trained(self, batch_id: int, policy_version: int) -> None:
-        """A training step consumed the batch and made this version."""
-        self._backlog.trained(batch_id, policy_version)
-
-    @concurrent_endpoint
-    async def close(self) -> None:
-        """End admission and batches; all waiters get None."""
-        self._backlog.close()
+    admit = _waiting(GroupQueue.admit)
+    next_batch = _waiting(GroupQueue.next_batch)
+    report = _immediate(GroupQueue.report)
+    wait = _immediate(GroupQueue.wait)
+    rows = _immediate(GroupQueue.rows)
+    annotate = _immediate(GroupQueue.annotate)
+    trained = _immediate(GroupQueue.trained)
+    close = _immediate(GroupQueue.close)
+    counts = _immediate(GroupQueue.counts)
+    reasons = _immediate(GroupQueue.reasons)
 
     @concurrent_endpoint
     async def settle(self) -> dict[str, int]:
-        """Close, account for every ticket that nobody will report on any more, and give the final counts."""
+        """Close, reject every ticket that has not ended, and return the final counts."""
         spans.flush()
-        return self._backlog.settle()
-
-    @concurrent_endpoint
-    async def counts(self) -> dict[str, int]:
-        """Tickets admitted and in each state, and the policy version that admission knows of."""
-        return self._backlog.counts()
-
-    @concurrent_endpoint
-    async def reasons(self) -> dict[str, int]:
-        """How many tickets were rejected or failed, by `state: why`."""
-        return self._backlog.reasons()
+        return self.queue.settle()

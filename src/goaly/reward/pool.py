@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from monarch.actor import Actor, concurrent_endpoint
 
 from goaly.prompts.prompt import Prompt
-from goaly.reward.judge import Judge
-from goaly.reward.process import VerifierError
 from goaly.reward.settings import RewardSettings
-from goaly.reward.verifiers import RewardStats
+from goaly.reward.verifier_process import VerifierError
+from goaly.reward.verifiers import Judge, RewardStats
 
 
 class RewardPool(Actor):

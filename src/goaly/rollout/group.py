@@ -1,21 +1,21 @@
-"""Runs the episodes of one prompt and takes the group to the queue. Asyncio; what it talks to are Protocols.
+"""Runs the episodes of one prompt and reports the group to the queue. Asyncio; its neighbours are Protocols.
 
 Invariants
-    RG-1  A ticket that was started is reported exactly once: as a group, as rejected, or as failed, also when this is
-          cancelled.
-    RG-2  When one episode fails, the others of its group are cancelled, and their requests with them.
-    RG-3  No episode holds up its group's report past its time limit (LI-1), nor another episode's place.
+    RG-1  `run` reports its ticket exactly once: as a group, as rejected, or as failed, also when it is cancelled.
+    RG-2  When one episode fails, the other episodes of its group and their requests are cancelled.
+    RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (LI-1).
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from goaly.backlog.admission import Ticket
+from goaly.backlog.ledger import Dropped
 from goaly.errors import EpisodeError, first_error
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message, Prompt
@@ -32,14 +32,17 @@ T = TypeVar("T")
 
 CANCELLED = "cancelled"
 NO_ROOM = (PromptFillsContext.reason, ContextFull.reason)
-"""Why a group is rejected whose tokens leave no room for an answer."""
+"""Reasons of groups that were rejected because their tokens leave no room for an answer."""
+
+Report = Callable[[Group | Dropped], Awaitable[bool]]
+"""Tells the queue how a ticket ended; False if a complete group is not trained."""
 
 
 class Chat(Protocol):
-    """What turns messages into tokens, and tokens into text."""
+    """Turns messages into tokens, and tokens into text."""
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The chat as tokens; the policy's answer comes next."""
+        """The tokens of the chat, up to where the policy's answer begins."""
         ...
 
     def render_more(
@@ -50,49 +53,29 @@ class Chat(Protocol):
         *,
         as_recorded: bool = False,
     ) -> list[int]:
-        """The tokens that continue a recorded chat to the whole of `messages`."""
+        """The tokens that extend the recorded `tokens` to the chat of all `messages`."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """The text's tokens, nothing added."""
+        """The tokens of the text, without special tokens."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text that the tokens stand for."""
-        ...
-
-
-class Queue(Protocol):
-    """Where groups go."""
-
-    async def started(self, ticket: int) -> bool:
-        """The ticket's episodes start; False: they should not."""
-        ...
-
-    async def put(self, group: Group) -> bool:
-        """A complete group; False: it is not trained: it came too late, or has no signal."""
-        ...
-
-    async def reject(self, ticket: int, why: str) -> bool:
-        """Leave the ticket out on purpose."""
-        ...
-
-    async def fail(self, ticket: int, why: str) -> bool:
-        """Something broke."""
+        """The text of the tokens."""
         ...
 
 
 class Rewards(Protocol):
-    """Who judges."""
+    """Scores responses."""
 
     async def score(self, prompt: Prompt, response: str) -> float:
-        """The verifier's value for this response to this prompt."""
+        """The verifier's score of this response."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
-    """What became of a group, without its tokens."""
+    """How a group ended, without its tokens."""
 
     ticket: int
     prompt_id: str
@@ -100,9 +83,9 @@ class GroupSummary:
     rewards: tuple[float, ...] = ()
     trained_tokens: int = 0
     failed: str | None = None
-    """Why it failed; None: it did not."""
+    """Why it failed; None if it did not."""
     rejected: str | None = None
-    """Why it was left out; None: it was not."""
+    """Why it was rejected; None if it was not."""
 
 
 class GroupRunner:
@@ -114,7 +97,7 @@ class GroupRunner:
         *,
         name: str,
         sampler: Sampler,
-        queue: Queue,
+        report: Report,
         rewards: Rewards,
         chat: Chat,
         sampling: Sampling,
@@ -128,7 +111,7 @@ class GroupRunner:
         self._episode = episode
         self._name = name
         self._sampler = sampler
-        self._queue = queue
+        self._report = report
         self._rewards = rewards
         self._chat = chat
         self._sampling = sampling
@@ -142,35 +125,32 @@ class GroupRunner:
         self._running: dict[int, RunningGroup] = {}
 
     def progress(self, ticket: int) -> GroupProgress | None:
-        """How far the episodes of this ticket's group are; None when they do not run here."""
+        """The progress of this ticket's group; None if it does not run here."""
         group = self._running.get(ticket)
         return None if group is None else group.progress()
 
     async def run(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
-        """Run the group's episodes and report their end to the queue."""
+        """Run the episodes of a group and report how they ended."""
         began = time.monotonic()
         samples: tuple[Trajectory, ...] = ()
         failed = rejected = None
         try:
-            if not await self._queue.started(ticket.index):
-                rejected = "it had ended before it started"
-            else:
-                group = await self._sample_group(ticket, prompt)
-                samples = group.samples
-                if not await self._queue.put(group):
-                    rejected = "it came too late, or has no signal"
+            group = await self._sample_group(ticket, prompt)
+            samples = group.samples
+            if not await self._report(group):
+                rejected = "it came too late, or has no signal"
         except asyncio.CancelledError:
-            await asyncio.shield(asyncio.ensure_future(self._queue.fail(ticket.index, CANCELLED)))  # RG-1
+            await asyncio.shield(asyncio.ensure_future(self._report(Dropped.failed(ticket.index, CANCELLED))))  # RG-1
             raise
         except ContextFull as error:
             rejected = f"{error.reason}: {error}"
-            await self._queue.reject(ticket.index, error.reason)
+            await self._report(Dropped.rejected(ticket.index, error.reason))
         except TimedOut as error:
             failed = f"{error.reason}: {error}"
-            await self._queue.fail(ticket.index, error.reason)
+            await self._report(Dropped.failed(ticket.index, error.reason))
         except Exception as error:
-            failed = _reason(prompt, error)
-            await self._queue.fail(ticket.index, failed)
+            failed = f"prompt {prompt.id}: {type(error).__name__}: {error}"
+            await self._report(Dropped.failed(ticket.index, failed))
         return GroupSummary(
             ticket=ticket.index,
             prompt_id=prompt.id,
@@ -184,9 +164,8 @@ class GroupRunner:
     async def evaluate(
         self, prompt: Prompt, samples: int, changes: Mapping[str, Any] | None = None, min_version: int = 0
     ) -> list[float | None]:
-        """The rewards of so many episodes that nobody trains: 0 for one that exceeds its time limit or fills the
-        context, None for one whose prompt left no room for an answer. `changes` has what is sampled differently than in
-        training."""
+        """The rewards of `samples` episodes that are not trained: 0 for an episode that exceeds its time limit or fills
+        the context, None for one whose prompt leaves no room for an answer. `changes` overrides sampling values."""
         self._evaluations += 1
         sampling = self._sampling.changed(Sampling(**(changes or {})))
         name = f"{self._name}.evaluation-{self._evaluations}"
@@ -294,14 +273,10 @@ class GroupRunner:
 
 
 async def _all(group: RunningGroup, run: Callable[[RunningEpisode], Coroutine[Any, Any, T]]) -> tuple[T, ...]:
-    """What each of the group's episodes gave; the first failure of one."""
+    """The result of each episode, or the error of the first one that fails."""
     try:
         async with asyncio.TaskGroup() as episodes:  # RG-2
             tasks = [episodes.create_task(run(episode)) for episode in group.episodes]
     except BaseExceptionGroup as errors:
         raise first_error(errors) from errors
     return tuple(task.result() for task in tasks)
-
-
-def _reason(prompt: Prompt, error: Exception) -> str:
-    return f"prompt {prompt.id}: {type(error).__name__}: {error}"

@@ -1,25 +1,25 @@
-"""The actor that runs episodes: environments live in its process. A shell around `GroupRunner`.
+"""The actor that runs episodes with `GroupRunner`; environments live in its process.
 
-Samples through a router of its own, so that requests travel straight to a generator replica; `replicas` tells it which
-ones serve. Groups go straight to the queue; the controller gets a summary.
+Each worker has its own router, so requests go straight to a generator replica; `replicas` names those that serve.
+Groups go straight to the queue, and the controller gets a summary.
 
 Invariants
-    WR-1  The task of every group and every evaluation has an owner here: `cancel` and `close` end them, and their
-          requests and tickets with them. (Cancelling the caller of `run_group` or `evaluate` does not reach it: Monarch
-          does not pass a cancellation on.)
-    WR-2  An event loop that an episode blocks for too long ends the process, with the place of the block in its log.
+    WR-1  This actor owns the task of every group and evaluation. `cancel` and `close` end them with their requests and
+          tickets. Cancelling the caller of `run_group` or `evaluate` does not: Monarch does not forward cancellations.
+    WR-2  If an episode blocks the event loop for too long, the process logs where, and exits.
 """
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 from monarch.actor import Actor, ActorError, concurrent_endpoint
 
 from goaly.backlog.admission import Ticket
+from goaly.backlog.ledger import Dropped
 from goaly.errors import EpisodeError, root_cause
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
@@ -27,8 +27,8 @@ from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.reward.judge import Judge
 from goaly.reward.settings import RewardSettings
+from goaly.reward.verifiers import Judge
 from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.group import CANCELLED, GroupRunner, GroupSummary
 from goaly.rollout.running import GroupProgress
@@ -38,11 +38,15 @@ from goaly.telemetry import spans
 from goaly.telemetry.journal import Journal
 from goaly.trajectory import Group, Trajectory
 
+if TYPE_CHECKING:
+    from goaly.backlog.queue import TrajectoryQueue
+    from goaly.reward.pool import RewardPool
+
 T = TypeVar("T")
 
 
-def packed(episode: EpisodeFunction) -> bytes:
-    """A script's episode in a form that reaches workers, also when it was defined in `__main__`."""
+def pickled(episode: EpisodeFunction) -> bytes:
+    """A script's episode, pickled by value, so that one defined in `__main__` reaches workers too."""
     return cloudpickle.dumps(episode)
 
 
@@ -55,8 +59,8 @@ class RolloutWorker(Actor):
         settings: RolloutSettings,
         episode: bytes,
         *,
-        queue: Any,
-        rewards: Any,
+        queue: "TrajectoryQueue",
+        rewards: "RewardPool | RewardSettings",
         verifiers: Sequence[str] = (),
         tokenizer: str,
         chat: ChatSettings,
@@ -67,17 +71,17 @@ class RolloutWorker(Actor):
         journal_tokens: bool = False,
         first_replica: int = 0,
     ):
-        """`episode` is `packed(…)`; `queue` is the hub's actor, and `rewards` too, or the settings of a pool of the
-        worker's own, with processes also for `verifiers`; `tokenizer` is a model folder, and `chat` says how its chats
-        are rendered.
+        """`episode` comes from `pickled`. `rewards` is the hub's actor, or the settings of verifier processes of this
+        worker's own; these also run `verifiers`. `tokenizer` is a model folder, and `chat` says how to render its
+        chats.
 
-        `max_context` bounds prompt and answer together: the least of the generator's and a packed row's.
-        Workers with different `first_replica` begin with different replicas where all have the same load.
+        `max_context` is the limit on prompt and answer together: the smaller of the generator's and a packed row's.
+        Among replicas of equal load the router prefers `first_replica`; each worker should have a different one.
         """
         self._chat = ChatTokenizer(tokenizer, chat)
         self._router = Router(first=first_replica)
         self._journal = Journal(journal, tokens=journal_tokens)
-        self._queue = _Queue(queue)
+        self._queue = queue
         self._verifiers = Judge(rewards, verifiers) if isinstance(rewards, RewardSettings) else None
         self._watchdog = None if settings.blocked_seconds is None else LoopWatchdog(settings.blocked_seconds)
         self._running: dict[int | str, asyncio.Task[Any]] = {}
@@ -85,8 +89,8 @@ class RolloutWorker(Actor):
             cloudpickle.loads(episode),
             name=name,
             sampler=self._router,
-            queue=self._queue,
-            rewards=self._verifiers or _Rewards(rewards, name),
+            report=self._report,
+            rewards=self._verifiers or _RemoteRewards(rewards, name),
             chat=self._chat,
             sampling=Sampling.of(sampling, self._chat.stop_token_ids),
             group_size=group_size,
@@ -99,7 +103,7 @@ class RolloutWorker(Actor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Start the worker's own verifiers, where it has some; they are ready on return."""
+        """Start the watchdog and the worker's own verifiers, if it has any; they are ready on return."""
         if self._watchdog is not None:
             self._watchdog.start()  # WR-2
         if self._verifiers is not None:
@@ -107,29 +111,29 @@ class RolloutWorker(Actor):
 
     @concurrent_endpoint
     async def replicas(self, handles: Mapping[str, Any]) -> None:
-        """Sample from these generator replicas, by name, from now on."""
+        """Sample from these generator replicas (by name) from now on."""
         self._router.update(handles)
 
     @concurrent_endpoint
     async def run_group(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
-        """Run the group's episodes and take the group to the queue."""
+        """Run the episodes of a group and report it to the queue."""
         task = await self._ended(ticket.index, self._runner.run(ticket, prompt))
-        if task.cancelled():
-            await self._queue.fail(ticket.index, CANCELLED)  # It may have been cancelled before its first step.
+        if task.cancelled():  # perhaps before its first step, and so without a report
+            await self._report(Dropped.failed(ticket.index, CANCELLED))
             return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, seconds=0.0, failed=CANCELLED)
         return task.result()
 
     @concurrent_endpoint
     async def progress(self, ticket: int) -> GroupProgress | None:
-        """How far the episodes of this ticket's group are; None when they do not run here."""
+        """The progress of this ticket's group; None if it does not run here."""
         return self._runner.progress(ticket)
 
     @concurrent_endpoint
     async def evaluate(
         self, name: str, prompt: Prompt, samples: int, sampling: Mapping[str, Any] | None = None, min_version: int = 0
     ) -> list[float | None]:
-        """The rewards of so many episodes on this prompt, of which nothing is trained; None where no room for an answer
-        was left. `sampling` has what is sampled differently than in training; `cancel` takes the name."""
+        """The rewards of `samples` episodes that are not trained; None where the prompt leaves no room for an answer.
+        `sampling` overrides sampling values; `cancel` takes the name."""
         task = await self._ended(name, self._runner.evaluate(prompt, samples, sampling, min_version))
         if task.cancelled():
             raise EpisodeError(f"{name} was cancelled")
@@ -137,13 +141,12 @@ class RolloutWorker(Actor):
 
     @concurrent_endpoint
     async def cancel(self, running: list[int | str]) -> None:
-        """End groups by their ticket, as failed, and evaluations by their name; those that are not here are passed
-        over."""
+        """End groups by ticket, as failed, and evaluations by name; unknown ones are ignored."""
         await self._end(running)
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """End all groups and evaluations, and write what is held."""
+        """End all groups and evaluations, and flush the journal."""
         await self._end(list(self._running))
         self._router.update({})
         if self._verifiers is not None:
@@ -154,13 +157,13 @@ class RolloutWorker(Actor):
         spans.flush()
 
     async def _ended(self, key: int | str, episodes: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """The task of these episodes, once it has ended (WR-1)."""
+        """Run these episodes as a task, and return it once it has ended (WR-1)."""
         task = self._running[key] = asyncio.create_task(episodes, name=f"episodes of {key}")
         try:
             await asyncio.wait([task])  # Unblocked by the episodes' end, or by `cancel`.
         finally:
             del self._running[key]
-            task.cancel()  # Nothing once it has ended; the end of it when this endpoint is stopped.
+            task.cancel()  # if this endpoint itself is cancelled; does nothing to a task that has ended
         return task
 
     async def _end(self, keys: Iterable[int | str]) -> None:
@@ -169,6 +172,9 @@ class RolloutWorker(Actor):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)  # Unblocked by the groups' own report to the queue.
+
+    async def _report(self, end: Group | Dropped) -> bool:
+        return await _answer(self._queue.report.call_one(end))
 
     def _write(self, ticket: int, prompt: Prompt, trajectory: Trajectory) -> None:
         tokens = trajectory.tokens["tokens"].tolist()
@@ -183,29 +189,10 @@ class RolloutWorker(Actor):
         )
 
 
-class _Queue:
-    """The trajectory queue's actor, as a group runner speaks to it."""
+class _RemoteRewards:
+    """Scores by the hub's `RewardPool`; cancelling a call cancels the request there."""
 
-    def __init__(self, queue: Any):
-        self._queue = queue
-
-    async def started(self, ticket: int) -> bool:
-        return await _answer(self._queue.started.call_one(ticket))
-
-    async def put(self, group: Group) -> bool:
-        return await _answer(self._queue.put.call_one(group))
-
-    async def reject(self, ticket: int, why: str) -> bool:
-        return await _answer(self._queue.reject.call_one(ticket, why))
-
-    async def fail(self, ticket: int, why: str) -> bool:
-        return await _answer(self._queue.fail.call_one(ticket, why))
-
-
-class _Rewards:
-    """The reward pool's actor, as a group runner speaks to it."""
-
-    def __init__(self, rewards: Any, name: str):
+    def __init__(self, rewards: "RewardPool", name: str):
         self._rewards = rewards
         self._name = name
         self._numbers = count()
@@ -215,12 +202,12 @@ class _Rewards:
         try:
             return await _answer(self._rewards.score.call_one(prompt, response, request))
         except asyncio.CancelledError:
-            self._rewards.cancel.broadcast(request)  # Monarch does not pass a cancellation on
+            self._rewards.cancel.broadcast(request)  # Monarch does not forward cancellations
             raise
 
 
 async def _answer(call: Awaitable[Any]) -> Any:
-    """What the actor answered; what it raised is raised here as itself, not as the report about it."""
+    """The answer of an actor; its error is raised as the original one, not as Monarch's report of it."""
     try:
         return await call
     except ActorError as error:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from goaly.backlog.backlog import Wait
 from goaly.backlog.batch import BatchHandle
+from goaly.backlog.group_queue import Wait
 from goaly.errors import RunFailed
 from goaly.evaluation.result import EvalResult, Evaluation, warn_of_long_prompts
 from goaly.evaluation.sets import ProblemSets

@@ -11,8 +11,8 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import ActorError
 
 from goaly.backlog.admission import Ticket
-from goaly.backlog.backlog import Wait
 from goaly.backlog.batch import BatchHandle
+from goaly.backlog.group_queue import Wait
 from goaly.errors import RunFailed, cause_of
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group import NO_ROOM, GroupSummary

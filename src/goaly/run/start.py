@@ -26,7 +26,7 @@ from goaly.generate.service import GeneratorService
 from goaly.plan.dry_run import placed
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.pool import RewardPool
-from goaly.rollout.worker import RolloutWorker, packed
+from goaly.rollout.worker import RolloutWorker, pickled
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
 from goaly.run.meeting import meet
@@ -141,7 +141,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
             RolloutWorker,
             name,
             config.rollout,
-            packed(episode),
+            pickled(episode),
             queue=queue,
             rewards=shared_rewards or config.reward,
             verifiers=verifiers,

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from goaly.backlog.backlog import Backlog, Wait
+from goaly.backlog.group_queue import GroupQueue, Wait
+from goaly.backlog.ledger import Dropped
 from goaly.backlog.outcomes import RECENT_STEPS
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed, SchemaError
@@ -17,8 +18,8 @@ from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
 SETTINGS = BacklogSettings(groups_per_step=2, group_size=2, max_staleness=0, window=2, row_length=16)
 
 
-def backlog(settings: BacklogSettings = SETTINGS, dp_ranks: int = 1, steps: int | None = None) -> Backlog:
-    return Backlog(settings, AdvantageSettings(), dp_ranks=dp_ranks, pad_token=0, steps=steps)
+def backlog(settings: BacklogSettings = SETTINGS, dp_ranks: int = 1, steps: int | None = None) -> GroupQueue:
+    return GroupQueue(settings, AdvantageSettings(), dp_ranks=dp_ranks, pad_token=0, steps=steps)
 
 
 def sample(index: int, reward: float, length: int, version: int) -> Trajectory:
@@ -44,15 +45,14 @@ def group(ticket: int, rewards: tuple[float, ...] = (0.0, 1.0), length: int = 4,
     return Group(ticket=ticket, prompt_id=f"p{ticket}", source="test", samples=samples)
 
 
-async def complete(queue: Backlog, **changes) -> int:
+async def complete(queue: GroupQueue, **changes) -> int:
     ticket = await queue.admit()
     assert ticket is not None
-    assert queue.started(ticket.index)
-    assert queue.put(group(ticket.index, version=ticket.min_version, **changes))
+    assert queue.report(group(ticket.index, version=ticket.min_version, **changes))
     return ticket.index
 
 
-async def train_one(queue: Backlog) -> None:
+async def train_one(queue: GroupQueue) -> None:
     batch = await queue.next_batch()
     assert batch is not None
     queue.trained(batch.id, batch.id + 1)
@@ -82,7 +82,7 @@ async def test_a_failed_ticket_frees_its_place_for_another():
         await queue.admit()
     third = asyncio.create_task(queue.admit())
     assert await waiting(third)
-    assert queue.fail(0, "broken")
+    assert queue.report(Dropped.failed(0, "broken"))
     assert (await third).min_version == 0
 
 
@@ -92,18 +92,18 @@ async def test_a_run_of_one_step_admits_again_only_what_was_dropped():
         await queue.admit()
     third = asyncio.create_task(queue.admit())
     assert await waiting(third)  # BL-5
-    queue.reject(1, "too long")
+    queue.report(Dropped.rejected(1, "too long"))
     assert (await third).index == 2
 
 
 async def test_a_batch_waits_for_its_groups_and_takes_them_in_ticket_order():
     queue = backlog()
     for _ in range(2):
-        queue.started((await queue.admit()).index)
+        await queue.admit()
     batch = asyncio.create_task(queue.next_batch())
-    queue.put(group(1))
+    queue.report(group(1))
     assert await waiting(batch)
-    queue.put(group(0, length=3))
+    queue.report(group(0, length=3))
     assert (await batch).sequences == 4
     rows = queue.rows(0, 0).rows
     assert rows["positions"][0].tolist() == [*range(4), *range(4), *range(3), *range(3), 0, 1]
@@ -114,15 +114,15 @@ async def test_what_a_batch_waits_for_is_the_oldest_group_under_way(order):
     queue = backlog(replace(SETTINGS, max_staleness=3, order=order))
     assert queue.wait() == Wait(ticket=None, finished=0, needed=2, rejected=0, failed=0)
     for _ in range(5):
-        queue.started((await queue.admit()).index)
-    queue.put(group(2))
-    queue.fail(0, "broken")
-    queue.reject(4, "too long")
+        await queue.admit()
+    queue.report(group(2))
+    queue.report(Dropped.failed(0, "broken"))
+    queue.report(Dropped.rejected(4, "too long"))
     assert queue.wait() == Wait(ticket=1, finished=1, needed=2, rejected=1, failed=1)
-    queue.put(group(1))
+    queue.report(group(1))
     assert queue.wait().ticket == 3
     await queue.next_batch()
-    queue.put(group(3))
+    queue.report(group(3))
     assert (queue.wait().ticket, queue.wait().finished) == (None, 1)
 
 
@@ -133,8 +133,7 @@ async def test_batch_metrics_by_hand():
     await train_one(queue)
     for index, (rewards, length, version) in enumerate([((0.5, 0.0), 4, 1), ((1.0, 1.0), 6, 0)], start=2):
         await queue.admit()
-        queue.started(index)
-        queue.put(group(index, rewards=rewards, length=length, version=version))
+        queue.report(group(index, rewards=rewards, length=length, version=version))
     batch = await queue.next_batch()
     assert (batch.id, batch.sequences, batch.tokens, batch.trained_tokens) == (1, 4, 20, 16)
     metrics = {key: value for key, value in batch.metrics.items() if not key.startswith(("queue/", "distribution/"))}
@@ -180,7 +179,7 @@ async def test_a_later_stage_adds_a_column_of_the_right_kind_only():
     await queue.next_batch()
     queue.annotate(0, 0, "reference_logprobs", torch.full((1, 16), -2.0))
     assert queue.rows(0, 0).rows["reference_logprobs"].unique().tolist() == [-2.0]
-    with pytest.raises(SchemaError, match="`tokens` can't be added"):
+    with pytest.raises(SchemaError, match="can't add the column `tokens`"):
         queue.annotate(0, 0, "tokens", torch.zeros(1, 16))
     with pytest.raises(SchemaError, match=r"`values` is torch.float32 \(2, 16\), must be torch.float32 \(1, 16\)"):
         queue.annotate(0, 0, "values", torch.zeros(2, 16))
@@ -188,7 +187,7 @@ async def test_a_later_stage_adds_a_column_of_the_right_kind_only():
 
 async def test_with_a_kl_term_advantages_come_with_the_last_ranks_reference_logprobs():
     settings = AdvantageSettings(name="group_mean", kl_coef=0.5)
-    queue = Backlog(SETTINGS, settings, dp_ranks=2, pad_token=0)
+    queue = GroupQueue(SETTINGS, settings, dp_ranks=2, pad_token=0)
     await complete(queue)
     await complete(queue, rewards=(3.0, 3.0))
     await queue.next_batch()
@@ -206,7 +205,7 @@ async def test_with_a_kl_term_advantages_come_with_the_last_ranks_reference_logp
 
 
 async def test_with_a_critic_advantages_and_returns_come_with_the_last_ranks_values():
-    queue = Backlog(SETTINGS, AdvantageSettings(name="gae", options={"normalize": False}), dp_ranks=2, pad_token=0)
+    queue = GroupQueue(SETTINGS, AdvantageSettings(name="gae", options={"normalize": False}), dp_ranks=2, pad_token=0)
     await complete(queue)
     await complete(queue, rewards=(3.0, 3.0))
     await queue.next_batch()
@@ -231,21 +230,20 @@ async def test_close_gives_every_waiter_none_and_accounts_for_what_was_queued():
     assert await asyncio.gather(*waiters) == [None, None]
     assert (await queue.admit(), await queue.next_batch()) == (None, None)
     assert queue.counts() == {
-        "admitted": 2, "waiting": 0, "running": 0, "queued": 0, "trained": 0, "rejected": 2, "failed": 0,
-        "policy_version": 0,
+        "admitted": 2, "running": 1, "queued": 0, "trained": 0, "rejected": 1, "failed": 0, "policy_version": 0,
     }  # fmt: skip
-    assert not queue.started(1)
+    assert queue.settle()["rejected"] == 2
 
 
 async def test_a_group_that_comes_after_close_is_accounted_and_not_trained():
     queue = backlog()
     for _ in range(2):
-        queue.started((await queue.admit()).index)
+        await queue.admit()
     queue.close()
-    assert queue.put(group(0)) is False
+    assert queue.report(group(0)) is False
     assert queue.reasons() == {"rejected: the run ended": 1}
     assert queue.settle()["rejected"] == 2
-    assert queue.put(group(1)) is False
+    assert queue.report(group(1)) is False
 
 
 async def test_a_batch_under_training_at_close_still_counts_as_trained():
@@ -254,7 +252,7 @@ async def test_a_batch_under_training_at_close_still_counts_as_trained():
     await complete(queue)
     batch = await queue.next_batch()
     queue.close()
-    assert not queue.fail(0, "too late")
+    assert not queue.report(Dropped.failed(0, "too late"))
     queue.trained(batch.id, 1)
     assert queue.settle()["trained"] == 2
 
@@ -262,7 +260,7 @@ async def test_a_batch_under_training_at_close_still_counts_as_trained():
 async def test_a_failure_reported_after_the_group_is_complete_changes_nothing():
     queue = backlog()
     index = await complete(queue)
-    assert not queue.fail(index, "its worker died")
+    assert not queue.report(Dropped.failed(index, "its worker died"))
     assert queue.counts()["queued"] == 1
 
 
@@ -287,15 +285,15 @@ async def test_a_cancelled_waiter_takes_neither_ticket_nor_groups():
 @pytest.mark.parametrize(
     ("broken", "named"),
     [
-        (group(0, rewards=(1.0,)), "prompt p0: a group of 1 samples, group_size=2 are due"),
-        (group(0, length=17), "trajectory p/0: 17 tokens don't fit into row_length=16"),
+        (group(0, rewards=(1.0,)), "prompt p0: a group of 1 samples, must be backlog.group_size=2"),
+        (group(0, length=17), "trajectory p/0: 17 tokens don't fit into backlog.row_length=16"),
     ],
 )
 async def test_a_group_that_cannot_be_trained_is_refused_and_stays_running(broken, named):
     queue = backlog()
-    queue.started((await queue.admit()).index)
+    await queue.admit()
     with pytest.raises(SchemaError, match=named):
-        queue.put(broken)
+        queue.report(broken)
     assert queue.counts()["running"] == 1
 
 
@@ -309,7 +307,7 @@ async def test_batches_are_trained_in_their_order_by_their_version():
     with pytest.raises(ValueError, match="batch 0 made policy_version=3"):
         queue.trained(0, 3)
     queue.trained(0, 1)
-    with pytest.raises(ValueError, match="batch 0 is not there: trained, or never formed; there now: 1"):
+    with pytest.raises(ValueError, match="unknown batch 0; open batches: 1"):
         queue.rows(0, 0)
     with pytest.raises(ValueError, match="dp_rank=1: must be from 0 to 0"):
         queue.rows(1, 1)
@@ -321,20 +319,16 @@ async def test_a_group_of_weights_older_than_its_ticket_allows_is_refused():
         await complete(queue)
     await train_one(queue)
     ticket = await queue.admit()
-    queue.started(ticket.index)
     with pytest.raises(SchemaError, match="a token of policy version 0, ticket 2 allows 1 and newer"):
-        queue.put(group(ticket.index, version=0))  # BL-6
+        queue.report(group(ticket.index, version=0))  # BL-6
 
 
 async def test_a_group_comes_once_and_only_from_a_running_ticket():
     queue = backlog()
     await queue.admit()
-    with pytest.raises(ValueError, match="ticket 0 is waiting; a group comes once, from a running one"):
-        queue.put(group(0))
-    queue.started(0)
-    queue.put(group(0))
-    with pytest.raises(ValueError, match="ticket 0 is queued"):
-        queue.put(group(0))
+    queue.report(group(0))
+    with pytest.raises(ValueError, match="ticket 0 is queued; only a running ticket may report a group, once"):
+        queue.report(group(0))
 
 
 DYNAMIC = replace(SETTINGS, dynamic_sampling=True, max_no_signal_share=0.5)
@@ -343,15 +337,14 @@ DYNAMIC = replace(SETTINGS, dynamic_sampling=True, max_no_signal_share=0.5)
 async def test_dynamic_sampling_rejects_a_group_without_signal_and_lets_another_start():
     queue = backlog(DYNAMIC)
     for _ in range(2):
-        queue.started((await queue.admit()).index)
+        await queue.admit()
     third = asyncio.create_task(queue.admit())
     assert await waiting(third)
-    assert queue.put(group(0, rewards=(1.0, 1.0))) is False  # BL-7
-    assert queue.put(group(1)) is True
+    assert queue.report(group(0, rewards=(1.0, 1.0))) is False  # BL-7
+    assert queue.report(group(1)) is True
     assert (await third).min_version == 0
     assert queue.reasons() == {"rejected: no_signal": 1}
-    queue.started(2)
-    queue.put(group(2))
+    queue.report(group(2))
     batch = await queue.next_batch()
     assert (batch.metrics["groups/rejected_no_signal"], batch.metrics["groups/without_signal"]) == (1.0, 0.0)
     assert batch.metrics["groups/no_signal_share"] == pytest.approx(1 / 3)
@@ -367,8 +360,8 @@ async def test_a_step_counts_the_responses_that_no_verifier_scored_also_of_rejec
     counted = []
     for of_step in ([silenced, *trained], [group(3, version=1), group(4, version=1)]):
         for one in of_step:
-            queue.started((await queue.admit()).index)
-            queue.put(one)
+            await queue.admit()
+            queue.report(one)
         batch = await queue.next_batch()
         assert batch is not None
         counted.append((batch.metrics["reward/verifier_errors"], batch.metrics["reward/verifier_timeouts"]))
@@ -388,8 +381,7 @@ async def test_dynamic_sampling_ends_with_an_error_when_no_group_has_a_signal():
     batch = asyncio.create_task(queue.next_batch())
     for _ in range(RECENT_STEPS * DYNAMIC.groups_per_step):
         index = (await queue.admit()).index
-        queue.started(index)
-        assert not queue.put(group(index, rewards=(0.0, 0.0)))
+        assert not queue.report(group(index, rewards=(0.0, 0.0)))
     said = "32 of the last 32 groups had no signal .*, more than backlog.max_no_signal_share=0.5"
     with pytest.raises(RunFailed, match=said):
         await batch  # OU-1
@@ -401,14 +393,14 @@ async def test_dynamic_sampling_ends_with_an_error_when_no_group_has_a_signal():
 async def test_length_weights_multiply_the_advantages_of_their_group():
     settings = replace(SETTINGS, max_staleness=3, order="completion", length_correction="inverse_propensity")
     queue = backlog(settings)
-    for ticket in [(await queue.admit()).index for _ in range(8)]:
-        queue.started(ticket)
+    for _ in range(8):
+        await queue.admit()
     for ticket in (1, 2, 4, 5):
-        queue.put(group(ticket, length=3))
+        queue.report(group(ticket, length=3))
     await queue.next_batch()
     await queue.next_batch()
-    queue.put(group(0, length=13))
-    queue.put(group(6, length=3))
+    queue.report(group(0, length=13))
+    queue.report(group(6, length=3))
     rows = queue.rows((await queue.next_batch()).id, 0).rows
     # Known of what was launched are tickets 0, 1, 2: one of 3 is long. Of what is trained, one of 6: weights 2 and 4/5.
     sizes = {position.item() for position in rows["advantages"].abs().unique()}

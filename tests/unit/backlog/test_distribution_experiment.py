@@ -50,7 +50,7 @@ def test_nothing_finished_is_discarded_and_every_group_is_accounted_for(settings
     counts = simulation.final_counts
     assert counts["trained"] == 20 * settings.groups_per_step
     assert counts["admitted"] == counts["trained"] + counts["rejected"]
-    assert simulation.backlog.reasons() == {"rejected: the run ended": counts["rejected"]}  # never for its age
+    assert simulation.queue.reasons() == {"rejected: the run ended": counts["rejected"]}  # never for its age
 
 
 def test_virtual_time_ends_where_nothing_can_go_on() -> None:

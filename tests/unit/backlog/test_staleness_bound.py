@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from bench import virtual
 from bench.distribution import trajectory
 from goaly.backlog.admission import Admission, Ticket
-from goaly.backlog.backlog import Backlog
+from goaly.backlog.group_queue import GroupQueue
+from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Trajectory
@@ -56,13 +57,13 @@ class Schedule:
 
     def run(self) -> "Schedule":
         steps = self.steps if self.known_length else None
-        self.backlog = Backlog(self.config, AdvantageSettings(), dp_ranks=1, pad_token=0, steps=steps)
+        self.queue = GroupQueue(self.config, AdvantageSettings(), dp_ranks=1, pad_token=0, steps=steps)
         virtual.run(self._run())  # raises when all wait for each other
         return self
 
     @property
     def version(self) -> int:
-        return self.backlog.counts()["policy_version"]
+        return self.queue.counts()["policy_version"]
 
     @property
     def trained(self) -> list[Course]:
@@ -82,35 +83,34 @@ class Schedule:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._collect(tasks))
             for step in range(self.steps):
-                batch = await self.backlog.next_batch()
+                batch = await self.queue.next_batch()
                 assert batch is not None
                 self.ages.append(batch.metrics["age/max"])
                 for index, course in self.courses.items():
                     if batch.metrics.get(f"distribution/source/{index}"):
                         course.trained = step
                 await asyncio.sleep(self.train_seconds)
-                self.backlog.trained(batch.id, batch.id + 1)
-            self.counts = self.backlog.settle()
+                self.queue.trained(batch.id, batch.id + 1)
+            self.counts = self.queue.settle()
 
     async def _collect(self, tasks: asyncio.TaskGroup) -> None:
-        while (ticket := await self.backlog.admit()) is not None:
-            counts = self.backlog.counts()
+        while (ticket := await self.queue.admit()) is not None:
+            counts = self.queue.counts()
             position = counts["admitted"] - 1 - counts["rejected"] - counts["failed"]
             self.courses[ticket.index] = Course(position, ticket.min_version, counts["policy_version"])
-            self.backlog.started(ticket.index)
             tasks.create_task(self._group(ticket))
 
     async def _group(self, ticket: Ticket) -> None:
         await asyncio.sleep(self.durations[ticket.index % len(self.durations)])
         match self.fate(ticket.index):
             case Fate.REJECTED:
-                self.backlog.reject(ticket.index, "drawn")
+                self.queue.report(Dropped.rejected(ticket.index, "drawn"))
             case Fate.FAILED:
-                self.backlog.fail(ticket.index, "drawn")
+                self.queue.report(Dropped.failed(ticket.index, "drawn"))
             case fate:
                 samples = (sample(0, ticket.min_version), sample(int(fate is Fate.SIGNAL), ticket.min_version))
                 name = str(ticket.index)  # as its source, metrics tell which batch it is in
-                if self.backlog.put(Group(ticket=ticket.index, prompt_id=name, source=name, samples=samples)):
+                if self.queue.report(Group(ticket=ticket.index, prompt_id=name, source=name, samples=samples)):
                     self.courses[ticket.index].finished = self.version
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from goaly.prompts.prompt import Message, Prompt
-from goaly.reward.judge import Judge
-from goaly.reward.process import VerifierError
 from goaly.reward.settings import RewardSettings
+from goaly.reward.verifier_process import VerifierError
+from goaly.reward.verifiers import Judge
 
 PROMPT = Prompt(id="q7", source="test", messages=(Message(role="user", content="1+1"),), answer="2")
 LENGTH, BY_WORD = "verifiers_under_test:length", "verifiers_under_test:by_word"

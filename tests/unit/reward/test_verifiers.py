@@ -14,8 +14,8 @@ import pytest
 
 from goaly import process
 from goaly.prompts.prompt import Message, Prompt
-from goaly.reward.process import VerifierError, VerifierProcess
 from goaly.reward.settings import RewardSettings
+from goaly.reward.verifier_process import VerifierError, VerifierProcess
 from goaly.reward.verifiers import ERRORS_IN_A_ROW, RewardTimeout, Unscored, VerifierPool
 
 PROMPT = Prompt(id="q7", source="test", messages=(Message(role="user", content="1+1"),), answer="2")

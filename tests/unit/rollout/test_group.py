@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goaly.backlog.admission import Ticket
+from goaly.backlog.ledger import Dropped, State
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward.verifiers import Unscored
@@ -81,26 +82,14 @@ class FakeQueue:
     reports: list[tuple] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
 
-    async def started(self, ticket: int) -> bool:
-        return self.open
-
-    async def put(self, group: Group) -> bool:
-        if not self.reports:
-            self.reports.append(("put", group.ticket))
-            self.groups.append(group)
+    async def report(self, end: Group | Dropped) -> bool:
+        if not self.reports and isinstance(end, Group):
+            self.reports.append(("put", end.ticket))
+            self.groups.append(end)
+        elif not self.reports:
+            self.reports.append(("fail" if end.state is State.FAILED else "reject", end.ticket, end.why))
         await asyncio.sleep(0)
         return self.open
-
-    async def reject(self, ticket: int, why: str) -> bool:
-        if not self.reports:
-            self.reports.append(("reject", ticket, why))
-        return True
-
-    async def fail(self, ticket: int, why: str) -> bool:
-        await asyncio.sleep(0)
-        if not self.reports:
-            self.reports.append(("fail", ticket, why))
-        return True
 
 
 class Rewards:
@@ -125,7 +114,7 @@ def runner(sampler: FakeSampler, queue: FakeQueue, episode=ask_once, **changes) 
         "max_context": 16,
         "concurrency": 100,
     }
-    return GroupRunner(episode, sampler=sampler, queue=queue, **{**arguments, **changes})
+    return GroupRunner(episode, sampler=sampler, report=queue.report, **{**arguments, **changes})
 
 
 async def test_a_group_is_all_samples_of_its_prompt_and_goes_to_the_queue():
@@ -194,11 +183,9 @@ async def test_a_conversation_that_fills_the_context_at_a_later_turn_is_rejected
     assert await runner(sampler, queue, fill_the_context, max_context=8).evaluate(PROMPT, 2) == [0.0, 0.0]
 
 
-async def test_a_ticket_that_has_ended_starts_no_episode():
-    sampler = FakeSampler()
-    summary = await runner(sampler, FakeQueue(open=False)).run(TICKET, PROMPT)
-    assert summary.rejected == "it had ended before it started"
-    assert sampler.asked == []
+async def test_a_group_that_the_queue_does_not_train_is_rejected():
+    summary = await runner(FakeSampler(), FakeQueue(open=False)).run(TICKET, PROMPT)
+    assert (summary.rejected, summary.failed) == ("it came too late, or has no signal", None)
 
 
 async def test_a_request_that_was_cancelled_elsewhere_fails_the_group():

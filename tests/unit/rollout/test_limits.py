@@ -18,7 +18,7 @@ from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.rollout.limits import CANCEL_SECONDS, within
 from goaly.rollout.running import DONE, GENERATING, JUDGED, OWN_CODE, WAITING, GroupProgress
 from goaly.rollout.settings import RolloutSettings
-from goaly.rollout.worker import _Rewards
+from goaly.rollout.worker import _RemoteRewards
 from goaly.trajectory import Trajectory
 
 NEXT = Ticket(index=5, min_version=2)
@@ -321,7 +321,7 @@ async def test_a_score_that_nobody_waits_for_any_more_is_cancelled_at_the_hub():
         return await asyncio.Future() if response == "hangs" else 1.0
 
     hub = SimpleNamespace(score=SimpleNamespace(call_one=score), cancel=SimpleNamespace(broadcast=cancelled.append))
-    rewards = _Rewards(hub, "rollout-3")
+    rewards = _RemoteRewards(hub, "rollout-3")
     assert await rewards.score(PROMPT, "fine") == 1.0
     hanging = asyncio.create_task(rewards.score(PROMPT, "hangs"))
     await asyncio.sleep(0)

@@ -9,7 +9,7 @@ import pytest
 
 from bench import virtual
 from goaly.backlog.admission import Ticket
-from goaly.backlog.backlog import Wait
+from goaly.backlog.group_queue import Wait
 from goaly.errors import RunFailed
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.group import GroupSummary

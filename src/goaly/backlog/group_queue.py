@@ -1,20 +1,20 @@
-"""The backlog: what waits between the collecting and the training loop. Asyncio, no actors, no I/O.
+"""The queue between the collecting and the training loop. Asyncio, no actors, no I/O; `queue.py` is its actor.
 
-Joins the pure parts (ledger, admission, order, batch) and lets their users wait: `admit` until a group may start,
-`next_batch` until the window holds a step's groups. Every change wakes all waiters; nothing is polled.
+Combines admission, ledger, order and batches, and lets callers wait: `admit` until a group may start, `next_batch`
+until the window holds the groups of a step. Every change wakes all waiters; nothing is polled.
 
 Invariants
-    BL-1  At most (max_staleness + 1) * groups_per_step groups are admitted and not yet trained, so every buffer here
-          is bounded by admission; `put` never waits.
-    BL-2  Batch k is formed from what has finished, in window order, and trained by policy version k.
-    BL-3  After `close` every waiter gets None, and what waits, is queued, or arrives late is rejected: the ledger's
-          identity holds to the end.
-    BL-4  Only the two waits suspend, and nothing stands between a wait's end and its entry in the ledger: a cancelled
-          waiter has taken nothing, a cancelled report has happened or has not.
-    BL-5  A run of known length admits no more than it will train.
-    BL-6  A group with a trained token older than its ticket allows is refused: the age bound is checked, not believed.
-    BL-7  With dynamic sampling no group without signal is queued: it is rejected, and admission lets another start.
-          When that becomes hopeless (OU-1), every waiter gets the error.
+    BL-1  At most (max_staleness + 1) * groups_per_step groups are admitted and not yet trained. This bounds every
+          buffer here, so `report` never waits.
+    BL-2  Batch k is formed from finished groups, in the order of `order.py`, and is trained by policy version k.
+    BL-3  After `close` every waiter gets None. Queued groups and groups that arrive later are rejected, so LE-1 holds
+          to the end.
+    BL-4  Only `admit` and `next_batch` suspend, and none of them suspends between the end of its wait and its entry in
+          the ledger: a cancelled call has taken nothing.
+    BL-5  A run of known length admits no more groups than it trains.
+    BL-6  A group with a trained token older than its ticket allows is refused.
+    BL-7  With dynamic sampling a group without signal is rejected, and another one may start in its place. When too few
+          groups have a signal (OU-1), every waiter gets the error.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from torch import Tensor
 from goaly.backlog.admission import Admission, Ticket
 from goaly.backlog.batch import Batch, BatchHandle, add_advantages, build_batch
 from goaly.backlog.distribution import KnownStep, LengthDistribution, SourceShares
-from goaly.backlog.ledger import Ledger, State
+from goaly.backlog.ledger import Dropped, Ledger, State
 from goaly.backlog.order import order_of
 from goaly.backlog.outcomes import NO_SIGNAL, Outcomes
 from goaly.backlog.settings import BacklogSettings
@@ -47,23 +47,23 @@ class Wait:
     """What the next batch waits for."""
 
     ticket: int | None
-    """The oldest group under way, which holds the window back; None: no group is under way."""
+    """The oldest running group, which holds the window back; None if no group is running."""
     finished: int
-    """Groups that are complete and not in a batch yet."""
+    """Complete groups that are not in a batch yet."""
     needed: int
-    """Groups that a batch takes."""
+    """Groups in a batch."""
     rejected: int
     """Groups rejected so far."""
     failed: int
     """Groups that failed so far."""
 
     def __str__(self) -> str:
-        """What is there, in words."""
+        """A line for the log."""
         ended = f"{self.rejected} groups were rejected, {self.failed} failed so far"
         return f"{self.finished} complete groups wait for a batch of {self.needed}; {ended}"
 
 
-class Backlog:
+class GroupQueue:
     """Admission, order, batches and accounting of one run."""
 
     def __init__(
@@ -99,12 +99,12 @@ class Backlog:
 
     @property
     def known_steps(self) -> Sequence[KnownStep]:
-        """How far what was trained is from what was launched, for each step from the first on that is known."""
+        """The distance between trained and launched lengths of each step for which it is known, in order."""
         return self._distribution.known
 
     async def admit(self) -> Ticket | None:
-        """The next ticket, as soon as a group may start; None once closed."""
-        # Unblocked by `trained`, by `reject` and `fail`, which free a position, and by `close`.
+        """The next ticket. Waits until a group may start; None after `close`."""
+        # Unblocked by `trained`, by a dropped ticket, whose position becomes free, and by `close`.
         await self._until(lambda: self._admission.is_open(self._ledger.live, self._policy_version))
         if self._closed:
             return None
@@ -115,27 +115,27 @@ class Backlog:
         self._min_versions[ticket.index] = min_version
         return ticket
 
-    def started(self, ticket: int) -> bool:
-        """The ticket's episodes start. False: it has ended already (the run is closing) and they should not."""
-        if self._ledger.state(ticket).ended:
-            return False
-        self._ledger.move(ticket, State.RUNNING)
-        return True
+    def report(self, end: Group | Dropped) -> bool:
+        """Record how a ticket's episodes ended: with a complete group, or without one.
 
-    def put(self, group: Group) -> bool:
-        """A complete group. False: it is not trained: its ticket or the run has ended already, or it has no signal."""
+        False if a group is not trained (its ticket or the run has ended, or it has no signal), or if a dropped ticket
+        had ended before.
+        """
+        return self._put(end) if isinstance(end, Group) else self._drop(end)
+
+    def _put(self, group: Group) -> bool:
         state = self._ledger.state(group.ticket)
         if state.ended:
             return False
         if state is not State.RUNNING:
-            raise ValueError(f"ticket {group.ticket} is {state}; a group comes once, from a running one")
+            raise ValueError(f"ticket {group.ticket} is {state}; only a running ticket may report a group, once")
         self._check(group)
         if self._closed:
             self._ledger.move(group.ticket, State.REJECTED, RUN_ENDED)  # BL-3
             return False
         if not self._outcomes.saw(group) and self._settings.dynamic_sampling:
             self._hopeless = self._hopeless or self._outcomes.hopeless()
-            self._drop(group.ticket, State.REJECTED, NO_SIGNAL)  # BL-7
+            self._drop(Dropped.rejected(group.ticket, NO_SIGNAL))  # BL-7
             return False
         self._ledger.move(group.ticket, State.QUEUED)
         del self._min_versions[group.ticket]
@@ -146,17 +146,9 @@ class Backlog:
         self._wake()
         return True
 
-    def reject(self, ticket: int, why: str) -> bool:
-        """Leave a ticket out on purpose. False: its group was complete before, or it had ended."""
-        return self._drop(ticket, State.REJECTED, why)
-
-    def fail(self, ticket: int, why: str) -> bool:
-        """Something broke. False: the ticket's group was complete before, or it had ended."""
-        return self._drop(ticket, State.FAILED, why)
-
     async def next_batch(self) -> BatchHandle | None:
-        """The next step's batch, as soon as its groups are there; None once closed."""
-        # Unblocked by `put`, by `reject` and `fail` of a ticket that held the window back, and by `close`.
+        """The batch of the next step. Waits until its groups are complete; None after `close`."""
+        # Unblocked by `report`, because a group is complete or no longer holds the window back, and by `close`.
         await self._until(lambda: self._order.ready(self._settings.groups_per_step))
         tickets = None if self._closed else self._order.take(self._settings.groups_per_step)
         if tickets is None:
@@ -188,7 +180,7 @@ class Backlog:
         return batch.handle
 
     def wait(self) -> Wait:
-        """What the next batch waits for at this moment."""
+        """What the next batch is waiting for now."""
         counts = self._ledger.counts()
         return Wait(
             ticket=self._order.oldest_under_way,
@@ -199,17 +191,19 @@ class Backlog:
         )
 
     def rows(self, batch_id: int, dp_rank: int) -> PackedRows:
-        """A data-parallel rank's rows of a batch that is not trained yet."""
+        """The rows of a batch for one data-parallel rank; available until the batch is trained."""
         batch = self._batch(batch_id)
         if not 0 <= dp_rank < self._dp_ranks:
             raise ValueError(f"dp_rank={dp_rank}: must be from 0 to {self._dp_ranks - 1}")
         return batch.ranks[dp_rank]
 
     def annotate(self, batch_id: int, dp_rank: int, key: str, column_RL: Tensor) -> None:
-        """Add a column that a later stage computed to a rank's rows."""
+        """Add a column that a later stage computed, such as `values`, to the rows of one rank."""
         rows = self.rows(batch_id, dp_rank).rows
         if key not in LATER:
-            raise SchemaError(f"batch {batch_id}: `{key}` can't be added; later stages add {', '.join(LATER)}")
+            raise SchemaError(
+                f"batch {batch_id}: can't add the column `{key}`; later stages may add {', '.join(LATER)}"
+            )
         if column_RL.dtype != LATER[key] or column_RL.shape != rows.batch_size:
             raise SchemaError(
                 f"batch {batch_id}, dp_rank {dp_rank}: `{key}` is {column_RL.dtype} {tuple(column_RL.shape)}, "
@@ -220,7 +214,7 @@ class Backlog:
             add_advantages(self._batches[batch_id], self._advantage_settings)
 
     def trained(self, batch_id: int, policy_version: int) -> None:
-        """A training step consumed the batch and made this version."""
+        """Record that a training step consumed the batch and produced this version."""
         batch = self._batch(batch_id)
         if batch_id != self._policy_version or policy_version != batch_id + 1:  # BL-2
             raise ValueError(
@@ -234,29 +228,29 @@ class Backlog:
         self._wake()
 
     def close(self) -> None:
-        """End admission and batches: all waiters get None; what waits or is queued outside a batch is rejected."""
+        """End admission and batches: every waiter gets None, and complete groups that are in no batch are rejected."""
         if self._closed:
             return
         self._closed = True
         for ticket in self._ledger.open():
-            if ticket in self._groups or self._ledger.state(ticket) is State.WAITING:
+            if ticket in self._groups:
                 self._ledger.move(ticket, State.REJECTED, RUN_ENDED)
         self._groups.clear()
         self._wake()
 
     def settle(self) -> dict[str, int]:
-        """Close, and account for every ticket that nobody will report on any more; the final counts."""
+        """Close, reject every ticket that has not ended, and return the final counts."""
         self.close()
         for ticket in self._ledger.open():
             self._ledger.move(ticket, State.REJECTED, RUN_ENDED)
         return self.counts()
 
     def counts(self) -> dict[str, int]:
-        """Tickets admitted and in each state, and the policy version that admission knows of."""
+        """The number of tickets admitted and in each state, and the newest policy version reported here."""
         return {**self._ledger.counts(), "policy_version": self._policy_version}
 
     def reasons(self) -> dict[str, int]:
-        """How many tickets were rejected or failed, by `state: why`."""
+        """The number of rejected and failed tickets by `state: why`."""
         return dict(self._ledger.reasons)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
@@ -271,29 +265,29 @@ class Backlog:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _drop(self, ticket: int, to: State, why: str) -> bool:
-        state = self._ledger.state(ticket)
-        if state.ended or state is State.QUEUED:
-            logger.info("ticket %d is %s already; not %s: %s", ticket, state, to, why)
+    def _drop(self, end: Dropped) -> bool:
+        ticket, state = end.ticket, self._ledger.state(end.ticket)
+        if state is not State.RUNNING:
+            logger.info("ticket %d is already %s; not %s: %s", ticket, state, end.state, end.why)
             return False
         self._order.drop(ticket)
         self._distribution.drop(ticket)
         self._min_versions.pop(ticket, None)
-        self._ledger.move(ticket, to, why)
+        self._ledger.move(ticket, end.state, end.why)
         self._wake()
         return True
 
     def _batch(self, batch_id: int) -> Batch:
         if batch_id not in self._batches:
             known = ", ".join(map(str, self._batches)) or "none"
-            raise ValueError(f"batch {batch_id} is not there: trained, or never formed; there now: {known}")
+            raise ValueError(f"unknown batch {batch_id}; open batches: {known}")
         return self._batches[batch_id]
 
     def _check(self, group: Group) -> None:
         if len(group.samples) != self._settings.group_size:
             raise SchemaError(
                 f"prompt {group.prompt_id}: a group of {len(group.samples)} samples, "
-                f"group_size={self._settings.group_size} are due"
+                f"must be backlog.group_size={self._settings.group_size}"
             )
         min_version = self._min_versions[group.ticket]
         for sample in group.samples:
@@ -307,7 +301,7 @@ class Backlog:
                 )
             if len(sample) > self._settings.row_length:
                 raise SchemaError(
-                    f"{where}: {len(sample)} tokens don't fit into row_length={self._settings.row_length}"
+                    f"{where}: {len(sample)} tokens don't fit into backlog.row_length={self._settings.row_length}"
                 )
 
     def _queue_waits(self, tickets: list[int]) -> dict[str, float]:
