@@ -112,7 +112,7 @@ async def first(answers: Any) -> Any:
     return next(iter((await answers).values()))
 
 
-async def test_a_step_and_a_publish_over_two_ranks_are_those_of_one_engine(
+async def test_a_step_and_a_publish_over_two_ranks_are_those_of_one_engine(  # PT-1
     actors: Actors, tiny_model_folder: Path, tmp_path: Path
 ):
     await actors.reference.annotate.call(actors.queue, actors.handle)

@@ -46,7 +46,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_what_cannot_continue_ends_its_process_at_once_and_says_why(how: str) -> None:
+def test_what_cannot_continue_ends_its_process_at_once_and_says_why(how: str) -> None:  # PR-1
     script = f"""
 import asyncio, atexit, logging, threading
 from goaly import process

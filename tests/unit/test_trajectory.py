@@ -44,6 +44,7 @@ def test_a_trajectory_knows_its_reward_and_its_trained_tokens():
         ({"colour": torch.zeros(3)}, "`colour` is unknown"),
         ({"tokens": torch.tensor([5, 6, 7], dtype=torch.int32)}, "`tokens` is torch.int32, must be torch.int64"),
         ({"advantages": torch.zeros(3, dtype=torch.float64)}, "`advantages` is torch.float64"),
+        ({"rewards": torch.tensor([3e38, 3e38, 0.0])}, "`rewards` add up to inf, must be a finite number"),
         ({"rewards": torch.zeros(3, 2)}, r"`rewards` has shape \(3, 2\)"),
         ({"trained": torch.tensor([True, True, True])}, "`trained` is set on the first token"),
         ({"sampler_logprobs": torch.tensor([0.0, 0.5, -1.0])}, "`sampler_logprobs` of a trained token is positive"),
@@ -51,12 +52,12 @@ def test_a_trajectory_knows_its_reward_and_its_trained_tokens():
         ({"sampler_versions": torch.tensor([-1, 3, -1], dtype=torch.int32)}, "`sampler_versions` of a trained token"),
     ],
 )
-def test_a_broken_column_is_refused_by_name(changes, named):
+def test_a_broken_column_is_refused_by_name(changes, named):  # TR-1, TR-2, TR-4
     with pytest.raises(SchemaError, match=f"trajectory p1/2: {named}"):
         trajectory(**changes)
 
 
-def test_untrained_tokens_need_neither_a_version_nor_a_logprob_below_zero():
+def test_untrained_tokens_need_neither_a_version_nor_a_logprob_below_zero():  # TR-3
     taken = trajectory(
         trained=torch.tensor([False, False, True]), sampler_versions=torch.tensor([-1, -1, 0], dtype=torch.int32)
     )

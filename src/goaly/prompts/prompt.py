@@ -1,7 +1,7 @@
 """What is asked of the policy: a prompt, its messages, and the split it belongs to.
 
 Invariants
-    PR-1  A problem is in one split only, for good: the split is a hash of the problem, not of its place or its order.
+    SL-1  A problem is in one split only, for good: the split is a hash of the problem, not of its place or its order.
 """
 
 import json
@@ -90,7 +90,7 @@ def split_key_of(messages: Sequence[Message]) -> str:
 
 
 def split_of(prompt: Prompt, held_out_fraction: float) -> Split:
-    """The split a prompt belongs to (PR-1)."""
+    """The split a prompt belongs to (SL-1)."""
     return split_of_key(prompt.split_key, held_out_fraction)
 
 

@@ -3,9 +3,9 @@
 A stream's whole state is its position: prompt number i depends on the seed, the split and i alone.
 
 Invariants
-    ST-1  Resuming at a saved position gives exactly the prompts that would have come.
-    ST-2  A stream gives prompts of its own split only.
-    ST-3  A state of another source, seed or split is refused, never continued with different prompts.
+    PS-1  Resuming at a saved position gives exactly the prompts that would have come.
+    PS-2  A stream gives prompts of its own split only.
+    PS-3  A state of another source, seed or split is refused, never continued with different prompts.
 """
 
 from collections.abc import Sequence
@@ -142,7 +142,7 @@ class PromptStream:
 
     def next(self) -> Prompt:
         """The next prompt."""
-        prompt = self._source.at(self._position, self._seed, self._split)  # ST-1, ST-2
+        prompt = self._source.at(self._position, self._seed, self._split)  # PS-1, PS-2
         self._position += 1
         return prompt if self._name is None else replace(prompt, source=self._name)
 
@@ -153,7 +153,7 @@ class PromptStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state of this same stream."""
         for key, value in self._identity().items():
-            if state[key] != value:  # ST-3
+            if state[key] != value:  # PS-3
                 raise ValueError(f"prompt stream: {key} is {value!r}, but the saved state has {state[key]!r}")
         self._position = int(state["position"])
 

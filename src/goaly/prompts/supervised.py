@@ -7,7 +7,7 @@ Invariants
     SU-1  Resuming at a saved position gives exactly the batches that would have come.
     SU-2  A document lies in one row, whole; every document of the order is in exactly one batch.
     SU-3  A state of other data is refused, never continued.
-    SU-4  No document shows the answer to a problem that a run with the same held-out share holds out (PR-1).
+    SU-4  No document shows the answer to a problem that a run with the same held-out share holds out (SL-1).
 """
 
 import logging

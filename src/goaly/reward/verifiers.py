@@ -7,7 +7,6 @@ Invariants
     RW-1  A score never takes longer than the limit to judge: the process that exceeds it is killed and replaced.
     RW-2  Every request ends once: with a score, with its own time limit, or with an error that names its prompt.
           A slow or crashing response costs the requests behind it a wait, never their scores.
-    RW-3  No verifier runs in this process.
     RW-4  A process does not work on for a caller that has gone: it is free for others within `GONE_SECONDS`.
     RW-5  Errors become a reward of 0 only where the settings say so, and never more than `ERRORS_IN_A_ROW` of them.
     RW-6  A reward of 0 that stands for a score which the verifier did not give is an `Unscored`, never a plain number.

@@ -3,7 +3,7 @@
 Invariants
     RG-1  `run` reports its ticket exactly once: as a group, as rejected, or as failed, also when it is cancelled.
     RG-2  When one episode fails, the other episodes of its group and their requests are cancelled.
-    RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (LI-1).
+    RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (EL-1).
 """
 
 import asyncio

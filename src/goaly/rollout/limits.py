@@ -1,7 +1,7 @@
 """Runs an episode under a time limit that holds whatever the episode does.
 
 Invariants
-    LI-1  `within` ends at most `CANCEL_SECONDS` after its limit or its own cancellation. Work that is not over by then
+    EL-1  `within` ends at most `CANCEL_SECONDS` after its limit or its own cancellation. Work that is not over by then
           is abandoned: the log says so, its result is dropped, and nobody waits for it.
 """
 
@@ -56,7 +56,7 @@ async def within(seconds: float | None, work: Coroutine[Any, Any, T], name: str)
         if not task.done():
             task.cancel()
             try:
-                await asyncio.wait([task], timeout=CANCEL_SECONDS)  # LI-1
+                await asyncio.wait([task], timeout=CANCEL_SECONDS)  # EL-1
             finally:
                 _let_go(task)
 

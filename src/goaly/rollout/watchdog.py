@@ -6,7 +6,7 @@ ends the process when none comes for the whole limit (PR-1). What holds the inte
 thread too: the run's heartbeats notice that.
 
 Invariants
-    WD-1  Time in which the whole process was stopped does not count: the limit is waited for in parts, and a part that
+    LW-1  Time in which the whole process was stopped does not count: the limit is waited for in parts, and a part that
           was slept through counts as one.
 """
 
@@ -49,7 +49,7 @@ class LoopWatchdog:
             except RuntimeError:  # the loop was closed
                 return
             for waited in range(1, PARTS + 1):
-                if answered.wait(part) or self._stopped.is_set():  # WD-1
+                if answered.wait(part) or self._stopped.is_set():  # LW-1
                     break
                 if waited == PARTS:
                     give_up(f"the event loop was blocked for rollout.blocked_seconds={self._limit:g} {_stack(thread)}")

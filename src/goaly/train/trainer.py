@@ -5,7 +5,6 @@ the mesh sets the torch environment (RANK and friends) before `start`.
 
 Invariants
     PT-1  A version is published only between two batches, and is the number of batches trained.
-    PT-2  No endpoint does heavy work on the event loop.
 """
 
 import asyncio
@@ -80,7 +79,7 @@ class PolicyTrainer(Actor):
         rows: PackedRows = await queue.rows.call_one(batch.id, engine.dp_rank)
         started = time.monotonic()
         async with self._parameters_at_rest:  # PT-1
-            metrics = await self._thread.run(lambda: self._train(rows, batch.id))  # PT-2
+            metrics = await self._thread.run(lambda: self._train(rows, batch.id))
         seconds = time.monotonic() - started
         return metrics | {
             "rows_seconds": started - asked,

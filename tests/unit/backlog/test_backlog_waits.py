@@ -220,7 +220,7 @@ async def test_with_a_critic_advantages_and_returns_come_with_the_last_ranks_val
         assert sorted(of_samples[:, -1].tolist()) == of_last_token
 
 
-async def test_close_gives_every_waiter_none_and_accounts_for_what_was_queued():
+async def test_close_gives_every_waiter_none_and_accounts_for_what_was_queued():  # BL-3
     queue = backlog()
     await complete(queue)
     await queue.admit()
@@ -235,7 +235,7 @@ async def test_close_gives_every_waiter_none_and_accounts_for_what_was_queued():
     assert queue.settle()["rejected"] == 2
 
 
-async def test_a_group_that_comes_after_close_is_accounted_and_not_trained():
+async def test_a_group_that_comes_after_close_is_accounted_and_not_trained():  # BL-3
     queue = backlog()
     for _ in range(2):
         await queue.admit()
@@ -264,7 +264,7 @@ async def test_a_failure_reported_after_the_group_is_complete_changes_nothing():
     assert queue.counts()["queued"] == 1
 
 
-async def test_a_cancelled_waiter_takes_neither_ticket_nor_groups():
+async def test_a_cancelled_waiter_takes_neither_ticket_nor_groups():  # BL-4
     queue = backlog()
     first = asyncio.create_task(queue.next_batch())
     assert await waiting(first)
@@ -297,7 +297,7 @@ async def test_a_group_that_cannot_be_trained_is_refused_and_stays_running(broke
     assert queue.counts()["running"] == 1
 
 
-async def test_batches_are_trained_in_their_order_by_their_version():
+async def test_batches_are_trained_in_their_order_by_their_version():  # BL-2
     queue = backlog(BacklogSettings(groups_per_step=1, group_size=2, max_staleness=2, row_length=16))
     for _ in range(2):
         await complete(queue)

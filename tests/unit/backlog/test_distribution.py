@@ -70,7 +70,7 @@ def test_strict_fifo_trains_exactly_what_was_launched():
     assert {value for key, value in metrics[-1].items() if key != "distribution/known_step"} == {0.0}  # DI-1
 
 
-def test_steps_that_become_known_together_are_all_told_and_none_twice():
+def test_steps_that_become_known_together_are_all_told_and_none_twice():  # DI-2
     config = BacklogSettings(groups_per_step=2, order="completion")
     lengths = [LONG, *[SHORT] * 5, LONG, SHORT]
     metrics, known = followed(config, lengths, [1, 2, 3, 4, 0, 5, 7, 6])

@@ -34,7 +34,7 @@ def sequence(*tokens: int, **extra: torch.Tensor):
 
 
 @given(LENGTHS, st.integers(1, 4))
-def test_every_sequence_lies_whole_in_one_row_and_all_ranks_have_as_many_rows(lengths, ranks):
+def test_every_sequence_lies_whole_in_one_row_and_all_ranks_have_as_many_rows(lengths, ranks):  # PK-1
     dealt = assign(lengths, 32, ranks)
     assert len(dealt) == ranks
     assert len({len(rows) for rows in dealt}) == 1
@@ -73,7 +73,7 @@ def test_a_sequence_longer_than_a_row_is_refused_by_both_numbers():
         assign([4, 33], 32, 1)
 
 
-def test_a_packed_row_by_hand():
+def test_a_packed_row_by_hand():  # PK-4
     rows = pack([sequence(7, 8, 9), sequence(4, 5)], [(0, 1), ()], 8, pad_token=99)
     assert rows["tokens"].tolist() == [[7, 8, 9, 4, 5, 99, 99, 99], [99] * 8]
     assert rows["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], list(range(8))]
@@ -156,7 +156,7 @@ def test_the_rows_of_a_part_hold_its_groups_and_no_others_on_every_rank(lengths,
     assert sum(part.batch_trained_tokens for part in shares[0]) == batch.ranks[0].batch_trained_tokens
 
 
-def test_a_batch_in_one_part_has_the_rows_that_it_always_had():
+def test_a_batch_in_one_part_has_the_rows_that_it_always_had():  # PK-3
     groups = [group(0, [4, 9]), group(1, [7, 2])]
     batch = batch_of(groups)
     assert batch.placement == assign([4, 9, 7, 2], 16, 1)

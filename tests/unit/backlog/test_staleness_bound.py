@@ -213,7 +213,7 @@ def test_the_bound_is_reached_so_it_is_not_a_loose_one():
     ("position", "version", "is_open", "min_version"),
     [(0, 0, True, 0), (5, 0, True, 0), (6, 0, False, 1), (6, 1, True, 1), (8, 1, False, 2), (19, 9, True, 7)],
 )
-def test_admission_by_hand_for_two_groups_a_step_and_staleness_two(position, version, is_open, min_version):
+def test_admission_by_hand_for_two_groups_a_step_and_staleness_two(position, version, is_open, min_version):  # AD-2
     admission = Admission(groups_per_step=2, max_staleness=2)
     assert admission.is_open(position, version) is is_open
     assert admission.min_version(position) == min_version

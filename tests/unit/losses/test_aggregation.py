@@ -51,7 +51,7 @@ def test_counted_after_rejection_only_what_is_kept_counts(kind, expected: float)
 @settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, seed=st.integers(0, 99))
 @pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "sequence_sum"])
-def test_any_split_of_the_sequences_adds_up_to_the_whole(kind, lengths: list[int], seed: int):
+def test_any_split_of_the_sequences_adds_up_to_the_whole(kind, lengths: list[int], seed: int):  # OB-3
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(sum(lengths), generator=generator)
     whole = aggregated(kind, values, lengths)

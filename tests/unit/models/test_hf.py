@@ -68,7 +68,7 @@ def loaded(folder: Path) -> tuple[torch.nn.Module, object]:
     return model, spec
 
 
-def test_logits_of_packed_documents_are_those_of_transformers_on_each_alone(folder: Path):
+def test_logits_of_packed_documents_are_those_of_transformers_on_each_alone(folder: Path):  # AT-1
     from transformers import AutoModelForCausalLM
 
     model, _ = loaded(folder)
@@ -113,7 +113,7 @@ def test_native_tensors_are_the_parameters_of_a_loaded_model(folder: Path):
     assert all(torch.equal(tensors[name], parameter) for name, parameter in model.named_parameters())
 
 
-def test_every_missing_or_misshapen_tensor_is_named_in_one_error(tiny_model_folder: Path, tmp_path: Path):
+def test_every_missing_or_misshapen_tensor_is_named_in_one_error(tiny_model_folder: Path, tmp_path: Path):  # HF-1
     config = json.loads((tiny_model_folder / "config.json").read_text())
     config |= {"num_hidden_layers": 4, "intermediate_size": 128}
     config.pop("layer_types", None)

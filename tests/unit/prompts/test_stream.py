@@ -1,4 +1,4 @@
-"""Prompt streams: exact resuming (ST-1), disjoint splits (ST-2, PR-1), refused states (ST-3)."""
+"""Prompt streams: exact resuming (PS-1), disjoint splits (PS-2, SL-1), refused states (PS-3)."""
 
 import json
 from pathlib import Path

@@ -188,7 +188,7 @@ def test_supervised_settings_without_effect_are_told() -> None:
     ]
 
 
-def test_a_task_demonstrates_no_held_out_problem(tokenizer: ChatTokenizer) -> None:
+def test_a_task_demonstrates_no_held_out_problem(tokenizer: ChatTokenizer) -> None:  # SU-4
     settings = SupervisedSettings(task="arithmetic", held_out_fraction=0.5)
     demonstrated = row_stream(settings, tokenizer)
     prompts = prompt_stream(PromptSettings(held_out_fraction=0.5))

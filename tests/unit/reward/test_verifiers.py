@@ -160,7 +160,7 @@ async def test_a_process_finishes_what_takes_no_time_though_its_caller_has_gone(
         assert await pool.score(PROMPT, "pid") == pid
 
 
-async def test_a_verifier_that_dies_is_tried_twice_and_takes_no_other_score_along():
+async def test_a_verifier_that_dies_is_tried_twice_and_takes_no_other_score_along():  # RW-2
     async with pool_of() as pool:
         answers = await asyncio.gather(
             *(pool.score(PROMPT, word) for word in ["fine", "die", "fine"]), return_exceptions=True

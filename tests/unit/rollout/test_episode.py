@@ -26,7 +26,7 @@ def completion(prompt: list[int], tokens: list[int], finish: Finish = Finish.STO
     )
 
 
-def test_one_turn_by_hand():
+def test_one_turn_by_hand():  # EP-1
     one = Episode(PROMPT, [5, 6], 2).wrote(completion([5, 6], [7, 8, 1])).finish(0.5)
     assert one.tokens["tokens"].tolist() == [5, 6, 7, 8, 1]
     assert one.tokens["trained"].tolist() == [False, False, True, True, True]

@@ -76,7 +76,7 @@ def test_an_episode_that_swallows_its_cancellation_is_abandoned_and_frees_its_pl
         first = asyncio.create_task(group.run(TICKET, prompt))
         second = asyncio.create_task(group.run(NEXT, PROMPT))
         assert (await first).failed is not None
-        assert asyncio.get_running_loop().time() == pytest.approx(60 + CANCEL_SECONDS)  # LI-1
+        assert asyncio.get_running_loop().time() == pytest.approx(60 + CANCEL_SECONDS)  # EL-1
         assert queue.reports == [("fail", 4, "episode_timeout")]
         assert (await second).rewards == (1.0,)  # RG-3
         assert len(limits._abandoned) == 1

@@ -140,7 +140,7 @@ async def test_what_nobody_trains_may_be_sampled_in_any_way_and_is_observed_not_
     assert whole.trained_tokens == 0
 
 
-async def test_a_completion_tells_which_stop_string_ended_it_and_its_text_has_it():
+async def test_a_completion_tells_which_stop_string_ended_it_and_its_text_has_it():  # PO-1
     completion = await policy(Recorder(stop="k")).sample([9], stop=["k"])
     assert (completion.text, completion.stop) == ("ok", "k")
 

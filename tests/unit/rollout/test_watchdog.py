@@ -82,7 +82,7 @@ def test_the_limit_is_waited_for_in_parts_and_told_when_it_has_doubled(monkeypat
     with pytest.raises(GaveUp, match=r"the event loop was blocked for rollout.blocked_seconds=80 at\n  nowhere"):
         watched(monkeypatch, waits)
     # a pause and the answer that came, a pause and the answer that did not: a stopped process loses a part, no more
-    assert waits.waited == [10.0] * (2 + 1 + PARTS)  # WD-1
+    assert waits.waited == [10.0] * (2 + 1 + PARTS)  # LW-1
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 3
     assert [message.split(" at")[0] for message in caplog.messages] == [
         f"the event loop has been blocked for {seconds} s" for seconds in (10, 20, 40)

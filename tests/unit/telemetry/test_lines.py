@@ -19,7 +19,7 @@ records = st.dictionaries(
 
 @settings(deadline=None)
 @given(before=st.lists(records, min_size=1, max_size=4), after=st.lists(records, max_size=3), data=st.data())
-def test_a_crash_in_the_middle_of_a_line_loses_that_line_only(tmp_path_factory, before, after, data):
+def test_a_crash_in_the_middle_of_a_line_loses_that_line_only(tmp_path_factory, before, after, data):  # TL-2
     path = tmp_path_factory.mktemp("lines") / "file.jsonl"
     LineFile(path).write(*before)
     written = path.read_bytes()
@@ -50,7 +50,7 @@ def test_lines_of_several_processes_never_interleave(tmp_path: Path):
     assert sorted(found) == [(writer, index) for writer in range(3) for index in range(100)]
 
 
-def test_a_full_disk_costs_lines_and_one_warning_but_never_raises(caplog: pytest.LogCaptureFixture):
+def test_a_full_disk_costs_lines_and_one_warning_but_never_raises(caplog: pytest.LogCaptureFixture):  # TL-3
     lines = LineFile("/dev/full")
     with caplog.at_level(logging.WARNING):
         lines.write({"a": 1}, {"a": 2})

@@ -39,7 +39,7 @@ def test_a_span_is_recorded_with_its_time_on_the_shared_clock(recorded):
     assert before <= line["start_ns"] <= line["stop_ns"] <= after
 
 
-def test_an_error_passes_and_is_noted(recorded):
+def test_an_error_passes_and_is_noted(recorded):  # SP-2
     with pytest.raises(asyncio.CancelledError), span("pull"):
         raise asyncio.CancelledError
     assert recorded()[0]["args"] == {"error": "CancelledError"}

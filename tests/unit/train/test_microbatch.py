@@ -10,7 +10,9 @@ from tests.unit.train.batches import documents, pack
 
 @settings(max_examples=40, deadline=None)
 @given(count=st.integers(1, 12), rows=st.integers(1, 5), multiple=st.sampled_from([1, 2, 8]), seed=st.integers(0, 99))
-def test_every_trained_token_keeps_its_past_its_columns_and_its_cell(count: int, rows: int, multiple: int, seed: int):
+def test_every_trained_token_keeps_its_past_its_columns_and_its_cell(
+    count: int, rows: int, multiple: int, seed: int
+):  # MB-1
     packed = pack(documents(count, seed=seed, longest=20), rows=rows, row_length=240)
     line = microbatch(packed.rows, multiple_of=multiple)
     tokens, positions = line.tokens_1T[0], line.positions_1T[0]

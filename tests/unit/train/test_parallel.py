@@ -153,7 +153,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[st
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_have_the_gradient_metrics_and_step_of_one(
+def test_two_ranks_have_the_gradient_metrics_and_step_of_one(  # LP-2
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
     alone, out = results[0][layout], results[1]
@@ -198,7 +198,7 @@ def test_a_sharded_model_computes_with_what_was_written_since_its_last_forward_p
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_have_the_values_and_the_steps_of_one_critic(
+def test_two_ranks_have_the_values_and_the_steps_of_one_critic(  # VH-2
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
     _, out = results

@@ -117,7 +117,7 @@ def assert_same(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) 
         torch.testing.assert_close(others[name], one, atol=2e-6 * one.abs().max().item() + 1e-8, rtol=2e-4, msg=name)
 
 
-def test_a_critic_begins_with_the_models_trunk_and_expects_nothing(engine, tiny_model_folder: Path):
+def test_a_critic_begins_with_the_models_trunk_and_expects_nothing(engine, tiny_model_folder: Path):  # VH-1
     made, policy = engine(), TrainEngine(ModelSettings(path=str(tiny_model_folder)), TRAINER)
     ours, theirs = made.named_tensors(), policy.named_tensors()
     assert ours.keys() == theirs.keys()

@@ -1,0 +1,62 @@
+"""Invariant labels such as `AD-2`: each is defined in one docstring, and cited by a test that defends it."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LABEL = re.compile(r"\b[A-Z]{2}-\d+\b")
+DEFINITION = re.compile(r"\s{4,}([A-Z]{2}-\d+)  \S")
+NOT_YET = (
+    "src/goaly/generate/",
+    "src/goaly/run/",
+    "src/goaly/weights/",
+    "src/goaly/configuration/",
+    "src/goaly/registry",
+)
+"""Files with labels that no test cites yet."""
+
+
+def lines(*tops: str) -> Iterator[tuple[str, str]]:
+    """`(path, line)` of every line of source and documentation under these folders and files."""
+    for top in tops:
+        for path in sorted((ROOT / top).rglob("*") if (ROOT / top).is_dir() else [ROOT / top]):
+            if path.suffix in (".py", ".md"):
+                name = str(path.relative_to(ROOT))
+                yield from ((name, line) for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def defined() -> dict[str, list[str]]:
+    """The files that define each label."""
+    found = defaultdict(list)
+    for path, line in lines("src", "apps", "bench"):
+        if match := DEFINITION.match(line):
+            found[match[1]].append(path)
+    return found
+
+
+def cited(*tops: str) -> dict[str, set[str]]:
+    """The files that cite each label outside of its definition."""
+    found = defaultdict(set)
+    for path, line in lines(*tops):
+        definition = DEFINITION.match(line)
+        for label in LABEL.findall(line):
+            if definition is None or label != definition[1]:
+                found[label].add(path)
+    return found
+
+
+def test_a_label_is_defined_once():
+    assert {label: paths for label, paths in defined().items() if len(paths) > 1} == {}
+
+
+def test_a_cited_label_is_defined():
+    everywhere = cited("src", "apps", "bench", "tests", "docs", "README.md", "ARCHITECTURE.md")
+    assert {label: paths for label, paths in everywhere.items() if label not in defined()} == {}
+
+
+def test_a_label_is_cited_in_a_test():
+    tests = cited("tests")
+    missing = [label for label, (path, *_) in defined().items() if label not in tests and not path.startswith(NOT_YET)]
+    assert missing == []
