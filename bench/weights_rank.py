@@ -53,7 +53,7 @@ class Rank(Actor):
     @concurrent_endpoint
     async def write_to(self, store: Any, settings: WeightSettings) -> None:
         """Become a writer."""
-        self._publisher = Publisher(store, self._rank, self._world, self._tensors, settings)
+        self._publisher = Publisher(store, self._tensors, settings, rank=self._rank, world=self._world)
         self._roles.append(self._publisher)
 
     @concurrent_endpoint
@@ -135,7 +135,7 @@ class Rank(Actor):
     @concurrent_endpoint
     async def fetched_bytes(self) -> int:
         """How many bytes a pull over the network reads: whole buckets."""
-        return sum(buffer.nbytes for reached in self._subscriber._reached for buffer in reached._stretches.values())
+        return sum(buffer.nbytes for source in self._subscriber._sources for buffer in source._stretches.values())
 
     @concurrent_endpoint
     async def serve(self, size: int) -> tuple[list[Any], int]:

@@ -7,14 +7,14 @@ from monarch.actor import Actor, concurrent_endpoint, this_host, this_proc
 from monarch.spmd import setup_torch_elastic_env_async
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from goaly.weights import WeightStore, publish, pull_into
+from goaly.weights import Publisher, WeightStore, pull_into
 
 
 class Rank(Actor):
     @concurrent_endpoint
     async def train(self, store: WeightStore) -> None:
         rows = distribute_tensor(torch.arange(24.0).reshape(4, 6), init_device_mesh("cpu", (3,)), [Shard(0)])
-        self.publisher = publish(store, {"weight": rows})
+        self.publisher = Publisher(store, {"weight": rows})
         for version in range(3):
             rows.to_local().add_(100)
             await self.publisher.publish(version)

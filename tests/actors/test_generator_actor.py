@@ -93,7 +93,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     first, second, hub = await asyncio.gather(procs(1, "generator"), procs(2, "generator"), procs(1, "hub"))
     moved = WeightSettings(apply="flip", bucket_mib=0.05)  # what is fetched becomes the parameters, bucket by bucket
     store = hub.spawn("store", WeightStore, moved)
-    publisher = Publisher(store, 0, 1, live, moved)
+    publisher = Publisher(store, live, moved, rank=0, world=1)
 
     async def publish(which: int, version: int) -> None:
         for name, tensor in live.items():

@@ -32,7 +32,7 @@ class Trainer:
 
     def __init__(self, store: Any, settings: WeightSettings, rank: int = 0, world: int = 1):
         self.tensors = {"a": torch.zeros(64, 8), "b": torch.zeros(5)}
-        self.publisher = Publisher(store, rank, world, self.tensors, settings)
+        self.publisher = Publisher(store, self.tensors, settings, rank=rank, world=world)
 
     async def publish(self, version: int) -> bool:
         for tensor in self.tensors.values():
@@ -215,7 +215,7 @@ async def test_a_version_that_was_written_over_under_a_reader_is_an_error_not_a_
     trainer, reader = Trainer(store, settings), Reader(store, "reader")
     await within(trainer.publish(0))
     version = await within(reader.subscriber.newest())
-    trainer.publisher._ring.seal(0, 0, 1)  # as a writer would that ignores leases
+    trainer.publisher._slots.seal(0, 0, 1)  # as a writer would that ignores leases
     with pytest.raises(WeightsError, match="version 0 from writer rank 0 was written over while reader reader held it"):
         await within(reader.subscriber.prefetch(version))
     with pytest.raises(WeightsError, match="nothing to apply"):

@@ -66,7 +66,7 @@ class Rank(Actor):
     @concurrent_endpoint
     async def write_to(self, store: WeightStore, settings: WeightSettings) -> None:
         """Become a writer."""
-        self.publisher = Publisher(store, self.rank, self.world, self.tensors, settings)
+        self.publisher = Publisher(store, self.tensors, settings, rank=self.rank, world=self.world)
 
     @concurrent_endpoint
     async def read_from(
@@ -307,7 +307,7 @@ async def test_who_reads_whole_buckets_reads_what_it_needs_if_it_joined_before_t
 @pytest.mark.parametrize("transport", ["torchstore", "direct"])
 async def test_readers_and_ranks_that_disagree_about_where_versions_are_kept_are_told(transport: str) -> None:
     store = this_proc().spawn(f"weights_{next(numbers)}", WeightStore, WeightSettings())
-    publisher = Publisher(store, 0, 1, {"norm": torch.zeros(16)}, WeightSettings())
+    publisher = Publisher(store, {"norm": torch.zeros(16)}, WeightSettings(), rank=0, world=1)
     reader = Subscriber(store, {"norm": torch.zeros(16)}, "reader", WeightSettings(transport=transport))
     await publisher.publish(0)
     with pytest.raises(

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar, cast
 from goaly.errors import WritersGone
 from goaly.generate.loop import EngineLoop
 from goaly.generate.ranks import Link
-from goaly.weights.records import Lease
+from goaly.weights.ledger import Lease
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,8 @@ import torch
 from goaly.errors import ConfigError
 from goaly.plan.architectures import MODELS, Parameter
 from goaly.plan.parallelism import Parallelism
-from goaly.weights.buckets import cut
+from goaly.weights.buckets import cut, distinct, needs_of
 from goaly.weights.layout import Copy, Layout, plan, share
-from goaly.weights.needs import distinct, needs_of
 from goaly.weights.settings import MIB, WeightSettings
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -64,10 +64,10 @@ class PolicyTrainer(Actor):
 
             self._publisher = Publisher(
                 self._store,
-                self._thread.rank,
-                self._settings.ranks,
                 self._thread.engine.named_tensors(),
                 self._weight_settings,
+                rank=self._thread.rank,
+                world=self._settings.ranks,
             )
         return self._thread.engine.policy_version
 

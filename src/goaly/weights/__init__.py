@@ -2,10 +2,10 @@
 
 store = mesh.spawn("weights", WeightStore)                     # one actor, anywhere
 
-publisher = publish(store, tensors)                            # in each trainer rank
+publisher = Publisher(store, tensors)                          # in each trainer rank
 await publisher.publish(version)
 
-subscriber = subscribe(store, parameters)                      # in each reader
+subscriber = Subscriber(store, parameters)                     # in each reader
 version = await subscriber.newest(after=version)
 if await subscriber.prefetch(version):
     subscriber.apply()
@@ -16,27 +16,24 @@ version = await pull_into(store, parameters)                   # or all of that,
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from goaly.weights.api import publish, pull_into, subscribe
     from goaly.weights.publisher import Publisher
     from goaly.weights.settings import WeightSettings
     from goaly.weights.store import WeightStore
-    from goaly.weights.subscriber import Subscriber
+    from goaly.weights.subscriber import Subscriber, pull_into
 
-__all__ = ["Publisher", "Subscriber", "WeightSettings", "WeightStore", "publish", "pull_into", "subscribe"]
+__all__ = ["Publisher", "Subscriber", "WeightSettings", "WeightStore", "pull_into"]
 
 _MODULES = {
     "Publisher": "publisher",
     "Subscriber": "subscriber",
     "WeightSettings": "settings",
     "WeightStore": "store",
-    "publish": "api",
-    "pull_into": "api",
-    "subscribe": "api",
+    "pull_into": "subscriber",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Each name's module is imported when it is first used: reading settings needs no torch."""
+    """Import each name's module at its first use: reading settings needs no torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -1,30 +1,50 @@
-"""How a writer rank's layout is cut into buckets: what is staged, sealed and fetched at a time.
+"""How a writer rank's layout is cut into buckets, the units in which weights are staged, sealed and fetched.
 
-A reader across the network reads whole buckets. The needs of those that said in time what they need therefore decide
-where tensors are cut and what shares a bucket; without any, tensors are cut into stretches of their rows.
+A reader across the network fetches whole buckets. It tells the store which rectangles it needs; writers cut tensors at
+the edges of the rectangles that they know when they join. Without any, tensors are cut into stretches of rows.
 
 Invariants
-    WK-1  The pieces hold what the layout does, each element once, but in another order. No piece is larger than the
-          limit, unless it is one element.
-    WK-2  Each reader that told its needs needs all of a piece or nothing of it, and so it is with buckets: it reads
-          nothing that it doesn't need.
-    WK-3  A bucket has one piece, or several within the limit: what the same known readers need, or what is small. A
-          reader that came later seldom reads what it needs nothing of.
+    WK-1  The pieces hold each element of the layout once, in another order. No piece is larger than the limit, unless
+          it is one element.
+    WK-2  A reader whose needs are known needs all of a bucket or none of it: it fetches nothing that it doesn't need.
+    WK-3  A bucket has one piece, or several within the limit that the same known readers need or that are small. A
+          reader that joins later seldom fetches a bucket of which it needs nothing.
+    WY-1  Needs name tensors and rectangles only. A reader that is wrong about a tensor's shape gets an error from
+          `plan` and spoils no writer's buckets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 
 from goaly.weights.layout import Layout, Shard
-from goaly.weights.needs import Needs, needed_of
-from goaly.weights.rectangle import Rectangle, common, sliced
+from goaly.weights.rectangle import Rectangle, common, joined, sliced
 
 SMALL = 1 / 8
-"""Pieces below this part of a bucket share one, whoever needs them."""
+"""Pieces smaller than this fraction of a bucket share one."""
+
+Needs = Mapping[str, tuple[Rectangle, ...]]
+"""The rectangles of the published tensors that a reader needs, by the tensors' names."""
 
 Audience = tuple[bool, ...]
 """Which of the readers need a piece."""
+
+
+def needs_of(layout: Layout) -> Needs:
+    """The needs of a reader that has this layout, with touching rectangles joined."""
+    rectangles: dict[str, list[Rectangle]] = {}
+    for shard in layout:
+        rectangles.setdefault(shard.name, []).append((shard.offset, shard.shape))
+    return {name: joined(needed) for name, needed in rectangles.items()}
+
+
+def distinct(needs: Iterable[Needs]) -> tuple[Needs, ...]:
+    """Each of them once: replicas need the same."""
+    found: list[Needs] = []
+    for one in needs:
+        if one and one not in found:
+            found.append(one)
+    return tuple(found)
 
 
 def cut(layout: Layout, limit: int, needs: Sequence[Needs] = ()) -> tuple[Layout, tuple[range, ...]]:
@@ -48,12 +68,25 @@ def cut(layout: Layout, limit: int, needs: Sequence[Needs] = ()) -> tuple[Layout
     return tuple(piece for bucket in buckets for piece in bucket), tuple(range(*span) for span in pairwise(ends))
 
 
+def _needed_of(shard: Shard, needs: Sequence[Needs]) -> tuple[tuple[Rectangle, ...], ...]:
+    """By reader, the parts of the shard that it needs."""
+    place = (shard.offset, shard.shape)
+    return tuple(
+        tuple(
+            part
+            for rectangle in one.get(shard.name, ())
+            if len(rectangle[0]) == len(shard.offset) and (part := common(place, rectangle)) is not None  # WY-1
+        )
+        for one in needs
+    )
+
+
 def _pieces(layout: Layout, limit: int, needs: Sequence[Needs]) -> list[tuple[Shard, Audience]]:
-    """In the layout's order, its shards in pieces, each with its audience."""
+    """The layout's shards in pieces, each with its audience, in order."""
     pieces = []
-    known: dict[object, list[tuple[Rectangle, Audience]]] = {}  # the layers of a model are alike
+    known: dict[object, list[tuple[Rectangle, Audience]]] = {}  # a model's layers repeat the same shapes
     for shard in layout:
-        place, needed = (shard.offset, shard.shape), needed_of(shard, needs)
+        place, needed = (shard.offset, shard.shape), _needed_of(shard, needs)
         problem = (place, shard.dtype, needed)
         if problem not in known:
             known[problem] = [
@@ -66,7 +99,7 @@ def _pieces(layout: Layout, limit: int, needs: Sequence[Needs]) -> list[tuple[Sh
 
 
 def _cells(rectangle: Rectangle, needed: Sequence[Rectangle]) -> list[Rectangle]:
-    """The rectangle, cut in each dim where one of these parts of it begins or ends (WK-2)."""
+    """The rectangle, cut in each dim where one of the needed parts begins or ends (WK-2)."""
     cells = [rectangle]
     for dim, (first, length) in enumerate(zip(*rectangle, strict=True)):
         edges = {edge - first for offset, shape in needed for edge in (offset[dim], offset[dim] + shape[dim])}
@@ -76,7 +109,7 @@ def _cells(rectangle: Rectangle, needed: Sequence[Rectangle]) -> list[Rectangle]
 
 
 def _within(limit: int, rectangle: Rectangle, itemsize: int) -> list[Rectangle]:
-    """The rectangle, cut along its first dim that can be, and what is too large yet along the next (WK-1)."""
+    """The rectangle in pieces within the limit: cut along its first dim longer than 1, then along the next (WK-1)."""
     shape = rectangle[1]
     size = prod(shape) * itemsize
     dim = next((dim for dim, length in enumerate(shape) if length > 1), None)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import DTensor
 
+from goaly.weights.buckets import Needs, needs_of
 from goaly.weights.layout import Layout, Shard, view
 from goaly.weights.mapping import Naming, renamed
-from goaly.weights.needs import Needs, needs_of
 from goaly.weights.placement import check_filled, layout_of
 
 logger = logging.getLogger(__name__)

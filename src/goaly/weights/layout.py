@@ -112,6 +112,13 @@ def view(tensors: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
     return held.permute([dim for dim in shard.dims if dim is not None]).view(shard.shape)
 
 
+def in_dtype(layout: Layout, dtype: torch.dtype | None) -> Layout:
+    """The layout with its floating-point shards in this type; unchanged without one."""
+    if dtype is None:
+        return layout
+    return tuple(replace(shard, dtype=dtype) if shard.dtype.is_floating_point else shard for shard in layout)
+
+
 class _Piece(NamedTuple):
     """A rectangle that has to come from one of its holders."""
 

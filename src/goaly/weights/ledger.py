@@ -24,6 +24,18 @@ from dataclasses import dataclass, field
 from goaly.errors import WeightsError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A version that a reader holds, until it is released, replaced or revoked."""
+
+    version: int
+    slot: int
+    whole: bool
+    """Whether it is committed, or still being staged."""
+    reader: int
+    """Whose it is."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Staging:
     """A version under way: its slot, which ranks have staged their shards, and whether readers may begin on it."""

@@ -1,6 +1,6 @@
 """A trainer rank's way to publish: copy its share of the weights into its ring, and tell the store.
 
-    publisher = Publisher(store, rank, world, engine.named_tensors(), settings)
+    publisher = Publisher(store, engine.named_tensors(), settings, rank=rank, world=world)
     await publisher.publish(policy_version)
 
 All ranks publish the same versions in the same order; a version is there for readers once the last rank is done. Each
@@ -15,78 +15,66 @@ Invariants
 """
 
 import asyncio
+import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 
 from goaly.errors import cause_of
 from goaly.telemetry.spans import span
-from goaly.weights.attend import Attendants
 from goaly.weights.buckets import cut
-from goaly.weights.copying import Copier, Pair, gpu_of
-from goaly.weights.layout import view
-from goaly.weights.liveness import PULSE_SECONDS, this_process
+from goaly.weights.copying import Pair, gpu_of
+from goaly.weights.layout import in_dtype, view
+from goaly.weights.liveness import PULSE_SECONDS
 from goaly.weights.mapping import Naming, renamed
-from goaly.weights.once import Once
+from goaly.weights.member import Member, SharedTask
 from goaly.weights.placement import layout_of, local
-from goaly.weights.records import Membership, Staged
-from goaly.weights.ring import Ring, in_dtype
 from goaly.weights.settings import WeightSettings
-from goaly.weights.store import WeightStore
-from goaly.weights.transport import Staging, stage
+from goaly.weights.shared_memory import Ring
+from goaly.weights.store import Membership, Staged, WeightStore
+from goaly.weights.transport import SlotWriter, slot_writer
 
 if TYPE_CHECKING:
-    from goaly.weights.rdma import RemoteRing
+    from goaly.weights.rdma import RemoteSlots
 
 
-class Publisher:
-    """One writer rank of the store. `tensors` are read anew at each publish; their layout must stay."""
+class Publisher(Member):
+    """One writer rank of the store, until it is closed or its process ends; `async with` closes it."""
 
     def __init__(
         self,
         store: WeightStore,
-        rank: int,
-        world: int,
         tensors: Mapping[str, torch.Tensor],
-        settings: WeightSettings,
+        settings: WeightSettings | None = None,
         *,
+        rank: int | None = None,
+        world: int | None = None,
         naming: Naming | None = None,
         host: str | None = None,
     ):
-        """Without a `transfer_dtype` in the settings every tensor keeps its own.
+        """`tensors` are what this rank holds, DTensors or plain; they are read at each publish and keep their layout.
 
-        `naming` says of which published tensors these are made, where they have other names (`mapping.py`).
-
-        `host` says that the process counts as one of that host, whichever it runs on."""
-        self._store = store
-        self._rank = rank
-        self._world = world
+        What several ranks hold is staged by one of them. Without a `transfer_dtype` in the settings every tensor keeps
+        its own. Rank and world default to RANK and WORLD_SIZE of the environment. Where readers know the tensors by
+        other names, `naming` says how (`mapping.py`). `host` overrides the host that the process counts as.
+        """
+        super().__init__(store, settings or WeightSettings(), gpu_of(tensors), host)
+        self._rank = int(os.environ.get("RANK", 0)) if rank is None else rank
+        self._world = int(os.environ.get("WORLD_SIZE", 1)) if world is None else world
         self._tensors = dict(tensors)
         self._naming = naming or {}
-        self._settings = settings
-        self._process = this_process(host)
-        self._gpu = gpu_of(self._tensors)
-        self._copier = Copier(settings.copy_threads, self._gpu)
-        self._join = Once(self._joined)
-        self._ring: Staging | None = None
-        self._remote: RemoteRing | None = None
+        self._join = SharedTask(self._joined)
+        self._slots: SlotWriter | None = None
+        self._remote: RemoteSlots | None = None
         self._next_slot: int | None = None
-        self._one_at_a_time = asyncio.Lock()
-        self._attendants = Attendants()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     async def publish(self, version: int) -> bool:
         """Stage this rank's shards as `version`; True if this was the last rank and readers can have it now."""
         async with self._one_at_a_time:
-            ring = await self._join()
+            slots = await self._join()
             slot, self._next_slot = self._next_slot, None
-            early = sum(shard.bytes for shard in ring.layout) > self._settings.bucket_bytes
+            early = sum(shard.bytes for shard in slots.layout) > self._settings.bucket_bytes
             try:
                 if slot is None:
                     slot = await self._store.begin.call_one(self._rank, version, early)  # the others' last
@@ -94,7 +82,7 @@ class Publisher:
                 elif early:
                     self._store.announce.broadcast(self._rank, version)
                 staged_in = slot
-                await self._copier.run(lambda: self._stage(ring, staged_in, version))
+                await self._copier.run(lambda: self._stage(slots, staged_in, version))
                 staged: Staged = await self._store.staged.call_one(self._rank, version, slot)  # the others' last
             except BaseException as error:
                 self._store.abandon.broadcast(self._rank, version, repr(error))  # WB-2
@@ -105,16 +93,16 @@ class Publisher:
     async def close(self) -> None:
         """Leave the store, for all ranks' versions to come, and let no further reader in."""
         await self._join.end(cancel=True)  # it may wait for ranks that never come
-        self._attendants.end()
-        if self._ring is not None:
+        self._background.end()
+        if self._slots is not None:
             await self._store.leave_writer.call_one(self._rank)
-            await self._copier.run(self._ring.close)
-            self._ring = None
+            await self._copier.run(self._slots.close)
+            self._slots = None
         if self._remote is not None:
             await asyncio.to_thread(self._remote.drop)
         self._copier.close()
 
-    async def _joined(self) -> Staging:
+    async def _joined(self) -> SlotWriter:
         """Enter the store with this rank's slots."""
         dtype = None if self._settings.transfer_dtype is None else getattr(torch, self._settings.transfer_dtype)
         layout = in_dtype(renamed(layout_of(self._tensors), self._naming), dtype)
@@ -122,39 +110,43 @@ class Publisher:
             self._rank, self._world, layout, self._process
         )  # unblocked by the other ranks' first publish
         pieces, buckets = cut(membership.layout, self._settings.bucket_bytes, membership.needs)
-        transport = self._settings.transport
-        ring = self._ring = await self._copier.run(
-            lambda: stage(transport, pieces, buckets, membership.slots, self._gpu)
-        )
-        await self._store.offer.call_one(self._rank, ring.source(self._process.host))
-        if isinstance(ring, Ring):
-            self._attendants.start(self._offer_remotely(ring))
+
+        def create() -> SlotWriter:
+            if self._slots is None:  # kept by this object also if the caller is cancelled: `close` frees it
+                transport, gpu = self._settings.transport, self._gpu
+                self._slots = slot_writer(transport, pieces, buckets, membership.slots, gpu)
+            return self._slots
+
+        slots = await self._copier.run(create)
+        await self._store.offer.call_one(self._rank, slots.source(self._process.host))
+        if isinstance(slots, Ring):
+            self._background.start(self._offer_remotely(slots))
         if membership.pulse:
-            self._attendants.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(writer=self._rank))
-        return ring
+            self._background.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(writer=self._rank))
+        return slots
 
     async def _offer_remotely(self, ring: Ring) -> None:
         """Once a reader needs it: register the ring with Monarch's RDMA."""
         await self._store.wanted_remotely.call_one(self._rank)  # the first reader on another host
-        from goaly.weights.rdma import RemoteRing
+        from goaly.weights.rdma import RemoteSlots
 
         try:
-            self._remote = await asyncio.to_thread(RemoteRing.of, ring)
+            self._remote = await asyncio.to_thread(RemoteSlots.of, ring)
             await self._store.offer.call_one(self._rank, ring.source(self._process.host, self._remote))
         except Exception as error:  # the readers that wait for the offer get the error; this rank's own host has others
             await self._store.no_offer.call_one(self._rank, cause_of(error))
             raise
 
-    def _stage(self, ring: Staging, slot: int, version: int) -> None:
+    def _stage(self, slots: SlotWriter, slot: int, version: int) -> None:
         with span("stage", version=version, rank=self._rank) as staging:
             held = {name: local(tensor) for name, tensor in self._tensors.items()}
-            views = ring.views(slot)
-            ring.unseal(slot)
-            for number, bucket in enumerate(ring.buckets):
+            views = slots.views(slot)
+            slots.unseal(slot)
+            for number, bucket in enumerate(slots.buckets):
                 pairs: list[Pair] = []
                 for index in bucket:
-                    shard = ring.layout[index]
+                    shard = slots.layout[index]
                     pairs.append((views[index], view(held, shard)))
                 self._copier.copy(pairs)
-                ring.seal(slot, number, version)
-            staging.note(bytes=sum(shard.bytes for shard in ring.layout))
+                slots.seal(slot, number, version)
+            staging.note(bytes=sum(shard.bytes for shard in slots.layout))

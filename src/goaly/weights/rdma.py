@@ -1,13 +1,13 @@
 """Slots that readers read without the writer's help: their seals and buckets as Monarch RDMA buffers.
 
-`RemoteRing` makes such buffers of a ring in shared memory, for readers on other hosts. Without RDMA hardware Monarch
-carries the same calls over TCP. `DirectRing` has its slots in the memory of the device that has the tensors: between
-GPUs, weights pass through no host's memory.
+`RemoteSlots` registers a ring in shared memory for readers on other hosts. Without RDMA hardware Monarch carries the
+same calls over TCP. `DeviceSlots` keeps the slots in the memory of the GPU that has the tensors; between GPUs, weights
+then pass through no host's memory.
 
 Invariants
-    WX-1  No read is under way once `fetch` has ended, however it ended.
-    WX-2  A bucket's place is read into again only once whoever fetches has taken the bucket out and asks for the next.
-    WX-3  After a read that failed nothing more is read into that memory: what failed for us may still arrive.
+    WX-1  No read is in flight once `fetch` has ended, however it ended.
+    WX-2  A landing place is reused only once the caller has copied its bucket out and resumes `fetch`.
+    WX-3  After a failed read nothing more is read into that memory: the failed read's data may still arrive.
 """
 
 import warnings
@@ -21,41 +21,42 @@ from monarch.rdma import RDMABuffer, is_ibverbs_available
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout
-from goaly.weights.ring import UNSEALED, OnDevice, Ring, SlotShape, Source
+from goaly.weights.shared_memory import Ring
+from goaly.weights.transport import UNSEALED, OnDevice, SlotShape, Source
 
 IN_FLIGHT = 4
-"""Buckets that are read at a time: enough to keep sender, wire and receiver busy, while one is copied out."""
+"""Buckets that are read at a time: enough to keep sender, wire and receiver busy while one is copied out."""
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteRing:
-    """What a process on another host needs to read a ring: by slot, the buffers of the seals and of each bucket."""
+class RemoteSlots:
+    """A writer rank's slots for readers on other hosts: by slot, the buffers of the seals and of each bucket."""
 
     stretches: tuple[tuple[Any, ...], ...]
 
     @classmethod
-    def of(cls, ring: Ring) -> "RemoteRing":
-        """Register the ring's memory. Not on an event loop: it waits for Monarch's manager."""
+    def of(cls, ring: Ring) -> "RemoteSlots":
+        """Register the ring's memory. Blocks on Monarch's manager: do not call it on an event loop."""
         return cls.over(ring.stretches(slot) if ring.buckets else () for slot in range(ring.slots))
 
     @classmethod
-    def over(cls, slots: Iterable[Sequence[torch.Tensor]]) -> "RemoteRing":
+    def over(cls, slots: Iterable[Sequence[torch.Tensor]]) -> "RemoteSlots":
         """Register these stretches of memory, slot by slot."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="No ibverbs RDMA hardware")
             return cls(tuple(tuple(RDMABuffer(stretch) for stretch in stretches) for stretches in slots))
 
     def drop(self) -> None:
-        """Give the memory back to whom it is of. Not on an event loop: it waits for Monarch's manager."""
+        """Unregister the memory. Blocks on Monarch's manager: do not call it on an event loop."""
         for dropping in [buffer.drop() for stretches in self.stretches for buffer in stretches]:
             dropping.get()
 
 
-class DirectRing:
-    """One writer rank's slots in the memory of a device; their seals are in the host's."""
+class DeviceSlots:
+    """One writer rank's slots in a GPU's memory; their seals are in host memory."""
 
     def __init__(self, layout: Layout, buckets: tuple[range, ...], slots: int, device: torch.device):
-        """Not on an event loop: it waits for Monarch's manager."""
+        """Blocks on Monarch's manager: do not call it on an event loop."""
         if device.type == "cuda" and not is_ibverbs_available():
             raise WeightsError(
                 "weights.transport=direct: must be auto, shm or rdma here: this process finds no RDMA device (ibverbs) "
@@ -67,10 +68,10 @@ class DirectRing:
         self._memory = [torch.empty(self._shape.bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
         self._views = [self._shape.views(memory) for memory in self._memory]
         self._seals = torch.full((slots, len(buckets)), UNSEALED)
-        self._remote = RemoteRing.over(self._stretches(slot) if buckets else () for slot in range(slots))
+        self._remote = RemoteSlots.over(self._stretches(slot) if buckets else () for slot in range(slots))
 
     def source(self, host: str) -> Source:
-        """What readers need to reach it, wherever they are."""
+        """What readers on any host need to reach the slots."""
         return Source(
             layout=self.layout,
             buckets=self.buckets,
@@ -81,31 +82,31 @@ class DirectRing:
         )
 
     def views(self, slot: int) -> list[torch.Tensor]:
-        """The tensors of the slot, one a shard of the layout, each contiguous."""
+        """The slot's shards, each contiguous."""
         return self._views[slot]
 
     def unseal(self, slot: int) -> None:
-        """Say that the slot holds nothing."""
+        """Mark all buckets of the slot as holding no version."""
         self._seals[slot] = UNSEALED
 
     def seal(self, slot: int, bucket: int, version: int) -> None:
-        """Say whose shards the bucket holds."""
+        """Mark the bucket as holding this version's shards."""
         self._seals[slot, bucket] = version
 
     def close(self) -> None:
-        """Give the memory back: who has not read it by now gets an error."""
+        """Unregister the memory; reads after this fail."""
         self._remote.drop()
 
     def _stretches(self, slot: int) -> list[torch.Tensor]:
         return [self._seals[slot].view(torch.uint8), *self._shape.stretches(self._memory[slot])[1:]]
 
 
-class RemoteReach:
-    """Slots of another process, whose buckets are read into a few places in this one, by turns."""
+class RemoteReader:
+    """Another process's slots, whose buckets are read into a few landing places here, in turn."""
 
     def __init__(self, source: Source, wanted: Sequence[int], device: torch.device | None = None):
-        """`wanted` are the buckets that will be fetched, `device` what their places are in the memory of."""
-        assert isinstance(source.remote, RemoteRing), "the store waits until the writer has registered its ring"
+        """`wanted` are the buckets that will be fetched; they land in the memory of `device`."""
+        assert isinstance(source.remote, RemoteSlots), "the store waits until the writer has registered its slots"
         self._remote = source.remote
         self._failed: BaseException | None = None
         self._seals = torch.full((len(source.buckets),), UNSEALED)
@@ -121,7 +122,7 @@ class RemoteReach:
         }
 
     def view(self, slot: int, shard: int) -> torch.Tensor:
-        """Where the shard lands, whichever the slot."""
+        """Where the shard lands, in whichever slot it is."""
         return self._views[shard]
 
     def seals(self, slot: int) -> list[int]:
@@ -150,7 +151,7 @@ class RemoteReach:
                 self._failed = coming.popleft()[1].exception() or self._failed
 
     def close(self) -> None:
-        """Nothing: the buffers are the writer's."""
+        """Do nothing: the buffers are the writer's."""
 
     def _arrived(self, coming: deque[tuple[int, Any]]) -> int:
         bucket, read = coming.popleft()

@@ -21,18 +21,71 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from goaly.errors import WeightsError
 from goaly.process import vital_task
+from goaly.weights.buckets import Needs, distinct
 from goaly.weights.layout import Layout, share
-from goaly.weights.ledger import VersionLedger
+from goaly.weights.ledger import Lease, VersionLedger
 from goaly.weights.liveness import ProcessMark, Watch, this_host, watch
-from goaly.weights.needs import Needs, distinct
-from goaly.weights.records import Ended, Joined, Lease, Membership, Staged, StoreState
-from goaly.weights.ring import Source
 from goaly.weights.settings import WeightSettings
-from goaly.weights.transport import needs_remote, reads_buckets
+from goaly.weights.transport import Source, needs_remote, reads_whole_buckets
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """What a writer rank is told when all have joined: what it stages, in how many slots."""
+
+    layout: Layout
+    needs: tuple[Needs, ...]
+    """What its readers of whole buckets need, as far as they have said so."""
+    slots: int
+    pulse: bool
+    """Whether the store can't watch the process, and must be told that it is alive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """What a reader is told when it joins."""
+
+    number: int
+    """What it is known by."""
+    pulse: bool
+    """Whether the store can't watch the process, and must be told that it is alive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """What a writer rank is told when its shards are in place."""
+
+    committed: bool
+    """Whether it was the last rank, and readers can have the version now."""
+    next_slot: int | None
+    """Where the next version is to be staged, if that can be said already: there is no need to ask then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """That no newer version will come, and why."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreState:
+    """What the store holds at one moment."""
+
+    newest: int | None
+    """The newest committed version."""
+    versions: tuple[int, ...]
+    """The committed versions that are still in memory."""
+    leased: dict[str, int]
+    """What each reader holds."""
+    readers: int
+    """How many readers have joined and live."""
+    bytes: int
+    """Memory of all writers' rings: it bounds what versions take, however slow a reader is."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -319,7 +372,7 @@ class WeightStore(Actor):
     def _needed_of(self, host: str) -> tuple[Needs, ...]:
         """What those readers need that read whole buckets from this host."""
         readers = self._readers.values()
-        return distinct(one.needs for one in readers if reads_buckets(one.transport, one.process.host, host))
+        return distinct(one.needs for one in readers if reads_whole_buckets(one.transport, one.process.host, host))
 
     def _forget(self, reader: int) -> None:
         self._readers.pop(reader).watch.close()

@@ -16,28 +16,26 @@ Invariants
 """
 
 import asyncio
+import os
 import random
 import threading
 from collections.abc import Mapping
-from typing import Self
 
 import torch
 
 from goaly.errors import WeightsError, WritersGone
 from goaly.telemetry.spans import span
 from goaly.weights.arrival import Arrival
-from goaly.weights.attend import Attendants
-from goaly.weights.copying import Copier, Pair, gpu_of
+from goaly.weights.copying import Pair, gpu_of
 from goaly.weights.destination import Destination
 from goaly.weights.layout import Copy, plan, region
-from goaly.weights.liveness import PULSE_SECONDS, this_process
+from goaly.weights.ledger import Lease
+from goaly.weights.liveness import PULSE_SECONDS
 from goaly.weights.mapping import Naming
-from goaly.weights.once import Once
-from goaly.weights.records import Ended, Joined, Lease
-from goaly.weights.ring import Source
+from goaly.weights.member import Member, SharedTask
 from goaly.weights.settings import WeightSettings
-from goaly.weights.store import WeightStore
-from goaly.weights.transport import Reached, reach
+from goaly.weights.store import Ended, Joined, WeightStore
+from goaly.weights.transport import SlotReader, Source, slot_reader
 
 SEAL_SECONDS = 0.001
 """How long a reader that follows a staging waits before it looks for further sealed buckets."""
@@ -53,50 +51,40 @@ class _WrittenOver(Exception):
         self.rank = rank
 
 
-class Subscriber:
-    """One reader of the store. `tensors` are the live parameters of this rank, which `apply` writes."""
+class Subscriber(Member):
+    """One reader of the store, until it is closed or its process ends; `async with` closes it."""
 
     def __init__(
         self,
         store: WeightStore,
         tensors: Mapping[str, torch.Tensor],
-        reader: str,
+        reader: str | None = None,
         settings: WeightSettings | None = None,
         *,
         live: Mapping[str, torch.Tensor] | None = None,
         naming: Naming | None = None,
         host: str | None = None,
     ):
-        """`live` are the objects that the model computes with, where `tensors` only describe how they are placed.
+        """`tensors` are the live parameters of this rank, which `apply` writes.
 
+        If the model computes with other objects and `tensors` only describe their placement, `live` are those objects.
         `naming` says of which published tensors the tensors are made, where they have other names (`mapping.py`).
-        `host` says that the process counts as one of that host, whichever it runs on.
+        `host` overrides the host that the process counts as.
         """
         settings = settings or WeightSettings()
-        self._store = store
-        self._reader = reader
+        super().__init__(store, settings, gpu_of(tensors if live is None else live), host)
+        self._reader = reader or f"process {os.getpid()}"
         self._transport = settings.transport
-        self._process = this_process(host)
-        self._gpu = gpu_of(tensors if live is None else live)
-        self._copier = Copier(settings.copy_threads, self._gpu)
         self._destination = Destination(tensors, settings.apply, live, naming)
-        self._join = Once(self._joined)
+        self._join = SharedTask(self._joined)
         self._number: int | None = None
         self._request = 0
         self._held: Lease | None = None
-        self._reached: list[Reached] = []
+        self._sources: list[SlotReader] = []
         self._plan: list[dict[int, list[Copy]]] = []
         self._pairs: dict[tuple[int, int], list[BucketPairs]] = {}
         self._ready: int | None = None
         self._spares_lock = threading.Lock()
-        self._one_at_a_time = asyncio.Lock()
-        self._attendants = Attendants()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     @property
     def held(self) -> Lease | None:
@@ -183,9 +171,9 @@ class Subscriber:
         if self._number is not None:
             await self._store.leave_reader.call_one(self._number)
             self._number = None
-        self._attendants.end()
-        for reached in self._reached:
-            reached.close()
+        self._background.end()
+        for source in self._sources:
+            source.close()
         self._copier.close()
 
     def _give_up(self, number: int) -> None:
@@ -200,19 +188,19 @@ class Subscriber:
         )
         self._number = joined.number
         if joined.pulse:
-            self._attendants.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(reader=joined.number))
+            self._background.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(reader=joined.number))
         return joined.number
 
     async def _connect(self) -> None:
         """Once: reach the writers' memory, plan the copies, allocate the spares."""
-        if self._reached:
+        if self._sources:
             return
         sources = await self._store.sources.call_one(
             self._process.host, self._transport
         )  # unblocked by the writers' first publish
-        self._reached = await self._copier.run(lambda: self._connected(sources))
+        self._sources = await self._copier.run(lambda: self._connected(sources))
 
-    def _connected(self, sources: tuple[Source, ...]) -> list[Reached]:
+    def _connected(self, sources: tuple[Source, ...]) -> list[SlotReader]:
         layouts = [source.layout for source in sources]
         self._destination.allocate({shard.name for layout in layouts for shard in layout})
         bucket_of = [
@@ -223,7 +211,7 @@ class Subscriber:
             bucket = bucket_of[copy.source][copy.source_shard]
             self._plan[copy.source].setdefault(bucket, []).append(copy)
         return [
-            reach(source, sorted(buckets), transport=self._transport, host=self._process.host, device=self._gpu)
+            slot_reader(source, sorted(buckets), transport=self._transport, host=self._process.host, device=self._gpu)
             for source, buckets in zip(sources, self._plan, strict=True)
         ]
 
@@ -275,7 +263,7 @@ class Subscriber:
             if not arrival.until_told():
                 return False
             for rank, buckets in enumerate(self._plan):
-                seals = self._reached[rank].seals(lease.slot) if buckets else []
+                seals = self._sources[rank].seals(lease.slot) if buckets else []
                 if any(seals[bucket] != lease.version for bucket in buckets):
                     raise _WrittenOver(rank)
             with self._spares_lock:
@@ -285,13 +273,13 @@ class Subscriber:
 
     def _take(self, rank: int, waiting: list[int], lease: Lease) -> bool:
         """Copy those of the waiting buckets that are sealed by now, and take them off the list; whether any was."""
-        reached = self._reached[rank]
-        seals = reached.seals(lease.slot)
+        source = self._sources[rank]
+        seals = source.seals(lease.slot)
         sealed = [bucket for bucket in waiting if seals[bucket] == lease.version]
         if not sealed:
             return False
         pairs = self._pairs_of(lease.slot)[rank]
-        for buckets in reached.fetch(lease.slot, sealed):
+        for buckets in source.fetch(lease.slot, sealed):
             self._copier.copy([pair for bucket in buckets for pair in pairs[bucket]])
         waiting[:] = [bucket for bucket in waiting if bucket not in set(sealed)]
         return True
@@ -306,16 +294,31 @@ class Subscriber:
                     bucket: [
                         (
                             region(targets[copy.shard], copy.offset, copy.shape),
-                            region(reached.view(slot, copy.source_shard), copy.source_offset, copy.shape),
+                            region(source.view(slot, copy.source_shard), copy.source_offset, copy.shape),
                         )
                         for copy in copies
                     ]
                     for bucket, copies in buckets.items()
                 }
-                for reached, buckets in zip(self._reached, self._plan, strict=True)
+                for source, buckets in zip(self._sources, self._plan, strict=True)
             ]
         return self._pairs[key]
 
     def _forget(self) -> None:
         with self._spares_lock:
             self._ready = None
+
+
+async def pull_into(
+    store: WeightStore,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    after: int = -1,
+    settings: WeightSettings | None = None,
+    naming: Naming | None = None,
+) -> int:
+    """Wait for a version above `after` and write it into these tensors; returns its number."""
+    async with Subscriber(store, tensors, settings=settings, naming=naming) as subscriber:
+        while not await subscriber.prefetch(await subscriber.newest(after)):
+            pass  # revoked: there is a newer one
+        return subscriber.apply()

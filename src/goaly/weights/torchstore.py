@@ -1,16 +1,15 @@
-"""A ring in TorchStore, for sites that run it: its seals and buckets are entries there, and TorchStore moves the bytes.
+"""Slots in TorchStore, for sites that run it: seals and buckets are entries there, and TorchStore moves the bytes.
 
-Versions stay the weight store's: who may read which slot, and when it is written again. An entry is a writer rank's
-bucket as bytes, in one slot: `goaly.<rank's token>.<slot>.<bucket>`. Its key is the same for every version in that
-slot, so TorchStore writes the new version into the old one's memory: it never holds more than the slots, nothing has to
-be deleted between versions, and no reader's mapping of a deleted version is left behind. Which version an entry holds
-is what the slot's seals say, as in shared memory.
+The weight store still decides who may read which slot and when the slot is rewritten. An entry is one bucket of a
+writer rank as bytes, in one slot: `goaly.<rank's token>.<slot>.<bucket>`. Its key is the same for every version in that
+slot, so TorchStore writes the new version into the old one's memory: it never holds more than the slots, and nothing
+has to be deleted between versions. The slot's seals say which version an entry holds, as in shared memory.
 
-The entries are flat, not DTensors under their names: what several ranks hold is stored once, in `transfer_dtype`, and
-the same planner as for the other transports fills any destination, renamed, fused and uneven ones included.
+The entries are flat buckets, not named DTensors: a shard that several ranks hold is stored once, in `transfer_dtype`,
+and the planner of the other transports fills any destination from them, also renamed, fused and uneven ones.
 
 Invariants
-    WT-1  A bucket's seal is put once the bucket is there: who reads the seal finds the version.
+    WT-1  A bucket's seal is put after the bucket: a reader that reads the seal finds the version.
 """
 
 import asyncio
@@ -24,35 +23,35 @@ import torch
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout
-from goaly.weights.ring import UNSEALED, SlotShape, Source, Stored
 from goaly.weights.settings import NO_TORCHSTORE
+from goaly.weights.transport import UNSEALED, SlotShape, Source, Stored
 
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
 
 LONGEST_MESSAGE = ("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 40))
-"""Monarch's limit. Where nobody has set it, TorchStore does when imported, and has all loggers print from then on."""
+"""Monarch's limit. If it is not set, TorchStore sets it when imported and turns on all loggers' output."""
 
 SEALS = 0
-"""Which stretch of a slot the seals are; bucket b is stretch 1 + b."""
+"""The seals' index among a slot's entries; bucket b has 1 + b."""
 
 
 async def start(writers: "ProcMesh") -> None:
-    """Bring up TorchStore with a volume in each of these processes, which must have their RANK; `stop` ends it.
+    """Start TorchStore with a volume in each of these processes, whose RANK must be set; `stop` ends it.
 
-    A program that has initialized TorchStore already must not call this.
+    A program that has already initialized TorchStore must not call this.
     """
     torchstore = _package()
     await torchstore.initialize(num_storage_volumes=len(writers), strategy=torchstore.LocalRankStrategy(), mesh=writers)
 
 
 async def stop() -> None:
-    """End what `start` brought up."""
+    """Shut down what `start` started."""
     await _package().shutdown()
 
 
-class StoredRing:
-    """The slots of one writer rank, as it fills them: one slot's memory here, from where each bucket is put."""
+class StoredSlots:
+    """One writer rank's slots, as it fills them. It has the memory of one slot, from which each bucket is put."""
 
     def __init__(self, layout: Layout, buckets: tuple[range, ...], slots: int):
         self.layout = layout
@@ -68,26 +67,26 @@ class StoredRing:
             self.unseal(slot)
 
     def source(self, host: str) -> Source:
-        """What readers need to reach it, wherever they are."""
+        """What readers on any host need to reach the slots."""
         return Source(layout=self.layout, buckets=self.buckets, slots=self._slots, host=host, handle=self._stored)
 
     def views(self, slot: int) -> list[torch.Tensor]:
-        """Where the shards are to be put, whichever the slot."""
+        """Where the shards go, whichever the slot."""
         return self._views
 
     def unseal(self, slot: int) -> None:
-        """Say that the slot holds nothing."""
+        """Mark all buckets of the slot as holding no version."""
         self._seals[slot] = UNSEALED
         self._put_seals(slot)
 
     def seal(self, slot: int, bucket: int, version: int) -> None:
-        """Store the bucket, then say whose shards it holds (WT-1)."""
+        """Store the bucket, then mark it as holding this version's shards (WT-1)."""
         self._put(slot, 1 + bucket, self._stretches[1 + bucket])
         self._seals[slot, bucket] = version
         self._put_seals(slot)
 
     def close(self) -> None:
-        """Take everything out of TorchStore: who has not read it by now gets an error."""
+        """Delete everything from TorchStore; reads after this fail."""
         stretches = range(len(self._stretches)) if self.buckets else ()
         keys = [_key(self._stored, slot, stretch) for slot in range(self._slots) for stretch in stretches]
         asyncio.run(_package().delete_batch(keys))
@@ -100,7 +99,7 @@ class StoredRing:
         asyncio.run(_package().put(_key(self._stored, slot, stretch), held))
 
 
-class StoredReach:
+class StoredReader:
     """Another process's slots in TorchStore, read into memory of this process."""
 
     def __init__(self, source: Source):
@@ -123,12 +122,12 @@ class StoredReach:
         return self._seals.tolist()
 
     def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
-        """All of them in one request: TorchStore reads from its volumes side by side."""
+        """All of them in one request: TorchStore reads from its volumes in parallel."""
         self._get(slot, [1 + bucket for bucket in buckets])
         yield buckets
 
     def close(self) -> None:
-        """Nothing: the entries are the writer's."""
+        """Do nothing: the entries are the writer's."""
 
     def _get(self, slot: int, stretches: Sequence[int]) -> None:
         wanted = {_key(self._stored, slot, stretch): self._stretches[stretch] for stretch in stretches}

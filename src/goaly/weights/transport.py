@@ -1,123 +1,221 @@
-"""How a reader reaches a writer rank's ring: chosen for each pair of processes, by where they run.
+"""How a writer rank keeps its versions, and how a reader reaches them: chosen for each pair of processes.
 
-On one host the ring is mapped (`ring.Ring`): its shards are copied from where the writer put them. From another host
-its buckets are read over Monarch's RDMA (`rdma.RemoteReach`), or over TCP where there is no such hardware. Where all
-use TorchStore, slots lie there, and neither host matters (`torchstore.StoredRing`, `torchstore.StoredReach`). Where
-all go direct, slots lie in the writers' GPUs, and are read over RDMA by the readers' (`rdma.DirectRing`).
+| writer and reader | where the slots are | module |
+|---|---|---|
+| on one host | shared memory, which the reader maps | `shared_memory.py` |
+| on different hosts | the same, read over Monarch's RDMA, or TCP without such hardware | `rdma.py` |
+| any, with `direct` | the writer's GPU, read over RDMA by the reader's GPU | `rdma.py` |
+| any, with `torchstore` | TorchStore | `torchstore.py` |
+
+A slot begins with its seals, one for each bucket of the layout: the version that the bucket holds, or `UNSEALED` while
+the writer changes it. Leases keep a slot from being rewritten under a reader; the seals show a reader whose lease was
+revoked that its copy may be torn.
+
+Invariants
+    WG-1  A bucket is sealed with a version only while every shard in it is that version's: a slot is unsealed before
+          any of it is written.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout
-from goaly.weights.memory import SegmentHandle
-from goaly.weights.ring import OnDevice, Ring, Source, Stored
+
+UNSEALED = -1
+ALIGNMENT = 64
+PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentHandle:
+    """How a process on the same host maps the slots (`shared_memory.py`)."""
+
+    pid: int
+    descriptor: int
+    inode: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Where the slots are in TorchStore (`torchstore.py`)."""
+
+    prefix: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDevice:
+    """The slots are in the writer's GPU and are only read over RDMA (`rdma.py`)."""
+
+    bytes: int
+
 
 PLACES = {SegmentHandle: "in shared memory", Stored: "in TorchStore", OnDevice: "in its device's memory"}
 HANDLES = {"torchstore": Stored, "direct": OnDevice}
-"""What a writer rank's slots are reached by under these transports; a segment's handle under all others."""
+"""The handle of a writer rank's slots under these transports; under all others it is a `SegmentHandle`."""
 
 
-class Staging(Protocol):
-    """One writer rank's slots, as it fills them. Used by one thread at a time, none of them an event loop's."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One writer rank as readers see it: which rectangles it stages, and where."""
+
+    layout: Layout
+    buckets: tuple[range, ...]
+    slots: int
+    host: str
+    handle: SegmentHandle | Stored | OnDevice
+    remote: Any | None = None
+    """The slots as processes on other hosts reach them (`rdma.RemoteSlots`), once a reader there needs them."""
+
+
+class SlotWriter(Protocol):
+    """One writer rank's slots, as it fills them. Used by one thread at a time, never by an event loop's."""
 
     layout: Layout
     buckets: tuple[range, ...]
 
     def views(self, slot: int) -> list[torch.Tensor]:
-        """Where the slot's shards are to be put, bucket by bucket; each bucket is sealed before the next is put."""
+        """Where the slot's shards go, bucket by bucket. Each bucket is sealed before the next is written."""
         ...
 
     def unseal(self, slot: int) -> None:
-        """Say that the slot holds nothing."""
+        """Mark all buckets of the slot as holding no version."""
         ...
 
     def seal(self, slot: int, bucket: int, version: int) -> None:
-        """Say that the bucket holds this version's shards."""
+        """Mark the bucket as holding this version's shards."""
         ...
 
     def source(self, host: str) -> Source:
-        """What readers need to reach it."""
+        """What readers need to reach the slots."""
         ...
 
     def close(self) -> None:
-        """Let no further reader in."""
+        """Accept no further reader."""
         ...
 
 
-class Reached(Protocol):
-    """One writer rank's ring, as one reader reaches it. Used by one thread at a time, none of them an event loop's."""
+class SlotReader(Protocol):
+    """One writer rank's slots, as one reader reaches them. Used by one thread at a time, never by an event loop's."""
 
     def seals(self, slot: int) -> list[int]:
         """The version whose shards each bucket of the slot holds, or `UNSEALED`."""
         ...
 
     def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Bring these buckets within reach of `view`; yields those that are, as they come."""
+        """Make these buckets readable through `view`; yields buckets as they arrive."""
         ...
 
     def view(self, slot: int, shard: int) -> torch.Tensor:
-        """One of the slot's shards: holds what the slot does once `fetch` has yielded its bucket, until it goes on."""
+        """One of the slot's shards. Valid from when `fetch` yields its bucket until `fetch` is resumed."""
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Free what this reader holds of it."""
         ...
 
 
-def crosses(transport: str, reader: str, writer: str) -> bool:
-    """Whether a pair of processes on these hosts has to go over the network."""
+class SlotShape:
+    """Where in a slot's memory its seals and shards lie."""
+
+    def __init__(self, layout: Layout, buckets: tuple[range, ...]):
+        self._layout = layout
+        self._buckets = buckets
+        self._seal_bytes = 8 * len(buckets)
+        self._offsets, end = [], _round_up(self._seal_bytes, ALIGNMENT)
+        for shard in layout:
+            self._offsets.append(end)
+            end += _round_up(shard.bytes, ALIGNMENT)
+        self.bytes = _round_up(max(end, 1), PAGE)
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The shards in this slot's memory."""
+        return [self.view(index, memory) for index in range(len(self._layout))]
+
+    def view(self, index: int, memory: torch.Tensor, begin: int = 0) -> torch.Tensor:
+        """A shard, in memory that has the slot's bytes from `begin` on."""
+        offset, shard = self._offsets[index] - begin, self._layout[index]
+        return memory[offset : offset + shard.bytes].view(shard.dtype).view(shard.shape)
+
+    def seals(self, memory: torch.Tensor) -> torch.Tensor:
+        """The seals in this slot's memory."""
+        return memory[: self._seal_bytes].view(torch.int64)
+
+    def stretches(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The bytes of the seals, then those of each bucket."""
+        spans = [self.span(bucket) for bucket in range(len(self._buckets))]
+        return [memory[: self._seal_bytes], *(memory[span.start : span.stop] for span in spans)]
+
+    def span(self, bucket: int) -> range:
+        """Which of the slot's bytes are a bucket's."""
+        is_last = bucket + 1 == len(self._buckets)
+        end = self.bytes if is_last else self._offsets[self._buckets[bucket + 1].start]
+        return range(self._offsets[self._buckets[bucket].start], end)
+
+
+def over_network(transport: str, reader: str, writer: str) -> bool:
+    """Whether a reader on one host reaches a writer on the other over the network."""
     if transport == "shm" and reader != writer:
         raise WeightsError(
-            "weights.transport=shm: must be auto or rdma, for a reader runs on another host than a trainer rank"
+            "weights.transport=shm: must be auto or rdma, because a reader runs on another host than a trainer rank"
         )
     return transport == "rdma" or reader != writer
 
 
-def reads_buckets(transport: str, reader: str, writer: str) -> bool:
-    """Whether the reader reads whole buckets, rather than what it needs of them."""
+def reads_whole_buckets(transport: str, reader: str, writer: str) -> bool:
+    """Whether a reader fetches whole buckets, rather than the rectangles that it needs."""
     return transport in HANDLES or transport == "rdma" or reader != writer
 
 
 def needs_remote(source: Source, *, transport: str, host: str) -> bool:
-    """Whether a reader on this host can read the source only once its writer has registered it for the network."""
+    """Whether a reader on this host can reach the source only once its writer has registered it for the network."""
     if not isinstance(source.handle, HANDLES.get(transport, SegmentHandle)):
         raise WeightsError(
             f"weights.transport={transport}: must be the same for readers and trainer ranks; a trainer rank has its "
             f"weights {PLACES[type(source.handle)]}"
         )
-    return isinstance(source.handle, SegmentHandle) and crosses(transport, host, source.host)
+    return isinstance(source.handle, SegmentHandle) and over_network(transport, host, source.host)
 
 
-def stage(
+def slot_writer(
     transport: str, layout: Layout, buckets: tuple[range, ...], slots: int, device: torch.device | None = None
-) -> Staging:
-    """Slots of this process as a writer rank, whose tensors are on this GPU, if on any."""
+) -> SlotWriter:
+    """New slots of this process as a writer rank; `device` is the GPU of its tensors, if any."""
     if transport == "torchstore":
-        from goaly.weights.torchstore import StoredRing
+        from goaly.weights.torchstore import StoredSlots
 
-        return StoredRing(layout, buckets, slots)
+        return StoredSlots(layout, buckets, slots)
     if transport == "direct":
-        from goaly.weights.rdma import DirectRing
+        from goaly.weights.rdma import DeviceSlots
 
-        return DirectRing(layout, buckets, slots, device or torch.device("cpu"))
+        return DeviceSlots(layout, buckets, slots, device or torch.device("cpu"))
+    from goaly.weights.shared_memory import Ring
+
     return Ring.create(layout, buckets, slots)
 
 
-def reach(
+def slot_reader(
     source: Source, wanted: Sequence[int], *, transport: str, host: str, device: torch.device | None = None
-) -> Reached:
-    """The slots of this writer rank, for a reader on this host that wants these buckets; on this GPU, if on any."""
+) -> SlotReader:
+    """A writer rank's slots for a reader on this host that needs these buckets; `device` is its GPU, if any."""
     if isinstance(source.handle, Stored):
-        from goaly.weights.torchstore import StoredReach
+        from goaly.weights.torchstore import StoredReader
 
-        return StoredReach(source)
+        return StoredReader(source)
     direct = isinstance(source.handle, OnDevice)
     if not direct and not needs_remote(source, transport=transport, host=host):
-        return Ring.open(source)
-    from goaly.weights.rdma import RemoteReach
+        from goaly.weights.shared_memory import Ring
 
-    return RemoteReach(source, wanted, device if direct else None)
+        return Ring.open(source)
+    from goaly.weights.rdma import RemoteReader
+
+    return RemoteReader(source, wanted, device if direct else None)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -9,7 +9,7 @@ import pytest
 
 from goaly.errors import WeightsError, WritersGone
 from goaly.generate.follow import WeightFollower
-from goaly.weights.records import Lease
+from goaly.weights.ledger import Lease
 
 pytestmark = pytest.mark.timeout(20)
 

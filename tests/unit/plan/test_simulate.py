@@ -10,9 +10,8 @@ from goaly.plan import simulate as simulated
 from goaly.plan.architectures import MODELS, Decoder
 from goaly.plan.parallelism import Parallelism
 from goaly.plan.simulate import Cluster, Update, main, simulate
-from goaly.weights.buckets import cut
+from goaly.weights.buckets import cut, needs_of
 from goaly.weights.layout import plan, share
-from goaly.weights.needs import needs_of
 
 CLUSTER = Cluster(ranks_per_host=2, nic_gbps=8.0, memory_gbps=80.0)
 TINY = Decoder(layers=1, dim=8, hidden_dim=16, heads=2, kv_heads=1, head_dim=4, vocab_size=32, qk_norm=False)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from goaly.weights import member
 from goaly.weights.liveness import ProcessMark, process
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
@@ -91,14 +92,14 @@ class Gone:
 
 
 @contextmanager
-def as_process(module: Any, mark: Any) -> Iterator[None]:
-    """Who joins the store in this block is of another process."""
-    own = module.this_process
-    module.this_process = lambda host=None: mark
+def as_process(mark: Any) -> Iterator[None]:
+    """Publishers and subscribers that are made in this block count as another process's."""
+    own = member.this_process
+    member.this_process = lambda host=None: mark
     try:
         yield
     finally:
-        module.this_process = own
+        member.this_process = own
 
 
 @contextmanager

@@ -7,15 +7,14 @@ from hypothesis import strategies as st
 from local_store import LocalStore
 
 from goaly.errors import WeightsError
-from goaly.weights.buckets import cut
+from goaly.weights.buckets import Needs, cut, needs_of
 from goaly.weights.layout import region
 from goaly.weights.liveness import this_process
-from goaly.weights.needs import Needs, needs_of
 from goaly.weights.placement import layout_of
-from goaly.weights.records import Membership
 from goaly.weights.rectangle import Extent, Rectangle, joined
 from goaly.weights.settings import WeightSettings
-from goaly.weights.transport import crosses
+from goaly.weights.store import Membership
+from goaly.weights.transport import over_network
 
 Shapes = dict[str, Extent]
 
@@ -154,9 +153,9 @@ async def test_writers_are_told_what_readers_of_whole_buckets_need_that_joined_b
 
 
 def test_only_pairs_on_different_hosts_cross_the_network_unless_told_otherwise() -> None:
-    assert not crosses("auto", "a", "a")
-    assert crosses("auto", "a", "b")
-    assert crosses("rdma", "a", "a")
-    assert not crosses("shm", "a", "a")
+    assert not over_network("auto", "a", "a")
+    assert over_network("auto", "a", "b")
+    assert over_network("rdma", "a", "a")
+    assert not over_network("shm", "a", "a")
     with pytest.raises(WeightsError, match=r"weights\.transport=shm: must be auto or rdma"):
-        crosses("shm", "a", "b")
+        over_network("shm", "a", "b")

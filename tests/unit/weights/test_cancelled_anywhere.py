@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from local_store import Gone, Life, LocalStore, as_process
 
 from goaly.errors import WeightsError
-from goaly.weights import subscriber
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
 from goaly.weights.subscriber import Subscriber
@@ -59,7 +58,7 @@ class Protocol(RuleBasedStateMachine):
     async def _start(self) -> None:
         self.store = LocalStore(self.settings)
         self.weights = {"a": torch.zeros(4), "b": torch.zeros(2, 3)}
-        self.publisher = Publisher(self.store, 0, 1, self.weights, self.settings)
+        self.publisher = Publisher(self.store, self.weights, self.settings, rank=0, world=1)
         self.publisher._copier = InTurn(self.publisher._copier)
         self.next_version, self.committed = 0, -1
         self.readers = [self._reader(number) for number in range(READERS)]
@@ -68,7 +67,7 @@ class Protocol(RuleBasedStateMachine):
         life = Life()
         self.lives.append(life)
         tensors = {name: torch.full(tuple(tensor.shape), -1.0) for name, tensor in self.weights.items()}
-        with as_process(subscriber, life.mark):
+        with as_process(life.mark):
             reader = Subscriber(self.store, tensors, f"reader {number}", self.settings)
         reader._copier = InTurn(reader._copier)
         return reader, tensors, life
@@ -173,8 +172,8 @@ class Protocol(RuleBasedStateMachine):
                 version = self.loop.run_until_complete(asyncio.wait_for(reader.newest(self.committed - 1), 10))
                 assert self.loop.run_until_complete(reader.prefetch(version))
                 assert reader.apply() == self.committed
-            self.publisher._attendants.end()
-            self.publisher._ring.close()
+            self.publisher._background.end()
+            self.publisher._slots.close()
         for life in self.lives:
             life.kill()
         for task in asyncio.all_tasks(self.loop):

@@ -8,12 +8,11 @@ import torch
 
 from goaly.errors import WeightsError
 from goaly.weights.copying import Copier
-from goaly.weights.layout import region
-from goaly.weights.memory import Segment
+from goaly.weights.layout import in_dtype, region
 from goaly.weights.placement import layout_of
-from goaly.weights.ring import in_dtype
 from goaly.weights.settings import WeightSettings
-from goaly.weights.transport import stage
+from goaly.weights.shared_memory import Segment
+from goaly.weights.transport import slot_writer
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -107,7 +106,7 @@ def test_torchstore_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_gpu_whose_memory_no_device_can_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("goaly.weights.rdma.is_ibverbs_available", lambda: False)
     with pytest.raises(WeightsError, match=r"weights\.transport=direct: must be auto, shm or rdma here: this process"):
-        stage("direct", (), (), 2, torch.device("cuda"))
+        slot_writer("direct", (), (), 2, torch.device("cuda"))
 
 
 def test_settings_that_cannot_work_are_named() -> None:

@@ -12,9 +12,8 @@ import torch
 from local_store import Life, LocalStore, as_process
 
 from goaly.errors import WeightsError, WritersGone
-from goaly.weights import publisher, rdma
-from goaly.weights.attend import Attendants
-from goaly.weights.once import Once
+from goaly.weights import rdma
+from goaly.weights.member import BackgroundTasks, SharedTask
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
 from goaly.weights.subscriber import Subscriber
@@ -36,7 +35,7 @@ def life() -> Iterator[Life]:
 
 
 def writers(store: LocalStore, world: int) -> list[Publisher]:
-    return [Publisher(store, rank, world, {"a": torch.zeros(4)}, SETTINGS) for rank in range(world)]
+    return [Publisher(store, {"a": torch.zeros(4)}, SETTINGS, rank=rank, world=world) for rank in range(world)]
 
 
 def reader(store: LocalStore, host: str | None = None) -> Subscriber:
@@ -86,12 +85,12 @@ async def test_readers_that_wait_are_told_when_the_writers_have_left(store: Loca
 
 
 async def test_readers_that_wait_are_told_when_a_writer_has_died(store: LocalStore, life: Life) -> None:
-    with as_process(publisher, life.mark):
+    with as_process(life.mark):
         (writer,) = writers(store, 1)
     await within(writer.publish(0))
     waiting = [asyncio.ensure_future(call) for call in (reader(store).newest(0), reader(store, ELSEWHERE).prefetch(0))]
     await asyncio.sleep(0)
-    writer._attendants.end()  # it registers nothing any more
+    writer._background.end()  # it registers nothing any more
     life.kill()
     with pytest.raises(WritersGone, match=r"no version above 0 will come: writer rank 0 .* ended"):
         await within(waiting[0])
@@ -106,7 +105,7 @@ async def test_readers_on_other_hosts_are_told_when_a_writer_can_not_be_reached_
     def refuse(ring: Any) -> None:
         raise RuntimeError("no memory can be registered")
 
-    monkeypatch.setattr(rdma.RemoteRing, "of", refuse)
+    monkeypatch.setattr(rdma.RemoteSlots, "of", refuse)
     (writer,) = writers(store, 1)
     await within(writer.publish(0))
     with pytest.raises(WeightsError, match=r"writer rank 0 can't be reached .* RuntimeError: no memory"):
@@ -118,9 +117,9 @@ async def test_readers_on_other_hosts_are_told_when_a_writer_can_not_be_reached_
 async def test_what_was_registered_for_other_hosts_is_given_back_at_the_end(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dropped: list[rdma.RemoteRing] = []
-    monkeypatch.setattr(rdma.RemoteRing, "drop", lambda ring: dropped.append(ring))
-    monkeypatch.setattr(rdma.RemoteRing, "of", lambda ring: rdma.RemoteRing(()))
+    dropped: list[rdma.RemoteSlots] = []
+    monkeypatch.setattr(rdma.RemoteSlots, "drop", lambda ring: dropped.append(ring))
+    monkeypatch.setattr(rdma.RemoteSlots, "of", lambda ring: rdma.RemoteSlots(()))
     (writer,) = writers(store, 1)
     await within(writer.publish(0))
     await within(store.sources.call_one(ELSEWHERE, "auto"))
@@ -191,10 +190,10 @@ async def test_what_is_done_once_is_tried_again_only_after_it_failed() -> None:
             raise outcome
         return outcome
 
-    once = Once(work)
+    shared = SharedTask(work)
     with pytest.raises(RuntimeError, match="not yet"):
-        await once()
-    assert [await once(), await once()] == [7, 7]
+        await shared()
+    assert [await shared(), await shared()] == [7, 7]
 
 
 async def test_a_pulse_goes_on_after_one_was_lost() -> None:
@@ -208,7 +207,7 @@ async def test_a_pulse_goes_on_after_one_was_lost() -> None:
             raise ConnectionError("lost")
         enough.set()
 
-    attendants = Attendants()
-    attendants.every(0.001, pulse)
+    tasks = BackgroundTasks()
+    tasks.every(0.001, pulse)
     await within(enough.wait())
-    attendants.end()
+    tasks.end()

@@ -56,27 +56,27 @@ async def within(awaitable: Any) -> Any:
 async def test_members_on_other_hosts_live_for_as_long_as_they_send_pulses(monkeypatch: pytest.MonkeyPatch) -> None:
     stalls = Stalls(monkeypatch)
     store = LocalStore(SETTINGS)
-    writer = Publisher(store, 0, 1, {"a": torch.zeros(4)}, SETTINGS, host=ELSEWHERE)
+    writer = Publisher(store, {"a": torch.zeros(4)}, SETTINGS, rank=0, world=1, host=ELSEWHERE)
     reader = Subscriber(store, {"a": torch.zeros(4)}, "reader", SETTINGS, host=ELSEWHERE)
     await within(asyncio.gather(writer.publish(0), reader.newest()))
     for _ in range(3 * TICKS):
         await stalls.tick(PULSE_SECONDS)
     assert (await store.state.call_one()).leased == {"reader": 0}
 
-    reader._attendants.end()
+    reader._background.end()
     for _ in range(TICKS + 1):
         await stalls.tick(PULSE_SECONDS)
     assert (await store.state.call_one()).readers == 0
     assert await within(writer.publish(1))  # its own pulses went on
 
-    writer._attendants.end()
+    writer._background.end()
     for _ in range(TICKS + 1):
         await stalls.tick(PULSE_SECONDS)
     state = await store.state.call_one()
     assert state.newest == 1
     assert "writer rank 0" in store.actor._writer_lost
     store.actor._writers[0].watch.close()
-    writer._ring.close()
+    writer._slots.close()
 
 
 def test_the_limit_leaves_room_for_lost_pulses() -> None:

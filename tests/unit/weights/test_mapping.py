@@ -243,7 +243,7 @@ async def test_a_reader_with_a_fused_qkv_and_an_own_name_for_the_head_follows_a_
     }
     read = {"qkv": torch.zeros(12, 4), "head.t": torch.zeros(4, 6), "rope.cache": torch.ones(3)}
     store, chosen = LocalStore(WeightSettings()), WeightSettings(apply=mode)
-    publisher = Publisher(store, 0, 1, held, chosen)
+    publisher = Publisher(store, held, chosen, rank=0, world=1)
     subscriber = Subscriber(store, read, "fused", chosen, naming=naming)
     for version in range(3):
         for number, tensor in enumerate(held.values()):
@@ -263,7 +263,7 @@ async def test_a_reader_with_a_fused_qkv_and_an_own_name_for_the_head_follows_a_
 async def test_a_trainer_with_a_fused_qkv_publishes_its_parts() -> None:
     held, read = {"qkv": numbered(0, (12, 4))}, {name: torch.zeros(shape) for name, shape in QKV.items()}
     store = LocalStore(WeightSettings())
-    publisher = Publisher(store, 0, 1, held, WeightSettings(), naming={"qkv": fused(QKV, dim=0, groups=2)})
+    publisher = Publisher(store, held, WeightSettings(), rank=0, world=1, naming={"qkv": fused(QKV, dim=0, groups=2)})
     subscriber = Subscriber(store, read, "split", WeightSettings())
     await publisher.publish(0)
     assert await subscriber.newest() == 0

@@ -8,10 +8,10 @@ import torch
 
 from goaly.errors import WeightsError
 from goaly.weights.buckets import cut
-from goaly.weights.memory import SegmentHandle
 from goaly.weights.placement import layout_of
-from goaly.weights.rdma import RemoteReach, RemoteRing
-from goaly.weights.ring import Ring, Source
+from goaly.weights.rdma import RemoteReader, RemoteSlots
+from goaly.weights.shared_memory import Ring
+from goaly.weights.transport import SegmentHandle, Source
 
 LAYOUT, BUCKETS = cut(layout_of({name: torch.zeros(16) for name in "abcdef"}), 64)
 WANTED = list(range(len(BUCKETS)))
@@ -60,30 +60,30 @@ def buffers() -> Iterator[tuple[tuple[Buffer, ...], ...]]:
 
 def source(buffers: tuple[tuple[Buffer, ...], ...]) -> Source:
     handle = SegmentHandle(pid=0, descriptor=0, inode=0, bytes=0)
-    return Source(layout=LAYOUT, buckets=BUCKETS, slots=2, host="elsewhere", handle=handle, remote=RemoteRing(buffers))
+    return Source(layout=LAYOUT, buckets=BUCKETS, slots=2, host="elsewhere", handle=handle, remote=RemoteSlots(buffers))
 
 
 def test_what_was_fetched_stays_until_the_next_is_asked_for_and_nothing_is_read_after_the_end(buffers) -> None:
-    reach = RemoteReach(source(buffers), WANTED)
-    fetching = reach.fetch(0, WANTED)
+    reader = RemoteReader(source(buffers), WANTED)
+    fetching = reader.fetch(0, WANTED)
     for bucket in WANTED[:2]:
         assert next(fetching) == [bucket]
-        assert float(reach.view(0, bucket)[0]) == bucket  # WX-2
+        assert float(reader.view(0, bucket)[0]) == bucket  # WX-2
         assert Read.under_way
     fetching.close()
     assert not Read.under_way  # WX-1
 
 
 def test_after_a_read_that_failed_nothing_is_read_into_that_memory(buffers) -> None:
-    reach = RemoteReach(source(buffers), WANTED)
-    found = [float(reach.view(0, shard)[0]) for buckets in reach.fetch(0, WANTED) for shard in buckets]
+    reader = RemoteReader(source(buffers), WANTED)
+    found = [float(reader.view(0, shard)[0]) for buckets in reader.fetch(0, WANTED) for shard in buckets]
     assert found == [0, 1, 2, 3, 4, 5]
 
     buffers[0][2].lost = 1
     with pytest.raises(WeightsError, match="failed: no answer"):
-        list(reach.fetch(0, WANTED))
+        list(reader.fetch(0, WANTED))
     with pytest.raises(WeightsError, match="failed: no answer"):  # WX-3
-        list(reach.fetch(0, WANTED))
+        list(reader.fetch(0, WANTED))
     with pytest.raises(WeightsError, match="failed: no answer"):
-        reach.seals(0)
-    assert list(RemoteReach(source(buffers), WANTED).fetch(0, WANTED)) == [[bucket] for bucket in WANTED]
+        reader.seals(0)
+    assert list(RemoteReader(source(buffers), WANTED).fetch(0, WANTED)) == [[bucket] for bucket in WANTED]

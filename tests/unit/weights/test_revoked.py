@@ -52,7 +52,7 @@ async def test_a_copy_whose_lease_was_revoked_meanwhile_is_discarded_and_a_newer
     settings = WeightSettings(slots=2)
     store = LocalStore(settings)
     weights, slow_weights = tensors("a"), tensors("a")
-    writer = Publisher(store, 0, 1, weights, settings)
+    writer = Publisher(store, weights, settings, rank=0, world=1)
     slow, other = (Subscriber(store, held, "reader", settings) for held in (slow_weights, tensors("a")))
 
     async def publish(version: int) -> None:
@@ -81,7 +81,7 @@ async def test_a_copy_whose_lease_was_revoked_meanwhile_is_discarded_and_a_newer
 
 async def test_a_version_that_is_given_up_is_not_applied_by_a_reader_that_has_copied_all_it_needs() -> None:  # WU-1
     store = LocalStore(ANNOUNCED)
-    writers = [Publisher(store, rank, 2, tensors(name), ANNOUNCED) for rank, name in enumerate("ab")]
+    writers = [Publisher(store, tensors(name), ANNOUNCED, rank=rank, world=2) for rank, name in enumerate("ab")]
     reader = Subscriber(store, tensors("a"), "reader", ANNOUNCED)
     await within(asyncio.gather(*(writer.publish(0) for writer in writers)))
     failing = HeldUp(writers[1], failing=True)
@@ -108,7 +108,7 @@ async def test_pulling_once_goes_on_to_a_newer_version_where_the_first_was_revok
     from goaly.weights import pull_into
 
     store = LocalStore(ANNOUNCED)
-    writer = Publisher(store, 0, 1, tensors("a"), ANNOUNCED)
+    writer = Publisher(store, tensors("a"), ANNOUNCED, rank=0, world=1)
     await within(writer.publish(0))
     prefetch, asked = Subscriber.prefetch, []
 

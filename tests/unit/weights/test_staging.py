@@ -7,19 +7,20 @@ from local_store import LocalStore
 
 from goaly.weights.copying import Pair
 from goaly.weights.publisher import Publisher
-from goaly.weights.ring import UNSEALED, Ring
 from goaly.weights.settings import WeightSettings
+from goaly.weights.shared_memory import Ring
+from goaly.weights.transport import UNSEALED
 
 
 async def test_a_bucket_is_sealed_once_it_holds_the_version_and_unsealed_before_it_is_written_again() -> None:
     settings = WeightSettings(slots=2, bucket_mib=64 / (1 << 20))
     tensors = {name: torch.zeros(16) for name in "abc"}  # a bucket each
-    writer = Publisher(LocalStore(settings), 0, 1, tensors, settings)
+    writer = Publisher(LocalStore(settings), tensors, settings, rank=0, world=1)
     copy = writer._copier.copy
     found: list[list[int]] = []
 
     def copying(pairs: Sequence[Pair]) -> None:
-        ring = writer._ring
+        ring = writer._slots
         assert isinstance(ring, Ring)
         slot = next(slot for slot in range(2) if any(pairs[0][0] is view for view in ring.views(slot)))
         found.append(ring.seals(slot))
@@ -35,7 +36,7 @@ async def test_a_bucket_is_sealed_once_it_holds_the_version_and_unsealed_before_
         found.clear()
         for tensor in tensors.values():
             tensor.fill_(-1.0)  # WB-1: nobody sees this
-        ring = writer._ring
+        ring = writer._slots
         assert isinstance(ring, Ring)
         held = [ring.views(slot) for slot in range(2) if ring.seals(slot) == [version] * 3]
         assert [float(view.sum()) for view in held[0]] == [16.0 * version] * 3

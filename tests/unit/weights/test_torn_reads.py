@@ -14,7 +14,6 @@ from local_store import Gone, Life, LocalStore, as_process, meshes, sharded
 from torch.distributed.device_mesh import DeviceMesh
 
 from goaly.errors import WeightsError, WritersGone
-from goaly.weights import publisher, subscriber
 from goaly.weights.placement import local
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
@@ -71,8 +70,8 @@ class Writers:
         ]
         self.publishers = []
         for rank, tensors in enumerate(self.tensors):
-            with as_process(publisher, self.lives[rank].mark):
-                self.publishers.append(Publisher(store, rank, len(ranks), tensors, settings))
+            with as_process(self.lives[rank].mark):
+                self.publishers.append(Publisher(store, tensors, settings, rank=rank, world=len(ranks)))
 
     async def publish(self, version: int, *, turns: int | None = None) -> bool:
         """Publish from all ranks; with `turns`, give it up after so many turns of the loop."""
@@ -107,9 +106,9 @@ class Writers:
         for life in self.lives:
             life.kill()
         for one in self.publishers:
-            one._attendants.end()
-            if one._ring is not None:
-                one._ring.close()
+            one._background.end()
+            if one._slots is not None:
+                one._slots.close()
             one._copier._pool.shutdown()
 
 
@@ -128,7 +127,7 @@ class Reader:
         if mesh is not None:
             held = {n: sharded(mesh, 1, torch.full((rows, cols // 2), -1.0)) for n, (rows, cols) in SHAPES.items()}
         self.tensors = held
-        with as_process(subscriber, self.life.mark):
+        with as_process(self.life.mark):
             self.subscriber = Subscriber(store, held, f"reader {number}", settings)
         self.version = -1
         self.copy = self.subscriber._copier.copy
@@ -164,7 +163,7 @@ class Reader:
 
     def close(self) -> None:
         self.life.kill()
-        self.subscriber._attendants.end()
+        self.subscriber._background.end()
         self.subscriber._copier._pool.shutdown()
 
 
@@ -228,7 +227,7 @@ async def live(
         reader.cancel()
     for end in await asyncio.gather(*readers, return_exceptions=True):
         assert isinstance(end, asyncio.CancelledError | WritersGone), end
-    assert state.bytes == sum(one._ring.bytes for one in writers.publishers)
+    assert state.bytes == sum(one._slots.bytes for one in writers.publishers)
     writers.close()
     calls = list(store.under_way)
     for call in calls:

@@ -15,7 +15,7 @@ import torch
 
 from goaly.errors import WeightsError
 from goaly.weights.liveness import ExitWatch, this_process
-from goaly.weights.memory import Segment
+from goaly.weights.shared_memory import Segment
 
 MEGABYTE = 1 << 20
 

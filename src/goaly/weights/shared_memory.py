@@ -1,0 +1,206 @@
+"""One writer rank's versions in shared memory: a ring of a few slots, each with room for its whole layout.
+
+The memory has no name. The owner makes an anonymous file in memory; readers on the same host open it through the
+owner's table of open files. In a process that uses GPUs the memory is registered with them, so that they copy from and
+to it directly.
+
+Invariants
+    WM-1  When no process holds a segment any more, its memory is free. No cleanup has to run for that.
+    WM-2  A reader can't write: it maps the segment read-only.
+    WM-3  A handle opens the segment that it was made for, or nothing: the file's inode shows a descriptor or process
+          id that was used again.
+    WM-4  A segment's size is sealed: no reader can crash because the file shrank.
+"""
+
+import fcntl
+import logging
+import mmap
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from goaly.errors import WeightsError
+from goaly.weights.layout import Layout
+from goaly.weights.transport import UNSEALED, SegmentHandle, SlotShape, Source
+
+logger = logging.getLogger(__name__)
+
+HOST_REGISTER_READ_ONLY = 8
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
+
+
+class Segment:
+    """Memory that processes on one host share."""
+
+    def __init__(self, handle: SegmentHandle, memory: torch.Tensor, descriptor: int | None):
+        self.handle = handle
+        self._memory = memory
+        self._close_file = None if descriptor is None else weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def create(cls, size: int) -> "Segment":
+        """A new writable segment of `size` bytes, with all its pages allocated."""
+        size = max(size, 1)
+        descriptor = os.memfd_create("goaly-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)  # WM-4
+            mapped = _Mapping(descriptor, size)
+            _populate(mapped, MADV_POPULATE_WRITE)
+            handle = SegmentHandle(
+                pid=os.getpid(), descriptor=descriptor, inode=os.fstat(descriptor).st_ino, bytes=size
+            )
+        except BaseException:
+            os.close(descriptor)
+            raise
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        mapped.register(memory.data_ptr(), 0)
+        return cls(handle, memory, descriptor)
+
+    @classmethod
+    def open(cls, handle: SegmentHandle) -> "Segment":
+        """Another process's segment, to read (WM-2)."""
+        path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightsError(
+                f"shared memory of process {handle.pid} can't be opened ({error.strerror}): its owner must be alive, "
+                "on this host and of this user"
+            ) from error
+        try:
+            if os.fstat(descriptor).st_ino != handle.inode:  # WM-3
+                raise WeightsError(f"shared memory of process {handle.pid} is gone: its owner closed it or died")
+            mapped = _Mapping(descriptor, handle.bytes, prot=mmap.PROT_READ)
+            _populate(mapped, MADV_POPULATE_READ)
+        finally:
+            os.close(descriptor)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        mapped.register(memory.data_ptr(), HOST_REGISTER_READ_ONLY)
+        return cls(handle, memory, None)
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+        """A tensor of this type and shape, `offset` bytes into the segment."""
+        elements = torch.Size(shape).numel()
+        return self._memory[offset : offset + elements * dtype.itemsize].view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Accept no further reader. The memory is freed with the last tensor over it, here and in the readers."""
+        if self._close_file is not None:
+            self._close_file()
+
+
+class _Mapping(mmap.mmap):
+    """Mapped memory, registered with this process's GPUs, if it has any, for as long as it is mapped."""
+
+    _registered: int | None = None
+
+    def register(self, address: int, flags: int) -> None:
+        """Register it with the GPUs. Where that fails, the driver copies through its own memory."""
+        if not torch.cuda.is_initialized():
+            return
+        answer = int(torch.cuda.cudart().cudaHostRegister(address, len(self), flags))
+        if answer == 0:
+            self._registered = address
+        else:
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # clears the runtime's error, which would fail the next kernel
+            logger.info("%d bytes of shared memory are not registered with the GPU: error %d", len(self), answer)
+
+    def __del__(self) -> None:
+        if self._registered is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)
+
+
+def _populate(mapped: mmap.mmap, advice: int) -> None:
+    """Allocate all pages now; kernels that can't do this allocate each page at its first use."""
+    try:
+        mapped.madvise(advice)
+    except OSError as error:
+        if error.errno != 22:  # EINVAL: before Linux 5.14
+            raise WeightsError(f"{len(mapped)} bytes of shared memory can't be allocated: {error.strerror}") from error
+
+
+class Ring:
+    """The slots of one writer rank, as the writer or a reader on its host sees them."""
+
+    def __init__(self, layout: Layout, buckets: tuple[range, ...], slots: int, segment: Segment):
+        self.layout = layout
+        self.buckets = buckets
+        self.slots = slots
+        self._segment = segment
+        self._shape = SlotShape(layout, buckets)
+        self._slots = [
+            segment.tensor(torch.uint8, (self._shape.bytes,), slot * self._shape.bytes) for slot in range(slots)
+        ]
+        self._views = [self._shape.views(memory) for memory in self._slots]
+        self._seals = [self._shape.seals(memory) for memory in self._slots]
+
+    @classmethod
+    def create(cls, layout: Layout, buckets: tuple[range, ...], slots: int) -> "Ring":
+        """A new ring of this process as a writer, every slot unsealed."""
+        ring = cls(layout, buckets, slots, Segment.create(slots * SlotShape(layout, buckets).bytes))
+        for slot in range(slots):
+            ring.unseal(slot)
+        return ring
+
+    @classmethod
+    def open(cls, source: Source) -> "Ring":
+        """Another process's ring, to read."""
+        assert isinstance(source.handle, SegmentHandle)
+        return cls(source.layout, source.buckets, source.slots, Segment.open(source.handle))
+
+    def source(self, host: str, remote: Any | None = None) -> Source:
+        """What readers need to reach the ring."""
+        return Source(
+            layout=self.layout,
+            buckets=self.buckets,
+            slots=self.slots,
+            host=host,
+            handle=self._segment.handle,
+            remote=remote,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all slots."""
+        return self._segment.handle.bytes
+
+    def stretches(self, slot: int) -> list[torch.Tensor]:
+        """The slot's memory as bytes: its seals, then each bucket."""
+        return self._shape.stretches(self._slots[slot])
+
+    def views(self, slot: int) -> list[torch.Tensor]:
+        """The slot's shards, each contiguous."""
+        return self._views[slot]
+
+    def view(self, slot: int, shard: int) -> torch.Tensor:
+        """One of them."""
+        return self._views[slot][shard]
+
+    def unseal(self, slot: int) -> None:
+        """Mark all buckets of the slot as holding no version."""
+        self._seals[slot].fill_(UNSEALED)
+
+    def seal(self, slot: int, bucket: int, version: int) -> None:
+        """Mark the bucket as holding this version's shards."""
+        self._seals[slot][bucket] = version
+
+    def seals(self, slot: int) -> list[int]:
+        """The version whose shards each bucket of the slot holds, or `UNSEALED`."""
+        return self._seals[slot].tolist()
+
+    def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
+        """The buckets, at once: the memory is mapped."""
+        yield buckets
+
+    def close(self) -> None:
+        """Accept no further reader; existing mappings stay."""
+        self._segment.close()
