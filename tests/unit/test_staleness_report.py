@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.interval import Interval
 from bench.lagged import LaggedSettings, Outcome
@@ -26,6 +27,7 @@ from bench.staleness import (
     table,
 )
 from goaly.config import load
+from goaly.losses.objective import policy_loss
 from goaly.reward.settings import AdvantageSettings
 from goaly.run.config import RunConfig
 
@@ -101,21 +103,35 @@ def test_another_warm_start_is_another_experiment(settings: LaggedSettings) -> N
     assert settings_of(MAIN[0], settings) != before
 
 
-def test_a_difference_is_taken_seed_by_seed_from_the_same_loss_at_zero() -> None:
-    fresh, stale = arm("uncorrected", 0), arm("uncorrected", 8)
+def test_a_difference_is_taken_seed_by_seed_from_the_run_at_zero() -> None:
+    fresh, stale = arm("default", 0), arm("uncorrected", 8)
     runs = [run(fresh, 0, 0.8), run(fresh, 1, 0.6), run(stale, 0, 0.7), run(stale, 1, 0.5), run(stale, 2, 0.0)]
     arms = summary(runs)
-    assert list(arms) == ["uncorrected/0", "uncorrected/8"]
-    assert arms["uncorrected/0"]["difference"] is arms["uncorrected/0"]["area_difference"] is None
+    assert list(arms) == ["default/0", "uncorrected/8"]
+    assert arms["default/0"]["difference"] is arms["default/0"]["area_difference"] is None
     difference = arms["uncorrected/8"]["difference"]
     assert (difference.mean, difference.half_width, difference.count) == (pytest.approx(-0.1), pytest.approx(0), 2)
     assert arms["uncorrected/8"]["seeds"] == 3
     assert arms["uncorrected/8"]["pass_at_1"].mean == pytest.approx(0.4)
 
 
-def test_a_loss_that_was_not_run_at_zero_is_compared_with_the_recommended_one() -> None:
-    arms = summary([run(arm("recommended", 0), 0, 0.9), run(arm("cispo", 32), 0, 0.8)])
-    assert arms["cispo/32"]["difference"].mean == pytest.approx(-0.1)
+def test_at_zero_all_losses_are_one_so_only_the_default_is_run() -> None:
+    assert {one.loss for one in (*MAIN, *OTHERS) if one.max_staleness == 0} == {"default"}
+    gradients = []
+    for name, loss in LOSSES.items():
+        logprobs_P = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+        columns = {
+            "sampler_logprobs": logprobs_P.detach().clone(),
+            "sampler_versions": torch.zeros(3, dtype=torch.int32),
+            "advantages": torch.tensor([1.0, 1.0, -1.0]),
+            "documents": torch.tensor([0, 0, 1]),
+        }
+        aggregated = replace(loss, aggregation="token_mean")
+        policy_loss(aggregated)(logprobs_P, torch.zeros(3), columns, 0).total.backward()
+        assert logprobs_P.grad is not None, name
+        gradients.append(logprobs_P.grad)
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, gradients[0])
 
 
 def test_the_recommended_loss_is_the_recipe_for_stale_data(tiny_model_folder: Path) -> None:

@@ -67,8 +67,8 @@ def ppo(
 
 
 @loss("grpo")
-def grpo(tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> LossOutput:
-    """PPO's surrogate; what makes it GRPO is the group's advantage."""
+def grpo(tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 1.0) -> LossOutput:
+    """PPO's surrogate with room above for data several versions old; the group's advantage makes it GRPO."""
     return clipped(tokens.ratio_P, tokens.advantages_P, clip_low, clip_high)
 
 

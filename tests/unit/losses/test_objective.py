@@ -29,13 +29,13 @@ def meaned(tokens: Tokens) -> torch.Tensor:
 
 
 def test_grpo_is_the_clipped_surrogate_and_a_plain_sum():
-    # ratios 1.5 and 0.5 with A = 2: -2 * 1.2 and -2 * 0.5
-    part, gradient = objective(LossSettings(), [1.5, 0.5], columns([1, 1], [2.0, 2.0]))
-    assert part.total.item() == pytest.approx(-2.4 - 1.0)
+    # ratios 2.5 and 0.5 with A = 2: -2 * 2 and -2 * 0.5
+    part, gradient = objective(LossSettings(), [2.5, 0.5], columns([1, 1], [2.0, 2.0]))
+    assert part.total.item() == pytest.approx(-4.0 - 1.0)
     close(gradient, torch.tensor([0.0, -1.0]))
     assert part.count is None
-    close(part.maximum["ratio_max"], torch.tensor([1.5, 0.5]))
-    close(part.mean["sampler_kl"], torch.tensor([0.5 - math.log(1.5), -0.5 + math.log(2)]))
+    close(part.maximum["ratio_max"], torch.tensor([2.5, 0.5]))
+    close(part.mean["sampler_kl"], torch.tensor([1.5 - math.log(2.5), -0.5 + math.log(2)]))
 
 
 def test_with_the_trainer_as_proximal_policy_a_capped_weight_scales_the_gradient():

@@ -18,7 +18,7 @@ RATIOS, ADVANTAGES = [1.5, 0.5, 1.5, 0.5], [2.0, 2.0, -2.0, -2.0]
 # The plain formulas, of the ratios and advantages in double precision; `tokens` are one sequence.
 FORMULAS = {
     "ppo": lambda r, a: -torch.minimum(r * a, r.clamp(0.8, 1.2) * a),
-    "grpo": lambda r, a: -torch.minimum(r * a, r.clamp(0.8, 1.2) * a),
+    "grpo": lambda r, a: -torch.minimum(r * a, r.clamp(0.8, 2.0) * a),
     "dr_grpo": lambda r, a: -torch.minimum(r * a, r.clamp(0.8, 1.2) * a),
     "dapo": lambda r, a: -torch.minimum(r * a, r.clamp(0.8, 1.28) * a),
     "cispo": lambda r, a: -r.detach().clamp(0, 5) * a * (r * SAMPLED).log(),
@@ -71,6 +71,12 @@ def test_dual_clip_bounds_what_a_negative_advantage_can_cost():
     close(output.loss_P, torch.tensor([6.0, 4.0, -1.0]))
     close(gradient, torch.tensor([0.0, 4.0, -1.0]))
     assert output.mean["clip_fraction_dual"].tolist() == [1, 0, 0]
+
+
+def test_grpo_leaves_room_above_for_stale_data_and_none_below():
+    output, gradient = evaluated("grpo", tokens([1.9, 2.1, 0.7], [1.0, 1.0, -1.0]))
+    close(output.loss_P, torch.tensor([-1.9, -2.0, 0.8]))
+    close(gradient, torch.tensor([-1.9, 0.0, 0.0]))
 
 
 def test_dapo_leaves_more_room_above_than_below():
