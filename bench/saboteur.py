@@ -40,7 +40,7 @@ POINTS = {
     "train": "goaly.train.engine:TrainEngine.train_step",
     "stage": "goaly.weights.publisher:Publisher._stage",
     "annotate": "goaly.train.engine:TrainEngine.logprobs",
-    "learn values": "goaly.train.value:ValueEngine.train_steps",
+    "learn values": "goaly.train.critic_engine:CriticEngine.train_steps",
     "decode": "goaly.generate.engine:Engine.step",
     "pull": "goaly.weights.subscriber:Subscriber._pull",
     "apply": "goaly.generate.engine:Engine.apply",

@@ -1,7 +1,7 @@
-"""The one schema of token data: a trajectory, a group of them, and packed rows.
+"""The schema of token data: a trajectory, a group of trajectories, and packed rows.
 
-A trajectory is one sampled sequence as a `TensorDict` with batch size `[T]`. Position t of every per-token tensor
-speaks about token t: `sampler_logprobs[t]` is the log-probability with which the sampler drew `tokens[t]`.
+A trajectory is one sampled sequence as a `TensorDict` with batch size `[T]`. Position t of every per-token tensor is
+about token t: `sampler_logprobs[t]` is the log-probability with which the sampler drew `tokens[t]`.
 
     tokens            i64   every token the policy saw or wrote
     trained           bool  the policy wrote this token, and it is trained
@@ -11,13 +11,14 @@ speaks about token t: `sampler_logprobs[t]` is the log-probability with which th
     (later stages)    f32   reference_logprobs, values, advantages, returns
 
 Invariants
-    TR-1  The first token is never trained: nothing predicts it.
+    TR-1  The first token is never trained, because no token predicts it.
     TR-2  A trained token has a version >= 0 and a finite log-probability <= 0.
     TR-3  Masks are stored, never inferred from pad or end-of-sequence tokens.
     TR-4  The rewards of a sequence add up to a finite number.
+    TR-5  The padding of a packed row is at its end, is never trained, and has its own positions from 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
@@ -41,8 +42,12 @@ LATER: dict[str, torch.dtype] = {
     "returns": torch.float32,
 }
 NO_VERSION = -1
+Row = tuple[int, ...]
+"""The sequences of a packed row, by their index in the batch."""
+TokenColumns = TensorDict | Mapping[str, torch.Tensor]
+"""The per-token columns `[T]` of one sequence."""
 TRUNCATED = "truncated"
-"""A batch's column of tokens that belong to an answer that the token limit ended."""
+"""The column that marks tokens of answers which the token limit ended."""
 
 
 class Outcome(StrEnum):
@@ -56,7 +61,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A stretch of tokens with one author: `[start, stop)` of the trajectory."""
+    """Consecutive tokens with one author: `[start, stop)` of the trajectory."""
 
     author: str
     start: int
@@ -65,7 +70,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One sampled sequence: its tokens (a checked TensorDict `[T]`) and what is known about them as a whole."""
+    """One sampled sequence: its tokens (a checked TensorDict `[T]`) and facts about the whole of it."""
 
     tokens: TensorDict
     prompt_id: str
@@ -87,13 +92,13 @@ class Trajectory:
 
     @property
     def trained_tokens(self) -> int:
-        """How many of its tokens are trained."""
+        """The number of its trained tokens."""
         return int(self.tokens["trained"].sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """All samples of one prompt, under the number with which the prompt was admitted."""
+    """All samples of one prompt, with the prompt's ticket."""
 
     ticket: int
     prompt_id: str
@@ -105,7 +110,7 @@ class Group:
     """Responses that got reward 0 because the verifier exceeded its time limit (`reward.on_time_limit=zero`)."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels as one buffer a column: pickling each sample's tensors by themselves takes ten times as long."""
+        """Pickles one buffer for each column; pickling each sample's tensors takes ten times as long."""
         keys = [str(key) for key in self.samples[0].tokens.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
         columns = {key: torch.cat([sample.tokens[key] for sample in self.samples]) for key in keys}
         buffers = {key: (column.dtype, column.numpy().tobytes()) for key, column in columns.items()}
@@ -129,7 +134,7 @@ def _received_group(
     samples = []
     for place, (length, *known) in enumerate(facts):
         tokens = TensorDict({key: parts[place] for key, parts in columns.items()}, batch_size=[length])
-        sample = object.__new__(Trajectory)  # checked when it was made, and again by who receives it
+        sample = object.__new__(Trajectory)  # unchecked here; the queue checks it
         for name, value in zip(_FACTS, (tokens, *known), strict=True):
             object.__setattr__(sample, name, value)
         samples.append(sample)
@@ -148,7 +153,7 @@ def token_data(columns: Mapping[str, torch.Tensor]) -> TensorDict:
 
 
 def check_tokens(data: TensorDict, *, where: str) -> None:
-    """Raise a SchemaError that names the key unless `data` is a sound trajectory `[T]`."""
+    """Raise a SchemaError that names the key unless `data` is a valid trajectory `[T]`."""
     keys: set[Any] = set(data.keys())
     for key in REQUIRED:
         if key not in keys:
@@ -166,7 +171,7 @@ def check_tokens(data: TensorDict, *, where: str) -> None:
         raise SchemaError(f"{where}: `tokens` is empty")
     trained_T = data["trained"]
     if bool(trained_T[0]):
-        raise SchemaError(f"{where}: `trained` is set on the first token, which nothing predicts")  # TR-1
+        raise SchemaError(f"{where}: `trained` is set on the first token, which no token predicts")  # TR-1
     logprobs = data["sampler_logprobs"][trained_T]
     sound = (logprobs <= 0) & torch.isfinite(logprobs)
     if not bool(sound.all()):
@@ -181,7 +186,7 @@ def check_tokens(data: TensorDict, *, where: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The rows of a batch that make one optimizer step: how many on each rank, and their counts on all ranks."""
+    """The rows of a batch for one optimizer step: their number on each rank, and counts over all ranks."""
 
     rows: int
     trained_tokens: int
@@ -190,20 +195,20 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """One data-parallel rank's share of a batch: a TensorDict `[rows, L]`, and the batch's global counts.
+    """The rows of one data-parallel rank: a TensorDict `[rows, L]`, and counts over the whole batch.
 
-    Columns are the trajectory's own, and `positions` (i64), which restarts at 0 with each document. Padding stands
-    at a row's end only: a document of its own, never trained.
+    The columns are those of a trajectory, and `positions` (i64), which restarts at 0 with each document. Padding (TR-5)
+    is a document of its own.
     """
 
     rows: TensorDict
     batch_trained_tokens: int
     batch_sequences: int
     parts: tuple[Part, ...] = ()
-    """What the rows are divided into, in order; empty where all of them make one optimizer step."""
+    """The parts of the rows, in order; empty if all rows make one optimizer step."""
 
     def split(self) -> list["PackedRows"]:
-        """The rows of each optimizer step, with counts of their own; a part with nothing to train makes none."""
+        """The rows of each optimizer step, with their own counts; a part without trained tokens makes no step."""
         if not self.parts:
             return [self]
         rows = self.rows.split([part.rows for part in self.parts])
@@ -216,10 +221,47 @@ class PackedRows:
 
     @property
     def row_length(self) -> int:
-        """L: how many tokens a row holds."""
+        """L: the number of tokens in a row."""
         return self.rows.batch_size[1]
 
 
+def pack_rows(sequences: Sequence[TokenColumns], rows: Sequence[Row], row_length: int, pad_token: int) -> TensorDict:
+    """These sequences as rows `[R, L]`, with `positions` added."""
+    dtypes = _common_columns(sequences)
+    packed = {key: torch.zeros(len(rows), row_length, dtype=dtype) for key, dtype in dtypes.items()}
+    packed["tokens"].fill_(pad_token)
+    if "sampler_versions" in packed:
+        packed["sampler_versions"].fill_(NO_VERSION)
+    positions_RL = torch.zeros(len(rows), row_length, dtype=torch.int64)
+    used = [0] * len(rows)
+    for place, row, span in spans([len(sequence["tokens"]) for sequence in sequences], rows):
+        for key, column in packed.items():
+            column[row, span] = sequences[place][key]
+        positions_RL[row, span] = torch.arange(span.stop - span.start)
+        used[row] = span.stop
+    for row, stop in enumerate(used):
+        positions_RL[row, stop:] = torch.arange(row_length - stop)  # TR-5
+    return TensorDict({**packed, "positions": positions_RL}, batch_size=[len(rows), row_length])
+
+
+def spans(lengths: Sequence[int], rows: Sequence[Row]) -> Iterator[tuple[int, int, slice]]:
+    """`(index in the batch, row, columns)` of each sequence in these rows."""
+    for row, places in enumerate(rows):
+        start = 0
+        for place in places:
+            yield place, row, slice(start, start + lengths[place])
+            start += lengths[place]
+
+
+def _common_columns(sequences: Sequence[TokenColumns]) -> dict[str, torch.dtype]:
+    """The dtypes of the columns; all sequences must have the same ones."""
+    columns = {str(key): sequences[0][key].dtype for key in sorted(sequences[0].keys())}
+    for place, sequence in enumerate(sequences):
+        if odd := set(columns) ^ set(sequence.keys()):
+            raise SchemaError(f"sequence {place}: `{min(odd)}` is in some sequences of the batch and not in others")
+    return columns
+
+
 def lengths(samples: Sequence[Trajectory]) -> list[int]:
-    """Token counts, one a trajectory."""
+    """The token count of each trajectory."""
     return [len(sample) for sample in samples]

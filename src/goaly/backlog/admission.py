@@ -1,4 +1,4 @@
-"""When the next group may start, and from which policy version on it may be sampled. Pure arithmetic.
+"""When the next group may start, and the oldest policy version that may sample it. Pure arithmetic.
 
 Let G be `groups_per_step` and S `max_staleness`. Batch k consumes the G groups that bring version k to k + 1. The
 *position* p of a ticket is the number of tickets admitted before it that were neither rejected nor failed when it was
@@ -7,12 +7,12 @@ admitted; in FIFO order and without later drops it would be trained by batch `p 
 Invariants
     AD-1  A ticket is admitted only while p < (policy_version + S + 1) * G.
     AD-2  Every token of a ticket is sampled by weights of at least `min_version = max(0, p // G - S)`. The generator
-          holds the request back until it has them: the bound does not rest on how soon weights arrive.
-    AD-3  min_version <= policy_version at admission (by AD-1): no ticket waits for weights that training it would make.
-    AD-4  Nothing that happens later can break the age bound. Tickets dropped later only bring p's batch forward, and
-          with a window of W (order.py) at most W - 1 later tickets overtake it, so it is trained by batch
+          holds a request back until it has such weights, so the bound does not depend on how soon weights arrive.
+    AD-3  min_version <= policy_version at admission (by AD-1): no ticket waits for weights that depend on its training.
+    AD-4  Later events can't break the age bound. Tickets dropped later only bring p's batch forward, and with a window
+          of W (order.py) at most W - 1 later tickets overtake it, so it is trained by batch
           k <= (p + W - 1) // G <= p // G + ceil((W - 1) / G). The age of its tokens is then at most
-          k - min_version <= S + ceil((W - 1) / G). With S = 0 it is 0: batch p // G has no other groups to be made of.
+          k - min_version <= S + ceil((W - 1) / G). With S = 0 it is 0: batch p // G has no other groups to choose from.
 """
 
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ class Ticket:
     """The right to start one group."""
 
     index: int
-    """Place in the order of admission, from 0."""
+    """Its number in the order of admission, from 0."""
     min_version: int
     """Oldest policy version that may sample any token of the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The arithmetic of one run's settings."""
+    """The admission rule of one run."""
 
     groups_per_step: int
     max_staleness: int
@@ -40,7 +40,7 @@ class Admission:
 
     @classmethod
     def of(cls, settings: BacklogSettings, steps: int | None = None) -> "Admission":
-        """The arithmetic that these settings ask for, in a run of so many training steps (None: no end)."""
+        """The admission rule of these settings, in a run of `steps` training steps; None for an endless run."""
         return cls(settings.groups_per_step, settings.max_staleness, steps)
 
     def is_open(self, position: int, policy_version: int) -> bool:

@@ -1,8 +1,8 @@
-"""A batch: the groups of one training step as packed rows of every data-parallel rank. Pure.
+"""A batch: the groups of one training step as packed rows for each data-parallel rank. Pure.
 
-Consumes groups in delivery order, adds advantages, and says what the batch is like. The handle is what travels through
-the controller; the rows stay here until their rank pulls them. Advantages that need what a later stage computes (the
-reference's log-probs, a critic's values) are added once it is in all rows.
+Consumes groups in delivery order, adds advantages and metrics. The controller gets the handle; the rows stay in the hub
+until their rank pulls them. Advantages that need a column of a later stage (the reference's log-probs, a critic's
+values) are added once all rows have it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,39 +11,40 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from goaly.backlog.packing import Row, assign, divide, pack, spans
+from goaly.backlog.packing import assign, divide
 from goaly.backlog.settings import BacklogSettings
 from goaly.prompts.curriculum import Passes
 from goaly.prompts.prompt import PASS_REWARD
-from goaly.reward.advantages import estimate, has_signal
+from goaly.reward.advantages import has_signal
+from goaly.reward.estimate import estimate
 from goaly.reward.settings import AdvantageSettings
-from goaly.trajectory import TRUNCATED, Group, Outcome, PackedRows, Part, Trajectory, lengths
+from goaly.trajectory import TRUNCATED, Group, Outcome, PackedRows, Part, Row, Trajectory, lengths, pack_rows, spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchHandle:
-    """A batch as the controller sees it: its number and what it holds, no tokens."""
+    """A batch as the controller sees it: number, sizes and metrics, without tokens."""
 
     id: int
-    """Batches count from 0; batch k is trained by policy version k."""
+    """Batches are numbered from 0; policy version k trains batch k."""
     sequences: int
     trained_tokens: int
     tokens: int
     metrics: dict[str, float]
     passes: Mapping[str, Passes] = field(default_factory=dict)
-    """By prompt source, how the groups did that finished since the batch before, trained or not."""
+    """By prompt source, the passes of all groups that finished since the previous batch, trained or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch with its rows, one `PackedRows` a data-parallel rank."""
+    """A batch with its rows: one `PackedRows` for each data-parallel rank."""
 
     handle: BatchHandle
     groups: tuple[Group, ...]
     weights: tuple[float, ...]
-    """What multiplies each group's advantages."""
+    """The factor of each group's advantages."""
     placement: tuple[tuple[Row, ...], ...]
-    """Each rank's rows, as the sequences that lie in them."""
+    """The rows of each rank, as the sequences in them."""
     ranks: tuple[PackedRows, ...]
 
     @property
@@ -66,8 +67,7 @@ def build_batch(
 ) -> Batch:
     """The batch of these groups; the same groups in the same order give the same rows.
 
-    Each of the `minibatches` has rows of its own. A group's weight multiplies the advantages of all its samples; None
-    weighs all alike.
+    Each of the `minibatches` has its own rows. `weights` has a factor for the advantages of each group; None is 1.
     """
     samples = [sample for group in groups for sample in group.samples]
     sequences = [sample.tokens for sample in samples]
@@ -75,7 +75,7 @@ def build_batch(
     trained_tokens = sum(sample.trained_tokens for sample in samples)
     ranks = tuple(
         PackedRows(
-            rows=pack(sequences, rows, settings.row_length, pad_token),
+            rows=pack_rows(sequences, rows, settings.row_length, pad_token),
             batch_trained_tokens=trained_tokens,
             batch_sequences=len(samples),
             parts=parts,
@@ -111,7 +111,7 @@ def build_batch(
 def _placed(
     groups: Sequence[Group], minibatches: int, row_length: int, dp_ranks: int
 ) -> tuple[tuple[tuple[Row, ...], ...], tuple[Part, ...]]:
-    """Each rank's rows, those of the first minibatch first; and where there are several, what each has."""
+    """The rows of each rank, ordered by minibatch; and if there are several minibatches, the `Part` of each."""
     samples = [sample for group in groups for sample in group.samples]
     if minibatches == 1:
         return assign(lengths(samples), row_length, dp_ranks), ()
@@ -129,7 +129,7 @@ def _placed(
 
 
 def add_advantages(batch: Batch, settings: AdvantageSettings) -> None:
-    """Add `advantages`, and `returns` where there is a critic, to all rows, once these hold all that is needed."""
+    """Add `advantages`, and `returns` if there is a critic, once all rows have the columns that these need."""
     if any(key not in packed.rows for packed in batch.ranks for key in settings.needs):
         return
     found = estimate(batch.groups, settings, {key: _of_samples(batch, key) for key in settings.needs})
@@ -141,7 +141,7 @@ def add_advantages(batch: Batch, settings: AdvantageSettings) -> None:
 
 
 def _of_samples(batch: Batch, key: str) -> list[Tensor]:
-    """A column of the rows as that of each sample, `[T]`."""
+    """A column of the rows as one tensor `[T]` for each sample."""
     found: dict[int, Tensor] = {}
     for rank, row, span, place in _spans(batch):
         found[place] = batch.ranks[rank].rows[key][row, span]
@@ -149,7 +149,7 @@ def _of_samples(batch: Batch, key: str) -> list[Tensor]:
 
 
 def _into_rows(batch: Batch, key: str, values: Sequence[Tensor]) -> None:
-    """The samples' values `[T]` as a column of the rows."""
+    """Write the samples' values `[T]` into a column of the rows."""
     columns = [torch.zeros(packed.rows.batch_size, dtype=values[0].dtype) for packed in batch.ranks]
     for rank, row, span, place in _spans(batch):
         columns[rank][row, span] = values[place]
@@ -165,7 +165,7 @@ def _spans(batch: Batch) -> Iterator[tuple[int, int, slice, int]]:
 
 
 def batch_metrics(policy_version: int, groups: Sequence[Group]) -> dict[str, float]:
-    """What the groups of a batch are like, as seen by the version that will train them."""
+    """Metrics of the groups of a batch; ages are relative to the version that trains them."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     trained = torch.tensor([sample.trained_tokens for sample in samples], dtype=torch.float64)

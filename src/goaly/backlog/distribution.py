@@ -1,20 +1,20 @@
-"""How far the lengths of what was trained are from the lengths of what was launched, and what would correct it. Pure.
+"""The distance between trained and launched lengths, and weights that correct it. Pure.
 
 Let G be `groups_per_step`. *Launched* up to step k are the first k * G tickets, in order of admission, that were not
-dropped: the very groups that k steps of strict FIFO would have trained. *Trained* up to step k are the groups of the
-first k batches. Both hold k * G groups, so their length histograms compare as they are, with nothing estimated and
-nothing left out because it is still under way: the distances of step k are known once its launched groups have all
-finished. While a long group is under way no step becomes known; when it ends, many do at once.
+dropped: the groups that k steps of strict FIFO would have trained. *Trained* up to step k are the groups of the first k
+batches. Both hold k * G groups, so their length histograms compare directly, without estimates and without censoring:
+the distances of step k are known once all its launched groups have finished. While a long group runs, no step becomes
+known; when it ends, many do at once.
 
-A length is the number of a sample's trained tokens. Bins are `BINS_PER_OCTAVE` to a doubling of the length.
+A length is the number of a sample's trained tokens. There are `BINS_PER_OCTAVE` bins for each doubling of the length.
 
 Invariants
     DI-1  In windowed FIFO the total variation after k steps is at most (window - 1) / (k * G); `docs/schedule.md` has
           the proof. In strict FIFO every distance is exactly 0.
-    DI-2  What is kept: the bins of each group, and a histogram for each step, since the oldest ticket under way; and
-          nine numbers for each step known.
-    DI-3  Weights have a mean of 1 over the groups of a batch, and are exactly 1 where there is nothing to correct.
-    DI-4  Each step's distances are found once, and told once: none is passed over, however many become known together.
+    DI-2  Memory: since the oldest running ticket the bins of each group and a histogram for each step, and nine numbers
+          for each known step.
+    DI-3  The weights of a batch have a mean of 1, and are exactly 1 if there is nothing to correct.
+    DI-4  The distances of each step are computed once and reported once, also when many steps become known together.
 """
 
 from collections import Counter, deque
@@ -40,29 +40,29 @@ def length_bins(lengths: Sequence[int]) -> Bins:
 
 
 def bin_count(longest: int) -> int:
-    """How many bins hold the lengths up to this one."""
+    """The number of bins for lengths up to this one."""
     return int(length_bins([longest])[0]) + 1
 
 
 def total_variation(first: Histogram, second: Histogram) -> float:
-    """Half the summed difference of the two distributions: the share that would have to change its bin."""
+    """Total variation: half the summed absolute difference of the two distributions."""
     return float(np.abs(first / first.sum() - second / second.sum()).sum() / 2)
 
 
 def wasserstein(first: Histogram, second: Histogram) -> float:
-    """Wasserstein-1 in tokens: how far a token count moves on average, each bin standing at its geometric middle."""
+    """The Wasserstein-1 distance in tokens; each bin counts as its geometric middle."""
     middles = 2 ** ((np.arange(len(first)) + 0.5) / BINS_PER_OCTAVE)
     cumulative = np.cumsum(first / first.sum() - second / second.sum())
     return float(np.abs(cumulative[:-1]) @ np.diff(middles))
 
 
 def inverse_propensity(launched: Histogram, trained: Histogram, bins: Bins, most: float) -> NDArray[np.float64]:
-    """A weight for each group of a batch that brings what was trained so far back to what was launched (DI-3).
+    """A weight for each group of a batch that corrects the trained distribution towards the launched one (DI-3).
 
-    `launched` and `trained` count groups by bin, the latter each with the weight it was trained with; `bins` are the
-    batch's groups. The propensity of a bin is its share of what was trained, this batch included, over its share of
-    what was launched; a bin of which no launched group is known yet has propensity 1. Weights are the inverse, at most
-    `most` and at least 1 / `most`, scaled to a mean of 1.
+    `launched` and `trained` count groups by bin, `trained` with the weights they were trained with; `bins` are those of
+    the batch's groups. The propensity of a bin is its share of the trained groups, this batch included, over its share
+    of the launched ones; 1 if no launched group of the bin is known yet. A weight is the inverse propensity, between
+    1 / `most` and `most`, scaled to a mean of 1.
     """
     with_batch = trained + np.bincount(bins, minlength=len(trained))
     if not launched.any():
@@ -75,18 +75,18 @@ def inverse_propensity(launched: Histogram, trained: Histogram, bins: Bins, most
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far two histograms of lengths are apart."""
+    """The distances between two histograms of lengths."""
 
     w1: float
     """Wasserstein-1, in tokens."""
     tv: float
     """Total variation."""
     octave_tv: float
-    """Total variation where lengths within an octave count as equal: weights correct nothing finer."""
+    """Total variation between octaves, the resolution of the weights."""
 
 
 def distance(first: Histogram, second: Histogram) -> Distance:
-    """How far apart these are."""
+    """The distances between these histograms."""
     octaves = range(0, len(first), BINS_PER_OCTAVE)
     return Distance(
         w1=wasserstein(first, second),
@@ -97,26 +97,26 @@ def distance(first: Histogram, second: Histogram) -> Distance:
 
 @dataclass(frozen=True, slots=True)
 class KnownStep:
-    """How far what was trained is from what was launched, up to one step and in it."""
+    """The distances between trained and launched lengths, up to one step and in this step."""
 
     so_far: Distance
     """Of all batches up to this one."""
     alone: Distance
-    """Of this batch, from the one that strict FIFO would have trained."""
+    """Of this batch, compared with the one that strict FIFO would have trained."""
     weighted: Distance | None
-    """Of all batches up to this one, each group with its weight; None where there are none."""
+    """Of all batches up to this one, each group with its weight; None without `length_correction`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """What the first steps hold, by sample bins: as counted, and with the weights they were trained with."""
+    """Samples by bin up to some step: plain counts, and counts with the weights they were trained with."""
 
     counted: Histogram
     weighted: Histogram
 
 
 class LengthDistribution:
-    """Follows a run's tickets and says how far what was trained is from what was launched."""
+    """Follows the tickets of a run and measures the distance between trained and launched lengths."""
 
     def __init__(self, settings: BacklogSettings):
         self._groups_per_step = settings.groups_per_step
@@ -140,25 +140,25 @@ class LengthDistribution:
 
     @property
     def known(self) -> Sequence[KnownStep]:
-        """The steps whose distances are known, from the first on."""
+        """The steps with known distances, from the first on."""
         return self._known
 
     def admit(self, index: int) -> None:
-        """A ticket is under way."""
+        """A ticket is admitted."""
         self._ahead.append(index)
 
     def finish(self, index: int, lengths: Sequence[int]) -> None:
-        """Its group is complete, with samples of these lengths."""
+        """The group of this ticket is complete, with samples of these lengths."""
         self._finished[index] = self._deliverable[index] = length_bins(lengths)
         self._advance()
 
     def drop(self, index: int) -> None:
-        """It will never be trained."""
+        """This ticket will not be trained."""
         self._dropped.add(index)
         self._advance()
 
     def deliver(self, tickets: Sequence[int]) -> list[float]:
-        """These tickets make the next batch; the weight with which each is to be trained."""
+        """Take these tickets as the next batch, and return the weight of each."""
         groups = [self._deliverable.pop(ticket) for ticket in tickets]
         octaves = np.array([_octave(bins) for bins in groups])
         weights = np.ones(len(groups))
@@ -176,7 +176,7 @@ class LengthDistribution:
         return weights.tolist()
 
     def metrics(self) -> dict[str, float]:
-        """The distances up to the newest step known, and the means of those in each step that was not told of yet."""
+        """The distances up to the newest known step, and the means of the single steps not reported before (DI-4)."""
         if not self._known:
             return {}
         untold, self._told = self._known[self._told :], len(self._known)  # DI-4
@@ -218,13 +218,13 @@ class LengthDistribution:
 
 
 class SourceShares:
-    """Follows which prompt sources the trained groups came from."""
+    """Counts the prompt sources of trained groups."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def metrics(self, sources: Sequence[str]) -> dict[str, float]:
-        """Each source's share of a batch of groups with these sources, and of all batches so far."""
+        """The share of each source in a batch of groups with these sources, and in all batches so far."""
         batch = Counter(sources)
         self._counts.update(batch)
         total = self._counts.total()
@@ -236,5 +236,5 @@ class SourceShares:
 
 
 def _octave(bins: Bins) -> int:
-    """The octave of a group's longest sample, which is when the group was complete."""
+    """The octave of a group's longest sample, which decides when the group is complete."""
     return int(bins.max()) // BINS_PER_OCTAVE

@@ -1,11 +1,11 @@
-"""Where every admitted ticket is, and how each one ended. Pure.
+"""The state of every admitted ticket, and the reason of each end. Pure.
 
     running ──▶ queued ──▶ trained
        └───────────┴─────▶ rejected(why) | failed(why)
 
 Invariants
     LE-1  admitted == running + queued + trained + rejected + failed, after every transition.
-    LE-2  A ticket ends exactly once: the first end stands.
+    LE-2  A ticket ends exactly once; later ends are refused.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """Where a ticket is."""
+    """The state of a ticket."""
 
     RUNNING = "running"
     """Admitted; its episodes run or are about to."""
@@ -23,13 +23,13 @@ class State(StrEnum):
     TRAINED = "trained"
     """A training step consumed it."""
     REJECTED = "rejected"
-    """It was left out on purpose."""
+    """It is left out on purpose."""
     FAILED = "failed"
     """Something broke."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing follows."""
+        """Whether this state is final."""
         return self in (State.TRAINED, State.REJECTED, State.FAILED)
 
 
@@ -69,16 +69,16 @@ class Ledger:
 
     @property
     def admitted(self) -> int:
-        """Tickets admitted so far; the next one's index."""
+        """The number of tickets admitted so far, which is the index of the next one."""
         return len(self._states)
 
     @property
     def live(self) -> int:
-        """Tickets that were trained or still can be: the next one's position."""
+        """The number of tickets that were not dropped, which is the position of the next one."""
         return self.admitted - self._counts[State.REJECTED] - self._counts[State.FAILED]
 
     def admit(self) -> int:
-        """A new ticket's index."""
+        """Admit a ticket, and return its index."""
         index = self.admitted
         self._states[index] = State.RUNNING
         self._counts[State.RUNNING] += 1
@@ -86,18 +86,18 @@ class Ledger:
         return index
 
     def state(self, index: int) -> State:
-        """Where this ticket is."""
+        """The state of this ticket."""
         if index not in self._states:
             raise ValueError(f"ticket {index} was never admitted; {self.admitted} were")
         return self._states[index]
 
     def move(self, index: int, to: State, why: str | None = None) -> None:
-        """Take a ticket on; `why` goes with a rejection or a failure, and only with those."""
+        """Move a ticket to its next state; a rejection or failure, and only these, needs a reason."""
         before = self.state(index)
         if to not in _NEXT.get(before, ()):
             raise ValueError(f"ticket {index} is {before}, and can't become {to}")  # LE-2
         if (why is not None) != (to in (State.REJECTED, State.FAILED)):
-            raise ValueError(f"ticket {index}: a reason belongs to a rejection or a failure, got {why!r} for {to}")
+            raise ValueError(f"ticket {index}: a reason belongs to a rejection or a failure only, got {why!r} for {to}")
         self._states[index] = to
         self._counts[before] -= 1
         self._counts[to] += 1
@@ -110,7 +110,7 @@ class Ledger:
         return [index for index, state in self._states.items() if not state.ended]
 
     def counts(self) -> dict[str, int]:
-        """How many were admitted, and how many are in each state."""
+        """The number of tickets admitted and in each state."""
         return {"admitted": self.admitted, **{str(state): self._counts[state] for state in State}}
 
     def _check(self) -> None:

@@ -1,20 +1,20 @@
-"""In which order finished groups reach the trainer: windowed FIFO, or as they finish. Pure.
+"""The order in which finished groups reach the trainer: windowed FIFO, or completion order. Pure.
 
-Short groups finish first. Training them as they come trains the long ones later than they were launched, and under
-much older weights, so by default the order of arrival counts only inside a window: ahead of the oldest ticket still
-under way, at most `window - 1` others pass. `docs/schedule.md` has the proofs.
+Short groups finish first. Training groups as they finish would train long ones later than they were launched, on much
+older weights. By default the order of arrival therefore counts only inside a window: at most `window - 1` tickets pass
+the oldest running one. `docs/schedule.md` has the proofs.
 
 Invariants of both orders
     WO-2  A ticket is delivered at most once, and never after it was dropped.
-    WO-4  `take` gives all the groups asked for or none, so what it gives depends on what has finished by then only.
+    WO-4  `take` gives all the groups asked for or none, so its result only depends on the groups finished by then.
 
 Invariants of windowed FIFO
-    WO-1  A finished ticket i is deliverable iff i < head + window, head being the oldest ticket neither delivered nor
-          dropped. Of the deliverable ones the oldest goes first.
-    WO-3  At most window - 1 tickets admitted after i are delivered before i: none starves, short ones don't crowd out.
+    WO-1  A finished ticket i is deliverable iff i < head + window, where head is the oldest ticket neither delivered
+          nor dropped. The oldest deliverable ticket goes first.
+    WO-3  At most window - 1 tickets admitted after i are delivered before i, so no ticket starves.
 
 Invariant of completion order
-    WO-5  Of two finished tickets the one that finished first is delivered first: a finished ticket is never overtaken.
+    WO-5  Finished tickets are delivered in the order in which they finished.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from goaly.backlog.settings import BacklogSettings
 
 
 class Order(Protocol):
-    """Tickets that are under way or finished, and which of them go next."""
+    """Running and finished tickets, and the order of delivery."""
 
     def admit(self, index: int) -> None:
         """Ticket `index` is under way. Indices only go up."""
@@ -40,21 +40,21 @@ class Order(Protocol):
         ...
 
     def ready(self, count: int) -> bool:
-        """Whether `take(count)` would give them."""
+        """Whether `take(count)` would succeed."""
         ...
 
     @property
     def oldest_under_way(self) -> int | None:
-        """The oldest ticket that has neither finished nor was dropped; None where there is none."""
+        """The oldest running ticket; None if there is none."""
         ...
 
     @property
     def finished(self) -> int:
-        """How many tickets have finished and were not delivered yet."""
+        """The number of finished tickets that were not delivered yet."""
         ...
 
     def take(self, count: int) -> Sequence[int] | None:
-        """The next `count` tickets in delivery order, or None while they are not there (WO-4)."""
+        """The next `count` tickets in delivery order; None if there are fewer (WO-4)."""
         ...
 
 
@@ -64,7 +64,7 @@ def order_of(settings: BacklogSettings) -> Order:
 
 
 class WindowedOrder:
-    """Tickets that are under way or finished, oldest first."""
+    """Running and finished tickets, oldest first."""
 
     def __init__(self, window: int):
         if window < 1:
@@ -91,7 +91,7 @@ class WindowedOrder:
         return self._choose(count) is not None
 
     def take(self, count: int) -> list[int] | None:
-        """The next `count` tickets in delivery order, or None while the window does not hold them (WO-4)."""
+        """The next `count` tickets in delivery order; None if the window has fewer (WO-4)."""
         chosen = self._choose(count)
         for index in chosen or ():
             del self._open[index]
@@ -99,7 +99,7 @@ class WindowedOrder:
 
     @property
     def oldest_under_way(self) -> int | None:
-        """The oldest ticket that has neither finished nor was dropped: what holds the window back."""
+        """The oldest running ticket, which holds the window back."""
         return next((index for index, done in self._open.items() if not done), None)
 
     @property
@@ -122,7 +122,7 @@ class WindowedOrder:
 
 
 class CompletionOrder:
-    """Finished tickets, in the order in which they finished. Nothing ever waits for a ticket still under way."""
+    """Finished tickets in the order in which they finished; none waits for a running one."""
 
     def __init__(self) -> None:
         self._under_way: set[int] = set()
@@ -149,7 +149,7 @@ class CompletionOrder:
         return len(self._finished) >= count
 
     def take(self, count: int) -> list[int] | None:
-        """The `count` tickets that finished first, or None while there are fewer (WO-4, WO-5)."""
+        """The `count` tickets that finished first; None if there are fewer (WO-4, WO-5)."""
         if not self.ready(count):
             return None
         chosen = list(islice(self._finished, count))
@@ -159,7 +159,7 @@ class CompletionOrder:
 
     @property
     def oldest_under_way(self) -> int | None:
-        """The oldest ticket that has neither finished nor was dropped."""
+        """The oldest running ticket."""
         return min(self._under_way, default=None)
 
     @property

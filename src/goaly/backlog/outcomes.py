@@ -1,12 +1,10 @@
-"""Counts of finished groups, trained or not: passes by source, groups without a signal, and responses that no verifier
-scored. Pure.
+"""Statistics of all finished groups, trained or not: passes by source, groups without signal, unscored responses. Pure.
 
-Counts every finished group, also those that dynamic sampling rejects: what is trained then says little about what the
-policy can do.
+Groups that dynamic sampling rejects count too: the trained groups alone would say little about the policy.
 
 Invariants
-    OU-1  Dynamic sampling can't go on for ever with groups that have no signal: once `RECENT_STEPS` steps' worth of
-          groups have finished, a share of them above the limit is an error.
+    OU-1  Dynamic sampling ends the run if the share of groups without signal, among the last `RECENT_STEPS` steps'
+          worth of finished groups, is above the limit.
 """
 
 from collections import deque
@@ -21,11 +19,11 @@ from goaly.trajectory import Group
 
 NO_SIGNAL = "no_signal"
 RECENT_STEPS = 16
-"""The share of groups without signal is that of the last so many steps' worth of finished groups."""
+"""The share of groups without signal is taken over this many steps' worth of finished groups."""
 
 
 class Outcomes:
-    """Counts what finished."""
+    """Counts finished groups."""
 
     def __init__(self, settings: BacklogSettings):
         self._limit = settings.max_no_signal_share
@@ -34,7 +32,7 @@ class Outcomes:
         self._errors = self._timeouts = 0
 
     def saw(self, group: Group) -> bool:
-        """Count a finished group; whether it has a signal."""
+        """Count a finished group, and return whether it has a signal."""
         rewards = [sample.reward for sample in group.samples]
         before = self._passes.get(group.source, Passes(samples=0, passed=0))
         self._passes[group.source] = Passes(
@@ -49,11 +47,11 @@ class Outcomes:
 
     @property
     def no_signal_share(self) -> float:
-        """The share of the recent groups that had no signal."""
+        """The share of recent groups without signal."""
         return sum(self._recent) / len(self._recent)
 
     def hopeless(self) -> RunFailed | None:
-        """The error to end with when replacing groups without signal has become too costly (OU-1)."""
+        """The error that ends the run if too many recent groups had no signal (OU-1); None if not."""
         if len(self._recent) < (self._recent.maxlen or 0) or self.no_signal_share <= self._limit:
             return None
         return RunFailed(
@@ -63,12 +61,12 @@ class Outcomes:
         )
 
     def take(self) -> Mapping[str, Passes]:
-        """The passes by source since they were last taken."""
+        """The passes by source since the last call."""
         taken, self._passes = self._passes, {}
         return taken
 
     def take_unscored(self) -> dict[str, float]:
-        """The metrics of responses that no verifier scored and that got reward 0, since they were last taken."""
+        """Metrics of the responses that got reward 0 without a score since the last call."""
         taken = {"reward/verifier_errors": float(self._errors), "reward/verifier_timeouts": float(self._timeouts)}
         self._errors = self._timeouts = 0
         return taken

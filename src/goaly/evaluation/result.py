@@ -1,7 +1,7 @@
-"""What a policy is worth on a set of prompts: asks for samples, verifies them, and counts.
+"""Evaluates a policy on a set of prompts: samples answers, verifies them, and computes the scores.
 
-pass@k is the probability that at least one of k samples is right. From n samples of which c are right it is estimated
-without bias as `1 - C(n - c, k) / C(n, k)`; the same n samples serve every k up to n. avg@n is the mean reward.
+pass@k is the probability that at least one of k samples is right. With c of n samples right, its unbiased estimate is
+`1 - C(n - c, k) / C(n, k)`; the same n samples serve every k up to n. avg@n is the mean reward.
 
 A prompt that leaves no room for an answer is not solved: its samples have the reward None, which counts as 0.
 """
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class Answer(Protocol):
-    """What sampling gives: the tokens that the policy wrote."""
+    """The tokens of a sampled answer."""
 
     @property
     def tokens(self) -> Any:
-        """One dimension, the stop token included."""
+        """One-dimensional, with the stop token."""
         ...
 
 
@@ -36,18 +36,18 @@ Verifier = Callable[[Prompt, str], Awaitable[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """A prompt's answers: how long they were, and what they earned."""
+    """The lengths and rewards of a prompt's answers."""
 
     prompt: Prompt
     lengths: tuple[int, ...]
-    """Empty where the prompt left no room for an answer."""
+    """Empty if the prompt left no room for an answer."""
     rewards: tuple[float | None, ...]
-    """None where the prompt left no room for an answer."""
+    """None if the prompt left no room for an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """How long the answers were, in tokens."""
+    """The lengths of answers, in tokens."""
 
     mean: float
     median: int
@@ -73,21 +73,21 @@ class EvalResult:
     prompts: int
     samples_per_prompt: int
     pass_at: Mapping[int, float]
-    """pass@k for 1 and each k that is asked for, else for 1, 2, 4, … and the number of samples."""
+    """pass@k for 1 and each requested k; without a request for 1, 2, 4, … and the number of samples."""
     average: float
     """avg@n: the mean reward of all samples."""
     lengths: Lengths | None = None
     too_long: int = 0
-    """Prompts of which a sample had no room for an answer. They count as not solved."""
+    """Prompts that left no room for an answer; they count as not solved."""
 
     @property
     def pass_at_1(self) -> float:
-        """The share of samples that are right."""
+        """The share of right samples."""
         return self.pass_at[1]
 
     @property
     def scores(self) -> dict[str, float]:
-        """Every score by its usual name."""
+        """All scores by name, such as `pass@1` and `avg@16`."""
         passes = {f"pass@{k}": value for k, value in self.pass_at.items()}
         return passes | {f"avg@{self.samples_per_prompt}": self.average}
 
@@ -99,9 +99,8 @@ class EvalResult:
         *,
         pass_at: Sequence[int] = (),
     ) -> "EvalResult":
-        """The result of these rewards: one list a prompt, all of the same length; None, of a sample that had no room
-        for an answer, counts as 0. `pass_at` says which k of pass@k are of interest; empty is the powers of two and the
-        number of samples."""
+        """The result of these rewards: a list for each prompt, all of the same length. None (no room for an answer)
+        counts as 0. `pass_at` lists the k of pass@k; empty is the powers of two and the number of samples."""
         if not rewards or not rewards[0]:
             raise ValueError("an evaluation needs at least one prompt and one sample")
         samples = len(rewards[0])
@@ -121,14 +120,14 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What one policy version is worth on the sets that it was asked."""
+    """The results of one policy version on several sets."""
 
     policy_version: int
     results: Mapping[str, EvalResult]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Every score, as `evaluation/SET/pass@1`, and `evaluation/SET/too_long` where prompts are too long."""
+        """All scores, as `evaluation/SET/pass@1`, and `evaluation/SET/too_long` if prompts are too long."""
         return {
             f"evaluation/{name}/{key}": float(value)
             for name, result in self.results.items()
@@ -137,7 +136,7 @@ class Evaluation:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The version, and by set how many prompts were asked, how many were too long if any, and every score."""
+        """The version, and for each set the number of prompts, of prompts that are too long if any, and all scores."""
         sets = {
             name: {"prompts": result.prompts, **_too_long(result), **result.scores}
             for name, result in self.results.items()
@@ -146,7 +145,7 @@ class Evaluation:
 
 
 def warn_of_long_prompts(name: str, result: EvalResult) -> None:
-    """Log a warning where prompts of this set are too long for the context."""
+    """Log a warning if prompts of this set are too long for the context."""
     if result.too_long:
         logger.warning(
             "evaluation set %s: %d of %d prompts leave no room for an answer in the context and count as not solved",
@@ -161,7 +160,7 @@ def _too_long(result: EvalResult) -> dict[str, int]:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The unbiased estimate of pass@k from `samples` samples of which `right` are right."""
+    """The unbiased estimate of pass@k from `samples` samples, `right` of them right."""
     if not 1 <= k <= samples:
         raise ValueError(f"k={k}: must be at least 1 and at most the number of samples, {samples}")
     return 1 - comb(samples - right, k) / comb(samples, k)
@@ -175,7 +174,7 @@ async def ask(
     samples_per_prompt: int,
     sampling: Any,
 ) -> list[Answered]:
-    """Sample every prompt `samples_per_prompt` times, all at once, and judge each answer when it comes."""
+    """Sample every prompt `samples_per_prompt` times, all at once, and verify each answer as it arrives."""
 
     async def one(prompt: Prompt, tokens: list[int]) -> tuple[int, float] | None:
         try:
@@ -203,13 +202,13 @@ async def ask(
 
 
 def summary(answered: Sequence[Answered], pass_at: Sequence[int] = ()) -> EvalResult:
-    """The result of answered prompts, with pass@k for these k."""
+    """The result of these answers, with pass@k for these k."""
     lengths = [length for entry in answered for length in entry.lengths]
     return EvalResult.of([entry.rewards for entry in answered], lengths, pass_at=pass_at)
 
 
 def summaries_by(answered: Sequence[Answered], column: str, pass_at: Sequence[int] = ()) -> dict[str, EvalResult]:
-    """The results by a metadata column of the prompts, numbers in their order."""
+    """The results by a metadata column of the prompts, numbers in ascending order."""
     groups: dict[str, list[Answered]] = {}
     for entry in answered:
         groups.setdefault(entry.prompt.metadata.get(column, ""), []).append(entry)

@@ -1,4 +1,4 @@
-"""The problems of every evaluation set, each once."""
+"""The problems of the evaluation sets, without duplicates."""
 
 import logging
 from collections.abc import Iterable
@@ -23,10 +23,11 @@ class ProblemSet:
 
 
 class ProblemSets:
-    """The sets that an evaluation's settings describe, read once: the same problems in every evaluation of a run."""
+    """The evaluation sets of a run, read once: every evaluation asks the same problems."""
 
     def __init__(self, settings: EvaluationSettings, prompts: PromptSettings):
-        """`prompts` is what is trained on. Says, once, where fewer problems are there than are asked for."""
+        """`prompts` are the settings of the training data. Logs a warning if a set has fewer problems than
+        requested."""
         self._sets = {
             name: ProblemSet(
                 name=name, settings=one, prompts=_problems(one, f"evaluation.{settings.key(name)}", prompts)
@@ -39,7 +40,7 @@ class ProblemSets:
         wanted = list(self._sets if names is None else names)
         if unknown := [name for name in wanted if name not in self._sets]:
             known = ", ".join(self._sets)
-            raise ValueError(f"no evaluation set is named {', '.join(unknown)}; there are {known}")
+            raise ValueError(f"no evaluation set is named {', '.join(unknown)}; known are {known}")
         return [one for name, one in self._sets.items() if name in wanted]
 
 
@@ -48,9 +49,9 @@ def _problems(one: EvaluationSet, key: str, prompts: PromptSettings) -> tuple[Pr
     found = distinct_prompts(source, split, one.count)
     kind = "held-out problems" if split is Split.HELD_OUT else "problems"
     if not found:
-        raise ConfigError([f"{key}prompts={one.prompts}: must be {kind} that are there, and there are none"])
+        raise ConfigError([f"{key}prompts={one.prompts}: there are no {kind}"])
     if one.count is not None and len(found) < one.count:
         logger.warning(
-            "%sprompts=%d: only %d different %s are there; each is asked once", key, one.count, len(found), kind
+            "%sprompts=%d: there are only %d different %s; each is asked once", key, one.count, len(found), kind
         )
     return tuple(replace(prompt, verifier=one.verifier) for prompt in found) if one.verifier else found

@@ -1,17 +1,16 @@
 """The trainer's inner attention over packed documents.
 
-On a GPU this is torchtitan's variable-length attention. The CPU has no such kernel with a backward pass, so here
-documents are sorted into classes of nearly the same length, padded to it, and each class is one batched computation:
-plain matrix products for short documents, scaled-dot-product attention for long ones. On one thread, 8k tokens in
-rows of 1k with documents of 20-200 tokens, this takes a tenth of the time of a masked row.
+On a GPU this is torchtitan's variable-length attention. The CPU has no such kernel with a backward pass. Here documents
+are sorted into classes of similar length and padded to the length of their class. Each class is one batched
+computation: plain matrix products for short documents, scaled-dot-product attention for long ones. On one thread, with
+8k tokens in rows of 1k and documents of 20-200 tokens, this takes a tenth of the time of masked rows.
 
 Shape suffixes: B rows, L tokens of a row, T = B * L, N query heads, K key heads, G = N // K, H head dim,
 S padded slots of all documents, C the padded length of a class, D documents of a class.
 
 Invariants
-    AT-1  A token attends to itself and the earlier tokens of its document, and to nothing else.
-    AT-2  A padded slot lies behind its document's tokens, holds finite numbers, and gets zero gradient: nothing reaches
-          a document through its padding.
+    AT-1  A token attends only to itself and the earlier tokens of its document.
+    AT-2  Padding never affects a document: it comes after the document's tokens, is finite, and gets zero gradient.
 """
 
 from dataclasses import dataclass
@@ -24,14 +23,14 @@ from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
 
 SHORT = 256
-"""Up to this length the scores of a whole document are materialised."""
+"""Up to this length the attention scores of a whole document are materialized."""
 SHORT_STEP = 16
 LONG_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PackedDocuments:
-    """Where the tokens of rows `[B, L]` go when each document is padded to its class: made once, used by all layers."""
+    """The slots of the tokens of rows `[B, L]` when each document is padded to its class; shared by all layers."""
 
     classes: tuple[tuple[int, int], ...]
     """(documents D, padded length C) of each class, in the order of their slots."""
@@ -40,14 +39,14 @@ class PackedDocuments:
     first_slot_T: torch.Tensor
     """The first slot of the token's document."""
     offset_T: torch.Tensor
-    """The token's place in its document."""
+    """The token's position in its document."""
     length_T: torch.Tensor
     """The padded length of the token's document."""
     _places: dict[int, "Places"]
 
     @classmethod
     def of(cls, positions_BL: torch.Tensor) -> "PackedDocuments":
-        """Read the documents off positions that restart at 0."""
+        """Find the documents in positions that restart at 0."""
         starts = positions_BL == 0
         starts[:, 0] = True
         start_index = starts.flatten().nonzero().flatten()
@@ -69,7 +68,7 @@ class PackedDocuments:
         )
 
     def places(self, heads: int) -> "Places":
-        """Where rows of `[T * heads, H]` go in `[S * heads, H]`, which is ordered class, document, head, slot."""
+        """The mapping from `[T * heads, H]` to `[S * heads, H]`, which is ordered by class, document, head, slot."""
         if heads not in self._places:
             head = torch.arange(heads)
             first = (self.first_slot_T * heads + self.offset_T)[:, None]
@@ -83,13 +82,13 @@ class PackedDocuments:
 
 
 class Places(NamedTuple):
-    """The same assignment from both sides: gathering is faster than scattering into zeros."""
+    """A mapping in both directions: gathering is faster than scattering into zeros."""
 
     slot_of_row: torch.Tensor
     row_of_slot: torch.Tensor
-    """Any row, the first one, for slots that no row has."""
+    """The first row for slots without a row."""
     padding: torch.Tensor
-    """Those slots."""
+    """The slots without a row."""
 
 
 class PackedAttention(Module):
@@ -97,7 +96,7 @@ class PackedAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        """A variable-length attention to torchtitan: documents come from positions."""
+        """Variable-length attention for torchtitan; documents come from positions."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -146,14 +145,14 @@ def inner_attention(device: str) -> Module.Config:
 
 
 def document_masks(model: Any, positions_BL: torch.Tensor) -> Any:
-    """What the model's layers need to keep the documents of packed rows apart."""
+    """The attention masks that keep the documents of packed rows apart."""
     if isinstance(model.config.first_attention.inner_attention, PackedAttention.Config):
         return PackedDocuments.of(positions_BL)
     return model.get_attention_masks(positions_BL)
 
 
 class _Pack(torch.autograd.Function):
-    """Rows to their slots."""
+    """Moves rows to their slots."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, places: Places) -> torch.Tensor:
@@ -166,7 +165,7 @@ class _Pack(torch.autograd.Function):
 
 
 class _Unpack(torch.autograd.Function):
-    """Rows from their slots; the padding's gradient is zero (AT-2)."""
+    """Moves rows back from their slots; the padding's gradient is zero (AT-2)."""
 
     @staticmethod
     def forward(ctx: Any, slots: torch.Tensor, places: Places) -> torch.Tensor:
@@ -179,7 +178,7 @@ class _Unpack(torch.autograd.Function):
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Causal attention of a class of short documents, `[D * K, G * C, H]` queries, by whole matrix products."""
+    """Causal attention of a class of short documents, with queries `[D * K, G * C, H]`, by full matrix products."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

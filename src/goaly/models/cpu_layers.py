@@ -1,14 +1,14 @@
-"""torchtitan's norm, rotary embedding and feed-forward for training on the CPU: the same values, leaner gradients.
+"""torchtitan's norm and rotary embedding for training on the CPU: the same values, faster gradients.
 
-Element-wise work is bound by memory on a CPU, and autograd's gradient of a norm that is written in small steps reads
-and writes its activations a dozen times. Here each of them is one function with its gradient by hand, which goes over
-the activations a few times, in pieces that stay in the cache.
+Element-wise work is memory-bound on a CPU, and autograd's gradient of a norm written in small steps reads and writes
+the activations a dozen times. Here each layer is one function with a hand-written gradient, which passes over the
+activations a few times, in pieces that stay in the cache.
 
 Shape suffixes: T tokens (with heads, where there are any), D the last dimension.
 
 Invariants
-    CL-1  The forward pass is torchtitan's to the last bit: what a sampler computes without gradients is the same.
-    CL-2  Only plain float32 tensors that need gradients come here; all others go torchtitan's way.
+    CL-1  The forward pass is bit-identical to torchtitan's, which a sampler computes without gradients.
+    CL-2  Only plain float32 tensors that need gradients are handled here; torchtitan handles all others.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common import CosSinRoPE, RMSNorm
 
 PIECE = 1 << 18
-"""Elements of an activation that are gone over at a time: 1 MiB. Smaller ones cost more in calls than they save."""
+"""Elements of a piece, 1 MiB. Smaller pieces cost more in calls than they save."""
 
 
 class LeanRMSNorm(RMSNorm):
-    """RMSNorm with a short gradient."""
+    """RMSNorm with a hand-written gradient."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
@@ -38,7 +38,7 @@ class LeanRMSNorm(RMSNorm):
 
 
 class LeanRoPE(CosSinRoPE):
-    """Rotary embedding with a short gradient: the rotation back."""
+    """Rotary embedding with a hand-written gradient: the inverse rotation."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
@@ -55,7 +55,7 @@ class LeanRoPE(CosSinRoPE):
 
 
 def _plain(*tensors: torch.Tensor) -> bool:
-    """Whether these need gradients and are neither sharded nor of reduced precision (CL-2)."""
+    """Whether a gradient is needed and these are unsharded float32 tensors (CL-2)."""
     return (
         torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in tensors)
@@ -64,7 +64,7 @@ def _plain(*tensors: torch.Tensor) -> bool:
 
 
 def _pieces(*tensors_TD: torch.Tensor) -> Any:
-    """Rows of the tensors, piece by piece."""
+    """The rows of the tensors in pieces."""
     rows = max(1, PIECE // tensors_TD[0].shape[1])
     return zip(*(tensor.split(rows) for tensor in tensors_TD), strict=True)
 
@@ -109,11 +109,11 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor, direction: float) -> torch.Tensor:
-    """`x * cos + rotate_half(x) * sin`; the matrix moves and negates halves, exactly."""
+    """`x * cos + rotate_half(x) * sin`; the matrix product swaps and negates halves exactly."""
     width = x.shape[-1]
     cos, sin = angles.split(width, -1)
     turned = torch.mm(x.reshape(-1, width), _half_turn(width, direction)).view(x.shape)
-    return (x * cos).add_(turned * sin)  # selective checkpointing keeps what a product gave
+    return (x * cos).add_(turned * sin)  # selective checkpointing keeps the result of a product
 
 
 @cache

@@ -1,14 +1,14 @@
-"""Hugging Face folders in and out of torchtitan models, through torchtitan's state-dict adapters.
+"""Loads torchtitan models from Hugging Face folders and saves them, with torchtitan's state-dict adapters.
 
-Reading goes through distributed checkpoint: each rank reads only the slices that its shards need. Writing gathers one
-block at a time on every rank, and rank 0 leaves a folder that plain transformers loads.
+Loading uses distributed checkpoint: each rank reads only the slices of its shards. Saving gathers one block at a time
+on every rank, and rank 0 writes a folder that plain transformers loads.
 
 Invariants
-    HF-1  Every parameter of the model (but those of a head that is not the folder's) is read, or a ConfigError names
-          what the folder lacks or has in another shape.
-    HF-2  A folder appears whole: it is written beside its place, synced, and swapped with the old one, which is deleted
-          after that. A crash leaves the old or the new one whole.
-    HF-3  Whatever the model's size, rank 0 holds no more than a block and a file's worth of tensors beside its shards.
+    HF-1  Every parameter of the model, except those of a new head, is read; a ConfigError names tensors that the folder
+          lacks or has in another shape.
+    HF-2  A folder appears atomically: it is written next to its place, synced, and swapped with the old one, which is
+          then deleted. A crash leaves the old or the new folder complete.
+    HF-3  For any model size, rank 0 holds at most a block and a file of tensors in addition to its shards.
 """
 
 import ctypes
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 5 * 2**30
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Of Linux's `renameat2`."""
+"""Arguments of Linux's `renameat2`."""
 NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json")
 
 
 def load_hf(model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, *, head: bool = True) -> None:
-    """Fill a model, parallelised or not, with the folder's weights (cast to the model's dtype).
+    """Load the folder's weights into a model, sharded or not, cast to the model's dtype.
 
-    `head=False` leaves what stands in the output projection's place as it is.
+    `head=False` does not load the output projection, for models with another head.
     """
     adapter = spec.state_dict_adapter(spec.model, None)
     state = model.state_dict()
@@ -54,7 +54,7 @@ def load_hf(model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, *, he
 
 
 def native_tensors(spec: "ModelSpec", folder: str | Path) -> dict[str, torch.Tensor]:
-    """The folder's weights, whole, under the names and in the layout of torchtitan's `named_parameters`."""
+    """The folder's whole weights, with the names and layout of torchtitan's `named_parameters`."""
     with torch.device("cpu"):
         model = spec.model.build()
     adapter = spec.state_dict_adapter(spec.model, None)
@@ -85,21 +85,21 @@ def save_hf(
         if writes:
             _write_folder(tensors, Path(folder), Path(source_folder), max_file_bytes)
     finally:
-        for _ in tensors:  # also where rank 0 can't write, it takes part in what the others gather
+        for _ in tensors:  # rank 0 must take part in all gathers, also if it can't write
             pass
         if dist.is_initialized():
             dist.barrier()
 
 
 def _read(wanted: dict[str, Any], adapter: Any, folder: str | Path, *, alone: bool) -> None:
-    """Read the folder's tensors into `wanted`; on its own, or with all ranks."""
+    """Read the folder's tensors into `wanted`, with all ranks unless `alone`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(wanted, storage_reader=adapter.get_hf_storage_reader(str(folder)), no_dist=alone)
 
 
 def _by_block(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
-    """The state dict in parts, a transformer block each: torchtitan gathers fused projections when it is asked."""
+    """The state dict in parts of one transformer block: torchtitan gathers fused projections of a whole state dict."""
     for name, child in model.named_children():
         blocks = child.named_children() if name == "layers" else [("", child)]
         for number, block in blocks:
@@ -107,7 +107,7 @@ def _by_block(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _whole(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A part's tensors, gathered one by one."""
+    """The tensors of a part, gathered one by one."""
     for name, tensor in state.items():
         yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -150,7 +150,7 @@ def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, sou
 
 
 def _write_tensors(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, max_file_bytes: int) -> torch.dtype:
-    """Write files of at most so many bytes (or one tensor), holding one at a time (HF-3); the first tensor's dtype."""
+    """Write files of at most `max_file_bytes` (or one tensor), one at a time (HF-3), and return the dtype."""
     files: list[list[str]] = []
     content: dict[str, torch.Tensor] = {}
     total = size = 0
@@ -184,7 +184,7 @@ def _write_tensors(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, ma
 
 
 def _put_in_place(staging: Path, folder: Path) -> None:
-    """Make the written folder durable, and have it stand in place of the old one, which `staging` is then (HF-2)."""
+    """Sync the written folder and put it in place; `staging` is then the old folder, if there was one (HF-2)."""
     for path in (*staging.iterdir(), staging):
         _sync(path)
     if folder.exists():
@@ -195,7 +195,7 @@ def _put_in_place(staging: Path, folder: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Swap two names in one step; in three where the file system can't, with the old folder whole beside them."""
+    """Swap two folders atomically; without support of the file system, in three renames that keep the old folder."""
     libc = ctypes.CDLL(None, use_errno=True)
     swap = getattr(libc, "renameat2", None)
     if swap is not None and swap(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:

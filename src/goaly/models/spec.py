@@ -1,9 +1,9 @@
 """From a Hugging Face `config.json` to torchtitan's model definition.
 
-Families: Qwen3 (dense) and Llama 3, of any size, embeddings tied or not. What torchtitan's definition doesn't hold
-(biases, sliding windows, other RoPE scalings) is refused by name, so no model is silently another one.
+Families: Qwen3 (dense) and Llama 3, of any size, with tied or untied embeddings. Features that torchtitan's definition
+lacks (biases, sliding windows, other RoPE scalings) are refused by name, so no model is silently changed.
 
-`prepare_torchtitan` must run before a model is built: torchtitan assumes a GPU where it finds no device.
+`prepare_torchtitan` must run before a model is built, because torchtitan assumes a GPU by default.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """What `config.json` says about a decoder."""
+    """The decoder that `config.json` describes."""
 
     family: str
     vocab_size: int
@@ -54,7 +54,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def architecture(config: dict[str, Any], *, where: str = "config.json") -> Architecture:
-    """Read a Hugging Face config; every property that can't be honoured is a line of one ConfigError."""
+    """Read a Hugging Face config; one ConfigError lists all unsupported properties."""
     name = (config.get("architectures") or ["none"])[0]
     family = FAMILIES.get(name)
     if family is None:
@@ -92,12 +92,12 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
 
 
 def prepare_torchtitan(device: str | None = None) -> torch.device:
-    """Point torchtitan at a device: the GPU where there is one, else the CPU; returns this process's."""
-    import torchtitan.tools.utils  # noqa: F401 - read first, so that it is among the modules below
+    """Set torchtitan's device to the GPU if there is one, else the CPU, and return this process's device."""
+    import torchtitan.tools.utils  # noqa: F401 - so that it is among the modules below
 
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     backend = torch.cuda if kind == "cuda" else torch.cpu
-    # Modules that loaded before took the names with them.
+    # Modules that are already loaded have copies of these names.
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.") and hasattr(module, "device_type"):
             for attribute, value in (("device_type", kind), ("device_module", backend)):
@@ -107,19 +107,19 @@ def prepare_torchtitan(device: str | None = None) -> torch.device:
 
 
 def local_device() -> torch.device:
-    """This process's device: the GPU of number LOCAL_RANK among those it sees, or the only one; else the CPU."""
+    """This process's device: the only visible GPU or the one with number LOCAL_RANK, without GPUs the CPU."""
     count = torch.cuda.device_count()
     if count == 0:
         return torch.device("cpu")
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     index = 0 if count == 1 else rank
     if index >= count:
-        raise ConfigError([f"LOCAL_RANK={rank}: must be below {count}, the GPUs that this process sees"])
+        raise ConfigError([f"LOCAL_RANK={rank}: must be below {count}, the number of GPUs that this process sees"])
     return torch.device("cuda", index)
 
 
 def use_local_device() -> torch.device:
-    """Have the calling thread compute on this process's device: CUDA's current device is each thread's own."""
+    """Set the calling thread's device to this process's; CUDA has a current device for each thread."""
     device = local_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -188,7 +188,7 @@ def _llama3(shape: Architecture, attention: "Module.Config", device: str) -> "Mo
 
 
 def _layers(device: str) -> tuple[Any, Any]:
-    """The classes of norm and Qwen3's rotary embedding: torchtitan's, on a CPU with our gradients."""
+    """The classes of the norm and of Qwen3's rotary embedding: torchtitan's, on a CPU with faster gradients."""
     if device == "cpu":
         from goaly.models.cpu_layers import LeanRMSNorm, LeanRoPE
 
@@ -205,7 +205,7 @@ def _decoder(
     from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
     from torchtitan.models.common.param_init import skip_param_init
 
-    # Weights always come from the folder: initial values would only cost time.
+    # Weights always come from the folder, so parameters are not initialized.
     unset = {"weight": skip_param_init, "bias": skip_param_init}
 
     norm_class, _ = _layers(device)

@@ -1,4 +1,4 @@
-"""The tiny Qwen3 that goaly makes itself: a Hugging Face folder with its own character tokenizer, nothing downloaded.
+"""Writes a tiny Qwen3 as a Hugging Face folder with its own character tokenizer; nothing is downloaded.
 
     config.json  generation_config.json  tokenizer.json  tokenizer_config.json  model.safetensors
 
@@ -87,7 +87,7 @@ def write_tiny_model(folder: str | Path, size: TinyModel | None = None) -> Path:
 
 
 def write_tiny_tokenizer(folder: str | Path) -> None:
-    """Write a tokenizer of one token a character, with the chat's special tokens and template."""
+    """Write a tokenizer with one token for each character, and the chat's special tokens and template."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import BPE

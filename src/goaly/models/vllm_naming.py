@@ -1,12 +1,12 @@
-"""torchtitan's parameters inside vLLM's own model, which fuses and divides them in its own way: a `Naming`, as data.
+"""The mapping from torchtitan's parameters to those of vLLM's own model, which fuses and shards them differently.
 
-vLLM's `qkv_proj` has a rank's query heads, then its key heads, then its value heads; torchtitan's `wqkv` has them key
-head by key head: the query heads that share it, the key head, the value head. `gate_up_proj` has the rank's rows of
-both. With more ranks than key heads, several ranks hold the same one. The vocabulary is padded, which nobody fills.
+vLLM's `qkv_proj` has a rank's query heads, then its key heads, then its value heads. torchtitan's `wqkv` is ordered by
+key head: the query heads that share it, the key head, the value head. `gate_up_proj` has the rank's rows of both. With
+more ranks than key heads, several ranks hold the same one. The padding of the vocabulary is not filled.
 
 Invariants
-    VN-1  Every parameter of vLLM's model is in the naming, and is made of what its own loader would put there from the
-          same weights in Hugging Face's form; what it pads the vocabulary with is made of nothing.
+    VN-1  Every parameter of vLLM's model is in the mapping, with the content that vLLM's own loader would read from the
+          same weights in Hugging Face's format. Padding of the vocabulary has no source.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,26 +20,26 @@ from goaly.weights.mapping import Naming, Part, Parts, same
 from goaly.weights.rectangle import Extent
 
 VOCABULARY_MULTIPLE = 64
-"""vLLM makes the embedding a multiple of this many rows, before it divides them."""
+"""vLLM pads the embedding to a multiple of this many rows before sharding."""
 
 Rows = tuple[int, int]
-"""Where they begin in the published tensor, and how many."""
+"""The first row in the published tensor, and the number of rows."""
 
 
 def vllm_naming(shape: Architecture, *, tp: int = 1, rank: int = 0) -> Naming:
-    """What each parameter of vLLM's own model is made of, on this rank of `tp`; of Qwen3 only."""
+    """The sources of each parameter of vLLM's own model, on this rank of `tp`; for Qwen3 only."""
     if shape.family != "qwen3":
         raise ConfigError(
             [
-                'generator.engine="native": must be "torchtitan" in a run that trains a Llama model, whose rows vLLM '
-                "has in another order; of Qwen3 they are in the same"
+                'generator.engine="native": must be "torchtitan" for a Llama model, because vLLM orders its rows '
+                "differently"
             ]
         )
     naming = {"model.norm.weight": same("norm.weight", (shape.dim,))}
     padded = -(-shape.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     begin = min(rank * padded // tp, shape.vocab_size)
     rows = (begin, min(padded // tp, shape.vocab_size - begin))
-    head = "tok_embeddings" if shape.tied else "lm_head"  # vLLM has one of its own where the folder does
+    head = "tok_embeddings" if shape.tied else "lm_head"  # vLLM has a separate head if the folder does
     for name, published in (("model.embed_tokens", "tok_embeddings"), ("lm_head", head)):
         naming[f"{name}.weight"] = _rows(f"{published}.weight", (shape.vocab_size, shape.dim), [rows])
     for layer in range(shape.layers):
@@ -49,7 +49,7 @@ def vllm_naming(shape: Architecture, *, tp: int = 1, rank: int = 0) -> Naming:
 
 
 def without_padding(parameters: Mapping[str, torch.Tensor], naming: Naming) -> dict[str, torch.Tensor]:
-    """The parameters of vLLM's model, or of one that is padded the rows that are made of something."""
+    """The parameters of vLLM's model, without padding rows."""
     rows = {name: max((part.start[0] + part.shape[0] for part in parts), default=0) for name, parts in naming.items()}
     return {
         name: parameter if rows[name] == len(parameter) else parameter.detach()[: rows[name]]
@@ -77,7 +77,7 @@ def _layer(shape: Architecture, ours: str, tp: int, rank: int) -> Iterator[tuple
 
 
 def _heads(shape: Architecture, tp: int, rank: int) -> list[Rows]:
-    """Rows of `wqkv`, in the order in which the rank's `qkv_proj` has them."""
+    """The rows of `wqkv` in the order of the rank's `qkv_proj`."""
     sharing = shape.heads // shape.kv_heads
     group = (sharing + 2) * shape.head_dim
     first, count = rank * shape.heads // tp, shape.heads // tp
@@ -96,7 +96,7 @@ def _heads(shape: Architecture, tp: int, rank: int) -> list[Rows]:
 
 
 def _rows(name: str, global_shape: Extent, stretches: list[Rows], *, start: int = 0) -> Parts:
-    """These stretches of the tensor's rows, one after another from row `start` on."""
+    """These row ranges of the tensor, one after another from row `start` on."""
     starts = accumulate((length for _, length in stretches), initial=start)
     return tuple(
         Part(

@@ -1,13 +1,13 @@
-"""Which prompt sources are worth asking, judged by how often the policy passes. Pure.
+"""Weighs prompt sources by how much the policy can learn from them, judged by its pass rate. Pure.
 
-A group teaches by the differences between its samples' rewards. For rewards of 0 and 1 and a pass rate p their
-variance is p * (1 - p): nothing where a source is always or never passed, most where every other sample passes. A
-source's factor is that variance, scaled to at most 1, and never below a floor: one that is never asked could not be
-seen to change.
+A group teaches through the differences between the rewards of its samples. For rewards of 0 and 1 and a pass rate p
+their variance is p * (1 - p): 0 if a source is always or never passed, greatest at one half. The factor of a source is
+this variance, scaled to at most 1. It is at least a floor, because a change of a source that is never asked would go
+unnoticed.
 
 Invariants
-    CU-1  A factor lies in [floor, 1], and depends on what was observed, not on how often it was reported: a report's
-          samples fade one behind the other, each counted as passed by the report's share, for it has no order.
+    CU-1  A factor lies in [floor, 1]. It depends on the samples observed, not on how they are divided into reports: the
+          samples of a report fade one after another, each with the report's pass rate.
 """
 
 import math
@@ -20,7 +20,7 @@ from goaly.prompts.settings import CurriculumSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How many samples finished, and how many of them passed."""
+    """The number of samples that finished, and of those that passed."""
 
     samples: int
     passed: int
@@ -36,15 +36,15 @@ class Curriculum:
 
     def __init__(self, sources: Iterable[str], settings: CurriculumSettings):
         self._settings = settings
-        # Passed, samples: one of two, before anything is seen.
+        # passed, samples: begin as if one of two had passed
         self._counts = {source: (1.0, 2.0) for source in sources}
 
     def observe(self, passes: Mapping[str, Passes]) -> None:
-        """Take these samples into account; older ones fade, by half for every `half_life_samples` newer ones."""
+        """Add these samples; older ones fade by half for every `half_life_samples` newer ones."""
         fading = math.log(2) / self._settings.half_life_samples
         for source, found in passes.items():
             kept = math.exp(-fading * found.samples)
-            added = math.expm1(-fading * found.samples) / math.expm1(-fading)  # 1, and what is left of those before it
+            added = math.expm1(-fading * found.samples) / math.expm1(-fading)  # the faded weights of the new samples
             passed, samples = self._counts[source]
             self._counts[source] = (kept * passed + added * found.rate, kept * samples + added)  # CU-1
 
@@ -54,14 +54,14 @@ class Curriculum:
         return passed / samples
 
     def factor(self, source: str) -> float:
-        """What the source's weight is to be multiplied with (CU-1)."""
+        """The factor of the source's weight (CU-1)."""
         rate = self.pass_rate(source)
         return max(self._settings.floor, 4 * rate * (1 - rate))
 
     def state_dict(self) -> dict[str, Any]:
-        """What was observed."""
+        """The faded counts of each source."""
         return {source: list(counts) for source, counts in self._counts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self._counts = {source: (float(state[source][0]), float(state[source][1])) for source in self._counts}

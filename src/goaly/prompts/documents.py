@@ -1,8 +1,8 @@
-"""Supervised documents: tokens, and which of them are trained. Pure.
+"""Supervised documents: tokens, and a mask of the trained ones. Pure.
 
 Invariants
-    DO-1  Trained is exactly what the assistant wrote, its stop token included: no template text, no other role.
-    DO-2  What precedes an answer is tokenized as it is when the policy is asked for one.
+    DO-1  Exactly the assistant's text with its stop token is trained: no template text, no other role.
+    DO-2  The tokens before an answer are those of a prompt that asks the policy for it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from goaly.prompts.tokenizer import ChatTokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One example to imitate; `place` says where it comes from."""
+    """One example to imitate; `place` names its origin in errors."""
 
     place: str
     tokens: tuple[int, ...]
@@ -37,7 +37,7 @@ def chat_document(
         answered = tokenizer.render_text(messages[: index + 1], add_generation_prompt=False, tools=tools)
         if not question.startswith(text) or not answered.startswith(question):
             raise ValueError(
-                f"{place}: the chat template writes what precedes message {index} differently once it is there; "
+                f"{place}: with message {index} the chat template renders the messages before it differently; "
                 "split the chat so that each document has one assistant message"
             )
         context = tokenizer.encode(question[len(text) :])  # DO-2
@@ -51,7 +51,7 @@ def chat_document(
 
 
 def plain_document(tokenizer: ChatTokenizer, prompt: str, completion: str, place: str) -> Document:
-    """A text and its continuation, without chat template; the continuation and a stop token are trained."""
+    """A text and its completion, without chat template; the completion and a stop token are trained."""
     context = tokenizer.encode(prompt)
     answer = tokenizer.encode(completion) + list(tokenizer.stop_token_ids[:1])
     if not answer:
@@ -60,7 +60,7 @@ def plain_document(tokenizer: ChatTokenizer, prompt: str, completion: str, place
 
 
 def _until_stop(answer: Sequence[int], stop_token_ids: Sequence[int]) -> list[bool]:
-    """Trained up to the last stop token: templates may write line breaks after it, which the policy never does."""
+    """True up to the last stop token; templates may write line breaks after it, which the policy never writes."""
     last = max((place for place, token in enumerate(answer) if token in stop_token_ids), default=len(answer) - 1)
     return [place <= last for place in range(len(answer))]
 

@@ -17,7 +17,7 @@ _MESSAGE_KEYS = {key.name for key in fields(Message)} - {"extra"}
 
 
 def read_records(file: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every record of a file, with the place that an error should name."""
+    """Every record of a file, with its place for errors."""
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
@@ -32,7 +32,7 @@ def read_records(file: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def read_prompts(files: Sequence[str | Path]) -> tuple[Prompt, ...]:
-    """The prompts of these files, in their order. A file that did not change is read once."""
+    """The prompts of these files, in order. An unchanged file is read only once."""
     return tuple(prompt for file in files for prompt in _prompts_of(str(file), _state(Path(file))))
 
 
@@ -42,7 +42,7 @@ def _prompts_of(file: str, state: tuple[int, ...]) -> tuple[Prompt, ...]:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """What tells a file's content from what it was before."""
+    """Changes whenever the content of the file does."""
     status = path.stat() if path.is_file() else None
     return () if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
@@ -74,7 +74,7 @@ def read_tools(record: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any]
 
 
 def _message(entry: Mapping[str, Any]) -> Message:
-    """A message with all that its record says; None is how a Parquet file says that a message has no such key."""
+    """A message with all keys of its record; a Parquet file has None for missing keys."""
     content = entry["content"] if "tool_calls" not in entry else entry.get("content")
     said = {key: value for key, value in entry.items() if value is not None and key != "content"}
     named = {key: said.pop(key) for key in list(said) if key in _MESSAGE_KEYS}

@@ -1,15 +1,15 @@
-"""Prompts of several sources, in shares that can be changed while they come.
+"""Mixes prompts of several sources in shares that may change during the run.
 
-Each source is a stream with a position of its own. Shares are kept by credit: with every prompt each source earns its
-share, and the one with the most credit gives the prompt and pays 1. So a mixture needs no randomness, and any stretch
-of it has the shares it should.
+Each source is a stream with its own position. The mixing is by credit: with every prompt each source earns its share,
+and the source with the most credit gives the prompt and pays 1. This needs no randomness, and any stretch of the
+mixture has the right shares.
 
 Invariants
-    MX-1  What comes next depends on the seed and on the weights set so far alone; a mixture that goes on from a saved
-          state gives exactly the prompts that would have come.
-    MX-2  With n sources, none set to 0 meanwhile, each has given less than n prompts more or fewer than its shares of
-          all prompts so far add up to.
-    MX-3  A source of weight 0 gives nothing; what it is owed waits until it has a weight again.
+    MX-1  The next prompt depends only on the seed and the weights set so far; a mixture resumed from a saved state
+          gives exactly the prompts that would have come.
+    MX-2  With n sources, none of them at weight 0, the number of prompts from each differs by less than n from the sum
+          of its shares.
+    MX-3  A source of weight 0 gives no prompt and keeps its credit until it has a weight again.
     MX-4  A state of other sources is refused.
 """
 
@@ -46,19 +46,19 @@ class Mixture:
 
     @property
     def position(self) -> int:
-        """How many prompts were given."""
+        """The number of prompts given so far."""
         return sum(stream.position for stream in self._streams.values())
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each source in the prompts to come, the curriculum's judgement included."""
+        """The share of each source from the next prompt on, with the curriculum's factors."""
         return dict(self._shares)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Mix the sources in these proportions from the next prompt on; a source that is not named keeps its weight."""
+        """Set the weights of these sources from the next prompt on; other sources keep theirs."""
         for source, weight in weights.items():
             if source not in self._streams:
-                raise ValueError(f"weight of {source}: no such prompt source; there are {', '.join(self._streams)}")
+                raise ValueError(f"weight of {source}: no such prompt source; known are {', '.join(self._streams)}")
             if not 0 <= weight < math.inf:
                 raise ValueError(f"weight of {source}={weight}: must be a number of at least 0")
         wanted = {**self._weights, **weights}
@@ -68,7 +68,7 @@ class Mixture:
         self._share()
 
     def learn(self, passes: Mapping[str, Passes]) -> None:
-        """Tell the curriculum, where there is one, how samples of each source did."""
+        """Update the curriculum, if there is one, with the passes of each source."""
         if self._curriculum is not None:
             self._curriculum.observe(passes)
             self._share()
@@ -83,7 +83,7 @@ class Mixture:
         return self._streams[self.latest].next()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every source is, and the state of the mixing."""
+        """The position of every source, and the state of the mixing."""
         return {
             "streams": {name: stream.state_dict() for name, stream in self._streams.items()},
             "weights": dict(self._weights),
@@ -92,14 +92,14 @@ class Mixture:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state of these same sources."""
+        """Continue from a saved state of the same sources."""
         if list(state["streams"]) != list(self._streams):  # MX-4
             raise ValueError(
                 f"prompt sources are {', '.join(self._streams)}, but the saved state has {', '.join(state['streams'])}"
             )
         if (state["curriculum"] is None) != (self._curriculum is None):
             there = "none" if state["curriculum"] is None else "one"
-            raise ValueError(f"prompts.curriculum: the saved state has {there}, a resumed run must have the same")
+            raise ValueError(f"prompts.curriculum: the saved state has {there}; a resumed run must have the same")
         for name, stream in self._streams.items():
             stream.load_state_dict(state["streams"][name])
         self._weights = {name: float(state["weights"][name]) for name in self._streams}
@@ -116,7 +116,7 @@ class Mixture:
 
 
 def prompt_mixture(settings: PromptSettings, split: Split = Split.TRAIN) -> Mixture:
-    """The prompts that the settings describe; their one source, where they list none, is called `prompts`."""
+    """The mixture that the settings describe; a single source without a name is called `prompts`."""
     streams = {
         name: prompt_stream(alone, split, name if settings.sources else None)
         for name, alone in each_source(settings).items()
@@ -126,7 +126,7 @@ def prompt_mixture(settings: PromptSettings, split: Split = Split.TRAIN) -> Mixt
 
 
 def each_source(settings: PromptSettings) -> dict[str, PromptSettings]:
-    """By name, the settings of each source as if it were the only one."""
+    """The settings of each source, by name, as if it were the only one."""
     if not settings.sources:
         return {"prompts": settings}
     return {
@@ -144,8 +144,8 @@ def each_source(settings: PromptSettings) -> dict[str, PromptSettings]:
 
 
 def distinct_prompts(settings: PromptSettings, split: Split, count: int | None) -> tuple[Prompt, ...]:
-    """The first `count` problems of a split, or all of them, in their shares and each once: fewer, where there are no
-    more. The same ones in every run of these settings."""
+    """The first `count` different problems of a split in the sources' shares, or all if there are fewer or `count` is
+    None. Every run of these settings gets the same ones."""
     seen: set[tuple[str, str | None]] = set()
     streams = {
         name: Distinct(prompt_source(alone), alone.seed, split, name if settings.sources else None, seen)
@@ -165,12 +165,12 @@ def distinct_prompts(settings: PromptSettings, split: Split, count: int | None) 
 
 
 def held_out(settings: PromptSettings, count: int | None) -> tuple[Prompt, ...]:
-    """The first `count` held-out problems, or all of them, each once."""
+    """The first `count` different held-out problems, or all of them."""
     return distinct_prompts(settings, Split.HELD_OUT, count)
 
 
 def unreadable(settings: PromptSettings) -> str | None:
-    """What is wrong with the files that prompts come from; None if they can be read."""
+    """Why the prompt files can't be read; None if they can."""
     try:
         for alone in each_source(settings).values():
             read_prompts(alone.files)
@@ -180,7 +180,7 @@ def unreadable(settings: PromptSettings) -> str | None:
 
 
 def empty_split(settings: PromptSettings, split: Split) -> str | None:
-    """Why nothing can be drawn from a split; None if it can. Every training source must have something, one held-out
+    """Why a split has no prompts; None if it has some. Every training source must have some; of the held-out split one
     source is enough."""
     reasons = {}
     for name, alone in each_source(settings).items():
@@ -198,5 +198,5 @@ def _weights(settings: PromptSettings) -> dict[str, float]:
 
 
 def _seed(seed: int, source: str) -> int:
-    """A seed of the source's own: two sources of the same kind don't draw alike."""
+    """A seed for this source, so that two sources of the same kind draw differently."""
     return int.from_bytes(blake2b(f"{seed}/{source}".encode(), digest_size=6).digest(), "big")

@@ -1,7 +1,7 @@
-"""What is asked of the policy: a prompt, its messages, and the split it belongs to.
+"""A prompt, its messages, and the split it belongs to.
 
 Invariants
-    SL-1  A problem is in one split only, for good: the split is a hash of the problem, not of its place or its order.
+    SL-1  A problem is always in the same split, decided by a hash of the problem, not by its place or order.
 """
 
 import json
@@ -12,10 +12,10 @@ from hashlib import blake2b
 from typing import Any
 
 PASS_REWARD = 1.0
-"""An answer passes at this reward or more: for metrics, curricula and evaluations alike."""
+"""An answer passes at this reward or more, in metrics, curricula and evaluations."""
 SPLIT_KEY = "split_key"
 ASSISTANT = "assistant"
-"""The role of what the policy writes."""
+"""The role of the policy's messages."""
 _SPLIT_BUCKETS = 1_000_000
 
 
@@ -23,38 +23,38 @@ class Split(StrEnum):
     """The two parts of a prompt source."""
 
     TRAIN = "train"
-    """What the policy is trained on."""
+    """Prompts for training."""
     HELD_OUT = "held_out"
-    """What it is only measured on."""
+    """Prompts for evaluation only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of a chat: what a chat template may read of it."""
+    """One message of a chat, with the keys that chat templates read."""
 
     role: str
-    """Whose it is: system, user, assistant, tool, or another one that the template knows."""
+    """The author: system, user, assistant, tool, or another role that the template knows."""
     content: Any = None
-    """Its text; a list of parts where the template takes some; None where there are only tool calls."""
+    """Its text, or a list of parts if the template takes them; None if there are only tool calls."""
     tool_calls: Sequence[Mapping[str, Any]] | None = None
-    """The calls that an assistant's message makes."""
+    """The tool calls of an assistant's message."""
     tool_call_id: str | None = None
-    """The call that a tool's message answers."""
+    """The tool call that a tool's message answers."""
     name: str | None = None
-    """The tool, or whoever else wrote it."""
+    """The name of the tool or of another author."""
     reasoning_content: str | None = None
-    """What an assistant thought, apart from what it said."""
+    """The assistant's reasoning, separate from its answer."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else a template reads."""
+    """Other keys for the template."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The message as a template sees it: what is None is not there, but for the content."""
+        """The message for a template, without keys that are None, except `content`."""
         named = {key: value for key in _OPTIONAL if (value := getattr(self, key)) is not None}
         return {"role": self.role, "content": self.content, **named, **self.extra}
 
     @property
     def key(self) -> str:
-        """What tells it from other messages."""
+        """A text that identifies the message."""
         rest = {key: value for key, value in self.as_dict().items() if key not in ("role", "content")}
         return f"{self.role}\x1f{self.content}" + (f"\x1f{json.dumps(rest, sort_keys=True)}" if rest else "")
 
@@ -64,7 +64,7 @@ _OPTIONAL = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What one group of samples answers. `source` says where it came from; `answer` is for the verifier's eyes only."""
+    """The prompt of one group of samples. `source` names its origin; only the verifier sees `answer`."""
 
     id: str
     source: str
@@ -72,19 +72,19 @@ class Prompt:
     answer: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()
-    """The tools that the policy may call, as JSON schemas, for the chat template to write down."""
+    """The tools that the policy may call, as JSON schemas, which the chat template renders."""
     verifier: str | None = None
-    """Function that scores its answers, as `package.module:function`; None is the run's."""
+    """Function that scores its answers, as `package.module:function`; None is the run's verifier."""
 
     @property
     def split_key(self) -> str:
-        """What decides the split: `metadata["split_key"]` where the source gives one, else the messages."""
+        """The text whose hash decides the split: `metadata["split_key"]` if the source gives one, else the messages."""
         return self.metadata.get(SPLIT_KEY) or split_key_of(self.messages)
 
 
 def split_key_of(messages: Sequence[Message]) -> str:
-    """What decides the split of a problem that is asked by these messages. Whoever trains on the same question under
-    another system message trains on the same problem: system messages don't count."""
+    """The split key of a problem with these messages. System messages don't count: the same question under another
+    system message is the same problem."""
     asked = [message for message in messages if message.role != "system"] or messages
     return "\x1e".join(message.key for message in asked)
 

@@ -1,11 +1,11 @@
 """Endless, seeded, resumable streams of prompts.
 
-A stream's whole state is its position: prompt number i depends on the seed, the split and i alone.
+The position is the whole state of a stream: prompt number i depends on the seed, the split and i only.
 
 Invariants
     PS-1  Resuming at a saved position gives exactly the prompts that would have come.
     PS-2  A stream gives prompts of its own split only.
-    PS-3  A state of another source, seed or split is refused, never continued with different prompts.
+    PS-3  A state of another source, seed or split is refused.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from goaly.prompts.tasks import Task, build_task
 
 _DRAWS_BEFORE_GIVING_UP = 100_000
 _REPEATS_BEFORE_GIVING_UP = 2_000
-"""A task that draws so many known problems in a row has no others, or hardly ever gives them."""
+"""A task that draws this many known problems in a row counts as exhausted."""
 
 
 class PromptSource(Protocol):
-    """What a stream reads: a prompt for every position."""
+    """A prompt for every position of an endless order."""
 
     @property
     def fingerprint(self) -> str:
-        """What tells this source from another."""
+        """Identifies this source."""
         ...
 
     def at(self, position: int, seed: int, split: Split) -> Prompt:
@@ -36,12 +36,12 @@ class PromptSource(Protocol):
         ...
 
     def size(self, split: Split) -> int | None:
-        """After how many positions the split's order begins again; None: it draws without end."""
+        """The number of prompts before the split's order repeats; None if it never does."""
         ...
 
 
 class ShuffledOrder:
-    """`count` places over and over, shuffled anew for every pass."""
+    """The numbers below `count`, over and over, in a new random order for every pass."""
 
     def __init__(self, count: int, name: str):
         self._count = count
@@ -50,7 +50,7 @@ class ShuffledOrder:
         self._places: list[int] = []
 
     def at(self, position: int, seed: int) -> int:
-        """The place that this position of the endless order stands for."""
+        """The number at this position of the endless order."""
         number, offset = divmod(position, self._count)
         if self._pass != (seed, number):
             self._places = list(range(self._count))
@@ -60,7 +60,7 @@ class ShuffledOrder:
 
 
 class TaskSource:
-    """A task's problems, drawn until one is of the split that is asked for."""
+    """The problems of a task, drawn until one is in the wanted split."""
 
     def __init__(self, task: Task, held_out_fraction: float):
         self._task = task
@@ -68,7 +68,7 @@ class TaskSource:
 
     @property
     def fingerprint(self) -> str:
-        """What tells this source from another."""
+        """Identifies this source."""
         return f"{self._task.fingerprint} held_out={self._held_out_fraction}"
 
     def at(self, position: int, seed: int, split: Split) -> Prompt:
@@ -81,11 +81,11 @@ class TaskSource:
         raise ValueError(f"no {split} problem in {_DRAWS_BEFORE_GIVING_UP} draws: {self.fingerprint}")
 
     def size(self, split: Split) -> None:
-        """A task draws without end."""
+        """None: a task draws without end."""
 
 
 class FileSource:
-    """Prompts of files, shuffled anew for every pass."""
+    """The prompts of files, in a new random order for every pass."""
 
     def __init__(self, files: Sequence[str], held_out_fraction: float):
         self._files = ", ".join(files)
@@ -99,7 +99,7 @@ class FileSource:
 
     @property
     def fingerprint(self) -> str:
-        """What tells this source from another."""
+        """Identifies this source."""
         counts = {str(split): len(prompts) for split, prompts in self._prompts.items()}
         return f"{self._fingerprint} {counts}"
 
@@ -114,18 +114,18 @@ class FileSource:
         return prompts[self._orders[split].at(position, seed)]
 
     def size(self, split: Split) -> int:
-        """How many prompts the split has."""
+        """The number of prompts in the split."""
         return len(self._prompts[split])
 
 
 class Exhausted(Exception):
-    """A source has no problem that was not given yet."""
+    """A source has no new problem."""
 
 
 class PromptStream:
     """The prompts of one split, from a position onwards, without end.
 
-    They carry `name` as their source, or where there is none what their task or file says.
+    Their source is `name`, or if it is None the one that their task or file gives.
     """
 
     def __init__(self, source: PromptSource, seed: int, split: Split = Split.TRAIN, name: str | None = None):
@@ -137,7 +137,7 @@ class PromptStream:
 
     @property
     def position(self) -> int:
-        """How many prompts were given."""
+        """The number of prompts given so far."""
         return self._position
 
     def next(self) -> Prompt:
@@ -147,11 +147,11 @@ class PromptStream:
         return prompt if self._name is None else replace(prompt, source=self._name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, and what it is a stream of."""
+        """The position of the stream, and its identity."""
         return {"position": self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state of this same stream."""
+        """Continue from a saved state of the same stream."""
         for key, value in self._identity().items():
             if state[key] != value:  # PS-3
                 raise ValueError(f"prompt stream: {key} is {value!r}, but the saved state has {state[key]!r}")
@@ -162,9 +162,9 @@ class PromptStream:
 
 
 class Distinct(PromptStream):
-    """A stream's problems, each once: what was asked in the same words and has the same answer is left out.
+    """A stream that skips problems with the same messages and answer as an earlier one.
 
-    Streams that share `seen` give no problem twice between them.
+    Streams that share `seen` also skip each other's problems.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Distinct(PromptStream):
         self._seen = seen
 
     def next(self) -> Prompt:
-        """The next problem that is new; Exhausted if there is none."""
+        """The next new problem; raises Exhausted if there is none."""
         repeats = 0
         while self.position < self._size if self._size is not None else repeats < _REPEATS_BEFORE_GIVING_UP:
             prompt = super().next()
@@ -194,5 +194,5 @@ def prompt_source(settings: PromptSettings) -> PromptSource:
 
 
 def prompt_stream(settings: PromptSettings, split: Split = Split.TRAIN, name: str | None = None) -> PromptStream:
-    """The stream of the one source that the settings describe, under this name."""
+    """The stream of the single source that the settings describe, under this name."""
     return PromptStream(prompt_source(settings), settings.seed, split, name)

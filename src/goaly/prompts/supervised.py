@@ -1,23 +1,23 @@
-"""Endless, seeded, resumable batches of packed rows of supervised documents.
+"""Endless, seeded, resumable batches of packed supervised documents.
 
-The whole state is a position in the endless order of documents: batch after batch takes what comes next, and the first
-document that finds no room opens the next batch.
+The position in the endless order of documents is the whole state. Each batch takes the next documents; the first one
+that does not fit opens the next batch.
 
 Invariants
     SU-1  Resuming at a saved position gives exactly the batches that would have come.
-    SU-2  A document lies in one row, whole; every document of the order is in exactly one batch.
-    SU-3  A state of other data is refused, never continued.
+    SU-2  A document is in one row, not split; every document of the order is in exactly one batch.
+    SU-3  A state of other data is refused.
     SU-4  No document shows the answer to a problem that a run with the same held-out share holds out (SL-1).
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from itertools import accumulate, pairwise
 from random import Random
 from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDict
 
 from goaly.errors import ConfigError
 from goaly.prompts.documents import ASSISTANT, Document, chat_document, plain_document
@@ -27,7 +27,7 @@ from goaly.prompts.settings import SupervisedSettings
 from goaly.prompts.stream import ShuffledOrder, TaskSource
 from goaly.prompts.tasks import build_task
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.trajectory import PackedRows
+from goaly.trajectory import PackedRows, pack_rows
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class DocumentSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What tells this source from another."""
+        """Identifies this source."""
         ...
 
     def at(self, position: int) -> Document:
@@ -46,7 +46,7 @@ class DocumentSource(Protocol):
 
 
 class Demonstrations:
-    """A task's training problems with their written-out answers."""
+    """The training problems of a task, with demonstrations as answers."""
 
     def __init__(self, settings: SupervisedSettings, tokenizer: ChatTokenizer):
         assert settings.task is not None
@@ -57,7 +57,7 @@ class Demonstrations:
 
     @property
     def fingerprint(self) -> str:
-        """What tells this source from another."""
+        """Identifies this source."""
         return f"{self._prompts.fingerprint} seed={self._seed}"
 
     def at(self, position: int) -> Document:
@@ -69,7 +69,7 @@ class Demonstrations:
 
 
 class FileDocuments:
-    """The documents of files, shuffled anew for every pass."""
+    """The documents of files, in a new random order for every pass."""
 
     def __init__(self, settings: SupervisedSettings, tokenizer: ChatTokenizer):
         records = [(place, record) for file in settings.files for place, record in read_records(file)]
@@ -86,7 +86,7 @@ class FileDocuments:
         if settings.too_long == "skip":
             self._documents = [entry for entry in self._documents if len(entry) <= settings.row_length]
         if not self._documents:
-            raise ConfigError([f"data.files: have no document to train on; {held_out} of {len(records)} are held out"])
+            raise ConfigError([f"data.files: has no document to train on; {held_out} of {len(records)} are held out"])
         self._order = ShuffledOrder(len(self._documents), "documents")
         self._seed = settings.seed
         digest = blake2b(digest_size=8)
@@ -96,7 +96,7 @@ class FileDocuments:
 
     @property
     def fingerprint(self) -> str:
-        """What tells this source from another."""
+        """Identifies this source."""
         return self._fingerprint
 
     def at(self, position: int) -> Document:
@@ -116,7 +116,7 @@ class RowStream:
 
     @property
     def position(self) -> int:
-        """How many documents were given."""
+        """The number of documents given so far."""
         return self._position
 
     def next(self) -> PackedRows:
@@ -138,11 +138,11 @@ class RowStream:
             self._position += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, and what it is a stream of."""
+        """The position of the stream, and its identity."""
         return {"position": self._position, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state of this same stream."""
+        """Continue from a saved state of the same stream."""
         for key, value in self._identity().items():
             if state[key] != value:  # SU-3
                 raise ValueError(f"supervised data: {key} is {value!r}, but the saved state has {state[key]!r}")
@@ -163,30 +163,25 @@ def row_stream(settings: SupervisedSettings, tokenizer: ChatTokenizer) -> RowStr
     )
 
 
-def pack(rows: list[list[Document]], row_length: int, pad_token: int) -> PackedRows:
-    """The rows' tensors `[R, L]`; padding is a document of its own, never trained."""
-    tokens_RL = torch.full((len(rows), row_length), pad_token, dtype=torch.int64)
-    trained_RL = torch.zeros(len(rows), row_length, dtype=torch.bool)
-    positions_RL = torch.zeros(len(rows), row_length, dtype=torch.int64)
-    for row, documents in enumerate(rows):
-        start = 0
-        for document in documents:
-            stop = start + len(document)
-            tokens_RL[row, start:stop] = torch.tensor(document.tokens)
-            trained_RL[row, start:stop] = torch.tensor(document.trained)
-            positions_RL[row, start:stop] = torch.arange(stop - start)
-            start = stop
-        positions_RL[row, start:] = torch.arange(row_length - start)
-    columns = {"tokens": tokens_RL, "trained": trained_RL, "positions": positions_RL}
+def pack(rows: Sequence[Sequence[Document]], row_length: int, pad_token: int) -> PackedRows:
+    """These documents as packed rows."""
+    documents = [document for row in rows for document in row]
+    starts = [0, *accumulate(len(row) for row in rows)]
     return PackedRows(
-        rows=TensorDict(columns, batch_size=[len(rows), row_length]),
-        batch_trained_tokens=int(trained_RL.sum()),
-        batch_sequences=sum(len(documents) for documents in rows),
+        rows=pack_rows(
+            [{"tokens": torch.tensor(one.tokens), "trained": torch.tensor(one.trained)} for one in documents],
+            [tuple(range(start, stop)) for start, stop in pairwise(starts)],
+            row_length,
+            pad_token,
+        ),
+        batch_trained_tokens=sum(sum(document.trained) for document in documents),
+        batch_sequences=len(documents),
     )
 
 
 def is_held_out(place: str, record: Mapping[str, Any], held_out_fraction: float) -> bool:
-    """Whether a document shows the answer to a held-out problem (SU-4): what precedes any answer of a chat is one."""
+    """Whether a document shows the answer to a held-out problem (SU-4): the messages before any answer are a
+    problem."""
     if record.get(SPLIT_KEY) is not None:
         keys = [str(record[SPLIT_KEY])]
     else:

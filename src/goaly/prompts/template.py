@@ -1,7 +1,7 @@
-"""The chat template of a Hugging Face folder, compiled as transformers compiles it, without importing that: its import
-takes 2.3 s, ten times as long as this module's, in every worker process and the controller.
+"""The chat template of a Hugging Face folder, compiled as transformers compiles it, but without importing transformers.
 
-`tests/unit/prompts/test_template.py` renders the same chats with both (TK-1), and compares what templates may use.
+That import takes 2.3 s in every worker process and the controller, ten times as long as this module's.
+`tests/unit/prompts/test_template.py` renders the same chats with both (TK-1), and compares the features of templates.
 """
 
 import json
@@ -21,7 +21,7 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant wrote; it renders as what it encloses."""
+    """`{% generation %}` marks the assistant's text; it renders its content."""
 
     tags = {"generation"}
 
@@ -38,7 +38,7 @@ class ChatTemplate:
     """Renders chats as text by the template of a folder, or by that of a file."""
 
     def __init__(self, folder: Path, *, file: str | Path | None = None, args: Mapping[str, Any] | None = None):
-        """`args` are what the template is given beside the chat, such as `enable_thinking`."""
+        """`args` are further variables of the template, such as `enable_thinking`."""
         self._folder = folder
         self._args = dict(args or {})
         self.special_tokens = special_tokens(folder)
@@ -55,12 +55,12 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The chat as the one text that the template makes of it."""
+        """The text of the chat."""
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
         if name not in self._templates:
             raise ValueError(
-                f"{self._folder}: no chat template, neither in tokenizer_config.json nor chat_template.jinja; "
-                "chat.template_file names another"
+                f"{self._folder}: no chat template in tokenizer_config.json or chat_template.jinja; "
+                "set chat.template_file"
             )
         return self._templates[name].render(
             messages=messages,
@@ -71,14 +71,14 @@ class ChatTemplate:
         )
 
     def unread_args(self) -> list[str]:
-        """The arguments that the template does not read."""
+        """The names in `args` that the template does not read."""
         environment = _environment()
         read = set().union(*(find_undeclared_variables(environment.parse(source)) for source in self._sources.values()))
         return [name for name in self._args if name not in read]
 
 
 def sources(folder: Path) -> dict[str, str]:
-    """The templates of a folder by name: files where there are some, else those of the tokenizer's config."""
+    """The templates of a folder by name: its files, or if there are none those of the tokenizer's config."""
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (path := folder / "chat_template.jinja").is_file():
         files[_DEFAULT] = path
@@ -91,7 +91,7 @@ def sources(folder: Path) -> dict[str, str]:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that the tokenizer's config names, by their key there."""
+    """The special tokens of the tokenizer's config, by key."""
     config = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= read_json(folder / "special_tokens_map.json")
@@ -107,7 +107,7 @@ def _token_text(value: Any) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty where there is no file."""
+    """The object of a JSON file; empty if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 

@@ -1,11 +1,11 @@
-"""Chat rendering over a Hugging Face folder's tokenizer: the only place where text becomes tokens and back.
+"""The chat tokenizer of a Hugging Face folder: the only place that turns text into tokens and back.
 
 Reads `tokenizer.json` and the folder's chat template without importing transformers (2 s in every worker process);
 `tests/unit/prompts/test_tokenizer.py` and `test_template.py` compare the two.
 
 Invariants
-    TK-1  The tokens of a chat are those that transformers makes of it.
-    TK-2  What is recorded stays: a chat is continued only by tokens that come after the recorded ones.
+    TK-1  The tokens of a chat are those of transformers.
+    TK-2  Recorded tokens never change: a chat is only continued by tokens after them.
 """
 
 import re
@@ -22,7 +22,7 @@ from goaly.prompts.settings import ChatSettings
 from goaly.prompts.template import ChatTemplate, read_json
 
 SHOWN = 30
-"""Characters that an error shows of two texts, from where they differ."""
+"""Number of characters that an error shows of two texts, from their first difference."""
 
 
 class ChatTokenizer:
@@ -32,7 +32,7 @@ class ChatTokenizer:
         self.folder = Path(folder)
         path = self.folder / "tokenizer.json"
         if not path.is_file():
-            raise ValueError(f"{self.folder}: no tokenizer.json; a model folder needs a fast tokenizer saved in it")
+            raise ValueError(f"{self.folder}: no tokenizer.json; a model folder must have a fast tokenizer")
         self._tokenizer = Tokenizer.from_file(str(path))
         chat = chat or ChatSettings()
         self._template = ChatTemplate(self.folder, file=chat.template_file, args=chat.template_args)
@@ -42,20 +42,20 @@ class ChatTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the tokenizer knows, special ones included."""
+        """The size of the vocabulary, with special tokens."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def render_text(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The chat as the one text that the template makes of it."""
+        """The text of the chat."""
         chat = [message.as_dict() for message in messages]
         return self._template.render(chat, add_generation_prompt=add_generation_prompt, tools=tools)
 
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """The chat as tokens; with `add_generation_prompt` the policy's answer comes next."""
+        """The tokens of the chat; with `add_generation_prompt` up to where the policy's answer begins."""
         return self.encode(self.render_text(messages, add_generation_prompt, tools))
 
     def render_more(
@@ -66,11 +66,11 @@ class ChatTokenizer:
         *,
         as_recorded: bool = False,
     ) -> list[int]:
-        """The tokens that continue `tokens`, a recorded chat that ends with an answer, to the whole of `messages`.
+        """The tokens that extend `tokens`, a recorded chat that ends with an answer, to the chat of all `messages`.
 
-        The template must write what is recorded as it is recorded: EpisodeError where it does not (TK-2), such as one
-        that leaves out what the policy thought before. With `as_recorded` the chat goes on after what is recorded, as
-        the template goes on after the last answer, whatever it makes of the past."""
+        Raises EpisodeError if the template renders the recorded part differently (TK-2), such as one that drops earlier
+        reasoning. With `as_recorded` the recorded part is kept, and the result is what the template renders after the
+        last answer."""
         whole = self.render_text(messages, tools=tools)
         recorded = self.decode(tokens, skip_special_tokens=False)
         if whole.startswith(recorded):
@@ -79,16 +79,16 @@ class ChatTokenizer:
             return self.encode(whole[self._end_of_answer(messages, whole, tokens, tools) :])
         differ = next((at for at, (a, b) in enumerate(zip(recorded, whole, strict=False)) if a != b), len(whole))
         raise EpisodeError(
-            f"the chat template writes the past differently once it goes on: {recorded[differ:][:SHOWN]!r} is recorded "
-            f"at character {differ}, and the template writes {whole[differ:][:SHOWN]!r}; give the assistant's message "
-            "the content that the policy wrote, or go on from what is recorded by as_recorded=True"
+            f"the chat template renders earlier messages differently: {recorded[differ:][:SHOWN]!r} is recorded at "
+            f"character {differ}, and the template renders {whole[differ:][:SHOWN]!r}; give the assistant's message "
+            "the content that the policy wrote, or keep the recorded tokens with as_recorded=True"
         )
 
     def _end_of_answer(
         self, messages: Sequence[Message], whole: str, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> int:
-        """Where in the rendered chat the last answer ends, as the recorded tokens end: with its stop token, or before
-        it where they have none."""
+        """The position in the rendered chat where the last answer ends: after its stop token, or before it if the
+        recorded tokens have none."""
         last = max((at for at, message in enumerate(messages) if message.role == ASSISTANT), default=-1)
         ends = {self._tokenizer.id_to_token(stop): stop for stop in self.stop_token_ids}
         pattern = "|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or r"(?!)"
@@ -99,18 +99,18 @@ class ChatTokenizer:
         stops = count(messages[: last + 1])
         if last < 0 or stops == count(messages[:last]):
             raise EpisodeError(
-                "as_recorded=True: needs an assistant's message that the chat template ends with a stop token "
-                f"({', '.join(ends)}); encode what comes next by context.encode"
+                "as_recorded=True: the last assistant's message must end with a stop token in the chat template "
+                f"({', '.join(ends)}); otherwise use context.encode for the next tokens"
             )
         end = list(re.finditer(pattern, whole))[stops - 1]
         return end.end() if tokens and tokens[-1] == ends[end.group()] else end.start()
 
     def encode(self, text: str) -> list[int]:
-        """The text's tokens, nothing added."""
+        """The tokens of the text, without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text that the tokens stand for."""
+        """The text of the tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def _stop_tokens(self) -> tuple[int, ...]:
@@ -130,12 +130,12 @@ class ChatTokenizer:
     def _id(self, text: str) -> int:
         token = self._tokenizer.token_to_id(text)
         if token is None:
-            raise ValueError(f"{self.folder}: tokenizer_config.json names {text!r}, which tokenizer.json does not hold")
+            raise ValueError(f"{self.folder}: tokenizer_config.json names {text!r}, which is not in tokenizer.json")
         return token
 
 
 def chat_problems(chat: ChatSettings, folder: str, prefix: str) -> list[str]:
-    """What can't work about these settings with this model folder, a line each."""
+    """The problems of these settings with this model folder, a line each."""
     if chat == ChatSettings() or chat.problems(""):
         return []
     try:

@@ -1,19 +1,22 @@
-"""What a batch's rewards say about each of its tokens. Pure functions, found by name or path.
+"""Advantage estimators: from the rewards of a batch to the advantage of each token. Pure functions.
 
-An estimator takes the batch (`Scored`) and gives a value for each sample, f64 `[S]`, which all its trained tokens get,
-or a tensor `[T]` for each sample, a value for each token. `docs/algorithms.md` has the formulas and references. To add
-one, write the function and decorate it with `@ESTIMATORS.register(name)`, or name it by its path. With `@of_values` it
-sees a critic's values, and gives an `Estimate`: beside the advantages the returns that the critic learns. With
-`@compares_groups` it says that a group whose samples all have the same total teaches it nothing.
+An estimator takes the batch (`Scored`) and returns one value for each sample, f64 `[S]`, or a tensor `[T]` for each
+sample, with a value for each token. `docs/algorithms.md` has the formulas and references. To add one, write the
+function and decorate it with `@ESTIMATORS.register(name)`, or name it by its path in the settings.
+
+- `@needs_values`: it reads a critic's values, and returns an `Estimate` with the returns that the critic learns.
+- `@compares_groups`: a group whose samples all have the same total gives it no signal.
+
+Shape suffixes: S samples of the batch, T tokens of one sample, A trained tokens of one sample, in order. In generalized
+advantage estimation only trained tokens are steps, and the value of a token is that of the state before it is written.
 
 Invariants
-    AV-1  Where samples are compared with their group alone, a group of equal rewards has advantages of exactly 0, and
-          where with the batch, a batch of equal rewards: rounding makes no signal. (With a critic's values it may: they
-          are what rewards are compared with.)
-    AV-2  Only trained tokens carry an advantage or a return.
+    AV-1  Estimators that compare a sample with its group give advantages of exactly 0 to a group of equal rewards, and
+          those that compare it with the batch to a batch of equal rewards: rounding makes no signal. Estimators over a
+          critic's values are exempt.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -23,23 +26,21 @@ import torch
 from torch import Tensor
 
 from goaly.registry import Must, Registry, Share
-from goaly.reward.gae import gae, rewards_of_steps, to_go
-from goaly.reward.scored import Scored, less_divergence, less_overlong, scored
-from goaly.reward.settings import AdvantageSettings
-from goaly.trajectory import Group, Trajectory
+from goaly.reward.scored import Scored
+from goaly.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What an estimator says of each sample."""
+    """The advantages, and with a critic the returns, of each sample."""
 
     advantages: Tensor | Sequence[Tensor]
     returns: Sequence[Tensor] | None = None
-    """What a critic's values should have been, `[T]`; None where there is no critic."""
+    """The targets of the critic's values, `[T]`; None without a critic."""
 
 
 Estimator = Callable[..., Tensor | Sequence[Tensor] | Estimate]
-"""Function of a `Scored`, with options after `*`."""
+"""A function of a `Scored`; its keyword-only parameters are its options."""
 
 F = TypeVar("F", bound=Estimator)
 
@@ -47,20 +48,20 @@ ESTIMATORS: Registry[Estimator] = Registry("advantage")
 Epsilon = Annotated[float, Must("be a number of at least 0", lambda value: 0 <= value < inf)]
 
 
-def of_values(estimator: F) -> F:
+def needs_values(estimator: F) -> F:
     """Mark an estimator that needs a critic's values."""
     estimator.needs = ("values",)  # type: ignore[attr-defined]
     return estimator
 
 
 def compares_groups(estimator: F) -> F:
-    """Mark an estimator that takes from each sample's total only how it differs from its group's other totals."""
+    """Mark an estimator that only uses how a sample's total differs from the other totals of its group."""
     estimator.compares_groups = True  # type: ignore[attr-defined]
     return estimator
 
 
 def needs(name: str) -> tuple[str, ...]:
-    """The columns that later stages must add to a batch before this estimator can be asked."""
+    """The columns that later stages must add to a batch before this estimator can run."""
     return getattr(ESTIMATORS.find(name), "needs", ())
 
 
@@ -69,7 +70,7 @@ def needs(name: str) -> tuple[str, ...]:
 def group(batch: Scored, *, epsilon: Epsilon = 1e-6) -> Tensor:
     """Distance from the group's mean in standard deviations (population)."""
     centred_S = batch.centred(batch.totals_S)
-    return _over(centred_S, batch.group_mean(centred_S.square()).sqrt() + epsilon)
+    return _quotient(centred_S, batch.group_mean(centred_S.square()).sqrt() + epsilon)
 
 
 @ESTIMATORS.register("group_mean")
@@ -82,7 +83,7 @@ def group_mean(batch: Scored) -> Tensor:
 @ESTIMATORS.register("rloo")
 @compares_groups
 def rloo(batch: Scored) -> Tensor:
-    """Distance from the mean of the group's other samples; a sample alone in its group has none, and gets 0."""
+    """Distance from the mean of the group's other samples; 0 for a sample alone in its group."""
     others_S = (batch.group_size_S - 1).clamp(min=1)
     return batch.centred(batch.totals_S) * batch.group_size_S / others_S
 
@@ -111,7 +112,7 @@ def reinforce_pp_baseline(batch: Scored, *, epsilon: Epsilon = 1e-6) -> list[Ten
 def process(batch: Scored, *, epsilon: Epsilon = 1e-6) -> list[Tensor]:
     """The rewards from each step on, in standard deviations from the mean of all steps of the group.
 
-    A step is a turn that is trained, and all that follows until the next one: a credit in between is its.
+    A step is a trained turn and everything up to the next one, so a reward in between belongs to it.
     """
     steps = [_steps(sample) for sample in batch.samples]
     rewards = [
@@ -135,10 +136,10 @@ def process(batch: Scored, *, epsilon: Epsilon = 1e-6) -> list[Tensor]:
 
 
 @ESTIMATORS.register("gae")
-@of_values
+@needs_values
 def generalized(batch: Scored, *, gamma: Share = 1.0, lam: Share = 0.95, normalize: bool = True) -> Estimate:
-    """Generalized advantages over a critic's values; the critic learns the returns as they are before normalizing."""
-    assert batch.values is not None, "advantages over values wait for the critic's"
+    """Generalized advantages over a critic's values; returns are not normalized."""
+    assert batch.values is not None, "`estimate` runs once the critic's values are there"
     found, returns = [], []
     for sample, rewards_T, values_T in zip(batch.samples, batch.rewards, batch.values, strict=True):
         trained_T = sample.tokens["trained"]
@@ -149,42 +150,44 @@ def generalized(batch: Scored, *, gamma: Share = 1.0, lam: Share = 0.95, normali
     return Estimate(advantages=normalized(batch, found, 1e-6) if normalize else found, returns=returns)
 
 
-def estimate(
-    groups: Sequence[Group], settings: AdvantageSettings, later: Mapping[str, Sequence[Tensor]] | None = None
-) -> Estimate:
-    """Each sample's advantages, and returns where there is a critic: f32 `[T]`.
+def gae(
+    rewards_A: torch.Tensor, values_A: torch.Tensor, *, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(advantages_A, returns_A)` of one trajectory, in the values' dtype (Schulman et al., arXiv:1506.02438).
 
-    `later` holds, for each column that `settings.needs`, that of each sample.
+    With `delta_t = r_t + gamma * V_{t+1} - V_t`, `A_t = delta_t + gamma * lam * A_{t+1}`; the return, which the critic
+    learns, is `A_t + V_t`. V is 0 after the last step.
     """
-    later = later or {}
-    assert set(settings.needs) <= set(later), "advantages wait for what later stages add"
-    batch = scored(groups, later.get("values"))
-    if settings.overlong is not None:
-        batch = less_overlong(batch, settings.overlong)
-    if settings.kl_coef > 0:
-        batch = less_divergence(batch, later["reference_logprobs"], settings.kl_coef, settings.kl_estimator)
-    given = ESTIMATORS.bound(settings.name, settings.options)(batch)
-    if not isinstance(given, Estimate):
-        given = Estimate(advantages=given)
-    for column in (given.advantages, given.returns):
-        if column is not None and len(column) != len(batch.samples):
-            raise ValueError(
-                f"advantages.name={settings.name}: gave {len(column)} values for {len(batch.samples)} samples"
-            )
-    return Estimate(
-        advantages=_on_trained(batch, given.advantages),
-        returns=None if given.returns is None else _on_trained(batch, given.returns),
-    )
+    following_A = torch.cat([values_A[1:], values_A.new_zeros(1)])[: len(values_A)]
+    advantages_A = to_go(rewards_A + gamma * following_A - values_A, gamma * lam)
+    return advantages_A, advantages_A + values_A
+
+
+def to_go(values: torch.Tensor, discount: float = 1.0) -> torch.Tensor:
+    """For each step the discounted sum of its own and all later values; summed in float64."""
+    if discount == 1:
+        return values.double().flip(0).cumsum(0).flip(0).to(values)
+    sums, later = [], 0.0
+    for value in reversed(values.double().tolist()):
+        later = value + discount * later
+        sums.append(later)
+    return torch.tensor(sums[::-1], dtype=torch.float64).to(values)
+
+
+def rewards_of_steps(rewards_T: torch.Tensor, trained_T: torch.Tensor) -> torch.Tensor:
+    """The reward of each step `[A]`: that of its token, and of the untrained tokens before the next step.
+
+    Rewards before the first step are dropped.
+    """
+    step_T = trained_T.cumsum(0) - 1
+    after = step_T >= 0
+    steps_A = rewards_T.new_zeros(int(trained_T.sum()))
+    return steps_A.index_add(0, step_T[after], rewards_T[after])
 
 
 def has_signal(rewards: list[float]) -> bool:
-    """Whether the samples differ in reward at all."""
+    """Whether the samples differ in reward."""
     return max(rewards) > min(rewards)
-
-
-def spread(trained_T: Tensor, value: Tensor) -> Tensor:
-    """The value, one or one a token, on each trained token, 0 elsewhere: f32 `[T]` (AV-2)."""
-    return torch.where(trained_T, value.float(), 0.0)
 
 
 def normalized(batch: Scored, values: Sequence[Tensor], epsilon: float) -> list[Tensor]:
@@ -197,16 +200,12 @@ def normalized(batch: Scored, values: Sequence[Tensor], epsilon: float) -> list[
     return [(values_T - mean) / (deviation + epsilon) for values_T in values]
 
 
-def _on_trained(batch: Scored, values: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [spread(sample.tokens["trained"], value) for sample, value in zip(batch.samples, values, strict=True)]
-
-
 def _steps(sample: Trajectory) -> list[tuple[int, int]]:
     trained_T = sample.tokens["trained"]
     starts = [turn.start for turn in sample.turns if bool(trained_T[turn.start : turn.stop].any())]
     return list(pairwise([*starts, len(sample)]))
 
 
-def _over(values_S: Tensor, scale_S: Tensor) -> Tensor:
-    """The quotient; 0 of anything is 0."""
+def _quotient(values_S: Tensor, scale_S: Tensor) -> Tensor:
+    """The quotient; 0 where the value is 0."""
     return torch.where(values_S == 0, 0.0, values_S / scale_S)

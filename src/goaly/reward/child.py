@@ -1,10 +1,10 @@
 """The program of a verifier process: `python -m goaly.reward.child package.module:function PARENT_PID`.
 
-Scores pairs of prompt and response from its standard input, one after the other, until the input ends. What the
-verifier prints goes to standard error: standard output carries the replies. Imports nothing heavy by itself.
+Scores pairs of prompt and response from its standard input, one after the other, until the input ends. Standard output
+carries the replies, so output of the verifier goes to standard error. It imports nothing heavy itself.
 
 Invariants
-    RP-1  The process dies with its parent, whatever the verifier is doing at that moment.
+    RP-1  The process dies with its parent, even while the verifier is running.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 def main(verifier: str, parent_pid: int) -> None:
     """Serve until standard input ends."""
     die_with(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle: it closes the input or kills.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C: it closes the input or kills this process
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as replies:
         _detach_standard_streams()
         try:
@@ -65,7 +65,7 @@ def _describe(error: Exception) -> str:
 
 
 def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends (RP-1)."""
+    """Have the kernel kill this process when its parent ends for any reason (RP-1)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

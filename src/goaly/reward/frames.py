@@ -1,7 +1,7 @@
-"""Pickled messages with their length in front, over the pipes between a pool and its verifier processes.
+"""Length-prefixed pickled messages over the pipes between a pool and its verifier processes.
 
 To the child: `list[tuple[Prompt, str]]`, to be scored in order. From the child: one `Ready` or `Refused` when it has
-started, then one `Score` or `Refused` for each pair. Both ends are ours and on one host, so pickle is safe here.
+started, then one `Score` or `Refused` for each pair. Both ends are trusted and on one host, so pickle is safe.
 """
 
 import pickle
@@ -15,31 +15,31 @@ HEADER_BYTES = _HEADER.size
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The verifier is imported; requests may come."""
+    """The verifier is imported and takes requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The verifier's value for one response."""
+    """The verifier's score of one response."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The verifier could not be imported, or raised, or gave no finite number."""
+    """The verifier could not be imported, raised, or returned no finite number."""
 
     why: str
 
 
 def encode(message: Any) -> bytes:
-    """A whole frame."""
+    """The frame of a message: length and pickle."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _HEADER.pack(len(body)) + body
 
 
 def body_length(header: bytes) -> int:
-    """How many bytes follow this header."""
+    """The length of the body after this header."""
     return int(_HEADER.unpack(header)[0])
 
 

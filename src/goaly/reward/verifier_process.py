@@ -1,4 +1,4 @@
-"""One verifier process as its pool sees it: start, send, reply, kill."""
+"""The pool's side of one verifier process: start, send, reply, kill."""
 
 import asyncio
 import os
@@ -18,19 +18,19 @@ START_LIMIT_SECONDS = 60.0
 LOOK_SECONDS = 0.05
 
 GONE_SECONDS = 1.0
-"""A process goes on for so long with a response that nobody waits for any more; a new process costs about that."""
+"""Time for which a process continues with a response whose caller has gone; a new process costs about as much."""
 
 
 class VerifierError(GoalyError):
-    """A verifier could not score: it raised, gave no finite number, died, or can't be imported."""
+    """A verifier could not score: it raised, returned no finite number, died, or can't be imported."""
 
 
 class VerifierDied(VerifierError):
-    """A verifier's process ended."""
+    """A verifier process ended."""
 
 
 class VerifierProcess:
-    """A child that scores pairs in the order in which they are sent."""
+    """A child process that scores pairs in the order in which they are sent."""
 
     def __init__(self, process: Process):
         self._process = process
@@ -72,7 +72,7 @@ class VerifierProcess:
         return child
 
     async def send(self, pairs: Sequence[tuple[Prompt, str]]) -> None:
-        """Give it these to score; one reply is due for each."""
+        """Send these pairs; the process gives one reply to each."""
         try:
             self._requests.write(encode(list(pairs)))
             await self._requests.drain()  # Unblocked by the child's reading, or by its death.
@@ -80,9 +80,10 @@ class VerifierProcess:
             raise VerifierDied("the verifier's process is gone") from error
 
     async def reply(self, limit_seconds: float, caller: asyncio.Future[float]) -> Score | Refused:
-        """The next reply; TimeoutError when it does not come in time, after which the process is good for nothing.
+        """The next reply; TimeoutError if it is late, or if it comes later than `GONE_SECONDS` after the caller has
+        gone.
 
-        Its time is over `GONE_SECONDS` after the caller has gone, too.
+        After a TimeoutError the process must be killed.
         """
         reading = asyncio.ensure_future(self._read())
         try:
@@ -90,7 +91,7 @@ class VerifierProcess:
             if caller.done() and not reading.done():
                 await asyncio.wait([reading], timeout=min(GONE_SECONDS, limit_seconds))
             if not reading.done():
-                # A reply that came in time may be unread because this loop was busy; one look tells.
+                # This loop may have been too busy to read a reply that came in time: look once more.
                 await asyncio.wait([reading], timeout=LOOK_SECONDS)
             if not reading.done():
                 raise TimeoutError
@@ -99,11 +100,11 @@ class VerifierProcess:
             reading.cancel()
 
     async def kill(self) -> None:
-        """End it and whatever it started, at once."""
+        """Kill the process and everything that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._requests.close()
-        await self._process.wait()  # Unblocked by the kernel: the process has been killed.
+        await self._process.wait()  # unblocked by the kernel
 
     async def _read(self) -> Score | Refused | Ready:
         try:

@@ -1,17 +1,17 @@
-"""A pool of verifier processes behind one `score`. Asyncio, no actors.
+"""Pools of verifier processes: `VerifierPool` runs one verifier, `Judge` several. Asyncio, no actors.
 
-Each process has a task that hands it requests and reads its replies. Cheap verifiers get many requests in a message,
-slow ones one at a time, by what a score has cost of late.
+Each process has a task that sends it requests and reads its replies. The recent time per score decides how many
+requests a message holds: many for cheap verifiers, one for slow ones.
 
 Invariants
-    RW-1  A score never takes longer than the limit to judge: the process that exceeds it is killed and replaced.
+    RW-1  A score that exceeds the time limit ends: its process is killed and replaced.
     RW-2  Every request ends once: with a score, with its own time limit, or with an error that names its prompt.
-          A slow or crashing response costs the requests behind it a wait, never their scores.
-    RW-4  A process does not work on for a caller that has gone: it is free for others within `GONE_SECONDS`.
-    RW-5  Errors become a reward of 0 only where the settings say so, and never more than `ERRORS_IN_A_ROW` of them.
-    RW-6  A reward of 0 that stands for a score which the verifier did not give is an `Unscored`, never a plain number.
-    RW-7  Whatever else breaks fails the requests that one process had in hand, and that process is replaced. A task of
-          the pool that fails all the same ends the pool's own process (PR-1).
+          A slow or crashing response delays the requests behind it, but never costs them their scores.
+    RW-4  A process works at most `GONE_SECONDS` longer for a caller that has gone.
+    RW-5  Errors become a reward of 0 only with `on_error=zero`, and at most `ERRORS_IN_A_ROW` of them in a row.
+    RW-6  A reward of 0 in place of a missing score is an `Unscored`, never a plain number.
+    RW-7  Any other failure fails the requests of one process, which is replaced. If a task of the pool fails, the
+          pool's own process ends (PR-1).
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from goaly.reward.verifier_process import VerifierDied, VerifierError, VerifierP
 logger = logging.getLogger(__name__)
 
 MESSAGE_SECONDS = 0.02
-"""Work that one message to a process should hold."""
+"""The work in one message to a process should take about this time."""
 MOST_IN_A_MESSAGE = 64
 TRIES = 2
-"""How often a request may be under way in a process that dies before it is given up."""
+"""A request fails after this many processes have died with it."""
 ERRORS_IN_A_ROW = 64
-"""With `on_error: zero`, after so many errors without a score between them the verifier itself counts as broken."""
+"""With `on_error: zero`, the verifier counts as broken after more errors in a row than this."""
 
 
 class RewardTimeout(VerifierError):
@@ -45,7 +45,7 @@ class RewardTimeout(VerifierError):
 
 
 class Unscored(float):
-    """The reward 0 of a response that its verifier did not score, and why (RW-6)."""
+    """The reward 0 of a response without a score, and the cause (RW-6)."""
 
     cause: Literal["error", "timeout"]
 
@@ -60,16 +60,16 @@ class Unscored(float):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardStats:
-    """What a pool has done so far."""
+    """Counts of a pool."""
 
     scores: int
     """Responses that got a score from the verifier."""
     timeouts: int
     errors: int
     replaced: int
-    """Processes that were killed or died, and got a successor."""
+    """Processes that were killed or died, and were replaced."""
     busy_seconds: float
-    """Time that the processes spent on judging, summed over them."""
+    """Time spent on scoring, summed over the processes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +81,7 @@ class _Request:
 
 
 class VerifierPool:
-    """Scores responses in child processes."""
+    """Scores responses with one verifier, in child processes."""
 
     def __init__(self, settings: RewardSettings):
         self._settings = settings
@@ -96,7 +96,7 @@ class VerifierPool:
         self._busy_seconds = 0.0
 
     async def start(self) -> int:
-        """Start the processes, all ready on return; how many. Raises when the verifier can't be imported."""
+        """Start the processes, and return their number once all are ready; raises if the verifier can't be imported."""
         if not self._tasks:
             starting = [VerifierProcess.start(self._settings.verifier) for _ in range(self._settings.workers)]
             started = await asyncio.gather(*starting, return_exceptions=True)
@@ -108,7 +108,7 @@ class VerifierPool:
         return len(self._tasks)
 
     async def score(self, prompt: Prompt, response: str) -> float:
-        """The verifier's value for this response to this prompt; an `Unscored` where the settings make a failure 0."""
+        """The verifier's score of this response; an `Unscored` if it failed and the settings make that 0."""
         if self._closed is not None or not self._tasks:
             raise self._closed or VerifierError("the reward pool was not started")
         request = _Request(prompt, response, asyncio.get_running_loop().create_future())
@@ -117,7 +117,7 @@ class VerifierPool:
         return await request.score  # Unblocked by a reply, by the time limit, or by `close`.
 
     def stats(self) -> RewardStats:
-        """What has been done so far."""
+        """The statistics so far."""
         return RewardStats(
             scores=self._scores,
             timeouts=self._timeouts,
@@ -127,7 +127,7 @@ class VerifierPool:
         )
 
     async def close(self) -> None:
-        """Kill the processes; whoever still waits for a score gets an error."""
+        """Kill the processes; pending scores fail."""
         self._end(VerifierError("the reward pool was closed"))
         for task in self._tasks:
             task.cancel()
@@ -162,13 +162,13 @@ class VerifierPool:
     async def _judged(self, child: VerifierProcess, requests: list[_Request]) -> bool:
         try:
             return await self._judge(child, requests)
-        except Exception as error:  # RW-7: is no fault of the verifier's, so `on_error` has no say
+        except Exception as error:  # RW-7: not the verifier's fault, so `on_error` does not apply
             logger.exception("the reward pool of %s failed %d requests", self._settings.verifier, len(requests))
             self._refuse_all(requests, f"the reward pool failed: {type(error).__name__}: {error}")
             return False
 
     async def _judge(self, child: VerifierProcess, requests: list[_Request]) -> bool:
-        """Have the child score these; False when it has to be replaced. Every request ends or is pending again."""
+        """Have the child score these; False if it must be replaced. Every request ends or is pending again."""
         waiting = deque(requests)
         started = time.monotonic()
         try:
@@ -204,8 +204,8 @@ class VerifierPool:
     async def _replacement(self, requests: list[_Request]) -> VerifierProcess | None:
         try:
             return await VerifierProcess.start(self._settings.verifier)
-        except (VerifierError, OSError) as error:  # the system may have no process or no memory left at the moment
-            logger.warning("no successor for a verifier process: %s", error)
+        except (VerifierError, OSError) as error:  # such as no free process or memory at the moment
+            logger.warning("can't replace a verifier process: %s", error)
             self._refuse_all(requests, f"no process for its verifier: {error}")
             return None
 
@@ -222,7 +222,7 @@ class VerifierPool:
 
     def _ran_out(self, request: _Request) -> None:
         if request.score.done():
-            return  # RW-4: nobody waits for it any more
+            return  # RW-4: its caller has gone
         self._timeouts += 1
         limit = self._settings.time_limit_seconds
         logger.warning("prompt %s: the verifier exceeded its %g s", request.prompt.id, limit)
@@ -254,16 +254,16 @@ class VerifierPool:
 
 
 class Judge:
-    """A pool of processes for each verifier, all under the same limits."""
+    """Scores each response with the verifier of its prompt, or the run's; one pool for each verifier."""
 
     def __init__(self, settings: RewardSettings, others: Sequence[str] = ()):
-        """`settings` names the verifier of prompts that name none; `others` are those that prompts may name."""
+        """`settings` names the verifier of prompts without one; `others` are those that prompts may name."""
         self._usual = settings.verifier
         verifiers = dict.fromkeys((settings.verifier, *others))
         self._pools = {verifier: VerifierPool(replace(settings, verifier=verifier)) for verifier in verifiers}
 
     async def start(self) -> int:
-        """Start all processes, ready on return; how many. Raises when a verifier can't be imported."""
+        """Start all processes, and return their number once all are ready; raises if a verifier can't be imported."""
         started = await asyncio.gather(*(pool.start() for pool in self._pools.values()), return_exceptions=True)
         counts = [count for count in started if isinstance(count, int)]
         if len(counts) < len(started):
@@ -272,20 +272,20 @@ class Judge:
         return sum(counts)
 
     async def score(self, prompt: Prompt, response: str) -> float:
-        """The value of its verifier for this response to this prompt."""
+        """The score of this response by the prompt's verifier."""
         verifier = prompt.verifier or self._usual
         if verifier not in self._pools:
             known = ", ".join(self._pools)
-            raise VerifierError(f"prompt {prompt.id}: no process runs its verifier {verifier}, only {known}")
+            raise VerifierError(f"prompt {prompt.id}: unknown verifier {verifier}; processes run {known}")
         return await self._pools[verifier].score(prompt, response)
 
     def stats(self) -> RewardStats:
-        """What has been done so far, by all verifiers together."""
+        """The statistics so far, summed over all verifiers."""
         stats = [asdict(pool.stats()) for pool in self._pools.values()]
         return RewardStats(**{key: sum(each[key] for each in stats) for key in stats[0]})
 
     async def close(self) -> None:
-        """Kill the processes; whoever still waits for a score gets an error."""
+        """Kill the processes; pending scores fail."""
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
 

@@ -1,4 +1,4 @@
-"""What a script's `episode` coroutine is given, and how it makes a trajectory of what was said.
+"""The context of a script's `episode` coroutine, and the `Episode` that records its turns as a trajectory.
 
     async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
         question = context.render(prompt)
@@ -6,17 +6,16 @@
         score = await context.reward(prompt, answer.text)
         return Episode(prompt, question).wrote(answer).finish(score)
 
-A chat goes on by what its template adds to what is recorded:
+`render_more` gives the tokens that continue a chat after the recorded ones:
 
     chat = [*prompt.messages, Message(role="assistant", content=answer.text), Message(role="tool", content=result)]
     episode.observed(context.render_more(chat, episode.tokens))
 
 Invariants
-    EP-1  What the policy wrote is trained and carries the sampler's log-probabilities and versions; all else is not
-          trained, with log-probability 0 and no version.
-    EP-2  A completion is taken only if it continues exactly the tokens recorded so far: what the policy saw is what is
-          trained.
-    EP-3  Every reward is a finite number: another one fails its own group, never a batch.
+    EP-1  Tokens of the policy are trained and carry the sampler's log-probabilities and versions. All other tokens are
+          not trained, and have log-probability 0 and no version.
+    EP-2  A completion must continue exactly the tokens recorded so far: training sees what the policy saw.
+    EP-3  Every reward is a finite number; any other value fails its own group, never a batch.
 """
 
 import math
@@ -38,32 +37,33 @@ PROMPT, POLICY, ENVIRONMENT = "prompt", "policy", "environment"
 
 
 class RenderMore(Protocol):
-    """Continues a recorded chat by what comes after the policy's answer: tool results, the next user's message."""
+    """Renders the messages after the policy's answer: tool results, the next user message."""
 
     def __call__(self, messages: Sequence[Message], tokens: Sequence[int], *, as_recorded: bool = False) -> list[int]:
-        """The tokens that come after `tokens`, those recorded so far, when the chat is `messages`, the answer and what
-        follows it included, up to where the policy's next answer begins. EpisodeError where the chat template writes
-        what is recorded differently now; with `as_recorded` what is recorded stays as it is, and the chat goes on."""
+        """The tokens that extend `tokens`, recorded so far, to the chat `messages`, up to the policy's next answer.
+
+        `messages` is the whole chat, with the policy's answer. Raises EpisodeError if the chat template now renders the
+        recorded part differently; with `as_recorded` it is kept as recorded."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeContext:
-    """What an episode may use."""
+    """The tools of an episode."""
 
     policy: Policy
     reward: Callable[[Prompt, str], Awaitable[float]]
     """The verifier's score of a response to a prompt."""
     render: Callable[[Prompt], list[int]]
-    """A prompt's messages as tokens, up to where the policy's answer begins."""
+    """The tokens of a prompt's messages, up to where the policy's answer begins."""
     render_more: RenderMore
-    """What the chat template adds to the tokens recorded so far, for `.observed()`: see `RenderMore`."""
+    """The tokens that continue a recorded chat, for `.observed()`; see `RenderMore`."""
     encode: Callable[[str], list[int]]
-    """A text as tokens, no special ones added, for `.observed()`."""
+    """The tokens of a text, without special tokens, for `.observed()`."""
     sample_index: int
-    """Which of the prompt's samples this is, from 0."""
+    """The number of this sample of the prompt, from 0."""
     evaluation: bool = False
-    """Whether the policy is only measured: nothing of it is trained, and it may be sampled in any way."""
+    """Whether this is an evaluation: nothing is trained, and any sampling values are allowed."""
 
 
 EpisodeFunction = Callable[[Prompt, EpisodeContext], Coroutine[Any, Any, Trajectory]]
@@ -86,19 +86,19 @@ class Episode:
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens so far: what the policy continues next."""
+        """All tokens recorded so far, which the policy continues next."""
         return list(self._tokens)
 
     def wrote(self, completion: Completion) -> "Episode":
-        """The policy wrote this."""
+        """Record a completion of the policy, which is trained."""
         if list(completion.prompt) != self._tokens:  # EP-2
             raise EpisodeError(
-                f"prompt {self._prompt.id}: a completion of {len(completion.prompt)} other tokens; "
+                f"prompt {self._prompt.id}: the completion continues {len(completion.prompt)} other tokens; "
                 f"it must continue the {len(self._tokens)} recorded so far"
             )
         if not completion.trained:
             raise EpisodeError(
-                f"prompt {self._prompt.id}: a completion that was sampled with trained=False; it must be recorded by "
+                f"prompt {self._prompt.id}: the completion was sampled with trained=False; record it with "
                 ".observed(completion.tokens.tolist()), which is not trained"
             )
         columns = {
@@ -111,19 +111,19 @@ class Episode:
         return self._turn(POLICY, completion.tokens.tolist(), columns)
 
     def observed(self, tokens: Sequence[int]) -> "Episode":
-        """The policy was shown these: a tool's answer, the next message, whatever it did not write."""
+        """Record tokens that the policy did not write, such as a tool's answer or the next message."""
         return self._read(ENVIRONMENT, tokens)
 
     def credited(self, reward: float) -> "Episode":
-        """The step that the policy has just made, with what came of it, earned this: a process reward."""
+        """Give a process reward to the policy's last turn and its consequences."""
         if all(turn.author != POLICY for turn in self._turns):
-            raise EpisodeError(f"prompt {self._prompt.id}: a credit of {reward} before the policy wrote anything")
+            raise EpisodeError(f"prompt {self._prompt.id}: a reward of {reward} before the policy wrote anything")
         last = len(self._tokens) - 1
         self._credits[last] = self._credits.get(last, 0.0) + self._number(reward)
         return self
 
     def finish(self, reward: float) -> Trajectory:
-        """The trajectory, with this reward for all of it, beside what was credited on the way."""
+        """The trajectory, with this reward for the whole of it, in addition to its process rewards."""
         columns = {key: torch.cat([turn[key] for turn in self._columns]) for key in self._columns[0]}
         columns["rewards"] = torch.zeros(len(self._tokens))
         written = columns["trained"].nonzero()
@@ -140,7 +140,7 @@ class Episode:
         )
 
     def _number(self, reward: float) -> float:
-        """The reward, once it is known to be a finite number; a tensor of one element and the like are taken as one."""
+        """The reward as a finite float; a tensor of one element counts as a number."""
         try:
             value = math.nan if isinstance(reward, str) else float(reward)
         except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -148,7 +148,7 @@ class Episode:
         if not abs(value) <= torch.finfo(torch.float32).max:  # also when it is not a number
             kind = type(reward).__name__
             raise EpisodeError(
-                f"prompt {self._prompt.id}: a reward of {reward!r} ({kind}), must be a finite float32 number"
+                f"prompt {self._prompt.id}: the reward is {reward!r} ({kind}), must be a finite float32 number"
             )
         return value
 

@@ -1,8 +1,8 @@
-"""Runs an episode under a time limit that holds whatever the episode does.
+"""Runs an episode under a time limit, also if the episode ignores its cancellation.
 
 Invariants
-    EL-1  `within` ends at most `CANCEL_SECONDS` after its limit or its own cancellation. Work that is not over by then
-          is abandoned: the log says so, its result is dropped, and nobody waits for it.
+    EL-1  `within` ends at most `CANCEL_SECONDS` after its limit or its own cancellation. Work that still runs then is
+          abandoned: a warning is logged, and its result is dropped.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CANCEL_SECONDS = 10.0
-"""An episode has so long to clean up after it was cancelled."""
+"""Time for an episode to clean up after it was cancelled."""
 
 
 class TimedOut(EpisodeError):
     """An episode or a group exceeded its time limit."""
 
     reason: ClassVar[str] = "timeout"
-    """Why the ticket failed, in the run's accounting."""
+    """The reason of the failure in the run's accounting."""
 
 
 class EpisodeTimeout(TimedOut):
@@ -43,7 +43,7 @@ _abandoned: set[asyncio.Task[Any]] = set()
 
 
 async def within(seconds: float | None, work: Coroutine[Any, Any, T], name: str) -> T:
-    """What the work returns or raises; EpisodeTimeout when it takes longer than the limit (None: no limit)."""
+    """The result or error of the work; EpisodeTimeout if it takes longer than the limit (None: no limit)."""
     task = asyncio.create_task(work, name=name)
     try:
         await asyncio.wait([task], timeout=seconds)
@@ -65,7 +65,7 @@ def _let_go(task: asyncio.Task[Any]) -> None:
     if task.done():
         _report_end(task)
         return
-    logger.warning("%s goes on %g s after it was cancelled, and is abandoned", task.get_name(), CANCEL_SECONDS)
+    logger.warning("%s still runs %g s after it was cancelled, and is abandoned", task.get_name(), CANCEL_SECONDS)
     _abandoned.add(task)
     task.add_done_callback(_abandoned.discard)
     task.add_done_callback(_report_end)

@@ -1,12 +1,12 @@
-"""The policy as an episode sees it: tokens in, a completion out. Where and by which weights is not its business.
+"""The policy as an episode sees it: tokens in, a completion out.
 
 Invariants
-    PO-1  A completion is what the sampler drew: ids, log-probabilities and versions pass through untouched. `text` is
-          for reading only; nothing is tokenized again.
+    PO-1  Ids, log-probabilities and versions of a completion are those of the sampler. `text` is for reading only; it
+          is never tokenized again.
     PO-2  Prompt and completion together never exceed the context.
-    PO-3  Once its episode has ended a policy sends no request: what an episode leaves behind costs no generation.
-    PO-4  What is trained was drawn from the distribution that the trainer computes: a request that changes it is
-          refused, except in an evaluation, or where the script says that nobody trains the completion.
+    PO-3  A policy sends no request after its episode has ended.
+    PO-4  Trained tokens are drawn from the distribution that the trainer computes. A request that changes it is
+          refused, except in an evaluation or with `trained=False`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,21 +22,21 @@ from goaly.telemetry.spans import span
 
 
 class ContextFull(EpisodeError):
-    """The tokens so far leave no room for the policy to write more."""
+    """The tokens so far fill the context, so the policy can't write more."""
 
     reason: ClassVar[str] = "context_full"
-    """Why the ticket was rejected, in the run's accounting."""
+    """The reason of the rejection in the run's accounting."""
 
 
 class PromptFillsContext(ContextFull):
-    """The prompt leaves no room for the policy to write anything."""
+    """The prompt alone fills the context."""
 
     reason = "prompt_too_long"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the policy wrote after `prompt`. Shape suffix: N tokens written, the stop token included."""
+    """The policy's continuation of `prompt`. N counts its tokens, with the stop token."""
 
     prompt: tuple[int, ...]
     """The tokens it continues."""
@@ -48,15 +48,15 @@ class Completion:
     """i32 `[N]`."""
     finish: Finish
     text: str
-    """What the tokens say, special tokens left out. A stop string is part of it."""
+    """The text of the tokens, without special tokens, with the stop string."""
     stop: str | None = None
-    """The stop string that ended it; None: something else did."""
+    """The stop string that ended it; None if another reason did."""
     trained: bool = True
-    """Whether it may be trained; False where it was sampled with `trained=False`."""
+    """Whether it may be trained; False if it was sampled with `trained=False`."""
 
 
 class Policy(Protocol):
-    """Something that continues tokens."""
+    """Samples continuations of tokens."""
 
     @property
     def sampling(self) -> Sampling:
@@ -66,26 +66,26 @@ class Policy(Protocol):
     async def sample(
         self, prompt_tokens: Sequence[int], sampling: Sampling | None = None, *, trained: bool = True, **changes: Any
     ) -> Completion:
-        """One continuation of these tokens, sampled as the run's settings say, but for what the call names.
+        """One continuation of these tokens, sampled with the run's settings, overridden by those of the call.
 
-        `sample(tokens, max_tokens=8, stop=["\\n"])` changes only these two; the keys are the fields of `Sampling`, and
-        a `Sampling` does as well. With `trained=False` it may also change the distribution, such as by
-        `temperature=0`: the completion is then one that `Episode.wrote` refuses and `Episode.observed` takes."""
+        `sample(tokens, max_tokens=8, stop=["\\n"])` changes only these two; the keys are the fields of `Sampling`. With
+        `trained=False` a call may also change the distribution, such as `temperature=0`; record its completion with
+        `Episode.observed`, because `Episode.wrote` refuses it."""
         ...
 
 
 class Sampler(Protocol):
-    """What answers requests: the router over the generator replicas."""
+    """Answers requests: the router over the generator replicas."""
 
     async def generate(
         self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int = 0, session: str | None = None
     ) -> Sample:
-        """The sample drawn for this request; cancelling the caller cancels the request."""
+        """The sample of this request; cancelling the call cancels the request."""
         ...
 
 
 class RoutedPolicy:
-    """The policy of one episode: its requests carry the ticket's oldest version and keep to one replica."""
+    """The policy of one episode: its requests carry the ticket's oldest allowed version and prefer one replica."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class RoutedPolicy:
         return self._under_way > 0
 
     def end(self) -> None:
-        """The episode has ended: no more requests."""
+        """Refuse further requests, because the episode has ended (PO-3)."""
         self._ended = True
 
     @property
@@ -127,13 +127,13 @@ class RoutedPolicy:
 
     @property
     def evaluation(self) -> bool:
-        """Whether nothing of its episode is trained."""
+        """Whether its episode is part of an evaluation."""
         return self._evaluation
 
     async def sample(
         self, prompt_tokens: Sequence[int], sampling: Sampling | None = None, *, trained: bool = True, **changes: Any
     ) -> Completion:
-        """One continuation of these tokens, sampled as the run's settings say, but for what the call names."""
+        """One continuation of these tokens, sampled with the run's settings, overridden by those of the call."""
         if self._ended:  # PO-3
             raise EpisodeError(f"episode {self._name} has ended and can't sample any more")
         wanted = self._sampling.changed(sampling or Sampling()).changed(_sampling(changes))
@@ -145,7 +145,7 @@ class RoutedPolicy:
         if room < 1:
             full = ContextFull if self._requests else PromptFillsContext
             raise full(
-                f"{len(prompt)} tokens leave no room in a context of {self._max_context}, the least of "
+                f"{len(prompt)} tokens leave no room in a context of {self._max_context}, the smaller of "
                 "generator.max_context and backlog.row_length"
             )
         limits = {"max_tokens": room if wanted.max_tokens is None else min(wanted.max_tokens, room)}  # PO-2
@@ -182,13 +182,13 @@ class RoutedPolicy:
 
 REFUSED = {
     "include_stop_str_in_output": "the answer always includes the stop string, because tokens are never cut; "
-    "`text.removesuffix(answer.stop)` leaves it out of the text",
-    "ignore_eos": "only `stop_token_ids` end an answer; `stop_token_ids=()` lets it go on to its token limit",
-    "bad_words": "forbid tokens by `logit_bias={token: -100}`, in an evaluation",
+    "`text.removesuffix(answer.stop)` removes it from the text",
+    "ignore_eos": "only `stop_token_ids` end an answer; `stop_token_ids=()` lets it reach its token limit",
+    "bad_words": "forbid tokens with `logit_bias={token: -100}`, in an evaluation",
     "logprobs": "every completion has the log-probability of each of its tokens",
     "n": "call `sample` once for each completion",
 }
-"""What vLLM's users may look for, and what to do instead."""
+"""Parameters of vLLM that have no effect here or do not exist, and what to use instead."""
 
 
 def _sampling(changes: dict[str, Any]) -> Sampling:
@@ -201,7 +201,7 @@ def _sampling(changes: dict[str, Any]) -> Sampling:
 
 
 def _refuse_impossible_values(wanted: Sampling) -> None:
-    """EpisodeError where the section `sampling` would refuse a value: vLLM changes some of them without an error."""
+    """Raise EpisodeError for values that the section `sampling` refuses; vLLM silently changes some of them."""
     given = {key.name: value for key in fields(SamplingSettings) if (value := getattr(wanted, key.name)) is not None}
     given.setdefault("max_tokens", max(1, wanted.min_tokens or 0))
     if problems := SamplingSettings(**given).problems(""):
@@ -217,7 +217,7 @@ def _refuse_another_distribution(wanted: Sampling, run: Sampling) -> None:  # PO
     ]
     if problems:
         raise EpisodeError(
-            f"{'; '.join(problems)}: the trainer computes the log-probabilities of that distribution only. Leave it "
-            "out, change it in evaluations only (`context.evaluation`), or sample with trained=False what is recorded "
-            "by .observed() and not trained"
+            f"{'; '.join(problems)}: the trainer computes log-probabilities of the run's distribution only. Remove the "
+            "argument, use it in evaluations only (`context.evaluation`), or sample with trained=False and record the "
+            "completion with .observed()"
         )

@@ -1,4 +1,4 @@
-"""What the episodes of a group are doing at the moment, for whoever asks why the group takes so long."""
+"""The progress of running groups: what each episode is doing now."""
 
 import time
 from collections import Counter
@@ -20,12 +20,12 @@ WAITING, GENERATING, JUDGED, OWN_CODE, DONE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """How far a group's episodes are."""
+    """The progress of a group's episodes."""
 
     seconds: float
     """Since the group began."""
     doing: Mapping[str, int]
-    """How many of its episodes are doing what."""
+    """The number of episodes by activity."""
 
     def __str__(self) -> str:
         doing = dict(self.doing)
@@ -36,7 +36,7 @@ class GroupProgress:
 
 @dataclass(slots=True, eq=False)
 class RunningEpisode:
-    """One sample of a group on its way."""
+    """One running episode of a group."""
 
     policy: RoutedPolicy
     sample_index: int
@@ -44,11 +44,11 @@ class RunningEpisode:
     _ended: bool = field(default=False, init=False)
     _judging: int = field(default=0, init=False)
     unscored: Counter[str] = field(default_factory=Counter, init=False)
-    """Its responses that got reward 0 because the verifier did not score them, by the cause."""
+    """The number of its responses that got reward 0 without a score, by cause."""
 
     @property
     def doing(self) -> str:
-        """What it is doing."""
+        """Its current activity."""
         if self._ended:
             return DONE
         if not self._started:
@@ -59,7 +59,7 @@ class RunningEpisode:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """The episode runs inside this block; its policy ends with it."""
+        """The block in which the episode runs; its policy ends with it."""
         self._started = True
         try:
             yield
@@ -68,7 +68,7 @@ class RunningEpisode:
             self.policy.end()
 
     async def judged(self, score: Awaitable[float]) -> float:
-        """The score of one of its responses, which is with the verifier meanwhile."""
+        """Await the score of one of its responses."""
         self._judging += 1
         try:
             value = await score  # Unblocked by the verifier or its time limit.
@@ -88,14 +88,14 @@ class RunningGroup:
 
     @property
     def done(self) -> int:
-        """How many of them are done."""
+        """The number of episodes that are done."""
         return sum(episode.doing == DONE for episode in self.episodes)
 
     def unscored(self, cause: str) -> int:
-        """How many of their responses got reward 0 because the verifier did not score them, for this cause."""
+        """The number of responses that got reward 0 without a score, for this cause."""
         return sum(episode.unscored[cause] for episode in self.episodes)
 
     def progress(self) -> GroupProgress:
-        """How far they are."""
+        """The progress of the episodes."""
         doing = Counter(episode.doing for episode in self.episodes)
         return GroupProgress(seconds=time.monotonic() - self._began, doing=dict(doing))

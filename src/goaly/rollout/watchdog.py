@@ -1,13 +1,13 @@
-"""Notices that this process's event loop is blocked, which no timeout inside the loop can.
+"""Detects that an episode blocks the event loop of its process.
 
 An episode that calls something synchronous (`time.sleep`, a blocking client, an endless computation) stops every other
-episode of its worker. A thread asks the loop for a sign of life, logs where the loop's thread is when none comes, and
-ends the process when none comes for the whole limit (PR-1). What holds the interpreter's lock for good stops this
-thread too: the run's heartbeats notice that.
+episode of its worker. A thread pings the loop. If the loop does not answer, the thread logs the stack of the loop's
+thread, and at the limit it ends the process (PR-1). Code that holds the interpreter's lock stops this thread too; the
+run's heartbeats detect that.
 
 Invariants
-    LW-1  Time in which the whole process was stopped does not count: the limit is waited for in parts, and a part that
-          was slept through counts as one.
+    LW-1  Time during which the whole process was stopped does not count: the limit is divided into parts, and however
+          long one wait takes it counts as one part.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from goaly.process import give_up
 logger = logging.getLogger(__name__)
 
 PARTS = 8
-"""The loop is asked, and the limit is waited for, in so many parts of it."""
+"""The limit is divided into this many parts; the loop is pinged once in each."""
 
 
 class LoopWatchdog:
-    """Ends the process when the event loop that it was started in is blocked for longer than the limit."""
+    """Ends the process if the event loop in which it was started is blocked for longer than the limit."""
 
     def __init__(self, limit_seconds: float):
         self._limit = limit_seconds
@@ -37,7 +37,7 @@ class LoopWatchdog:
         threading.Thread(target=self._watch, args=arguments, name="loop watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._stopped.set()
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:

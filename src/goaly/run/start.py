@@ -36,7 +36,7 @@ from goaly.run.stages import Backlog, Critic, Reference, Rollouts, Trainer, ask
 from goaly.run.waiting import all_of
 from goaly.telemetry import spans
 from goaly.telemetry.trace import merge
-from goaly.train.critic import ValueModel
+from goaly.train.critic import CriticModel
 from goaly.train.reference import ReferenceModel
 from goaly.train.trainer import PolicyTrainer
 from goaly.weights import torchstore
@@ -187,7 +187,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: Episode, actors: set[str], 
         mesh = meshes["critic"]
         await _meet("critic", mesh)
         arguments = (config.critic, config.trainer, config.model)
-        run.critic = Critic(spawn(mesh, "critic", ValueModel, *arguments), queue, run.say)
+        run.critic = Critic(spawn(mesh, "critic", CriticModel, *arguments), queue, run.say)
         closers["critic"] = run.critic.close
         await run.critic.start()
 

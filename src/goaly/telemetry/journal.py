@@ -1,15 +1,15 @@
-"""The rollout journal: one JSON line a trajectory, for people who want to read what the policy wrote.
+"""The rollout journal: a JSON line for each trajectory, with its text for readers.
 
-    ticket, prompt_id, sample   which sample of which admitted group
-    environment, outcome        where it was sampled, how it ended
-    reward, rewards             the sum, and [position, reward] of every token that was credited
+    ticket, prompt_id, sample   the ticket of the group, the prompt, and the number of the sample
+    environment, outcome        the environment, and how the episode ended
+    reward, rewards             the sum, and [position, reward] of every token with a reward
     length, trained             token counts
-    versions                    [policy version, tokens] runs over the whole sequence; -1 where the policy did not write
+    versions                    [policy version, tokens] runs over the whole sequence; -1 for tokens not sampled
     turns                       [author, start, stop]
     prompt, response            as text
-    tokens, logprobs            as sampled; only where the settings ask for them
+    tokens, logprobs            as sampled; only with `telemetry.journal_tokens`
 
-Several workers may share one file; it may be appended to after a crash (see `lines.py`).
+Several workers may share one file, and a restarted run may append to it (see `lines.py`).
 """
 
 from collections.abc import Iterable
@@ -31,13 +31,13 @@ class Journal:
         self._tokens = tokens
 
     def write(self, trajectory: "Trajectory", *, ticket: int, prompt: str, response: str, **facts: Any) -> None:
-        """Append one trajectory with its texts and whatever else is known about it."""
+        """Append one trajectory with its texts and further facts."""
         if self._lines is not None:
             entry = journal_entry(trajectory, ticket=ticket, prompt=prompt, response=response, tokens=self._tokens)
             self._lines.write(entry | facts)
 
     def close(self) -> None:
-        """Take no more trajectories."""
+        """Close the file; later writes are ignored."""
         if self._lines is not None:
             self._lines.close()
 
@@ -45,7 +45,7 @@ class Journal:
 def journal_entry(
     trajectory: "Trajectory", *, ticket: int, prompt: str, response: str, tokens: bool = False
 ) -> dict[str, Any]:
-    """The journal's line of a trajectory."""
+    """The journal entry of a trajectory."""
     rewards = trajectory.tokens["rewards"].tolist()
     entry = {
         "ticket": ticket,
@@ -69,5 +69,5 @@ def journal_entry(
 
 
 def run_lengths(values: Iterable[int]) -> list[list[int]]:
-    """`[value, count]` of every stretch of equal values."""
+    """`[value, count]` of every run of equal values."""
     return [[value, sum(1 for _ in same)] for value, same in groupby(values)]

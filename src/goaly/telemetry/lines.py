@@ -1,14 +1,15 @@
-"""Append-only files of JSON lines: what metrics, spans and the rollout journal are written through.
+"""Append-only files of JSON lines, used by metrics, spans and the rollout journal.
 
-The policy of all telemetry stands here. A record that can't be set up (no permission, no folder) raises at once, before
-any work is lost to it. A record that can't be written later (disk full, quota) is never worth the training: the
-failure is logged once, the file takes no more lines, and `lost` counts what it would have held.
+A file that can't be opened (no permission, no folder) raises at once, before training starts. A line that can't be
+written later (disk full, quota) must not stop the training: the failure is logged once, the file takes no more lines,
+and `lost` counts the lines that are missing.
 
 Invariants
-    TL-1  A line is one `write` to a file opened for appending: lines of several processes never interleave.
-    TL-2  A file that a crash left with half a line is appended to from a fresh line; only that half line is lost.
-    TL-3  Writing never raises and never waits for anything but the kernel's page cache.
-    TL-4  A line is strict JSON: what has no JSON form is written as its text, a number that isn't finite as null.
+    TL-1  A line is one `write` to a file opened for appending, so lines of several processes never interleave.
+    TL-2  If a crash left half a line, the next line starts on a new line; only the half line is lost.
+    TL-3  Writing never raises, and waits for nothing but the kernel's page cache.
+    TL-4  A line is strict JSON: values without a JSON form are written as text, and numbers that are not finite as
+          null.
 """
 
 import json
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class LineFile:
-    """A file that JSON lines are appended to. Threads and processes may share it."""
+    """A file of JSON lines for appending. Threads and processes may share it."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -37,7 +38,7 @@ class LineFile:
             os.write(self._fd, b"\n")  # TL-2; only a blank line if another process was just writing
 
     def write(self, *records: Any) -> None:
-        """Append one line a record."""
+        """Append a line for each record."""
         try:
             encoded = b"".join(_line(record) for record in records)
         except (TypeError, ValueError, RecursionError) as error:
@@ -54,7 +55,7 @@ class LineFile:
                 self._gave_up(len(records), error, close=True)
 
     def close(self) -> None:
-        """Take no more lines."""
+        """Close the file; later lines are counted as lost."""
         with self._lock:
             if self._fd is not None:
                 os.close(self._fd)
@@ -70,7 +71,7 @@ class LineFile:
 
 
 def _line(record: Any) -> bytes:
-    # A lone surrogate can't be UTF-8; its backslash form is JSON's own escape for it.
+    # A lone surrogate has no UTF-8 form; its backslash form is JSON's escape for it.
     try:
         text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, default=str, allow_nan=False)
     except ValueError:  # strict JSON has no NaN and no infinity
@@ -87,7 +88,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The records of a line file; what a crash left half-written is passed over."""
+    """The records of a line file, without lines that a crash left half-written."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:

@@ -1,7 +1,7 @@
-"""Where log records and stray output go: a file a process under `<run_dir>/logs`, and warnings to the terminal.
+"""Sends log records and output to a file for each process under `<run_dir>/logs`, and warnings to the terminal.
 
-A child process calls `quiet` before it imports anything: what it, its engines and their C++ parts write to stdout and
-stderr ends in its file. The controller wraps its run in `controller`.
+A child process calls `quiet` before it imports anything, so that everything it, its engines and their C++ parts write
+to stdout and stderr goes to its file. The controller wraps its run in `controller`.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ TIME_FORMAT = "%H:%M:%S"
 
 
 def process_name(name: str, rank: int, count: int) -> str:
-    """The name of one of `count` processes that were spawned under a name."""
+    """The name of process `rank` of `count` processes that were spawned under this name."""
     return f"{name}.{rank}" if count > 1 else name
 
 
 def log_file(run_dir: Path, process: str) -> Path:
-    """Where the process of this name logs."""
+    """The log file of the process with this name."""
     return run_dir / "logs" / f"{process}.log"
 
 
 def quiet(log_file: str | Path) -> None:
-    """From now on, this process's stdout, stderr and log records go to the file, for good."""
+    """Send stdout, stderr and log records of this process to the file from now on."""
     path = Path(log_file)
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
@@ -35,7 +35,7 @@ def quiet(log_file: str | Path) -> None:
     with path.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # The interpreter's own objects may have been replaced, or buffer by the block now that they lead to a file.
+    # Python's own objects may have been replaced, and would buffer by blocks now that they lead to a file.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable(sys.stderr)
@@ -45,7 +45,7 @@ def quiet(log_file: str | Path) -> None:
 
 @contextlib.contextmanager
 def controller(log_file: str | Path) -> Iterator[None]:
-    """While it lasts, log records go to the file, and warnings of ours and anyone's errors to the terminal too."""
+    """In this block log records go to the file, and goaly's warnings and all errors to the terminal too."""
     from goaly.telemetry.terminal import TerminalHandler, console  # imports rich, which quiet processes never need
 
     path = Path(log_file)

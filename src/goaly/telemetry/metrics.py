@@ -1,8 +1,8 @@
-"""The numbers of every step: a line of `metrics.jsonl`, and TensorBoard events under `tensorboard/`. Those of every
-evaluation: a line of `evaluations.jsonl`, and the same events.
+"""Writes metrics: each step as a line of `metrics.jsonl`, each evaluation as a line of `evaluations.jsonl`, and both as
+TensorBoard events under `tensorboard/`.
 
-All are on disk when the call returns, so that a run that is killed has lost nothing. Setting up raises; writing doesn't
-(see `lines.py`).
+Metrics are on disk when the call returns, so a run that is killed loses none. Opening the files may raise; writing does
+not (see `lines.py`).
 """
 
 import logging
@@ -29,16 +29,16 @@ class MetricsWriter:
         self._events = TensorBoardEvents(Path(run_dir) / "tensorboard") if settings.tensorboard else None
 
     def step(self, policy_version: int, metrics: Mapping[str, float]) -> None:
-        """Write what the step that made this policy version measured."""
+        """Write the metrics of the step that made this policy version."""
         self._write(self._lines, policy_version, metrics)
 
     def evaluation(self, policy_version: int, metrics: Mapping[str, float]) -> None:
-        """Write what an evaluation of this policy version came to."""
+        """Write the metrics of an evaluation of this policy version."""
         self._evaluations = self._evaluations or LineFile(self._run_dir / "evaluations.jsonl")
         self._write(self._evaluations, policy_version, metrics)
 
     def close(self) -> None:
-        """Take no more metrics."""
+        """Close all files."""
         self._lines.close()
         if self._evaluations is not None:
             self._evaluations.close()
@@ -55,12 +55,12 @@ class MetricsWriter:
 class TensorBoardEvents:
     """One event file of scalars, in TensorBoard's record format.
 
-    TensorBoard's own `EventFileWriter` hands events to a thread through a queue of ten that blocks when it is full; one
-    event a step is better written in place.
+    TensorBoard's own `EventFileWriter` sends events to a thread through a queue of ten, which blocks when it is full.
+    One event a step is cheaper to write directly.
     """
 
     def __init__(self, folder: Path):
-        # Takes most of a second to import: only what writes events pays for it.
+        # these imports take most of a second
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -73,7 +73,7 @@ class TensorBoardEvents:
         self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def scalars(self, policy_version: int, metrics: Mapping[str, float], wall_time: float) -> None:
-        """Write one event that holds every number of a step."""
+        """Write one event with all numbers of a step."""
         if self._file is None:
             return
         values = [
@@ -89,7 +89,7 @@ class TensorBoardEvents:
             self.close()
 
     def close(self) -> None:
-        """Take no more events."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,7 +1,7 @@
-"""How a run looks while it goes: a live display on a terminal, a line a step elsewhere.
+"""The progress of a run: a live display on a terminal, a line a step elsewhere.
 
-The display is drawn anew with every step and note, by whoever reports them: no thread, no timer. What can't be drawn
-(the terminal is gone) ends the display with one log record, never the run.
+Every step and note redraws the display, without a thread or timer. If drawing fails (the terminal is gone), the display
+ends with one log record, and the run continues.
 """
 
 import logging
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINE_SECONDS = 1.0
-"""Plain lines are at least this far apart: fast steps share one."""
+"""Minimum time between plain lines; of fast steps only some are shown."""
 RECENT_STEPS = 20
-"""The ETA is judged by so many last steps."""
+"""The ETA is computed from this many last steps."""
 CURVE_STEPS = 48
-"""The curve shows the pass rate of so many last steps."""
+"""The curve shows the pass rate of this many last steps."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -54,7 +54,7 @@ class Progress:
         self._last_line = float("-inf")
 
     def begin(self) -> None:
-        """Steps begin now: the ETA leaves out what came before."""
+        """Start the clock of the ETA."""
         self._finished = deque([(self._clock(), 0)], maxlen=RECENT_STEPS + 1)
 
     def step(self, policy_version: int, metrics: Mapping[str, float]) -> None:
@@ -73,7 +73,7 @@ class Progress:
             self._safely(self._print, line)
 
     def note(self, text: str) -> None:
-        """Say something once: it stays above the display."""
+        """Print a line once, above the display."""
         if self._shown:
             self._safely(self._print, text)
 
@@ -87,7 +87,7 @@ class Progress:
         assert self._live is not None
         if not self._live.is_started:
             self._live.start()
-            self._console.show_cursor(True)  # hidden, it would stay hidden after a run that is killed
+            self._console.show_cursor(True)  # a hidden cursor would stay hidden after a run that is killed
         self._live.update(self._display(policy_version, metrics), refresh=True)
 
     def _display(self, policy_version: int, metrics: Mapping[str, float]) -> "RenderableType":
@@ -132,7 +132,7 @@ class Progress:
 
 
 def _phrases(policy_version: int, metrics: Mapping[str, float]) -> list[str]:
-    """What a step's metrics say, in the order of the display; what was not measured is left out."""
+    """A step's metrics as short texts, in the order of the display; missing metrics are left out."""
     number = metrics.get
     phrases = [
         f"reward {number('reward/mean', 0):.3f}" if "reward/mean" in metrics else "",

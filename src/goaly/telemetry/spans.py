@@ -1,4 +1,4 @@
-"""Spans: who did what from when to when, in every process of a run, on one clock.
+"""Spans: named time intervals in every process of a run, on one clock.
 
 `configure` opens this process's file, `<run_dir>/spans/<process>.jsonl`; before that (and after `configure(None, …)`)
 a span costs some hundred nanoseconds and records nothing. `telemetry/trace.py` merges the files into one trace.
@@ -7,14 +7,14 @@ a span costs some hundred nanoseconds and records nothing. `telemetry/trace.py` 
         …
         pull.note(bytes=copied)
 
-The clock is `time.time_ns()`, which all processes of a host share. Spans are kept in memory and written a few hundred
-at a time, or with the first span that ends a second after the last write: a killed process loses about a second.
-What can't be written is lost, with one warning (see `lines.py`).
+The clock is `time.time_ns()`, which all processes of a host share. Spans are buffered and written a few hundred at a
+time, or with the first span that ends a second after the last write, so a killed process loses about a second. Spans
+that can't be written are lost, with one warning (see `lines.py`).
 
 Invariants
-    SP-1  `span` is safe in threads and in asyncio tasks: a span knows its thread and its task, nothing is shared.
-    SP-2  A span never swallows an exception; it notes its type and lets it pass.
-    SP-3  A forked child records nothing of its parent's: it starts unconfigured.
+    SP-1  `span` is safe in threads and asyncio tasks: a span records its thread and task, and shares no state.
+    SP-2  A span records the type of an exception and lets it pass.
+    SP-3  A forked child starts unconfigured, and records no spans of its parent.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ FLUSH_NANOSECONDS = 1_000_000_000
 
 
 class _NoSpan:
-    """Stands in for a span while nothing is recorded."""
+    """A span while nothing is recorded."""
 
     __slots__ = ()
 
@@ -48,7 +48,7 @@ class _NoSpan:
 
 
 class Span:
-    """One stretch of time, recorded when it ends."""
+    """One time interval, recorded when it ends."""
 
     __slots__ = ("_args", "_name", "_recorder", "_start")
 
@@ -70,12 +70,12 @@ class Span:
         self._recorder.add(self._name, self._start, time.time_ns(), thread.name, thread.ident, _task(), self._args)
 
     def note(self, **args: Any) -> None:
-        """Add what became known while the span ran."""
+        """Add arguments to the span."""
         self._args.update(args)
 
 
 class _Recorder:
-    """Holds finished spans and writes them to this process's file."""
+    """Buffers finished spans and writes them to this process's file."""
 
     def __init__(self, run_dir: Path, process: str):
         self._file = LineFile(run_dir / "spans" / f"{process}.jsonl")
@@ -91,7 +91,7 @@ class _Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write the buffered spans."""
         with self._lock:
             self._flushed_at = time.time_ns()
             count = len(self._buffer)
@@ -100,7 +100,7 @@ class _Recorder:
             self._file.write(*({"pid": self._pid, **dict(zip(keys, one, strict=True))} for one in finished))
 
     def close(self) -> None:
-        """Write what is held and take no more."""
+        """Write the buffered spans and close the file."""
         self.flush()
         self._file.close()
 
@@ -126,21 +126,21 @@ def span(name: str, **args: Any) -> Span | _NoSpan:
 
 
 def record(name: str, start_ns: int, stop_ns: int, **args: Any) -> None:
-    """Record a stretch that began and ended in different places, such as a wait in a queue, on a track of its own."""
+    """Record an interval that began and ended in different places, such as a wait in a queue, on its own track."""
     recorder = _recorder
     if recorder is not None:
         recorder.add(name, start_ns, stop_ns, name, 0, None, args)
 
 
 def flush() -> None:
-    """Write the spans held in memory; actors call it when they close."""
+    """Write the buffered spans; actors call it when they close."""
     recorder = _recorder
     if recorder is not None:
         recorder.flush()
 
 
 def _task() -> int:
-    """The running asyncio task's identity; 0 outside of one."""
+    """The id of the running asyncio task; 0 outside of one."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

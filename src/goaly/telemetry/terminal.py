@@ -1,6 +1,6 @@
-"""The one console of a process: progress, notes and warnings share it, so that none tears another's lines apart.
+"""The console of a process, shared by progress, notes and warnings, so that their lines do not mix.
 
-It is stderr: what a script answers goes to stdout and can be piped on.
+It writes to stderr; stdout is for the script's results and can be piped.
 """
 
 import logging
@@ -13,10 +13,10 @@ OURS = ("goaly", "apps", "__main__")
 
 
 class Terminal(Console):
-    """A console whose broken pipe is an error like any other; rich's own ends the process with SystemExit."""
+    """A console that raises BrokenPipeError; rich's own ends the process with SystemExit."""
 
     def on_broken_pipe(self) -> None:
-        """Let the BrokenPipeError under way reach whoever prints."""
+        """Raise the current BrokenPipeError to the caller of `print`."""
         raise
 
 
@@ -27,7 +27,7 @@ def console() -> Terminal:
 
 
 class TerminalHandler(logging.Handler):
-    """Prints records above the live display; tracebacks stay in the file, a line of the error is shown."""
+    """Prints records above the live display; of an error only one line, the traceback is in the log file."""
 
     def __init__(self, console: Terminal):
         super().__init__(logging.WARNING)

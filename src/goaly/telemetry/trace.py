@@ -1,12 +1,12 @@
 """Merges the span files of a run's processes into `trace.json`, which Perfetto and chrome://tracing open.
 
-Both draw the spans of a thread as a stack, so those must nest. The spans of concurrent asyncio tasks don't: each task
-gets a lane of its own for as long as its outermost span lasts, and the lanes of a thread appear as threads
-`MainThread`, `MainThread 2`, …
+Both draw the spans of a thread as a stack, so these must nest. Spans of concurrent asyncio tasks do not nest: each task
+gets its own lane while its outermost span lasts, and the lanes of a thread appear as threads `MainThread`,
+`MainThread 2`, …
 
 Invariants
-    SP-4  On a lane, two spans are either apart or one holds the other, and both belong to the same task.
-    SP-5  What a crash left half-written is passed over; every whole span is in the trace.
+    SP-4  Two spans on one lane are either disjoint or nested, and nested spans belong to the same task.
+    SP-5  Every complete span is in the trace; spans that a crash left half-written are skipped.
 """
 
 import json
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSpan:
-    """One span as a process recorded it. `task` is None for a stretch that nothing nests in."""
+    """One span as a process recorded it. `task` is None for an interval from `record`, in which no span nests."""
 
     name: str
     process: str
@@ -40,7 +40,7 @@ class FinishedSpan:
 
 
 def merge(run_dir: str | Path) -> Path | None:
-    """Write the run's `trace.json` from its span files; None, with a warning, where that could not be done."""
+    """Write the run's `trace.json` from its span files; None, with a warning, if that fails."""
     path = Path(run_dir) / "trace.json"
     unfinished = path.with_suffix(".json.part")
     try:
@@ -67,7 +67,7 @@ def read_spans(run_dir: str | Path) -> Iterator[FinishedSpan]:
 
 
 def trace_events(spans: Iterable[FinishedSpan]) -> Iterator[dict[str, Any]]:
-    """The events of a Chrome trace: names of processes and lanes, then one complete ("X") event a span, in µs."""
+    """The events of a Chrome trace: names of processes and lanes, and a complete ("X") event for each span, in µs."""
     tracks: dict[tuple[str, int], dict[tuple[str, int], list[FinishedSpan]]] = defaultdict(lambda: defaultdict(list))
     for span in spans:
         tracks[span.process, span.pid][span.track, span.thread].append(span)
@@ -101,8 +101,8 @@ def trace_events(spans: Iterable[FinishedSpan]) -> Iterator[dict[str, Any]]:
 
 
 def lanes(spans: list[FinishedSpan]) -> list[tuple[int, FinishedSpan]]:
-    """A lane for every span of a thread, outer spans before inner ones (SP-4); as few lanes as tasks at one time."""
-    # Of two spans of the same extent, the one that was recorded last is the outer one.
+    """A lane for every span of a thread, outer spans before inner ones (SP-4); no more lanes than concurrent tasks."""
+    # Of two spans with the same extent, the one recorded last is the outer one.
     order = sorted(enumerate(spans), key=lambda item: (item[1].start_ns, -item[1].stop_ns, -item[0]))
     free: list[int] = []
     busy: list[tuple[int, int]] = []
@@ -130,7 +130,7 @@ def lanes(spans: list[FinishedSpan]) -> list[tuple[int, FinishedSpan]]:
 
 
 def _microseconds(nanoseconds: int) -> int:
-    # Whole numbers, rounded down on both ends of a span: what nests in ns nests in µs, whatever the viewer's floats do.
+    # Integers, rounded down at both ends of a span: spans that nest in ns also nest in µs.
     return nanoseconds // 1000
 
 

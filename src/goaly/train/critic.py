@@ -1,7 +1,7 @@
-"""The actor that learns what to expect: adds `values` to a batch's rows, and regresses on the `returns` made of them.
+"""The actor of the critic: adds `values` to the rows of a batch, and learns from the `returns` computed from them.
 
-A mesh of `fsdp * tp` of them is one critic; the controller calls each endpoint on all ranks at once. Its ranks may be
-fewer or more than the trainer's (`shares.py`).
+A mesh of `fsdp * tp` actors is one critic; the controller calls each endpoint on all ranks at once. It may have fewer
+or more ranks than the trainer (`resharding.py`).
 """
 
 import time
@@ -11,7 +11,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
-from goaly.train import shares
+from goaly.train import resharding
 from goaly.train.rank import RankThread
 from goaly.train.settings import CriticSettings, TrainerSettings
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from goaly.backlog.batch import BatchHandle
-    from goaly.train.value import ValueEngine
+    from goaly.train.critic_engine import CriticEngine
     from goaly.trajectory import PackedRows
 
 
-class ValueModel(Actor):
+class CriticModel(Actor):
     """One rank of the critic. The constructor is cheap; `start` builds the engine."""
 
     def __init__(self, settings: CriticSettings, trainer: TrainerSettings, model: ModelSettings):
-        """Values are computed as the trainer computes log-probs, in microbatches of its size."""
+        """`trainer` gives precision, microbatches and activation checkpointing."""
         self._settings = settings
         self._trainer = trainer
         self._model = model
-        self._thread: RankThread[ValueEngine] = RankThread("critic")
+        self._thread: RankThread[CriticEngine] = RankThread("critic")
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Build the model: the trunk from its folder, the head at 0."""
+        """Build the model: the trunk from its folder, the head with weights of 0."""
         await self._thread.build(self._settings.engine_settings(self._trainer), self._make_engine)
 
     @concurrent_endpoint
@@ -45,12 +45,12 @@ class ValueModel(Actor):
         async def values(packed: "PackedRows") -> "Tensor":
             return await self._thread.run(lambda: self._values(packed, batch.id))
 
-        await shares.annotate(queue, batch.id, "values", self._thread.engine, values, count=self._trainer.fsdp)
+        await resharding.annotate(queue, batch.id, "values", self._thread.engine, values, count=self._trainer.fsdp)
 
     @concurrent_endpoint
     async def step(self, queue: Any, batch: "BatchHandle") -> dict[str, float]:
-        """The optimizer steps on the batch; the metrics are those of the whole batch on every rank."""
-        packed = await shares.rows(queue, batch.id, self._thread.engine, count=self._trainer.fsdp)
+        """Take the optimizer steps of this batch; every rank returns the metrics of the whole batch."""
+        packed = await resharding.rows(queue, batch.id, self._thread.engine, count=self._trainer.fsdp)
         started = time.monotonic()
         metrics = await self._thread.run(lambda: self._train(packed, batch.id))
         metrics["train_seconds"] = time.monotonic() - started
@@ -58,14 +58,14 @@ class ValueModel(Actor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """Let go of the thread."""
+        """Stop the engine's thread."""
         self._thread.close()
         spans.flush()
 
-    def _make_engine(self) -> "ValueEngine":
-        from goaly.train.value import ValueEngine
+    def _make_engine(self) -> "CriticEngine":
+        from goaly.train.critic_engine import CriticEngine
 
-        return ValueEngine(self._model, self._settings, self._trainer)
+        return CriticEngine(self._model, self._settings, self._trainer)
 
     def _values(self, packed: "PackedRows", batch_id: int) -> "Tensor":
         with spans.span("values", batch=batch_id):

@@ -1,20 +1,19 @@
-"""The engine of one rank: model, optimizer and schedule, without any actor around them.
+"""The engine of one rank: model, optimizer and schedule, without an actor.
 
-`ModelEngine` is what every model that trains has in common; `TrainEngine` is the policy's, `ValueEngine` (value.py) the
-critic's. They differ in what stands in the output projection's place, and in what it gives to the objective.
+`ModelEngine` is the base of `TrainEngine`, the policy's engine, and of `CriticEngine`. They differ in the head that
+replaces the output projection, and in the objective.
 
-Consumes packed rows, produces parameters. All ranks call the same methods in the same order; rows differ between
-data-parallel ranks, and are the same on tensor-parallel ranks.
+Consumes packed rows, produces parameters. All ranks call the same methods in the same order; data-parallel ranks have
+different rows, tensor-parallel ranks the same.
 
 Invariants
     TE-1  The gradient is that of (sum of the objective over the global batch) / (its denominator over the global
-          batch), whatever the packing, the microbatches and the ranks.
-    TE-2  A loss or gradient that isn't finite raises, and its step changes no parameter.
+          batch), on any packing, microbatches and ranks.
+    TE-2  A loss or gradient that is not finite raises, and its step changes no parameter.
     TE-3  The same inputs give bit-identical parameters.
-    TE-4  A policy's version is the number of batches trained, however many optimizer steps each of them makes; the
-          schedule, also a critic's, counts them too.
-    TE-5  A forward pass is by the parameters as they are, also where others than the optimizer write them.
-    TE-6  The proximal policy of all parts of a batch is that of before the first one's step.
+    TE-4  The policy version and the schedules count batches, however many optimizer steps a batch makes.
+    TE-5  A forward pass uses the current parameters, also when something other than the optimizer has written them.
+    TE-6  The proximal policy of all parts of a batch is the policy before the first part's step.
 """
 
 import math
@@ -29,23 +28,23 @@ from tensordict import TensorDict
 
 from goaly.losses.objective import PROXIMAL, Contribution, Objective
 from goaly.models.settings import ModelSettings
-from goaly.train.measured import COUNT, Measured, greatest, measured, sums, together
 from goaly.train.microbatch import Microbatch, microbatch, split_rows
 from goaly.train.parallel import Head, build_parallel
 from goaly.train.settings import TrainerSettings
+from goaly.train.step_metrics import COUNT, StepMetrics, combine, greatest, step_metrics, sums
 from goaly.trajectory import PackedRows
 
 
 class ModelEngine(ABC):
-    """Model, optimizer and schedule of one rank; `trains=False` leaves a frozen model that only says what it thinks.
+    """Model, optimizer and schedule of one rank; with `trains=False` a frozen model for forward passes only.
 
-    A frozen model's parameters are in the type that it computes in, and with `offload` in the CPU's memory.
+    A frozen model has parameters of its compute type, with `offload` in CPU memory.
     """
 
     def __init__(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool = True, offload: bool = False):
         self._source = model.path
         self._settings = settings
-        assert not (trains and offload), "only what is frozen is offloaded"
+        assert not (trains and offload), "only a frozen model can be offloaded"
         self._parallel = build_parallel(model, settings, self._head(), trains=trains, offload=offload)
         self._model = self._parallel.model
         self.steps_done = 0
@@ -59,34 +58,34 @@ class ModelEngine(ABC):
 
     @property
     def dp_rank(self) -> int:
-        """Which share of a batch's rows this rank trains."""
+        """The number of the share of a batch's rows that this rank trains."""
         return self._parallel.dp_rank
 
     @property
     def dp_ranks(self) -> int:
-        """In how many shares a batch's rows are trained."""
+        """The number of shares of a batch's rows."""
         return self._parallel.dp_ranks
 
     @property
     def leads(self) -> bool:
-        """Whether this is the one, of the ranks that share its rows, that reports for them."""
+        """Whether this rank reports for the tensor-parallel ranks that have the same rows."""
         return self._parallel.leads
 
     def forward_backward(
         self, microbatches: Iterable[TensorDict], objective: Callable[..., Contribution], denominator: int
     ) -> dict[str, float]:
-        """Add to the gradients; `denominator` is the objective's for the global batch (TE-1).
+        """Accumulate gradients; `denominator` is the objective's for the global batch (TE-1).
 
-        Begins without gradients: where the objective counts only what it keeps, all of them are scaled at the end, once
-        the counts of all microbatches and ranks are known.
+        There must be no gradients before. If the objective counts only the tokens it keeps, all gradients are scaled at
+        the end, once the counts of all microbatches and ranks are known.
         """
         return self._accumulate(microbatches, objective, denominator).metrics
 
     def _accumulate(
         self, microbatches: Iterable[TensorDict], objective: Callable[..., Contribution], denominator: int
-    ) -> Measured:
+    ) -> StepMetrics:
         if denominator < 1:
-            raise ValueError(f"denominator={denominator}: the batch must hold at least one trained token")
+            raise ValueError(f"denominator={denominator}: must be at least 1; the batch has no trained token")
         parts: list[dict[str, torch.Tensor]] = []
         maxima: list[dict[str, torch.Tensor]] = []
         for rows in microbatches:
@@ -97,14 +96,14 @@ class ModelEngine(ABC):
             parts.append(sums(part, loss, len(batch.cells_P)))
             maxima.append(greatest(part))
         summed = self._across_ranks(parts, dist.ReduceOp.SUM)
-        found = measured(summed, self._across_ranks(maxima, dist.ReduceOp.MAX))
+        found = step_metrics(summed, self._across_ranks(maxima, dist.ReduceOp.MAX))
         self._check_finite(found.means | found.maxima)
         if COUNT in summed:
             found.means["loss"] *= self._divide_by(summed[COUNT], instead_of=denominator)
         return found
 
     def optimizer_step(self, *, last: bool = True) -> dict[str, float]:
-        """Clip, step, and drop the gradients; with the `last` of a batch's steps the schedule advances (TE-4)."""
+        """Clip the gradients, take a step, zero the gradients; the `last` step of a batch advances the schedule."""
         assert self._optimizer is not None, "a frozen engine can't step"
         metrics = {"lr": self._optimizer.lr, "grad_norm": self._optimizer.clip()}
         self._check_finite(metrics)
@@ -113,7 +112,7 @@ class ModelEngine(ABC):
         return metrics
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live parameters by torchtitan name: read them between steps only."""
+        """The live parameters by torchtitan name; read them between steps only."""
         from torchtitan.components.checkpointer.utils import canonical_fqn
 
         return {canonical_fqn(name): parameter.detach() for name, parameter in self._model.named_parameters()}
@@ -125,7 +124,7 @@ class ModelEngine(ABC):
         save_hf(self._model, self._parallel.spec, folder, self._source)
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs; tensors may be sharded (DTensor)."""
+        """The state that resuming needs; tensors may be sharded (DTensor)."""
         assert self._optimizer is not None, "a frozen engine has no state"
         return {
             "model": self._model.state_dict(),
@@ -134,7 +133,7 @@ class ModelEngine(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue from `state_dict`."""
         assert self._optimizer is not None, "a frozen engine has no state"
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
@@ -142,11 +141,11 @@ class ModelEngine(ABC):
 
     @abstractmethod
     def _head(self) -> Head:
-        """What stands in the output projection's place."""
+        """The head that replaces the output projection."""
 
     @abstractmethod
     def _apply_head(self, hidden_1TD: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, ...]:
-        """What it says of each trained token, `[P]` each: the objective's first arguments."""
+        """The head's outputs for each trained token, `[P]` each: the objective's first arguments."""
 
     def _outputs(self, batch: Microbatch) -> tuple[torch.Tensor, ...]:
         from goaly.models.attention import document_masks
@@ -167,21 +166,21 @@ class ModelEngine(ABC):
             out = torch.zeros(part.batch_size.numel())
             out[batch.cells_P.cpu()] = self._outputs(batch)[0].float().cpu()
             parts.append(out.view(part.batch_size))
-        self._parallel.let_go()  # TE-5
+        self._parallel.free_gathered()  # TE-5
         return torch.cat(parts)
 
     def _microbatch(self, rows: TensorDict) -> Microbatch:
         return microbatch(rows, multiple_of=self._parallel.token_multiple).to(self._parallel.device)
 
     def _divide_by(self, count: float, *, instead_of: int) -> float:
-        """Scale the gradients to another denominator; the factor. Nothing counted leaves gradients of 0 as they are."""
+        """Scale the gradients to the denominator `count`, and return the factor; 1 if nothing was counted."""
         factor = instead_of / count if count else 1.0
         gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         torch._foreach_mul_(gradients, factor)
         return factor
 
     def _across_ranks(self, parts: list[dict[str, torch.Tensor]], operation: Any) -> dict[str, float]:
-        """Join the microbatches' values and those of the ranks with other rows."""
+        """Reduce values over the microbatches, and over the ranks with different rows."""
         if not parts or not parts[0]:
             return {}
         stacked = torch.stack([torch.stack([value.double() for value in part.values()]) for part in parts])
@@ -194,37 +193,37 @@ class ModelEngine(ABC):
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._model.zero_grad()
-                raise FloatingPointError(f"{self._what} {name} is {value} {self._when}")  # TE-2
+                raise FloatingPointError(f"{self._name} {name} is {value} {self._progress}")  # TE-2
 
     @property
     @abstractmethod
-    def _what(self) -> str:
-        """What errors call this engine's work."""
+    def _name(self) -> str:
+        """The name of this engine in errors."""
 
     @property
-    def _when(self) -> str:
+    def _progress(self) -> str:
         return f"after {self.steps_done} batches"
 
 
 class TrainEngine(ModelEngine):
-    """The policy, or with `trains=False` a frozen one: log-probs of the trained tokens."""
+    """The policy, or with `trains=False` a frozen reference: gives the log-probs of the trained tokens."""
 
     @property
     def policy_version(self) -> int:
-        """The version of the policy that the parameters are (TE-4)."""
+        """The version of the current parameters (TE-4)."""
         return self.steps_done
 
     def train_step(self, packed: PackedRows, objective: Objective) -> dict[str, float]:
-        """An optimizer step for each part of this rank's share of a batch; the global batch's metrics."""
+        """Take an optimizer step for each part of a batch; the metrics of the global batch."""
         first, *others = packed.split()
         if objective.looks_back:
             for part in others:
                 part.rows[PROXIMAL] = self.logprobs(part.rows)  # TE-6: no step of this batch is done yet
         parts = [first, *others]
         steps = [self._step(part, objective, last=part is parts[-1]) for part in parts]
-        return together(steps).metrics
+        return combine(steps).metrics
 
-    def _step(self, part: PackedRows, objective: Objective, *, last: bool) -> Measured:
+    def _step(self, part: PackedRows, objective: Objective, *, last: bool) -> StepMetrics:
         microbatches = split_rows(part.rows, self._settings.microbatch_rows)
         found = self._accumulate(microbatches, objective, objective.denominator(part))
         found.means |= self.optimizer_step(last=last)
@@ -245,9 +244,9 @@ class TrainEngine(ModelEngine):
         )
 
     @property
-    def _what(self) -> str:
+    def _name(self) -> str:
         return "train"
 
     @property
-    def _when(self) -> str:
+    def _progress(self) -> str:
         return f"at policy version {self.policy_version}"

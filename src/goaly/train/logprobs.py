@@ -1,21 +1,21 @@
-"""Log-probabilities and entropies of given tokens, straight from hidden states.
+"""Log-probabilities and entropies of given tokens, computed from hidden states without the full logits.
 
-`LogprobHead` stands in the model where its output projection stands, holds the same weight, and is called with the
-targets: logits exist for one chunk of tokens at a time, in the forward and again in the backward pass.
+`LogprobHead` replaces the model's output projection. It holds the same weight and takes the target tokens, so logits
+exist for one chunk of tokens at a time, in the forward and again in the backward pass.
 
-A model that computes in bfloat16 gives bfloat16 hidden states and weights; what is made of them here stays in float32.
-vLLM rounds its logits to bfloat16 before its float32 log-softmax, so the log-probs of a sampler in bfloat16 differ from
-these by that rounding.
+A model that computes in bfloat16 has bfloat16 hidden states and weights; everything computed from them here is float32.
+vLLM rounds logits to bfloat16 before its float32 log-softmax, so the log-probs of a bfloat16 sampler differ by that
+rounding.
 
 Shape suffixes: T tokens of a microbatch, P predicted tokens, C tokens of a chunk, D model width, V vocabulary (on
 tensor-parallel ranks: this rank's part of it).
 
 Invariants
-    LP-1  No tensor of predicted tokens x vocabulary exists: at most `chunk` rows of it.
-    LP-2  Under tensor parallelism no rank holds whole rows of logits; all ranks get the same results.
-    LP-3  Logits, log-probs and the sum of the weight's gradient over chunks are float32, whatever the model computes
-          in. On a CPU the gradients are rounded once, when they are done. A GPU also rounds the gradient of the logits,
-          to the model's type, before it multiplies it with hidden states and weight.
+    LP-1  At most `chunk` rows of logits exist at a time.
+    LP-2  Under tensor parallelism no rank holds whole rows of logits, and all ranks get the same results.
+    LP-3  Logits, log-probs and the weight's gradient, summed over chunks, are float32 for any compute type. On a CPU
+          gradients are rounded once, at the end. A GPU also rounds the gradient of the logits to the compute type
+          before it multiplies it with hidden states and weight.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from goaly.train.parallel import Head
 
 
 class LogprobHead(Linear):
-    """The model's output projection, which answers with log-probs of targets instead of logits."""
+    """The model's output projection; it returns log-probs of targets instead of logits."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -39,7 +39,7 @@ class LogprobHead(Linear):
 
     @classmethod
     def in_place_of(cls, config: Linear.Config) -> "LogprobHead.Config":
-        """The config of a head with the weight, and the sharding of the weight, that a linear layer has."""
+        """The config of a head with the weight and sharding of this linear layer."""
         sharding = config.sharding_config
         return cls.Config(
             in_features=config.in_features,
@@ -77,7 +77,7 @@ LOGPROBS = Head(install=_install, in_folder=True)
 
 
 class _Logprobs(torch.autograd.Function):
-    """Chunked log-softmax of a linear layer, gathered at the targets; logits are computed again for the gradient."""
+    """Chunked log-softmax of a linear layer, gathered at the targets; the backward pass recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -99,7 +99,7 @@ class _Logprobs(torch.autograd.Function):
                 normalizer_C = logits_CV.logsumexp(1)
                 entropy_C = _entropy(logits_CV, normalizer_C)
             else:
-                # LP-2: what crosses ranks is one number a token.
+                # LP-2: ranks exchange one number a token.
                 highest_C = logits_CV.amax(1)
                 dist.all_reduce(highest_C, dist.ReduceOp.MAX, group)
                 total_C = (logits_CV - highest_C[:, None]).exp_().sum(1)
@@ -149,10 +149,9 @@ def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperature: float
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The matrix product in float32 (LP-3): its sums are never rounded to the type of `b`.
+    """The matrix product with float32 accumulation and result (LP-3).
 
-    On a GPU both factors are of that type, which its matrix units multiply exactly: an `a` of float32, such as the
-    gradient of the logits, is rounded to it first.
+    On a GPU a float32 `a`, such as the gradient of the logits, is first rounded to the type of `b`.
     """
     if b.is_cuda and b.dtype != torch.float32:
         return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
@@ -160,7 +159,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add the matrix product, with factors as in `_product`, to a float32 total (LP-3)."""
+    """Add the matrix product, computed as in `_product`, to a float32 total (LP-3)."""
     if b.is_cuda and b.dtype != torch.float32:
         torch.addmm(total, a.to(b.dtype), b, out_dtype=torch.float32, out=total)
     else:
@@ -168,13 +167,13 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _local_targets(targets_C: torch.Tensor, offset: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's column of each target, clamped into range, and whether it is this rank's."""
+    """The column of each target on this rank, clamped into range, and whether this rank holds it."""
     local_C = targets_C - offset
     mine_C = (local_C >= 0) & (local_C < vocabulary)
     return local_C.clamp_(0, max(vocabulary - 1, 0)), mine_C
 
 
 def _entropy(logits_CV: torch.Tensor, normalizer_C: torch.Tensor) -> torch.Tensor:
-    """The softmax's entropy (this rank's part of the sum), of terms that are all positive: none cancels another."""
+    """The entropy of the softmax (this rank's part of the sum); all terms are positive, so none cancel."""
     log_softmax_CV = logits_CV - normalizer_C[:, None]
     return -log_softmax_CV.exp().mul_(log_softmax_CV).sum(1)

@@ -1,8 +1,8 @@
-"""From packed rows to what the model reads: one line of tokens without the rows' idle ends. Pure.
+"""From packed rows to the model's input: one sequence of tokens without the unused end of each row. Pure.
 
 Invariants
-    MB-1  Trained tokens, what precedes them in their documents, and their columns arrive unchanged and in order.
-    MB-2  Nothing after a row's last trained token is computed: it can't reach a trained token.
+    MB-1  Trained tokens, the tokens before them in their documents, and their columns are unchanged and in order.
+    MB-2  Tokens after the last trained token of a row are dropped: no trained token depends on them.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """Tokens `[1, T]` of several rows, one after the other, and the P trained tokens among them."""
+    """The tokens `[1, T]` of several rows, concatenated, and the P trained tokens among them."""
 
     tokens_1T: torch.Tensor
     positions_1T: torch.Tensor
@@ -27,7 +27,7 @@ class Microbatch:
     """The batch's columns at the trained tokens."""
 
     def to(self, device: torch.device) -> "Microbatch":
-        """The same on a device."""
+        """The microbatch on this device."""
         if device.type == "cpu":
             return self
         return Microbatch(
@@ -44,12 +44,12 @@ NOT_A_COLUMN = ("tokens", "positions", "trained")
 
 
 def split_rows(rows: TensorDict, microbatch_rows: int) -> Iterator[TensorDict]:
-    """The rows, so many at a time, in order."""
+    """The rows in order, `microbatch_rows` at a time."""
     return iter(rows.split(microbatch_rows, dim=0))
 
 
 def microbatch(rows: TensorDict, *, multiple_of: int = 1) -> Microbatch:
-    """Lay rows `[R, L]` end to end without their idle ends; T is a multiple of `multiple_of` and at least that."""
+    """Concatenate rows `[R, L]` without their unused ends, padded so that T is a positive multiple of `multiple_of`."""
     row_length = rows.batch_size[1]
     trained_RL = rows["trained"]
     cells_P = trained_RL.flatten().nonzero().flatten()

@@ -29,16 +29,16 @@ class ScheduledOptimizer:
 
     @property
     def lr(self) -> float:
-        """The rate that the next step uses."""
+        """The learning rate of the next step."""
         return float(self._schedulers.schedulers[0].get_last_lr()[0])
 
     def clip(self) -> float:
-        """Scale the gradients down to the norm limit; returns the global norm before that."""
+        """Clip the gradients to the norm limit, and return the global norm before clipping."""
         limit = float("inf") if self._max_grad_norm is None else self._max_grad_norm
         return float(clip_grad_norm_(self._parameters, limit, foreach=True))
 
     def step(self, *, advance: bool = True) -> None:
-        """One step with the gradients that are there, which it drops; with `advance` the rate goes on."""
+        """Take an optimizer step and zero the gradients; with `advance`, step the schedule too."""
         self._optimizers.step()
         self._optimizers.zero_grad()
         if not advance:
@@ -48,7 +48,7 @@ class ScheduledOptimizer:
             self._schedulers.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments by parameter name, and where the schedule is."""
+        """The moments by parameter name, and the position of the schedule."""
         return {
             "moments": self._optimizers.state_dict(),
             "schedule": self._schedulers.state_dict(),
@@ -56,13 +56,13 @@ class ScheduledOptimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, without sharing its tensors."""
+        """Continue from `state_dict`, with copies of its tensors."""
         moments = {
             key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state["moments"].items()
         }
         self._optimizers.load_state_dict(moments)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="To get the last learning rate")  # torchtitan asks that way
+            warnings.filterwarnings("ignore", message="To get the last learning rate")  # from torchtitan
             self._schedulers.load_state_dict(dict(state["schedule"]))
         self._steps = state["steps"]
 
@@ -86,7 +86,7 @@ def build_optimizer(model: torch.nn.Module, settings: TrainerSettings) -> Schedu
 
 
 def build_schedule(schedule: ScheduleSettings, optimizers: Any) -> Any:
-    """torchtitan's warm-up, stable, decay schedule with these settings."""
+    """torchtitan's warm-up, stable, decay schedule."""
     constant = schedule.decay == "constant"
     total = ENDLESS if constant or schedule.total_steps is None else schedule.total_steps
     return LRSchedulersContainer.Config(

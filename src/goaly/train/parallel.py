@@ -1,8 +1,8 @@
-"""Builds the model that trains: torchtitan's definition, laid out over the ranks, filled from the folder.
+"""Builds a model for training: torchtitan's definition, sharded over the ranks, with the weights of a folder.
 
-A model that trains has float32 parameters; a frozen one has parameters of the type that it computes in. One rank that
-computes in its parameters' type gets the plain model: no FSDP hooks, no all-gathers of what is already there. In every
-other case torchtitan's own `parallelize_fn` shards it (FSDP2 over `fsdp`, tensor parallelism over `tp`).
+A trained model has float32 parameters; a frozen one has parameters of its compute type. A single rank whose parameters
+have the compute type gets the plain model, without FSDP hooks and all-gathers. In all other cases torchtitan's
+`parallelize_fn` shards it (FSDP2 over `fsdp`, tensor parallelism over `tp`).
 """
 
 import logging
@@ -21,7 +21,7 @@ from goaly.train.settings import NEEDS_GPU, OFFLOAD_NEEDS_GPU, TrainerSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelModel:
-    """The model on this rank, and this rank's place among the others."""
+    """The model on this rank, and the rank's place in the mesh."""
 
     model: Any
     spec: Any
@@ -29,14 +29,14 @@ class ParallelModel:
     dp_rank: int
     dp_ranks: int
     dp_group: dist.ProcessGroup | None
-    """Ranks that hold different rows; None where there is only one."""
+    """The ranks with different rows; None for a single rank."""
     leads: bool
-    """Whether this is the first of the ranks that share its rows."""
+    """Whether this rank reports for the tensor-parallel ranks that have the same rows."""
     token_multiple: int
-    """A microbatch's tokens must be a multiple of this."""
+    """The number of tokens in a microbatch must be a multiple of this."""
 
-    def let_go(self) -> None:
-        """End a pass that no backward pass follows: FSDP would keep what it gathered, and compute with it again."""
+    def free_gathered(self) -> None:
+        """Free the gathered parameters after a forward pass without a backward pass; FSDP would reuse stale ones."""
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(self.model, FSDPModule):
@@ -45,20 +45,20 @@ class ParallelModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What stands in the place of a model's output projection."""
+    """A module that replaces a model's output projection."""
 
     install: Callable[[Any], None]
-    """Puts it into a decoder's config, whose shardings are set."""
+    """Puts the head into a decoder's config whose shardings are set."""
     in_folder: bool
-    """Whether its weight is the output projection's, which the model's folder has."""
+    """Whether its weight is the output projection of the model's folder."""
 
 
 def build_parallel(
     settings: ModelSettings, trainer: TrainerSettings, head: Head, *, trains: bool = True, offload: bool = False
 ) -> ParallelModel:
-    """Build, lay out and load; `torch.distributed` must be up if there is more than one rank.
+    """Build, shard and load the model; `torch.distributed` must be initialized if there is more than one rank.
 
-    With `offload` the parameters stay in the CPU's memory, from where a GPU takes a block at a time.
+    With `offload` the parameters stay in CPU memory, and a GPU fetches one block at a time.
     """
     device = prepare_torchtitan()
     _quieten()
@@ -83,7 +83,7 @@ def build_parallel(
     compile_config = CompileConfig(enable=trainer.compile, components=["model"])
     checkpointing = _activation_checkpointing(trainer)
     if wrapped:
-        # What FSDP keeps in another type it casts for each pass.
+        # FSDP casts parameters of another type for each pass.
         training = TrainingConfig(dtype=kept, mixed_precision_param=settings.dtype, enable_cpu_offload=offload)
         _parallelize(model, spec, training, parallelism, parallel_dims, compile_config, checkpointing)
     else:
@@ -113,7 +113,7 @@ def backends() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TitanConfig:
-    """What torchtitan's `update_from_config` reads."""
+    """The part of torchtitan's config that `update_from_config` reads."""
 
     parallelism: Any
 
@@ -166,7 +166,7 @@ def _parallelize(
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # gloo can't scale while it reduces, and nothing is to be scaled: losses are divided by global counts.
+            # gloo has no scaled reduction, and none is needed: losses are divided by global counts.
             module.set_force_sum_reduction_for_comms(True)
 
 
@@ -189,7 +189,7 @@ def _activation_checkpointing(trainer: TrainerSettings) -> Any:
 
 
 def _quieten() -> None:
-    """Drop torchtitan's progress notes, which it logs on the root logger, and DTensor's advice about our meshes."""
+    """Drop torchtitan's info records, which go to the root logger, and DTensor's redistribution warnings."""
     logging.getLogger().addFilter(_worth_reading)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 

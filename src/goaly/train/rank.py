@@ -1,7 +1,7 @@
-"""One rank's engine on a thread of its own, so that the actor around it stays responsive.
+"""Runs the engine of one rank on its own thread, so that the actor's event loop stays responsive.
 
 Invariants
-    RK-1  Only that thread touches the engine; calls run one after the other, in the order they were made.
+    RK-1  Only this thread touches the engine; calls run one at a time, in the order they were made.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ class RankThread(Generic[Engine]):
     def engine(self) -> Engine:
         """The engine, once built."""
         if self._engine is None:
-            raise RuntimeError("the engine isn't built: call `start` first")
+            raise RuntimeError("the engine is not built: call `start` first")
         return self._engine
 
     @property
     def rank(self) -> int:
-        """This process's number among the mesh's."""
+        """The rank of this process in its mesh."""
         return int(os.environ.get("RANK", "0"))
 
     async def build(self, settings: TrainerSettings, make: Callable[[], Engine]) -> None:
-        """Join the other ranks, and make the engine."""
+        """Join the process group, and build the engine."""
         await self.run(lambda: _join(settings))
         self._engine = await self.run(make)
 
@@ -48,7 +48,7 @@ class RankThread(Generic[Engine]):
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     def close(self) -> None:
-        """Let the thread end once it is done."""
+        """Stop the thread after its current call."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -62,5 +62,5 @@ def _join(settings: TrainerSettings) -> None:
     use_local_device()  # RK-1: the thread that builds the engine runs all its calls
     torch.set_num_threads(settings.threads)
     if settings.ranks > 1 and not dist.is_initialized():
-        # Where the ranks meet comes from the environment, which whoever spawned the mesh has set.
+        # The rendezvous address comes from the environment.
         dist.init_process_group(backends())

@@ -1,10 +1,11 @@
-"""The actor that adds to a batch's rows the log-probs of weights that are frozen, or follow the policy in long steps.
+"""The actor of the reference model: adds `reference_logprobs` to the rows of a batch.
 
-Its ranks may be fewer or more than the trainer's (`shares.py`).
+Its weights are frozen, or replaced by the policy's every `refresh_every` steps. It may have fewer or more ranks than
+the trainer (`resharding.py`).
 
 Invariants
-    RF-1  All log-probs of a batch are by one reference: with `refresh_every=n` those of batch k by the policy's version
-          k - k % n, whenever they are asked for.
+    RF-1  One version of the reference computes all log-probs of a batch: with `refresh_every=n`, policy version
+          k - k % n those of batch k.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from goaly.errors import WeightsError
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
-from goaly.train import shares
+from goaly.train import resharding
 from goaly.train.rank import RankThread
 from goaly.train.settings import ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings
@@ -42,11 +43,8 @@ class ReferenceModel(Actor):
         weights: WeightSettings | None = None,
         store: "WeightStore | None" = None,
     ):
-        """Log-probs are computed as the trainer computes them, in microbatches of its size.
-
-        With `refresh_every` it takes the policy's weights from the `store`.
-        """
-        assert settings.refresh_every is None or store is not None, "what is refreshed comes from a store"
+        """`trainer` gives precision and microbatches. With `refresh_every` the weights come from the `store`."""
+        assert settings.refresh_every is None or store is not None, "refresh_every needs a store"
         self._shares = trainer.fsdp
         self._settings = settings.engine_settings(trainer)
         self._offload = settings.offload
@@ -79,7 +77,7 @@ class ReferenceModel(Actor):
     async def annotate(self, queue: Any, batch: "BatchHandle") -> int | None:
         """Add `reference_logprobs` to the batch's rows, for all of the trainer's data-parallel ranks.
 
-        The policy version whose weights they are by; None where the reference is never refreshed.
+        Returns the policy version of the reference's weights; None if the reference is never refreshed.
         """
 
         async def logprobs(packed: "PackedRows") -> "Tensor":
@@ -87,14 +85,14 @@ class ReferenceModel(Actor):
 
         async with self._one_batch_at_a_time:  # RF-1
             version = await self._refreshed_for(batch.id)
-            await shares.annotate(
+            await resharding.annotate(
                 queue, batch.id, "reference_logprobs", self._thread.engine, logprobs, count=self._shares
             )
             return version
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """Leave the store, and let go of the thread."""
+        """Leave the store and stop the engine's thread."""
         subscriber, self._subscriber = self._subscriber, None
         if subscriber is not None:
             await subscriber.close()
@@ -102,15 +100,15 @@ class ReferenceModel(Actor):
         spans.flush()
 
     async def _refreshed_for(self, batch_id: int) -> int | None:
-        """Have the weights that this batch is compared with; their version."""
+        """Load the reference weights of this batch (RF-1), and return their version."""
         if self._subscriber is None or self._refresh_every is None:
             return None
         due = batch_id - batch_id % self._refresh_every  # RF-1
         if due != self._version:
             if not await self._subscriber.prefetch(due):
                 raise WeightsError(
-                    f"reference: policy version {due}, which batch {batch_id} is compared with, is gone from the "
-                    f"weight store; the reference is still at {self._version}"
+                    f"reference: batch {batch_id} needs policy version {due}, which is no longer in the weight store; "
+                    f"the reference is still at version {self._version}"
                 )
             await self._thread.run(self._subscriber.apply)
             self._version = due

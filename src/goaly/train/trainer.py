@@ -1,10 +1,10 @@
-"""The actor that trains the policy: pulls its own rows of a batch, steps, publishes its own shards.
+"""The actor that trains the policy: pulls its rows of a batch, takes the optimizer steps, publishes its shards.
 
-A mesh of `fsdp * tp` of them is one trainer; the controller calls each endpoint on all ranks at once. Whoever spawns
-the mesh sets the torch environment (RANK and friends) before `start`.
+A mesh of `fsdp * tp` actors is one trainer; the controller calls each endpoint on all ranks at once. The torch
+environment (RANK and friends) must be set before `start`.
 
 Invariants
-    PT-1  A version is published only between two batches, and is the number of batches trained.
+    PT-1  Weights are published only between two batches; their version is the number of batches trained.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class PolicyTrainer(Actor):
         weights: WeightSettings,
         store: "WeightStore | None",
     ):
-        """Without a `store` nothing can be published."""
+        """`store` may be None if nothing is published."""
         self._settings = settings
         self._model = model
         self._loss_settings = loss
@@ -73,7 +73,7 @@ class PolicyTrainer(Actor):
 
     @concurrent_endpoint
     async def step(self, queue: Any, batch: "BatchHandle") -> dict[str, float]:
-        """The optimizer steps on the batch; the metrics are those of the whole batch on every rank."""
+        """Take the optimizer steps of this batch; every rank returns the metrics of the whole batch."""
         engine = self._thread.engine
         asked = time.monotonic()
         rows: PackedRows = await queue.rows.call_one(batch.id, engine.dp_rank)
@@ -89,10 +89,10 @@ class PolicyTrainer(Actor):
 
     @concurrent_endpoint
     async def publish(self) -> int:
-        """Stage this rank's shards of the current version; returns once they are copied."""
+        """Stage this rank's shards of the current version, and return the version once they are copied."""
         engine = self._thread.engine
         if self._publisher is None:
-            raise RuntimeError("this trainer was made without a weight store: there is nowhere to publish to")
+            raise RuntimeError("this trainer has no weight store, so it can't publish")
         async with self._parameters_at_rest:  # PT-1
             version = engine.policy_version
             with spans.span("publish", version=version):
@@ -108,7 +108,7 @@ class PolicyTrainer(Actor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """Let go of the publisher's memory and the thread."""
+        """Free the publisher's memory and stop the engine's thread."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             await publisher.close()

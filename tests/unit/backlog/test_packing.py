@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from goaly.backlog.batch import Batch, add_advantages, build_batch
-from goaly.backlog.packing import assign, divide, pack
+from goaly.backlog.packing import assign, divide
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import SchemaError
 from goaly.reward.settings import AdvantageSettings
-from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
+from goaly.trajectory import Group, Outcome, Trajectory, Turn, pack_rows, token_data
 
 LENGTHS = st.lists(st.integers(1, 32), min_size=1, max_size=60)
 
@@ -73,8 +73,8 @@ def test_a_sequence_longer_than_a_row_is_refused_by_both_numbers():
         assign([4, 33], 32, 1)
 
 
-def test_a_packed_row_by_hand():  # PK-4
-    rows = pack([sequence(7, 8, 9), sequence(4, 5)], [(0, 1), ()], 8, pad_token=99)
+def test_a_packed_row_by_hand():  # TR-5
+    rows = pack_rows([sequence(7, 8, 9), sequence(4, 5)], [(0, 1), ()], 8, pad_token=99)
     assert rows["tokens"].tolist() == [[7, 8, 9, 4, 5, 99, 99, 99], [99] * 8]
     assert rows["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], list(range(8))]
     assert rows["trained"].tolist() == [[False, True, True, False, True, False, False, False], [False] * 8]
@@ -84,14 +84,14 @@ def test_a_packed_row_by_hand():  # PK-4
 
 def test_a_column_that_only_some_sequences_hold_is_refused_by_name():
     with pytest.raises(SchemaError, match="`values` is in some sequences"):
-        pack([sequence(1, 2), sequence(1, 2, values=torch.zeros(2))], [(0, 1)], 8, pad_token=0)
+        pack_rows([sequence(1, 2), sequence(1, 2, values=torch.zeros(2))], [(0, 1)], 8, pad_token=0)
 
 
 @given(LENGTHS, st.integers(1, 5))
 def test_every_group_is_whole_in_one_part_and_parts_differ_by_at_most_one_group(weights, parts):
     parts = min(parts, len(weights))
     divided = divide(weights, parts)
-    assert sorted(place for part in divided for place in part) == list(range(len(weights)))  # PK-5
+    assert sorted(place for part in divided for place in part) == list(range(len(weights)))  # PK-4
     assert len(divided) == parts
     assert all(divided)
     assert all(list(part) == sorted(part) for part in divided)
@@ -150,7 +150,7 @@ def test_the_rows_of_a_part_hold_its_groups_and_no_others_on_every_rank(lengths,
         assert parts[0].batch_trained_tokens == len(tokens)
         tickets = set(tokens.tolist())
         assert parts[0].batch_sequences == 2 * len(tickets)
-        assert len(tokens) == sum(length - 1 for ticket in tickets for length in lengths[ticket])  # PK-5
+        assert len(tokens) == sum(length - 1 for ticket in tickets for length in lengths[ticket])  # PK-4
         found += sorted(tickets)
     assert sorted(found) == list(range(len(groups)))
     assert sum(part.batch_trained_tokens for part in shares[0]) == batch.ranks[0].batch_trained_tokens

@@ -45,7 +45,7 @@ def test_more_held_out_prompts_than_there_are_are_each_asked_once_and_that_is_to
         (found,) = asked(EvaluationSettings(prompts=256), prompts).values()
     assert len(found) == len(set(found)) == 9
     assert [record.getMessage() for record in caplog.records] == [
-        "evaluation.prompts=256: only 9 different held-out problems are there; each is asked once"
+        "evaluation.prompts=256: there are only 9 different held-out problems; each is asked once"
     ]
 
 
@@ -64,7 +64,7 @@ def test_a_task_with_few_problems_gives_them_all_once_and_only_held_out_ones(cap
     found = [prompt.messages[0].content for prompt in set_.prompts]
     assert len(found) == len(set(found)) < 100
     assert all(split_of(prompt, 0.3) is Split.HELD_OUT for prompt in set_.prompts)
-    assert "evaluation.sets.sums.prompts=500: only" in caplog.text
+    assert "evaluation.sets.sums.prompts=500: there are only" in caplog.text
     every = ProblemSets(EvaluationSettings(sets={"sums": sums}), PromptSettings(held_out_fraction=0.0)).chosen()
     assert len(every[0].prompts) == 100
 

@@ -55,7 +55,7 @@ def test_a_process_uses_the_gpu_of_its_local_rank_or_the_only_one_that_it_sees(
 def test_a_local_rank_without_a_gpu_is_refused(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.count = 2
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ConfigError, match="LOCAL_RANK=2: must be below 2, the GPUs that this process sees"):
+    with pytest.raises(ConfigError, match="LOCAL_RANK=2: must be below 2, the number of GPUs that this process sees"):
         local_device()
 
 

@@ -70,5 +70,5 @@ def test_a_tied_head_is_made_of_the_embedding() -> None:
 
 
 def test_a_model_whose_rows_vllm_has_in_another_order_is_refused() -> None:
-    with pytest.raises(ConfigError, match='engine="native": must be "torchtitan" in a run that trains a Llama model'):
+    with pytest.raises(ConfigError, match='engine="native": must be "torchtitan" for a Llama model'):
         vllm_naming(dataclasses.replace(SHAPE, family="llama3"))

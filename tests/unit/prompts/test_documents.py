@@ -71,7 +71,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> No
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content if loop.last else m.content[:1] }}{% endfor %}"
     )
-    with pytest.raises(ValueError, match="here: the chat template writes what precedes message 3 differently"):
+    with pytest.raises(
+        ValueError, match="here: with message 3 the chat template renders the messages before it differently"
+    ):
         chat_document(ChatTokenizer(tmp_path), chat("1", "2", "33", "4"), "here")
 
 

@@ -84,7 +84,7 @@ def test_weights_set_live_act_from_the_next_prompt_on() -> None:
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        ({"eassy": 1.0}, "weight of eassy: no such prompt source; there are easy, middle, hard"),
+        ({"eassy": 1.0}, "weight of eassy: no such prompt source; known are easy, middle, hard"),
         ({"hard": -1.0}, "weight of hard=-1.0: must be a number of at least 0"),
         ({"hard": float("nan")}, "weight of hard=nan: must be a number of at least 0"),
         ({"easy": 0.0, "middle": 0.0, "hard": 0.0}, "one must be above 0"),

@@ -71,7 +71,7 @@ def test_a_template_that_leaves_out_what_the_policy_thought_is_refused_and_may_b
     recorded = forgets.render(chat[:1]) + forgets.encode("(2)3") + [STOP]
     with pytest.raises(EpisodeError) as error:
         forgets.render_more(chat, recorded)
-    assert "'(2)3<|end|>' is recorded at character 30, and the template writes '3<|end|>\\n<|user|>4" in str(
+    assert "'(2)3<|end|>' is recorded at character 30, and the template renders '3<|end|>\\n<|user|>4" in str(
         error.value
     )
     assert "as_recorded=True" in str(error.value)
@@ -104,5 +104,5 @@ def test_as_recorded_goes_on_after_the_answer_however_that_ended(tmp_path, endin
     ids=["no end tokens", "no answer", "no end token after answers"],
 )
 def test_as_recorded_needs_an_answer_that_ends_with_a_stop_token(tmp_path, template, chat):
-    with pytest.raises(EpisodeError, match=r"needs an assistant's message .*<\|end\|>.*context\.encode"):
+    with pytest.raises(EpisodeError, match=r"must end with a stop token .*<\|end\|>.*context\.encode"):
         with_template(tmp_path, template).render_more(chat, [7, 8, 9], as_recorded=True)

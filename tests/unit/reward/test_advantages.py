@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.reward.advantages import ESTIMATORS, Estimate, estimate, of_values, spread
-from goaly.reward.gae import gae, rewards_of_steps, to_go
-from goaly.reward.scored import Scored, less_divergence, less_overlong, scored
+from goaly.reward.advantages import ESTIMATORS, Estimate, gae, needs_values, rewards_of_steps, to_go
+from goaly.reward.estimate import estimate, penalize_divergence, penalize_overlong, spread
+from goaly.reward.scored import Scored, scored
 from goaly.reward.settings import AdvantageSettings, OverlongSettings, RewardSettings
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
 
@@ -71,7 +71,7 @@ def values_of(batch: list[Group], value: float = 0.25) -> dict[str, list[torch.T
     return {"values": [value * sample.tokens["trained"].float() for sample in samples]}
 
 
-@of_values
+@needs_values
 def surprise(batch: Scored) -> Estimate:
     """A user's own estimator over values: the sample's reward less the value."""
     returns = [rewards_T.sum().expand(len(rewards_T)) for rewards_T in batch.rewards]
@@ -242,7 +242,7 @@ def test_a_sample_without_a_trained_token_is_carried_along():
 def test_long_answers_lose_more_the_closer_they_come_to_the_limit():
     # free up to 6, all gone from 10 on: 8 loses half of the penalty of 2
     batch = scored([grouped(*(sample(1.0, length) for length in (6, 8, 10, 12)))])
-    shaped = less_overlong(batch, OverlongSettings(limit=10, buffer=4, penalty=2.0))
+    shaped = penalize_overlong(batch, OverlongSettings(limit=10, buffer=4, penalty=2.0))
     assert shaped.totals_S.tolist() == [1.0, 0.0, -1.0, -1.0]
     assert float(shaped.rewards[1][-1]) == 0.0
     through = AdvantageSettings(name="group_mean", overlong=OverlongSettings(limit=10, buffer=4))
@@ -254,7 +254,7 @@ def test_the_divergence_from_the_reference_is_taken_off_token_by_token():
     # sampled at -0.5; the reference has -1.5 and -0.5: k1 is 1 and 0; the prompt's token is not the policy's
     batch = [grouped(sample(1.0, 2), sample(0.0, 2))]
     references = [torch.tensor([-9.0, -1.5, -0.5]), torch.tensor([-9.0, -0.5, -0.5])]
-    shaped = less_divergence(scored(batch), references, 0.5, "k1")
+    shaped = penalize_divergence(scored(batch), references, 0.5, "k1")
     close(shaped.rewards[0], torch.tensor([0, -0.5, 1.0], dtype=torch.float64))
     assert shaped.totals_S.tolist() == [0.5, 0.0]
     found = estimate(

@@ -19,7 +19,7 @@ async def test_each_prompt_is_scored_by_the_verifier_that_it_names_and_others_by
     try:
         assert await judge.score(PROMPT, "heavy") == 5.0
         assert await judge.score(replace(PROMPT, verifier=BY_WORD), "heavy") == 0.0
-        with pytest.raises(VerifierError, match=f"no process runs its verifier other:one, only {LENGTH}, {BY_WORD}"):
+        with pytest.raises(VerifierError, match=f"unknown verifier other:one; processes run {LENGTH}, {BY_WORD}"):
             await judge.score(replace(PROMPT, verifier="other:one"), "x")
         assert (judge.stats().scores, judge.stats().errors) == (2, 0)
     finally:

@@ -6,7 +6,7 @@ import torch
 from goaly.errors import EpisodeError
 from goaly.generate.request import Finish
 from goaly.prompts.prompt import Prompt
-from goaly.reward.advantages import estimate
+from goaly.reward.estimate import estimate
 from goaly.reward.settings import AdvantageSettings
 from goaly.rollout.episode import Episode
 from goaly.rollout.policy import Completion
@@ -71,7 +71,7 @@ def test_a_step_is_credited_where_it_ended_and_the_process_estimator_finds_it_th
 
 
 def test_nothing_can_be_credited_before_the_policy_wrote():
-    with pytest.raises(EpisodeError, match=r"prompt q1: a credit of 1\.0 before the policy wrote anything"):
+    with pytest.raises(EpisodeError, match=r"prompt q1: a reward of 1\.0 before the policy wrote anything"):
         Episode(PROMPT, [5]).observed([6]).credited(1.0)
 
 
@@ -81,7 +81,9 @@ def test_an_answer_that_the_token_limit_cut_is_truncated():
 
 def test_an_answer_to_other_tokens_is_refused():
     episode = Episode(PROMPT, [5, 6])
-    with pytest.raises(EpisodeError, match="prompt q1: a completion of 2 other tokens; it must continue the 2"):
+    with pytest.raises(
+        EpisodeError, match="prompt q1: the completion continues 2 other tokens; it must continue the 2"
+    ):
         episode.wrote(completion([5, 7], [8]))  # EP-2: tokenized again, and differently
     episode.wrote(completion([5, 6], [8]))
     with pytest.raises(EpisodeError, match="must continue the 3 recorded"):

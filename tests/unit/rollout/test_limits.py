@@ -85,7 +85,7 @@ def test_an_episode_that_swallows_its_cancellation_is_abandoned_and_frees_its_pl
         assert [request for request, *_ in sampler.asked] == ["5.0.0"]  # PO-3
 
     virtual.run(main())
-    assert "episode 0 of prompt stubborn goes on 10 s after it was cancelled, and is abandoned" in caplog.text
+    assert "episode 0 of prompt stubborn still runs 10 s after it was cancelled, and is abandoned" in caplog.text
     end = "EpisodeError: episode 4.0 has ended and can't sample any more"
     assert f"episode 0 of prompt stubborn ended after it was cancelled: {end}" in caplog.messages
 
@@ -191,7 +191,7 @@ def test_cancelled_while_it_waits_for_what_it_cancelled_it_lets_go_of_it_too(cap
         await asyncio.sleep(1000)
 
     virtual.run(main())
-    assert "a stubborn one goes on" in caplog.text
+    assert "a stubborn one still runs" in caplog.text
 
 
 async def test_what_each_episode_is_doing_can_be_told_at_any_time():
@@ -252,13 +252,13 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("reward", "named"),
     [
-        (NAN, r"a reward of nan \(float\)"),
-        (-INF, r"a reward of -inf \(float\)"),
-        ("1.0", r"a reward of '1\.0' \(str\)"),
-        (None, r"a reward of None \(NoneType\)"),
-        (torch.ones(2), r"a reward of tensor\(\[1., 1.\]\) \(Tensor\)"),
-        (1e39, r"a reward of 1e\+39 \(float\)"),
-        (10**400, r"a reward of 1000+ \(int\)"),
+        (NAN, r"the reward is nan \(float\)"),
+        (-INF, r"the reward is -inf \(float\)"),
+        ("1.0", r"the reward is '1\.0' \(str\)"),
+        (None, r"the reward is None \(NoneType\)"),
+        (torch.ones(2), r"the reward is tensor\(\[1., 1.\]\) \(Tensor\)"),
+        (1e39, r"the reward is 1e\+39 \(float\)"),
+        (10**400, r"the reward is 1000+ \(int\)"),
     ],
 )
 def test_a_reward_that_is_no_finite_number_is_refused_with_its_prompt_and_value(reward, named):
@@ -273,7 +273,7 @@ def test_whatever_is_a_number_is_a_reward():
     assert [Episode(PROMPT, [5]).finish(number).reward for number in numbers] == [1.0] * 4
 
 
-@pytest.mark.parametrize(("reward", "says"), [(NAN, "a reward of nan"), (3e38, "`rewards` add up to inf")])
+@pytest.mark.parametrize(("reward", "says"), [(NAN, "the reward is nan"), (3e38, "`rewards` add up to inf")])
 async def test_a_reward_that_cannot_be_trained_fails_its_own_group_only(reward, says):
     async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
         answer = await context.policy.sample(context.render(prompt))

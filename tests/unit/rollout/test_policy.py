@@ -134,7 +134,7 @@ async def test_naming_the_runs_own_distribution_is_no_change():
 async def test_what_nobody_trains_may_be_sampled_in_any_way_and_is_observed_not_written():
     prompt = Prompt(id="q1", source="test", messages=())
     opponent = await policy(Recorder()).sample([9], temperature=0.0, trained=False)
-    with pytest.raises(EpisodeError, match=r"prompt q1: a completion that was sampled with trained=False; .*observed"):
+    with pytest.raises(EpisodeError, match=r"prompt q1: the completion was sampled with trained=False; .*observed"):
         Episode(prompt, [9]).wrote(opponent)
     whole = Episode(prompt, [9]).observed(opponent.tokens.tolist()).finish(0.0)
     assert whole.trained_tokens == 0
@@ -151,7 +151,7 @@ async def test_a_completion_tells_which_stop_string_ended_it_and_its_text_has_it
         ("max_token", "there is no such parameter; there are allowed_token_ids, frequency_penalty, "),
         ("include_stop_str_in_output", "the answer always includes the stop string"),
         ("ignore_eos", "only `stop_token_ids` end an answer"),
-        ("bad_words", "forbid tokens by `logit_bias"),
+        ("bad_words", "forbid tokens with `logit_bias"),
         ("n", "call `sample` once for each completion"),
         ("logprobs", "every completion has the log-probability"),
     ],

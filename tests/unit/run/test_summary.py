@@ -122,7 +122,7 @@ async def test_every_set_is_asked_in_its_own_way_and_recorded_with_the_policy_ve
             "own": {"prompts": 2, "pass@1": 1.0, "pass@2": 1.0, "avg@2": 1.0},
         },
     }
-    with pytest.raises(ValueError, match="no evaluation set is named owns; there are sums, own"):
+    with pytest.raises(ValueError, match="no evaluation set is named owns; known are sums, own"):
         await run.evaluate(["owns"])
 
 

@@ -11,8 +11,8 @@ from goaly.losses.settings import LossSettings
 from goaly.losses.tokens import Tokens
 from goaly.models.settings import ModelSettings
 from goaly.train.engine import TrainEngine
-from goaly.train.measured import Measured, together
 from goaly.train.settings import OptimizerSettings, ScheduleSettings, TrainerSettings
+from goaly.train.step_metrics import StepMetrics, combine
 from goaly.trajectory import PackedRows, Part
 from tests.unit.train.batches import documents, pack
 
@@ -152,10 +152,10 @@ def test_a_later_part_that_is_not_finite_raises_and_its_step_changes_nothing(eng
 
 def test_steps_together_are_means_over_all_their_tokens_and_the_greatest_maximum():
     steps = [
-        Measured(tokens=30, means={"ratio_mean": 1.0, "ratio_square": 1.0}, maxima={"ratio_max": 1.0}),
-        Measured(tokens=10, means={"ratio_mean": 3.0, "ratio_square": 9.0}, maxima={"ratio_max": 3.0}),
+        StepMetrics(tokens=30, means={"ratio_mean": 1.0, "ratio_square": 1.0}, maxima={"ratio_max": 1.0}),
+        StepMetrics(tokens=10, means={"ratio_mean": 3.0, "ratio_square": 9.0}, maxima={"ratio_max": 3.0}),
     ]
     # mean (30 + 30) / 40 = 1.5, mean square (30 + 90) / 40 = 3: variance 0.75, 1.5^2 / 3 = 0.75 of the tokens count
-    assert together(steps).metrics == pytest.approx(
+    assert combine(steps).metrics == pytest.approx(
         {"ratio_mean": 1.5, "ratio_std": 0.75**0.5, "effective_sample_size": 0.75, "ratio_max": 3.0}
     )

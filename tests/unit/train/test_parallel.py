@@ -12,12 +12,12 @@ from goaly.losses.objective import policy_loss
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings
 from goaly.run.meeting import lasting_port
+from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import split_rows
 from goaly.train.parallel import _layout
 from goaly.train.rank import _join
 from goaly.train.settings import CriticSettings, OptimizerSettings, TrainerSettings
-from goaly.train.value import ValueEngine
 from goaly.trajectory import PackedRows, Part
 from tests.unit.train.batches import documents, pack
 
@@ -113,7 +113,7 @@ def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a critic's two passes over a batch in two parts give on this rank: metrics, and values after them."""
     degrees = {"fsdp": settings.fsdp, "tp": settings.tp}
     critic = CriticSettings(optimizer=OptimizerSettings(lr=1e-2), epochs=2, value_clip=1.0, **degrees)
-    engine = ValueEngine(ModelSettings(path=str(folder)), critic, settings)
+    engine = CriticEngine(ModelSettings(path=str(folder)), critic, settings)
     share = in_two(pack(documents(10), rows=ROWS, row_length=160), engine.dp_rank, settings.fsdp)
     share.rows["returns"] = share.rows["advantages"]  # any numbers
     share.rows["values"] = engine.values(share.rows)

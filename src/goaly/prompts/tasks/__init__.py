@@ -1,6 +1,6 @@
-"""The tasks that goaly brings along: each makes its own problems, writes their solutions and verifies answers.
+"""Built-in tasks: each makes problems, writes demonstrations and verifies answers.
 
-A task never touches files or the network: every problem comes out of the random generator it is given.
+A task uses no files and no network: every problem comes from the given random generator.
 """
 
 from random import Random
@@ -12,24 +12,24 @@ from goaly.prompts.tasks.arithmetic import Arithmetic
 
 
 class Task(Protocol):
-    """A source of verifiable problems without end."""
+    """An endless source of verifiable problems."""
 
     @property
     def name(self) -> str:
-        """What prompts carry as their `source`."""
+        """The `source` of its prompts."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """What tells one setting of the task from another: streams refuse to resume under a different one."""
+        """Identifies the settings of the task; streams refuse to resume with another fingerprint."""
         ...
 
     def problem(self, random: Random) -> Prompt:
-        """A problem, by the generator's draws alone."""
+        """A problem that depends only on the random generator."""
         ...
 
     def demonstration(self, prompt: Prompt, random: Random) -> str:
-        """A written-out answer to imitate; it may be wrong where the teacher is not perfect."""
+        """A written-out answer to imitate; it may be wrong if the teacher is imperfect."""
         ...
 
     def verify(self, prompt: Prompt, response: str) -> float:

@@ -3,12 +3,12 @@
     prompt    57+68=
     response  7+8+0=15,5+6+1=12|125
 
-One step a digit, least significant first: both digits, the carry, and their two-digit sum. The answer stands after the
-bar, and only the answer is verified. The number of digits is drawn with weight `1 / digits ** weight_power`, so that
-responses are long rarely, but then very long.
+There is one step for each digit, least significant first: both digits, the carry, and their two-digit sum. The answer
+follows the bar, and only the answer is verified. The number of digits is drawn with weight
+`1 / digits ** weight_power`, so a few responses are very long.
 
-Demonstrations may forget carries: an imitator of a teacher that forgets more than half of them finds the wrong answer
-likelier than the right one, and has something to learn from rewards that no sharpening of its habits would give.
+Demonstrations may forget carries. A policy that imitates a teacher who forgets more than half of them prefers the wrong
+answer, so that RL can't succeed by sharpening alone.
 """
 
 from dataclasses import asdict
@@ -32,23 +32,23 @@ class Arithmetic:
 
     @property
     def name(self) -> str:
-        """What prompts carry as their `source`."""
+        """The `source` of its prompts."""
         return NAME
 
     @property
     def fingerprint(self) -> str:
-        """What tells one setting of the task from another."""
+        """Identifies the settings of the task."""
         options = asdict(self.settings) | {"forgotten_carry_rate": self._forgotten_carry_rate}
         return f"{NAME} {sorted(options.items())}"
 
     def problem(self, random: Random) -> Prompt:
-        """Two numbers of the same drawn number of digits."""
+        """Two numbers with the same random number of digits."""
         digits = random.choices(self._digits, self._weights)[0]
         low = 10 ** (digits - 1) if digits > 1 else 0
         return addition(random.randrange(low, 10**digits), random.randrange(low, 10**digits))
 
     def demonstration(self, prompt: Prompt, random: Random) -> str:
-        """The problem worked out, with the mistakes that this teacher makes."""
+        """The written-out addition, with the teacher's mistakes."""
         first, second = prompt.messages[-1].content.removesuffix("=").split("+")
         return work_out(first, second, random, self._forgotten_carry_rate)
 
@@ -58,7 +58,7 @@ class Arithmetic:
 
 
 def addition(first: int, second: int) -> Prompt:
-    """The prompt that asks for `first + second`. Both orders of one sum are the same problem to the split."""
+    """The prompt that asks for `first + second`. Both orders of a sum have the same split key."""
     low, high = sorted((first, second))
     question = f"{first}+{second}="
     return Prompt(
@@ -71,7 +71,7 @@ def addition(first: int, second: int) -> Prompt:
 
 
 def work_out(first: str, second: str, random: Random | None = None, forgotten_carry_rate: float = 0.0) -> str:
-    """The written-out addition of two decimal numbers; right in every step where no carry is to be forgotten."""
+    """The written-out addition of two decimal numbers; it forgets carries at this rate."""
     width = max(len(first), len(second))
     carry, steps, answer = 0, [], ""
     for a, b in zip(reversed(first.zfill(width)), reversed(second.zfill(width)), strict=True):
@@ -87,6 +87,6 @@ def work_out(first: str, second: str, random: Random | None = None, forgotten_ca
 
 
 def verify(prompt: Prompt, response: str) -> float:
-    """1 if what stands after the last bar is exactly the answer, else 0."""
+    """1 if the text after the last bar is exactly the answer, else 0."""
     _, mark, answer = response.rpartition(ANSWER_MARK)
     return float(bool(mark) and answer == prompt.answer)

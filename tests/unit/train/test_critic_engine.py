@@ -15,11 +15,11 @@ from goaly.models.attention import document_masks
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.reward.settings import AdvantageSettings
-from goaly.train import shares
+from goaly.train import resharding
+from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import split_rows
 from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
-from goaly.train.value import ValueEngine
 from goaly.trajectory import Group, Outcome, PackedRows, Part, Trajectory, token_data
 from tests.unit.train.batches import Document, documents, pack
 
@@ -29,8 +29,8 @@ SETTINGS = CriticSettings(optimizer=OptimizerSettings(lr=3e-3))
 
 @pytest.fixture
 def engine(tiny_model_folder: Path):
-    def made(settings: CriticSettings = SETTINGS, folder: Path = tiny_model_folder) -> ValueEngine:
-        return ValueEngine(ModelSettings(path=str(folder)), settings, TRAINER)
+    def made(settings: CriticSettings = SETTINGS, folder: Path = tiny_model_folder) -> CriticEngine:
+        return CriticEngine(ModelSettings(path=str(folder)), settings, TRAINER)
 
     return made
 
@@ -41,7 +41,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tied", TinyModel(layers=1, tied=True))
 
 
-def moved(engine: ValueEngine) -> ValueEngine:
+def moved(engine: CriticEngine) -> CriticEngine:
     """The engine with a head that isn't 0."""
     with torch.no_grad():
         head = engine.named_tensors()["lm_head.weight"]
@@ -59,7 +59,7 @@ def judged(count: int, *, seed: int = 0) -> list[Document]:
     return made
 
 
-def gradients(engine: ValueEngine, packed: PackedRows, microbatch_rows: int) -> dict[str, torch.Tensor]:
+def gradients(engine: CriticEngine, packed: PackedRows, microbatch_rows: int) -> dict[str, torch.Tensor]:
     engine.forward_backward(split_rows(packed.rows, microbatch_rows), engine._loss, packed.batch_trained_tokens)
     found = {name: parameter.grad for name, parameter in engine._model.named_parameters()}
     engine._optimizer._optimizers.zero_grad()
@@ -107,7 +107,7 @@ def of_one_critic_rank(groups: list[Group], *, trainer_ranks: int, row_length: i
         return batch.ranks[dp_rank]
 
     queue = SimpleNamespace(rows=SimpleNamespace(call_one=rows))
-    return asyncio.run(shares.rows(queue, 0, SimpleNamespace(dp_rank=0, dp_ranks=1), count=trainer_ranks))
+    return asyncio.run(resharding.rows(queue, 0, SimpleNamespace(dp_rank=0, dp_ranks=1), count=trainer_ranks))
 
 
 def assert_same(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:

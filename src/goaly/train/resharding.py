@@ -1,10 +1,12 @@
-"""A batch's rows for a mesh of its own size: the trainer's shares, dealt in rounds to more or fewer ranks.
+"""Gives the rows of a batch, which are divided among the trainer's ranks, to a mesh with more or fewer ranks.
+
+The trainer has one share of the rows for each data-parallel rank. Shares are dealt to the ranks of the other mesh in
+rounds.
 
 Invariants
-    SH-1  Every share is dealt to exactly one data-parallel rank, and all ranks go through as many rounds of as many
-          rows: they take part in every collective. A rank without a share in a round stands in with the first one.
-    SH-2  A rank's rows of several shares are divided into the batch's own parts: the same groups make each optimizer
-          step on any number of ranks.
+    SH-1  Every share goes to exactly one data-parallel rank. All ranks have the same number of rounds and rows, so they
+          take part in every collective: a rank without a share in a round computes the first share as a dummy.
+    SH-2  The parts of a batch (one optimizer step each) hold the same groups on any number of ranks.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -20,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One of the trainer's shares of a batch."""
+    """The rows of one data-parallel rank of the trainer."""
 
     number: int
     packed: "PackedRows"
     dealt: bool
-    """Whether it was dealt to this rank, or only stands in where there is none."""
+    """False for a dummy (SH-1)."""
 
 
 async def annotate(
@@ -37,7 +39,7 @@ async def annotate(
     *,
     count: int,
 ) -> None:
-    """Add to all of the batch's rows, which the queue has in `count` shares, a column that is computed of them."""
+    """Compute a column from the rows of a batch and add it; the queue holds the rows in `count` shares."""
     async for share in _shares(queue, batch_id, engine, count):
         column_RL = await compute(share.packed)
         if share.dealt and engine.leads:
@@ -45,7 +47,7 @@ async def annotate(
 
 
 async def rows(queue: Any, batch_id: int, engine: "ModelEngine", *, count: int) -> "PackedRows":
-    """All rows of this rank as one share; those that only stand in have nothing to train."""
+    """All rows of this rank as one share; no token of a dummy is trained."""
     dealt = [share async for share in _shares(queue, batch_id, engine, count)]
     return _joined([share.packed if share.dealt else _untrained(share.packed) for share in dealt])
 
