@@ -23,7 +23,7 @@ from goaly.backlog.batch import Batch, build_batch
 from goaly.backlog.settings import BacklogSettings
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
-from goaly.losses.objective import policy_loss
+from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.losses.tokens import Tokens
 from goaly.models.settings import ModelSettings
@@ -116,7 +116,7 @@ class Laboratory:
 
         settings = self._settings
         torch.manual_seed(seed)  # LA-2
-        trainer, objective = TrainEngine(self._model, self._trainer_settings(lr)), policy_loss(loss)
+        trainer, objective = TrainEngine(self._model, self._trainer_settings(lr)), PolicyObjective(loss)
         tickets_by_version = self._tickets_by_version(max_staleness)
         prompts = prompt_stream(self._prompt_settings(seed))
         held_out = self._held_out()

@@ -16,7 +16,7 @@ from monarch.spmd import setup_torch_elastic_env, setup_torch_elastic_env_async
 from torch.distributed.tensor import DTensor
 
 from goaly.backlog.batch import BatchHandle
-from goaly.losses.objective import policy_loss
+from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.process import import_ahead
@@ -120,7 +120,7 @@ async def test_a_step_and_a_publish_over_two_ranks_are_those_of_one_engine(  # P
     alone = TrainEngine(ModelSettings(path=str(tiny_model_folder)), TrainerSettings(optimizer=SETTINGS.optimizer))
     packed = batch()
     packed.rows["reference_logprobs"] = alone.logprobs(packed.rows)
-    expected = alone.train_step(packed, policy_loss(LOSS))
+    expected = alone.train_step(packed, PolicyObjective(LOSS))
     assert expected["kl_reference"] == pytest.approx(0, abs=1e-9)
     assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-3, abs=1e-6)
 

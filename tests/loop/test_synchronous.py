@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from goaly.backlog.batch import build_batch
 from goaly.backlog.settings import BacklogSettings
-from goaly.losses.objective import policy_loss
+from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.reward.settings import AdvantageSettings
@@ -61,7 +61,7 @@ def trajectory(entry: dict[str, Any]) -> Trajectory:
 def plain_loop(groups: list[Group], model: Path, output: Path) -> None:
     """Synchronous GRPO without queue, actors or weight store: take the next groups, step, repeat."""
     engine = TrainEngine(ModelSettings(path=str(model)), TRAINER)
-    loss = policy_loss(LossSettings())
+    loss = PolicyObjective(LossSettings())
     for step in range(STEPS):
         of_step = groups[step * BACKLOG.groups_per_step : (step + 1) * BACKLOG.groups_per_step]
         batch = build_batch(

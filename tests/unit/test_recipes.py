@@ -12,7 +12,7 @@ import apps.ppo.main
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
 from goaly.config import load, to_yaml
-from goaly.losses.objective import policy_loss
+from goaly.losses.objective import PolicyObjective
 from goaly.losses.policy import LOSSES
 from goaly.plan.dry_run import describe, needs
 from goaly.reward.advantages import ESTIMATORS
@@ -25,7 +25,7 @@ RUNS = sorted(file for folder in ("grpo", "ppo", "recipes") for file in (CONFIGS
 @pytest.mark.parametrize("file", RUNS, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_a_run_config_loads_and_makes_an_objective(file: Path, tiny_model_folder: Path, tmp_path: Path):
     config = run_config(file, tiny_model_folder)
-    policy_loss(config.loss)
+    PolicyObjective(config.loss)
     ESTIMATORS.bound(config.advantages.name, config.advantages.options)
     written = tmp_path / "config.yaml"
     written.write_text(to_yaml(config))

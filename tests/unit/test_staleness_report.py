@@ -27,7 +27,7 @@ from bench.staleness import (
     table,
 )
 from goaly.config import load
-from goaly.losses.objective import policy_loss
+from goaly.losses.objective import PolicyObjective
 from goaly.reward.settings import AdvantageSettings
 from goaly.run.config import RunConfig
 
@@ -127,7 +127,7 @@ def test_at_zero_all_losses_are_one_so_only_the_default_is_run() -> None:
             "documents": torch.tensor([0, 0, 1]),
         }
         aggregated = replace(loss, aggregation="token_mean")
-        policy_loss(aggregated)(logprobs_P, torch.zeros(3), columns, 0).total.backward()
+        PolicyObjective(aggregated)(logprobs_P, torch.zeros(3), columns, 0).total.backward()
         assert logprobs_P.grad is not None, name
         gradients.append(logprobs_P.grad)
     for gradient in gradients:

@@ -1,14 +1,47 @@
-"""What makes up for tokens that another policy drew: importance weights, and what is rejected. Pure.
+"""Off-policy corrections: the proximal policy, importance weights, and masks of rejected tokens. Pure.
 
-All of it looks at probabilities without gradient. A rejected token adds nothing to the loss; whether it still counts in
-the denominator is a setting of the objective.
+The policy loss clips the ratio current / proximal. The other factor, proximal / sampler, is an importance weight. Their
+product is current / sampler for every proximal policy:
+
+    sampler       proximal = sampler. The weight is 1: PPO, GRPO.
+    trainer       proximal = the trainer's weights before the batch. In the first optimizer step of a batch these are
+    the
+                  current weights, so their log-probs need no extra forward pass and the ratio is 1. For later steps
+                  they are computed before the first step.
+    interpolated  between the two on the logarithmic scale, by the token's age a (A-3PO, arXiv:2512.06547):
+                  log proximal = log sampler + a / (a + 1) * (log current - log sampler)
+
+No correction has a gradient. A rejected token adds nothing to the loss; `loss.denominator` decides whether it counts in
+the denominator.
 """
+
+from typing import Literal
 
 import torch
 
 from goaly.losses.kl import binary_divergence, divergence
-from goaly.losses.segments import sequence_mean, sequence_sum
 from goaly.losses.settings import Importance, Rejection
+from goaly.losses.tokens import sequence_mean, sequence_sum
+
+Proximal = Literal["sampler", "trainer", "interpolated"]
+
+
+def proximal_logprobs(
+    kind: Proximal,
+    current_P: torch.Tensor,
+    sampler_P: torch.Tensor,
+    ages_P: torch.Tensor,
+    before_P: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The proximal policy's log-probs, without gradient. `before_P` are the trainer's log-probs before the batch; None
+    if these are the current ones."""
+    current_P = current_P.detach()
+    if kind == "sampler":
+        return sampler_P
+    if kind == "trainer":
+        return current_P if before_P is None else before_P
+    ages_P = ages_P.to(current_P.dtype)
+    return sampler_P + ages_P / (ages_P + 1) * (current_P - sampler_P)
 
 
 def importance_weights(
@@ -19,9 +52,9 @@ def importance_weights(
     cap: float | None,
     floor: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """proximal / sampler of each token or of its whole sequence, between `floor` and `cap`; and where it was cut.
+    """The weights proximal / sampler, clipped to `floor` and `cap`, and a mask of the clipped ones.
 
-    Of a sequence it is the tokens' product (`sequence`) or their geometric mean (`geometric`).
+    By `level`: each token's own weight, the product over its sequence, or the geometric mean over it.
     """
     log_weight_P = proximal_P - sampler_P
     if level != "token":
@@ -35,7 +68,7 @@ def importance_weights(
 def rejected(
     rule: Rejection, policy_P: torch.Tensor, sampler_P: torch.Tensor, documents_P: torch.Tensor
 ) -> torch.Tensor:
-    """Which tokens a rule rejects, given the log-probs of the policy that it compares with the sampler."""
+    """The mask of tokens that a rule rejects; `policy_P` are the log-probs that it compares with the sampler's."""
     measured_P = _measured(rule, policy_P, sampler_P)
     if rule.level == "sequence":
         measured_P = sequence_mean(measured_P, documents_P)
@@ -54,7 +87,7 @@ def rejected(
 
 
 def _measured(rule: Rejection, policy_P: torch.Tensor, sampler_P: torch.Tensor) -> torch.Tensor:
-    """What the rule measures at each token; a ratio is still its logarithm."""
+    """The rule's measure at each token; a ratio as its logarithm."""
     if rule.measure in ("ratio", "log_ratio"):
         return policy_P - sampler_P
     if rule.measure == "binary_kl":
@@ -64,5 +97,5 @@ def _measured(rule: Rejection, policy_P: torch.Tensor, sampler_P: torch.Tensor) 
 
 
 def too_old(ages_P: torch.Tensor, max_age: int) -> torch.Tensor:
-    """Which tokens were drawn by weights more than `max_age` versions old: the early part of a long rollout, say."""
+    """The mask of tokens from weights more than `max_age` versions old, such as the beginning of a long rollout."""
     return ages_P > max_age

@@ -1,4 +1,4 @@
-"""Distances of two policies at tokens that the first of them, p, drew: one value a token. Pure.
+"""Divergences of two policies p and q at tokens that p drew: one value a token. Pure.
 
 Estimates of KL(p || q), with `difference = log q - log p` at the drawn token:
 
@@ -6,7 +6,7 @@ Estimates of KL(p || q), with `difference = log q - log p` at the drawn token:
     k2 = difference^2 / 2              biased, small variance; its gradient is that of the divergence when p trains
     k3 = e^difference - 1 - difference unbiased and never negative; linear where the difference exceeds K3_BOUND
 
-Divergences of two outcomes, this token or any other, need no more than the token's two probabilities.
+Divergences of two outcomes (this token or any other) need only the token's two probabilities.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ Estimator = Literal["k1", "k2", "k3"]
 BinaryDivergence = Literal["total_variation", "kl"]
 
 K3_BOUND = 5.0
-"""Difference from which on k3 goes on along its tangent: its gradient by log p is never above e^5 - 1, about 147."""
+"""Above this difference k3 continues along its tangent, so its gradient by log p is at most e^5 - 1, about 147."""
 
 
 def k1(drawn_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor:
-    """log p - log q. Trained through p its expected gradient is 0: it penalizes in the reward, not in the loss."""
+    """log p - log q. Its expected gradient through p is 0, so use it in the reward, not in the loss."""
     return drawn_P - other_P
 
 
@@ -33,7 +33,8 @@ def k2(drawn_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor:
 
 
 def k3(drawn_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor:
-    """Unbiased like k1, and never negative. Beyond K3_BOUND it is linear, or one very stale token outweighs a batch."""
+    """Unbiased like k1, and never negative. Linear beyond K3_BOUND, so that one very stale token can't dominate a
+    batch."""
     difference_P = other_P - drawn_P
     bounded_P = difference_P.clamp(max=K3_BOUND)
     return bounded_P.expm1() - bounded_P + expm1(K3_BOUND) * (difference_P - K3_BOUND).relu()
@@ -43,12 +44,12 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"
 
 
 def divergence(estimator: Estimator, drawn_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor:
-    """The estimate of KL(p || q) at each token that p drew with `drawn_P` and q would have with `other_P`."""
+    """The estimate of KL(p || q) at each token; p drew it with log-prob `drawn_P`, and q gives it `other_P`."""
     return ESTIMATORS[estimator](drawn_P, other_P)
 
 
 def binary_divergence(kind: BinaryDivergence, p_P: torch.Tensor, q_P: torch.Tensor) -> torch.Tensor:
-    """How far two policies (log-probs) are apart in whether they draw this token: total variation, or KL(p || q)."""
+    """Total variation or KL(p || q) of the two outcomes, given the log-probs of this token under p and q."""
     old_P, new_P = p_P.exp(), q_P.exp()
     if kind == "total_variation":
         return (new_P - old_P).abs()

@@ -1,16 +1,23 @@
-"""From settings to what the engine minimizes: the loss of a microbatch's tokens, corrected, weighted and summed.
+"""The objective that the engine minimizes: the loss of a microbatch's tokens, corrected, weighted and summed. Pure.
 
     sum over tokens of  weight * kept * (importance * loss + kl_coef * KL - entropy_coef * entropy)   /   denominator
 
-`weight` and `denominator` are the aggregation's, `importance` is proximal / sampler (1 where they are the same), `kept`
-leaves out what is rejected, too old or of a truncated answer. KL and entropy are not importance-weighted.
+`importance` is proximal / sampler, and `kept` masks tokens that are rejected, too old or of a truncated answer. KL and
+entropy are not importance-weighted. The aggregation gives `weight` and `denominator`:
+
+    token_mean     sum over tokens / trained tokens
+    sequence_mean  sum over sequences of (mean over its tokens) / sequences
+    sequence_sum   sum over sequences of (sum over its tokens / a constant length) / sequences
+
+The denominator counts the global batch and is known before the forward pass. A microbatch only adds its weighted sum;
+no mean is taken over a microbatch, a row or a rank.
 
 Invariants
-    OB-1  ratio * importance is current / sampler before clipping and capping, no factor is dropped: of each token where
-          both are the token's own; of the whole sequence where importance is its product and the ratio is 1.
-    OB-2  A token that is left out adds nothing to the loss and has no gradient: through no term, and through no
-          sequence's ratio.
-    OB-3  What is returned is a sum and counts: it adds up over microbatches and ranks to that of the whole batch.
+    AG-1  The aggregate is the same on any packing, any microbatches and any number of ranks.
+    OB-1  ratio * importance is current / sampler before clipping and capping: for each token if both are the token's
+          own; for the whole sequence if importance is the product over it and the ratio is 1.
+    OB-2  A masked token has no gradient and adds nothing to the loss, in no term and in no sequence's ratio.
+    OB-3  The objective returns sums and counts, which add up over microbatches and ranks to those of the whole batch.
 """
 
 from collections.abc import Callable
@@ -20,57 +27,55 @@ from typing import Protocol
 import torch
 
 from goaly.errors import SchemaError
-from goaly.losses import aggregation as aggregations
-from goaly.losses.corrections import importance_weights, rejected, too_old
+from goaly.losses.corrections import importance_weights, proximal_logprobs, rejected, too_old
 from goaly.losses.kl import divergence, k3
-from goaly.losses.policy import LOSSES, nature
-from goaly.losses.proximal import proximal_logprobs
+from goaly.losses.policy import LOSSES, Aggregation, traits
 from goaly.losses.settings import LossSettings
-from goaly.losses.tokens import Columns, LossOutput, Tokens
+from goaly.losses.tokens import Columns, LossOutput, Tokens, sequence_count, sequence_sum
 from goaly.trajectory import TRUNCATED, PackedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """What a microbatch adds to the batch's loss, and to what is reported."""
+    """The part of a microbatch in the batch's loss and metrics."""
 
     total: torch.Tensor
     """The weighted sum, not yet divided."""
     count: torch.Tensor | None = None
-    """What it adds to the denominator, where that is known only now; None where it was known before."""
+    """Its part of the denominator, if that is known only now; None if it was known before."""
     mean: dict[str, torch.Tensor] = field(default_factory=dict)
     """Values `[P]` to average over the batch's trained tokens."""
     maximum: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Values `[P]` to take the batch's greatest of."""
+    """Values `[P]` of which to report the batch's maximum."""
 
 
 PROXIMAL = "proximal_logprobs"
-"""The column of the trainer's log-probs before the batch, in all of its parts but the first."""
+"""The column of the trainer's log-probs before the batch, in all parts of the batch but the first."""
 
 
 class Objective(Protocol):
-    """What an engine minimizes."""
+    """The objective of an engine."""
 
     @property
-    def looks_back(self) -> bool:
+    def needs_proximal(self) -> bool:
         """Whether parts of a batch after the first need `PROXIMAL`."""
         ...
 
     def denominator(self, packed: PackedRows) -> int:
-        """What the whole batch's sum is divided by, as far as it is known before the forward pass."""
+        """The divisor of the whole batch's sum, as known before the forward pass."""
         ...
 
     def __call__(
         self, logprobs_P: torch.Tensor, entropies_P: torch.Tensor, columns: Columns, policy_version: int
     ) -> Contribution:
-        """A microbatch's share."""
+        """The part of this microbatch."""
         ...
 
 
 class Likelihood:
     """Supervised training: the mean negative log-likelihood of the trained tokens."""
 
-    looks_back = False
+    needs_proximal = False
 
     def denominator(self, packed: PackedRows) -> int:
         """The batch's trained tokens."""
@@ -84,28 +89,28 @@ class Likelihood:
 
 
 class PolicyObjective:
-    """The policy loss that the settings describe."""
+    """The policy loss that the settings describe; raises a ValueError if they can't work."""
 
     def __init__(self, settings: LossSettings):
         if problems := settings.problems("loss."):
             raise ValueError("\n".join(problems))
         self._settings = settings
         self._loss: Callable[[Tokens], torch.Tensor | LossOutput] = LOSSES.bound(settings.name, settings.options)
-        self._aggregation = settings.aggregation or nature(settings.name).aggregation
+        self._aggregation = settings.aggregation or traits(settings.name).aggregation
 
     @property
-    def looks_back(self) -> bool:
+    def needs_proximal(self) -> bool:
         """Whether the proximal policy is the trainer's own before the batch."""
         return self._settings.proximal == "trainer"
 
     def denominator(self, packed: PackedRows) -> int:
-        """Trained tokens or sequences of the batch, before anything is rejected."""
-        return aggregations.denominator(self._aggregation, packed.batch_trained_tokens, packed.batch_sequences)
+        """Trained tokens or sequences of the batch, before any are masked."""
+        return batch_denominator(self._aggregation, packed.batch_trained_tokens, packed.batch_sequences)
 
     def __call__(
         self, logprobs_P: torch.Tensor, entropies_P: torch.Tensor, columns: Columns, policy_version: int
     ) -> Contribution:
-        """A microbatch's share."""
+        """The part of this microbatch."""
         tokens, left_out = self._tokens(logprobs_P, entropies_P, columns, policy_version)
         output = self._output(tokens)
         loss_P, terms = self._with_terms(output.loss_P, tokens)
@@ -113,19 +118,17 @@ class PolicyObjective:
             loss_P = torch.where(tokens.kept_P, loss_P, 0.0)  # OB-2
         after = self._settings.denominator == "after"
         counted_P = tokens.kept_P if after else torch.ones_like(tokens.kept_P)
-        weights_P = aggregations.token_weights(
-            self._aggregation, tokens.documents_P, counted_P, self._settings.constant_length
-        )
+        weights_P = token_weights(self._aggregation, tokens.documents_P, counted_P, self._settings.constant_length)
         distance = _distance(tokens)
         return Contribution(
             total=(weights_P * loss_P).sum(),
-            count=aggregations.counted(self._aggregation, tokens.documents_P, counted_P) if after else None,
+            count=counted(self._aggregation, tokens.documents_P, counted_P) if after else None,
             mean={"entropy": entropies_P, **distance, **output.mean, **terms, **left_out},
             maximum={"ratio_max": distance["ratio_mean"], **output.maximum},
         )
 
     def _with_terms(self, loss_P: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss times its importance weight, plus the KL and entropy terms; and what to report of them."""
+        """The loss times its importance weight, plus the KL and entropy terms; and their metrics."""
         settings, mean = self._settings, {}
         if settings.proximal != "sampler":  # else the weight is 1
             weight_P, cut_P = importance_weights(
@@ -136,7 +139,7 @@ class PolicyObjective:
                 settings.importance_cap,
                 settings.importance_floor,
             )
-            weight_P = torch.where(tokens.kept_P, weight_P, 0.0)  # a rejected weight may be infinite
+            weight_P = torch.where(tokens.kept_P, weight_P, 0.0)  # the weight of a masked token may be infinite
             loss_P = weight_P * loss_P  # OB-1
             mean |= {"importance_mean": weight_P, "importance_truncated": cut_P.float()}
         if settings.kl_coef > 0:
@@ -159,7 +162,7 @@ class PolicyObjective:
     def _tokens(
         self, logprobs_P: torch.Tensor, entropies_P: torch.Tensor, columns: Columns, policy_version: int
     ) -> tuple[Tokens, dict[str, torch.Tensor]]:
-        """The tokens as the loss sees them; and what to report of those that are left out."""
+        """The input of the loss, and the metrics of masked tokens."""
         sampler_P = self._column(columns, "sampler_logprobs")
         ages_P = policy_version - self._column(columns, "sampler_versions").long()
         tokens = Tokens(
@@ -182,7 +185,7 @@ class PolicyObjective:
         return tokens.without(masks["rejected"]), {name: mask_P.float() for name, mask_P in masks.items()}  # OB-2
 
     def _left_out(self, tokens: Tokens) -> dict[str, torch.Tensor]:
-        """The tokens that each rule leaves out."""
+        """The mask of each rule."""
         compared = {"proximal": tokens.proximal_logprobs_P, "current": tokens.logprobs_P.detach()}
         masks = {
             f"rejected_{rule.name}": rejected(
@@ -202,20 +205,15 @@ class PolicyObjective:
         return columns[key]
 
 
-def policy_loss(settings: LossSettings) -> PolicyObjective:
-    """The settings' objective; a ValueError if they can't work."""
-    return PolicyObjective(settings)
-
-
 def _distance(tokens: Tokens) -> dict[str, torch.Tensor]:
-    """How far the trainer is from the sampler, at each token."""
+    """Measures of the distance between trainer and sampler at each token."""
     current_P, sampler_P = tokens.logprobs_P.detach(), tokens.sampler_logprobs_P
     ratio_P = (current_P - sampler_P).exp()
     return {"ratio_mean": ratio_P, "ratio_square": ratio_P.square(), "sampler_kl": k3(sampler_P, current_P)}
 
 
 def finish(metrics: dict[str, float]) -> dict[str, float]:
-    """Turn means over the global batch into what is reported: spread and effective sample size need two of them."""
+    """The metrics to report, from means over the global batch."""
     reported = dict(metrics)
     square = reported.pop("ratio_square", None)
     if square:
@@ -223,3 +221,25 @@ def finish(metrics: dict[str, float]) -> dict[str, float]:
         reported["ratio_std"] = max(square - mean**2, 0.0) ** 0.5
         reported["effective_sample_size"] = mean**2 / square
     return reported
+
+
+def token_weights(
+    aggregation: Aggregation, documents_P: torch.Tensor, counted_P: torch.Tensor, constant_length: int | None
+) -> torch.Tensor:
+    """The factor of each token's value (f32); `counted_P` masks the tokens that count in a sequence's length."""
+    if aggregation == "sequence_mean":
+        return 1 / sequence_sum(counted_P.float(), documents_P).clamp(min=1)
+    if aggregation == "sequence_sum":
+        assert constant_length is not None, "settings without constant_length are refused"
+        return torch.full_like(documents_P, 1 / constant_length, dtype=torch.float32)
+    return torch.ones_like(documents_P, dtype=torch.float32)
+
+
+def batch_denominator(aggregation: Aggregation, trained_tokens: int, sequences: int) -> int:
+    """The divisor of a whole batch's weighted sum."""
+    return trained_tokens if aggregation == "token_mean" else sequences
+
+
+def counted(aggregation: Aggregation, documents_P: torch.Tensor, counted_P: torch.Tensor) -> torch.Tensor:
+    """These tokens' part of the denominator if only `counted_P`, and sequences with such a token, count."""
+    return counted_P.sum() if aggregation == "token_mean" else sequence_count(documents_P[counted_P])

@@ -1,53 +1,55 @@
 """The policy losses: one value a token, from the ratio current / proximal and the advantage. Pure.
 
-`docs/algorithms.md` has the formula and the reference of each. A loss knows nothing of sums, means, importance weights,
-rejections and KL terms: those are the same for all of them (`objective.py`). To add one, write a function of `Tokens`
-that returns `[P]` values (or a `LossOutput`, to report something too) and decorate it, or name it by its path.
+`docs/algorithms.md` has the formula and the reference of each. Aggregation, importance weights, rejections and KL terms
+are the same for all losses and are in `objective.py`. To add a loss, write a function of `Tokens` that returns `[P]`
+values (or a `LossOutput` with metrics) and decorate it, or name it by its path in the settings.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from goaly.losses.aggregation import Aggregation
 from goaly.losses.kl import BinaryDivergence, binary_divergence
-from goaly.losses.settings import Level
 from goaly.losses.tokens import LossOutput, Tokens
 from goaly.registry import AtLeastOne, NotNegative, Positive, Registry, Share
 
 PolicyLoss = Callable[..., torch.Tensor | LossOutput]
-"""Function of `Tokens`, with options after `*`."""
+"""A function of `Tokens`; its keyword-only parameters are its options."""
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
+Ratio = Literal["token", "sequence"]
 
 LOSSES: Registry[PolicyLoss] = Registry("loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nature:
-    """What a loss is like."""
+class LossTraits:
+    """Properties of a loss beside its formula."""
 
     aggregation: Aggregation = "token_mean"
-    """What it asks for unless the settings say otherwise."""
-    ratio: Level = "token"
-    """Whether it takes the ratio of each token, or one of its whole sequence."""
+    """Its default aggregation."""
+    ratio: Ratio = "token"
+    """Whether it uses a ratio for each token, or one for the whole sequence."""
     bounds_ratio: bool = False
-    """Whether all its options only bound the ratio, so that they have no effect where that is 1."""
+    """Whether its options only bound the ratio, and so have no effect while the ratio is 1."""
 
 
-_NATURES: dict[str, Nature] = {}
+_TRAITS: dict[str, LossTraits] = {}
 
 
 def loss(
-    name: str, *, aggregation: Aggregation = "token_mean", ratio: Level = "token"
+    name: str, *, aggregation: Aggregation = "token_mean", ratio: Ratio = "token"
 ) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Register a loss whose options only bound the ratio, with what else belongs to it."""
-    _NATURES[name] = Nature(aggregation=aggregation, ratio=ratio, bounds_ratio=True)
+    """Register a loss whose options only bound the ratio."""
+    _TRAITS[name] = LossTraits(aggregation=aggregation, ratio=ratio, bounds_ratio=True)
     return LOSSES.register(name)
 
 
-def nature(name: str) -> Nature:
-    """What the loss is like; of one that is named by its path nothing is known."""
-    return _NATURES.get(name, Nature())
+def traits(name: str) -> LossTraits:
+    """The traits of a loss; the defaults for one that is named by its path."""
+    return _TRAITS.get(name, LossTraits())
 
 
 @loss("ppo")
@@ -74,7 +76,7 @@ def grpo(tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 1.0)
 
 @loss("dr_grpo", aggregation="sequence_sum")
 def dr_grpo(tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> LossOutput:
-    """PPO's surrogate over a constant length; the advantage that belongs to it has no standard deviation."""
+    """PPO's surrogate over a constant length, for advantages without standard deviation (`group_mean`)."""
     return clipped(tokens.ratio_P, tokens.advantages_P, clip_low, clip_high)
 
 
@@ -127,9 +129,9 @@ def reinforce(tokens: Tokens) -> torch.Tensor:
 
 @loss("dppo")
 def dppo(tokens: Tokens, *, divergence: BinaryDivergence = "total_variation", threshold: Positive = 0.15) -> LossOutput:
-    """`-r A`, without the tokens whose probability is already further than the threshold in A's direction.
+    """`-r A`, masked where the probability has moved further than the threshold in A's direction.
 
-    The divergence is that of two outcomes, this token or another.
+    The divergence is that of two outcomes: this token or another.
     """
     ratio_P, advantages_P = tokens.ratio_P, tokens.advantages_P
     distance_P = binary_divergence(divergence, tokens.proximal_logprobs_P, tokens.logprobs_P.detach())
@@ -141,7 +143,7 @@ def dppo(tokens: Tokens, *, divergence: BinaryDivergence = "total_variation", th
 
 
 def clipped(ratio_P: torch.Tensor, advantages_P: torch.Tensor, clip_low: float, clip_high: float) -> LossOutput:
-    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, and how often each side of the clip stopped the gradient."""
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, and how often each side of the clip is active."""
     clipped_P = ratio_P.clamp(1 - clip_low, 1 + clip_high)
     mean = {
         "clip_fraction_low": ((advantages_P < 0) & (ratio_P < 1 - clip_low)).float(),

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from goaly.configuration.schema import KnownWords
 
-Level = Literal["token", "sequence"]
 Importance = Literal["token", "sequence", "geometric"]
 
 
@@ -95,11 +94,11 @@ class LossSettings(KnownWords):
     """Weight of the policy's entropy at each trained token, which is taken off the loss. Raise it from 0 (to 1e-3, say)
     when the entropy falls before rewards have risen."""
 
-    def bounds_nothing(self, optimizer_steps: int) -> bool:
+    def options_have_no_effect(self, optimizer_steps: int) -> bool:
         """Whether the loss's options are without effect in a batch of so many steps: its ratio is 1 in all of them."""
-        from goaly.losses.policy import nature  # imports torch, which `--help` can do without
+        from goaly.losses.policy import traits  # imports torch, which `--help` can do without
 
-        return self.proximal == "trainer" and optimizer_steps == 1 and nature(self.name).bounds_ratio
+        return self.proximal == "trainer" and optimizer_steps == 1 and traits(self.name).bounds_ratio
 
     def problems(self, prefix: str) -> list[str]:
         """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `loss.`."""
@@ -116,9 +115,9 @@ class LossSettings(KnownWords):
         return lines
 
     def _aggregation_problems(self, prefix: str) -> list[str]:
-        from goaly.losses.policy import nature
+        from goaly.losses.policy import traits
 
-        aggregation = self.aggregation or nature(self.name).aggregation
+        aggregation = self.aggregation or traits(self.name).aggregation
         if aggregation == "sequence_sum" and self.constant_length is None:
             return [f"{prefix}constant_length: is not set, the aggregation sequence_sum needs it"]
         if aggregation != "sequence_sum" and self.constant_length is not None:
@@ -128,10 +127,10 @@ class LossSettings(KnownWords):
         return []
 
     def _correction_problems(self, prefix: str) -> list[str]:
-        from goaly.losses.policy import nature
+        from goaly.losses.policy import traits
 
         lines = []
-        if self.importance == "token" and self.proximal != "sampler" and nature(self.name).ratio == "sequence":
+        if self.importance == "token" and self.proximal != "sampler" and traits(self.name).ratio == "sequence":
             lines.append(
                 f"{prefix}importance=token: must be sequence or geometric, because with "
                 f"{prefix}proximal={self.proximal} the weight goes with the ratio, and the loss {self.name} has one "

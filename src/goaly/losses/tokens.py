@@ -1,7 +1,8 @@
-"""What a policy loss sees: the trained tokens of a microbatch, and what is known about each of them.
+"""The input of a policy loss: the trained tokens of a microbatch, with sums over their sequences. Pure.
 
-P counts trained tokens, whatever row and sequence they stand in; every column is `[P]`. Sequences come whole: what a
-loss needs to know of a token's sequence it gets from `sequence_sum` and `sequence_mean`.
+P counts trained tokens over all rows and sequences; every column is `[P]`. A microbatch has whole sequences. The tokens
+of a sequence are adjacent and carry the same number (`documents_P`, ascending). Sums over sequences use
+`segment_reduce`, which adds the tokens of a sequence in order, so they do not depend on the packing.
 """
 
 from collections.abc import Mapping
@@ -9,30 +10,28 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from goaly.losses import segments
-
 Columns = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Trained tokens. `logprobs_P` and `entropies_P` have a gradient where the token is kept, the others have none."""
+    """Trained tokens. Only `logprobs_P` and `entropies_P` have a gradient, and only for kept tokens."""
 
     logprobs_P: torch.Tensor
     """The current policy's log-probability of each token."""
     entropies_P: torch.Tensor
-    """The current policy's entropy where it drew the token."""
+    """The current policy's entropy at each token."""
     proximal_logprobs_P: torch.Tensor
-    """That of the policy from which the step may not go far."""
+    """The proximal policy's log-probability."""
     sampler_logprobs_P: torch.Tensor
-    """That of the policy that drew the token."""
+    """The sampler's log-probability."""
     advantages_P: torch.Tensor
     ages_P: torch.Tensor
-    """Policy versions made since the weights that drew the token (i64)."""
+    """The age of each token in policy versions (i64)."""
     documents_P: torch.Tensor
-    """Number of the token's sequence within the microbatch, ascending (i64)."""
+    """The number of each token's sequence in the microbatch, ascending (i64)."""
     kept_P: torch.Tensor
-    """False where a correction leaves the token out: it has no gradient, and no part in what is said of a sequence."""
+    """False for tokens that a correction masks: they have no gradient and are left out of sequence sums."""
     columns: Columns
     """All of the batch's columns."""
 
@@ -42,7 +41,7 @@ class Tokens:
         return (self.logprobs_P - self.proximal_logprobs_P).exp()
 
     def without(self, left_out_P: torch.Tensor) -> "Tokens":
-        """The same tokens, of which these are left out."""
+        """The same tokens with these masked."""
         kept_P = self.kept_P & ~left_out_P
         return replace(
             self,
@@ -52,19 +51,43 @@ class Tokens:
         )
 
     def sequence_sum(self, values_P: torch.Tensor) -> torch.Tensor:
-        """For each token the sum of the values over the kept tokens of its sequence."""
-        return segments.sequence_sum(torch.where(self.kept_P, values_P, 0.0), self.documents_P)
+        """For each token the sum over the kept tokens of its sequence."""
+        return sequence_sum(torch.where(self.kept_P, values_P, 0.0), self.documents_P)
 
     def sequence_mean(self, values_P: torch.Tensor) -> torch.Tensor:
-        """For each token the mean of the values over the kept tokens of its sequence; 0 where none is kept."""
-        lengths_P = segments.sequence_sum(self.kept_P.to(values_P.dtype), self.documents_P)
+        """For each token the mean over the kept tokens of its sequence; 0 if none is kept."""
+        lengths_P = sequence_sum(self.kept_P.to(values_P.dtype), self.documents_P)
         return self.sequence_sum(values_P) / lengths_P.clamp(min=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """A loss's value for each token, and what to report: per-token values to average, or to take the top of."""
+    """The loss of each token, and metrics: per-token values to average or to take the maximum of."""
 
     loss_P: torch.Tensor
     mean: dict[str, torch.Tensor] = field(default_factory=dict)
     maximum: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def sequence_sum(values_P: torch.Tensor, documents_P: torch.Tensor) -> torch.Tensor:
+    """For each token the sum over its whole sequence; differentiable."""
+    if not len(values_P):
+        return values_P
+    lengths_D = torch.bincount(documents_P)
+    sums_D = torch.segment_reduce(values_P, "sum", lengths=lengths_D, initial=0.0, unsafe=True)
+    return sums_D[documents_P]
+
+
+def sequence_lengths(documents_P: torch.Tensor) -> torch.Tensor:
+    """For each token the number of trained tokens in its sequence."""
+    return torch.bincount(documents_P)[documents_P]
+
+
+def sequence_mean(values_P: torch.Tensor, documents_P: torch.Tensor) -> torch.Tensor:
+    """For each token the mean over the trained tokens of its sequence; differentiable."""
+    return sequence_sum(values_P, documents_P) / sequence_lengths(documents_P)
+
+
+def sequence_count(documents_P: torch.Tensor) -> torch.Tensor:
+    """How many sequences these tokens belong to."""
+    return (torch.bincount(documents_P) > 0).sum()

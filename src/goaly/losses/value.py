@@ -1,9 +1,9 @@
-"""What a critic minimizes: the squared distance of its values from the returns. Pure.
+"""The loss of the critic: the squared distance of its values from the returns. Pure.
 
     sum over trained tokens of  max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2   /   trained tokens
 
-`V_old` is the value that the token was annotated with, before the first of the batch's optimizer steps; without a clip
-the maximum is its first term.
+`V_old` is the value in the batch, computed before its first optimizer step; without a clip the maximum is its first
+term.
 """
 
 from collections.abc import Mapping
@@ -16,13 +16,14 @@ from goaly.losses.tokens import Columns
 
 
 class ValueLoss:
-    """Regression on the batch's `returns`, not further than `clip` away from its `values`; None never clips."""
+    """Regression on the batch's `returns`, clipped to a distance of `clip` from its `values`; None disables
+    clipping."""
 
     def __init__(self, clip: float | None = None):
         self._clip = clip
 
     def __call__(self, values_P: torch.Tensor, columns: Columns, steps_done: int) -> Contribution:
-        """These tokens' share."""
+        """The part of this microbatch."""
         old_P, returns_P = _column(columns, "values"), _column(columns, "returns")
         square_P = (values_P - returns_P).square()
         mean = moments(old_P, returns_P)
@@ -35,7 +36,7 @@ class ValueLoss:
 
 
 def moments(values_P: torch.Tensor, returns_P: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Per-token values whose means say how much of the returns' variance the values explain."""
+    """Per-token values whose means give the explained variance."""
     error_P = returns_P - values_P
     return {
         "value": values_P,
@@ -47,9 +48,9 @@ def moments(values_P: torch.Tensor, returns_P: torch.Tensor) -> dict[str, torch.
 
 
 def explained(means: Mapping[str, float]) -> dict[str, float]:
-    """What is reported, from the means of `moments` and others: 1 - Var(returns - values) / Var(returns).
+    """The metrics to report, with the explained variance 1 - Var(returns - values) / Var(returns).
 
-    Constant returns have nothing to explain: 0.
+    It is 0 for constant returns.
     """
     reported = dict(means)
     variance = reported.pop("return_square") - reported["return"] ** 2

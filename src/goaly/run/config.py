@@ -167,7 +167,7 @@ class RunConfig:
                 f"{prefix}advantages.overlong.limit={overlong.limit}: has no effect, a sequence has at most "
                 f"{self.max_context} tokens"
             )
-        if loss.problems("") or not loss.bounds_nothing(self.trainer.minibatches):
+        if loss.problems("") or not loss.options_have_no_effect(self.trainer.minibatches):
             return found
         return found + [
             f"{prefix}loss.options.{option}={value}: has no effect, with {prefix}loss.proximal=trainer and "

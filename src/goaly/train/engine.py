@@ -216,7 +216,7 @@ class TrainEngine(ModelEngine):
     def train_step(self, packed: PackedRows, objective: Objective) -> dict[str, float]:
         """Take an optimizer step for each part of a batch; the metrics of the global batch."""
         first, *others = packed.split()
-        if objective.looks_back:
+        if objective.needs_proximal:
             for part in others:
                 part.rows[PROXIMAL] = self.logprobs(part.rows)  # TE-6: no step of this batch is done yet
         parts = [first, *others]

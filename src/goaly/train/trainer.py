@@ -56,9 +56,9 @@ class PolicyTrainer(Actor):
     async def start(self) -> int:
         """Build and load the model; its policy version."""
         await self._thread.build(self._settings, self._make_engine)
-        from goaly.losses.objective import policy_loss
+        from goaly.losses.objective import PolicyObjective
 
-        self._objective = policy_loss(self._loss_settings)
+        self._objective = PolicyObjective(self._loss_settings)
         if self._store is not None:
             from goaly.weights.publisher import Publisher
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.losses.aggregation import counted, denominator, token_weights
-from goaly.losses.segments import sequence_count, sequence_lengths, sequence_mean, sequence_sum
+from goaly.losses.objective import batch_denominator, counted, token_weights
+from goaly.losses.tokens import sequence_count, sequence_lengths, sequence_mean, sequence_sum
 from tests.unit.losses.tokens_by_hand import documents
 
 close = torch.testing.assert_close
@@ -19,7 +19,7 @@ def aggregated(kind, values: torch.Tensor, lengths: list[int], kept: torch.Tenso
     total = (token_weights(kind, documents_P, counted_P, 8) * values * counted_P).sum()
     if kept is not None:
         return float(total / counted(kind, documents_P, counted_P))
-    return float(total / denominator(kind, len(values), len(lengths)))
+    return float(total / batch_denominator(kind, len(values), len(lengths)))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_any_split_of_the_sequences_adds_up_to_the_whole(kind, lengths: list[int
     values = torch.randn(sum(lengths), generator=generator)
     whole = aggregated(kind, values, lengths)
     parts = zip(lengths, values.split(lengths), strict=True)
-    bottom = denominator(kind, sum(lengths), len(lengths))  # AG-1: of the batch, never of a part
+    bottom = batch_denominator(kind, sum(lengths), len(lengths))  # AG-1: of the batch, never of a part
     apart = sum(
         float((token_weights(kind, documents([n]), torch.ones(n, dtype=torch.bool), 8) * part).sum()) / bottom
         for n, part in parts

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.losses.corrections import importance_weights, rejected, too_old
+from goaly.losses.corrections import importance_weights, proximal_logprobs, rejected, too_old
 from goaly.losses.kl import K3_BOUND, binary_divergence, divergence, k1, k2, k3
-from goaly.losses.proximal import proximal_logprobs
 from goaly.losses.settings import Rejection
 from tests.unit.losses.tokens_by_hand import documents
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from goaly.errors import SchemaError
-from goaly.losses.objective import Likelihood, finish, policy_loss
+from goaly.losses.objective import Likelihood, PolicyObjective, finish
 from goaly.losses.policy import LOSSES
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.losses.tokens import Tokens
@@ -54,12 +54,12 @@ def test_after_a_batchs_first_step_the_proximal_policy_is_that_of_before_it():
     # A = -1: -1.5 * 2 * -1 = 3, and so is the gradient
     batch = columns([2], [1.0, -1.0], proximal_logprobs=[math.log(2 * SAMPLED)] * 2)
     settings = LossSettings(name="ppo", proximal="trainer", importance_cap=None)
-    assert policy_loss(settings).looks_back
+    assert PolicyObjective(settings).needs_proximal
     part, gradient = objective(settings, [3.0, 3.0], batch)
     assert part.total.item() == pytest.approx(-2.4 + 3.0)
     close(gradient, torch.tensor([0.0, 3.0]))
     close(part.mean["importance_mean"], torch.tensor([2.0, 2.0]))
-    assert not any(policy_loss(LossSettings(proximal=other)).looks_back for other in ("sampler", "interpolated"))
+    assert not any(PolicyObjective(LossSettings(proximal=other)).needs_proximal for other in ("sampler", "interpolated"))
 
 
 @pytest.mark.parametrize("name", ["reinforce", "grpo"])
@@ -208,7 +208,7 @@ def test_a_token_that_is_left_out_has_no_gradient_and_no_part_in_the_loss_of_oth
     def found(*of_outside: float) -> tuple[float, torch.Tensor]:
         drawn = torch.tensor([1.0, of_outside[0], of_outside[1], 0.9, 1.1, of_outside[2]]) * SAMPLED
         logprobs, entropies = drawn.log().requires_grad_(), (1 - drawn).requires_grad_()
-        part = policy_loss(settings)(logprobs, entropies, batch, 5)
+        part = PolicyObjective(settings)(logprobs, entropies, batch, 5)
         assert part.mean["rejected"].tolist() == outside.tolist()
         by_logprob, by_entropy = torch.autograd.grad(part.total, (logprobs, entropies))
         assert by_entropy[outside].tolist() == [0, 0, 0]  # OB-2
@@ -231,7 +231,7 @@ def test_an_infinite_weight_of_a_rejected_sequence_leaves_the_others_as_they_are
     )
     batch = columns([2, 1], [1.0, 1.0, 1.0]) | {"sampler_logprobs": torch.tensor([-101.0, -101.0, -1.0])}
     logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    part = policy_loss(settings)(logprobs, torch.zeros(3), batch, 0)
+    part = PolicyObjective(settings)(logprobs, torch.zeros(3), batch, 0)
     (gradient,) = torch.autograd.grad(part.total, logprobs)
     assert gradient.tolist() == [0, 0, -1]
     assert part.mean["importance_mean"].tolist() == [0, 0, 1]
@@ -255,11 +255,11 @@ def test_the_entropy_is_taken_off_the_loss_and_reported():
     logprobs = torch.tensor([math.log(SAMPLED)] * 2, requires_grad=True)
     entropies = torch.tensor([0.5, 2.0], requires_grad=True)
     batch = columns([2], [1.0, 1.0])
-    part = policy_loss(LossSettings(entropy_coef=0.1))(logprobs, entropies, batch, 0)
+    part = PolicyObjective(LossSettings(entropy_coef=0.1))(logprobs, entropies, batch, 0)
     assert part.total.item() == pytest.approx(-2.0 - 0.1 * 2.5)
     assert part.mean["entropy"].tolist() == [0.5, 2.0]
     close(torch.autograd.grad(part.total, entropies)[0], torch.tensor([-0.1, -0.1]))
-    without = policy_loss(LossSettings())(logprobs, entropies, batch, 0)
+    without = PolicyObjective(LossSettings())(logprobs, entropies, batch, 0)
     assert without.mean["entropy"].tolist() == [0.5, 2.0]
     assert torch.autograd.grad(without.total, entropies, allow_unused=True) == (None,)  # costs nothing
 
@@ -267,7 +267,7 @@ def test_the_entropy_is_taken_off_the_loss_and_reported():
 def test_the_entropy_is_not_importance_weighted():
     batch = columns([1], [1.0])
     entropies = torch.tensor([1.0], requires_grad=True)
-    part = policy_loss(LossSettings(name="reinforce", proximal="trainer", entropy_coef=0.1))(
+    part = PolicyObjective(LossSettings(name="reinforce", proximal="trainer", entropy_coef=0.1))(
         torch.tensor([math.log(1.5 * SAMPLED)], requires_grad=True), entropies, batch, 0
     )
     assert part.total.item() == pytest.approx(-1.5 - 0.1)
@@ -348,9 +348,9 @@ def test_a_sequence_counted_after_rejection_is_as_long_as_what_is_kept_of_it():
 
 def test_the_denominator_is_the_batchs_trained_tokens_or_sequences():
     packed = PackedRows(rows=None, batch_trained_tokens=7, batch_sequences=3)  # type: ignore[arg-type]
-    assert policy_loss(LossSettings()).denominator(packed) == Likelihood().denominator(packed) == 7
-    assert policy_loss(LossSettings(name="gspo")).denominator(packed) == 3
-    assert policy_loss(LossSettings(name="dr_grpo", constant_length=5)).denominator(packed) == 3
+    assert PolicyObjective(LossSettings()).denominator(packed) == Likelihood().denominator(packed) == 7
+    assert PolicyObjective(LossSettings(name="gspo")).denominator(packed) == 3
+    assert PolicyObjective(LossSettings(name="dr_grpo", constant_length=5)).denominator(packed) == 3
 
 
 def test_likelihood_is_the_negative_log_likelihood():
@@ -459,7 +459,7 @@ def test_a_missing_column_is_named_with_what_the_batch_holds():
 def test_settings_that_can_not_work_or_have_no_effect_are_refused(settings: LossSettings, problem: str):
     assert settings.problems("loss.") == [f"loss.{problem}"]
     with pytest.raises(ValueError, match="loss"):
-        policy_loss(settings)
+        PolicyObjective(settings)
 
 
 def test_a_rejection_needs_bounds_in_order():

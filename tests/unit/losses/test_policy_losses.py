@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.losses.policy import LOSSES, nature
+from goaly.losses.policy import LOSSES, traits
 from tests.unit.losses.tokens_by_hand import SAMPLED, evaluated, tokens
 
 close = torch.testing.assert_close
@@ -120,7 +120,7 @@ def test_gspo_token_has_the_sequences_ratio_and_each_tokens_own_advantage():
 
 
 def test_sapo_and_gspo_are_means_over_sequences_as_in_their_papers():
-    assert {name for name in LOSSES.names if nature(name).aggregation == "sequence_mean"} == {
+    assert {name for name in LOSSES.names if traits(name).aggregation == "sequence_mean"} == {
         "gspo",
         "gspo_token",
         "sapo",
@@ -222,17 +222,17 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str):
     ],
 )
 def test_no_option_of_a_registered_loss_has_an_effect_where_the_ratio_is_one(name: str, options: dict[str, object]):
-    assert nature(name).bounds_ratio
+    assert traits(name).bounds_ratio
     assert options.keys() == inspect.signature(LOSSES.find(name)).parameters.keys() - {"tokens"}
     _, gradient = evaluated(name, tokens([1.0, 1.0], [1.5, -0.5], lengths=[1, 1]), **options)
     close(gradient, torch.tensor([-1.5, 0.5]))
 
 
 @pytest.mark.parametrize("name", LOSSES.names)
-def test_the_ratio_of_a_loss_is_the_tokens_or_the_sequences_as_its_nature_says(name: str):
+def test_the_ratio_of_a_loss_is_the_tokens_or_the_sequences_as_its_traits_say(name: str):
     _, (alone, *_) = evaluated(name, tokens([1.0002, 1.0], [1.0, 1.0]))
     _, (among, *_) = evaluated(name, tokens([1.0002, 1.0004], [1.0, 1.0]))
-    assert torch.equal(alone, among) is (nature(name).ratio == "token")
+    assert torch.equal(alone, among) is (traits(name).ratio == "token")
 
 
 @pytest.mark.parametrize("name", LOSSES.names)

@@ -6,7 +6,7 @@ from math import log
 
 import torch
 
-from goaly.losses.objective import Contribution, policy_loss
+from goaly.losses.objective import Contribution, PolicyObjective
 from goaly.losses.policy import LOSSES
 from goaly.losses.settings import LossSettings
 from goaly.losses.tokens import LossOutput, Tokens
@@ -64,6 +64,6 @@ def objective(
 ) -> tuple[Contribution, torch.Tensor]:
     """The settings' contribution of tokens with these ratios current / sampler, and its gradient by each log-prob."""
     logprobs_P = torch.tensor([log(SAMPLED * ratio) for ratio in ratios], requires_grad=True)
-    part = policy_loss(settings)(logprobs_P, torch.zeros(len(ratios)), batch, policy_version)
+    part = PolicyObjective(settings)(logprobs_P, torch.zeros(len(ratios)), batch, policy_version)
     (gradient,) = torch.autograd.grad(part.total, logprobs_P)
     return part, gradient

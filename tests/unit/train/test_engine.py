@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from goaly.errors import ConfigError
-from goaly.losses.objective import policy_loss
+from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings
 from goaly.train.engine import TrainEngine
@@ -41,7 +41,7 @@ def engine(tiny_model_folder: Path):
 def gradients(
     engine: TrainEngine, packed: PackedRows, microbatch_rows: int, loss: LossSettings = LOSS
 ) -> dict[str, torch.Tensor]:
-    objective = policy_loss(loss)
+    objective = PolicyObjective(loss)
     engine.forward_backward(split_rows(packed.rows, microbatch_rows), objective, objective.denominator(packed))
     found = {name: parameter.grad for name, parameter in engine._model.named_parameters()}
     engine._optimizer._optimizers.zero_grad()
@@ -67,7 +67,7 @@ def test_counting_what_is_kept_divides_gradient_and_loss_by_that_count(engine):
     made, packed = engine(), pack(documents(8), rows=4, row_length=128)
     found = {}
     for count in ("before", "after"):
-        objective = policy_loss(LossSettings(rejections=(REJECTION,), denominator=count))
+        objective = PolicyObjective(LossSettings(rejections=(REJECTION,), denominator=count))
         metrics = made.forward_backward(split_rows(packed.rows, 1), objective, objective.denominator(packed))
         found[count] = metrics, {name: parameter.grad for name, parameter in made._model.named_parameters()}
         made._optimizer._optimizers.zero_grad()
@@ -90,7 +90,7 @@ def test_leaving_out_truncated_answers_is_as_if_they_were_not_there_where_they_d
 def test_a_batch_of_which_nothing_is_kept_has_no_gradient(engine):
     made, packed = engine(), pack(documents(4), rows=2, row_length=128)
     nothing = Rejection(measure="ratio", level="token", high=1e-30, policy="current")
-    metrics = made.train_step(packed, policy_loss(LossSettings(rejections=(nothing,), denominator="after")))
+    metrics = made.train_step(packed, PolicyObjective(LossSettings(rejections=(nothing,), denominator="after")))
     assert (metrics["rejected"], metrics["loss"], metrics["grad_norm"]) == (1, 0, 0)
 
 
@@ -109,7 +109,7 @@ def test_the_metrics_are_means_over_the_trained_tokens(engine):
     logprobs = made.logprobs(rows)
     trained = rows["trained"]
     ratio = (logprobs - rows["sampler_logprobs"])[trained].exp()
-    metrics = made.train_step(packed, policy_loss(LOSS))
+    metrics = made.train_step(packed, PolicyObjective(LOSS))
     assert metrics["ratio_mean"] == pytest.approx(ratio.mean().item(), rel=1e-4)
     assert metrics["ratio_max"] == pytest.approx(ratio.max().item(), rel=1e-4)
     assert metrics["effective_sample_size"] == pytest.approx(
@@ -123,7 +123,7 @@ def test_the_entropy_is_reported_and_its_bonus_raises_it(engine):
     packed.rows["advantages"].zero_()
     found = {}
     for coefficient in (0.0, 1.0):
-        made, objective = engine(), policy_loss(LossSettings(name="reinforce", entropy_coef=coefficient))
+        made, objective = engine(), PolicyObjective(LossSettings(name="reinforce", entropy_coef=coefficient))
         found[coefficient] = [made.train_step(packed, objective)["entropy"] for _ in range(4)]
     still, raised = found[0.0], found[1.0]
     assert still == [pytest.approx(still[0])] * 4
@@ -136,7 +136,7 @@ def test_the_same_inputs_give_bit_identical_parameters_and_resuming_continues_th
     settings = dataclasses.replace(SETTINGS, schedule=ScheduleSettings(warmup_steps=2, decay="cosine", total_steps=6))
     batches = [pack(documents(4, seed=seed), rows=2, row_length=128) for seed in range(4)]
     one, other, resumed = engine(settings), engine(settings), engine(settings)
-    loss = policy_loss(LOSS)
+    loss = PolicyObjective(LOSS)
     for batch in batches[:2]:
         one.train_step(batch, loss)
         other.train_step(batch, loss)
@@ -155,9 +155,9 @@ def test_a_value_that_is_not_finite_raises_with_its_name_and_changes_no_paramete
     before = {name: tensor.clone() for name, tensor in made.named_tensors().items()}
     packed.rows["advantages"][packed.rows["trained"].nonzero(as_tuple=True)] = float("nan")
     with pytest.raises(FloatingPointError, match="train loss is nan at policy version 0"):
-        made.train_step(packed, policy_loss(LOSS))
+        made.train_step(packed, PolicyObjective(LOSS))
     packed.rows["advantages"].fill_(1.0)
-    made.forward_backward([packed.rows], policy_loss(LOSS), packed.batch_trained_tokens)
+    made.forward_backward([packed.rows], PolicyObjective(LOSS), packed.batch_trained_tokens)
     next(made._model.parameters()).grad[0, 0] = float("inf")
     with pytest.raises(FloatingPointError, match="train grad_norm is inf"):
         made.optimizer_step()
@@ -169,7 +169,7 @@ def test_gradients_are_clipped_to_the_norm(engine):
     steps = {}
     for limit in (None, 1e-3):
         made = engine(dataclasses.replace(SETTINGS, max_grad_norm=limit))
-        made.forward_backward([packed.rows], policy_loss(LOSS), packed.batch_trained_tokens)
+        made.forward_backward([packed.rows], PolicyObjective(LOSS), packed.batch_trained_tokens)
         norm = made._optimizer.clip()
         clipped = torch.stack([p.grad.norm() for p in made._model.parameters()]).norm().item()
         steps[limit] = norm, clipped
@@ -199,7 +199,7 @@ def test_what_can_not_work_is_refused_with_its_key(engine):
     with pytest.raises(ConfigError, match=r"fsdp=2 \* tp=1 must be the number of ranks, 1"):
         engine(TrainerSettings(fsdp=2))
     with pytest.raises(ValueError, match="denominator=0"):
-        engine().forward_backward([], policy_loss(LOSS), 0)
+        engine().forward_backward([], PolicyObjective(LOSS), 0)
     assert TrainerSettings(tp=2, compile=True, temperature=0, schedule=ScheduleSettings(decay="linear")).problems(
         "trainer."
     ) == [

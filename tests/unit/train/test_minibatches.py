@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from goaly.losses.objective import PROXIMAL, policy_loss
+from goaly.losses.objective import PROXIMAL, PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.losses.tokens import Tokens
 from goaly.models.settings import ModelSettings
@@ -61,7 +61,7 @@ def assert_equal(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor])
 
 def test_a_batch_in_one_part_is_one_step_to_the_last_bit(engine):
     trained, by_hand = engine(), engine()
-    objective = policy_loss(DECOUPLED)
+    objective = PolicyObjective(DECOUPLED)
     whole = batch()
     assert whole.split() == [whole]
     metrics = trained.train_step(whole, objective)
@@ -73,7 +73,7 @@ def test_a_batch_in_one_part_is_one_step_to_the_last_bit(engine):
 @pytest.mark.parametrize("loss", [LossSettings(kl_coef=0.05), LossSettings(aggregation="sequence_mean")])
 def test_two_parts_are_two_steps_each_over_its_own_tokens_and_sequences(engine, loss: LossSettings):
     trained, by_hand = engine(), engine()
-    objective, whole = policy_loss(loss), in_two(batch())
+    objective, whole = PolicyObjective(loss), in_two(batch())
     metrics = trained.train_step(whole, objective)
     steps = []
     for rows, sequences in ((whole.rows[:2], 4), (whole.rows[2:], 2)):
@@ -91,7 +91,7 @@ def test_two_parts_are_two_steps_each_over_its_own_tokens_and_sequences(engine, 
 
 
 def test_version_and_rate_go_on_with_the_batch_not_with_its_steps(engine):
-    made, objective = engine(), policy_loss(LossSettings())
+    made, objective = engine(), PolicyObjective(LossSettings())
     rates = []
     for seed in range(3):
         rates.append(made.train_step(in_two(batch(seed)), objective)["lr"])
@@ -103,7 +103,7 @@ def test_the_proximal_policy_of_every_part_is_that_of_before_the_batch(engine):
     made, whole = engine(), in_two(batch())
     before = made.logprobs(whole.rows)[2:]
     seen.clear()
-    made.train_step(whole, policy_loss(LossSettings(name=f"{__name__}:watched", proximal="trainer")))
+    made.train_step(whole, PolicyObjective(LossSettings(name=f"{__name__}:watched", proximal="trainer")))
     first, others = seen[:2], seen[2:]
     assert len(others) == 1
     assert all((tokens.ratio_P == 1).all() for tokens in first)
@@ -118,14 +118,14 @@ def test_each_of_many_parts_has_the_proximal_policy_of_before_the_batch(engine):
     before = made.logprobs(whole.rows)
     seen.clear()
     settings = LossSettings(name=f"{__name__}:watched", proximal="trainer")
-    made.train_step(dataclasses.replace(whole, parts=parts), policy_loss(settings))
+    made.train_step(dataclasses.replace(whole, parts=parts), PolicyObjective(settings))
     assert len(seen) == 3
     for row, tokens in enumerate(seen):
         assert torch.equal(tokens.proximal_logprobs_P, before[row][whole.rows["trained"][row]])  # TE-6
 
 
 def test_ages_are_counted_from_the_version_that_trains(engine):
-    made, objective = engine(), policy_loss(LossSettings(name=f"{__name__}:watched"))
+    made, objective = engine(), PolicyObjective(LossSettings(name=f"{__name__}:watched"))
     for version in range(3):
         seen.clear()
         made.train_step(in_two(batch()), objective)  # drawn by version 0
@@ -135,13 +135,13 @@ def test_ages_are_counted_from_the_version_that_trains(engine):
 def test_only_a_loss_that_looks_back_pays_for_it(engine, monkeypatch: pytest.MonkeyPatch):
     made = engine()
     monkeypatch.setattr(made, "logprobs", lambda rows: pytest.fail("a forward pass that nothing asked for"))
-    made.train_step(in_two(batch()), policy_loss(LossSettings()))
-    made.train_step(batch(), policy_loss(DECOUPLED))
+    made.train_step(in_two(batch()), PolicyObjective(LossSettings()))
+    made.train_step(batch(), PolicyObjective(DECOUPLED))
 
 
 def test_a_later_part_that_is_not_finite_raises_and_its_step_changes_nothing(engine):
     made, alone, whole = engine(), engine(), in_two(batch())
-    objective = policy_loss(LossSettings())
+    objective = PolicyObjective(LossSettings())
     alone.train_step(whole.split()[0], objective)
     whole.rows["advantages"][2:] = float("nan")
     with pytest.raises(FloatingPointError, match="train loss is nan at policy version 0"):

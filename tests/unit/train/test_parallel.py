@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from goaly.losses.objective import policy_loss
+from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings
 from goaly.run.meeting import lasting_port
@@ -57,7 +57,7 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
             batch.rows["trained"][1::2] = False
             rows = batch.rows[engine.dp_rank :: settings.fsdp]
         engine._optimizer._optimizers.zero_grad()
-        objective = policy_loss(loss)
+        objective = PolicyObjective(loss)
         found = engine.forward_backward(
             split_rows(rows, settings.microbatch_rows), objective, objective.denominator(batch)
         )
@@ -94,7 +94,7 @@ def in_parts(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     engine = TrainEngine(ModelSettings(path=str(folder)), dataclasses.replace(settings, optimizer=SMALL_STEPS))
     batch = pack(documents(10), rows=ROWS, row_length=160)
     share = in_two(batch, engine.dp_rank, settings.fsdp)
-    return engine.train_step(share, policy_loss(LossSettings(name="ppo", proximal="trainer")))
+    return engine.train_step(share, PolicyObjective(LossSettings(name="ppo", proximal="trainer")))
 
 
 def rewritten(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
