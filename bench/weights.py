@@ -7,9 +7,9 @@ With `--gb` the weights are matrices of one shape in float32, with `--model` a k
 
 Trainer ranks and reader ranks are processes of their own, over a real store. Each update, in turns: all trainer ranks
 stage (`stage`), then copy the same bytes within their memory (`memcpy`); all readers pull, then copy theirs; all
-readers apply, in both modes. Then one update as in a run, readers following the staging bucket by bucket:
-`announced_to_applied` is from the start of the staging to the last reader's apply, `committed_to_applied` from its end.
-All are medians.
+readers apply, in both modes. Then one update as in a run, whose readers wait for the version: `publish_to_applied` is
+from the start of the staging to the last reader's apply, `committed_to_applied` from the end of the staging. All are
+medians.
 
 With `--transport rdma` the readers count as being on another host, and pull over Monarch's RDMABuffer, TCP where there
 is no such hardware; in turns with it the same bytes are read with RDMABuffer alone and over a plain socket.
@@ -101,7 +101,7 @@ class Bench:
         at = time.monotonic() + LEAD_SECONDS
         ends = [end for _, end in (await self._trainer.publish.call(version, at)).values()]
         applied = max(end for values in await following for end in values.values())
-        return {"announced_to_applied": applied - at, "committed_to_applied": applied - max(ends)}
+        return {"publish_to_applied": applied - at, "committed_to_applied": applied - max(ends)}
 
     async def beside_rdmabuffer(self, count: int) -> float:
         """In turns: a pull, the same bytes with RDMABuffer alone, and over a socket; the bytes that a reader gets."""

@@ -103,7 +103,7 @@ class Rank(Actor):
     @concurrent_endpoint
     async def follow(self) -> float:
         """All of it, as a generator does; when it ended."""
-        self._version = await self._subscriber.newest(self._version, early=True)
+        self._version = await self._subscriber.newest(self._version)
         assert await self._subscriber.prefetch(self._version)
         self._subscriber.apply()
         return time.monotonic()

@@ -73,7 +73,7 @@ async def within(awaitable: Any, seconds: float = 20) -> Any:
 async def test_a_reader_is_woken_by_the_commit_and_gets_that_version() -> None:
     settings = WeightSettings()
     store = new_store(settings)
-    trainer, reader = Trainer(store, settings), Reader(store, "early")
+    trainer, reader = Trainer(store, settings), Reader(store, "waiting")
     waiting = asyncio.create_task(reader.subscriber.newest())
     assert await within(trainer.publish(0))
     assert await within(waiting) == 0
@@ -115,7 +115,7 @@ async def test_a_killed_readers_lease_is_free_at_once(other_process: subprocess.
     trainer, reader = Trainer(store, settings), Reader(store, "alive")
     doomed = (await store.join_reader.call_one("doomed", process(other_process.pid))).number
     await within(trainer.publish(0))
-    assert (await within(store.lease_newer.call_one(doomed, 1, -1, False))).version == 0
+    assert (await within(store.lease_newer.call_one(doomed, 1, -1))).version == 0
     await within(trainer.publish(1))
     assert await within(reader.subscriber.newest(0)) == 1  # it waits for nobody, though both slots are leased now
     state: StoreState = await store.state.call_one()

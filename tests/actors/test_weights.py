@@ -128,11 +128,11 @@ class Rank(Actor):
         return self.values()
 
     @concurrent_endpoint
-    async def follow(self, last: int, pulls_each: int, early: bool = False) -> tuple[int, int]:
+    async def follow(self, last: int, pulls_each: int) -> tuple[int, int]:
         """Pull every version that can be had, some more than once, up to the last; (pulls, torn pulls)."""
         version, pulls, torn = -1, 0, 0
         while version < last:
-            version = await self.subscriber.newest(version, early=early)
+            version = await self.subscriber.newest(version)
             for _ in range(1 + version % pulls_each):
                 assert await self.subscriber.prefetch(version), "what `newest` returned is held"
                 self.subscriber.apply()
@@ -250,15 +250,15 @@ async def test_no_pull_is_torn_while_the_trainer_runs_ahead_of_slow_and_fast_rea
     assert min(fast_pulls, slow_pulls) >= 20
 
 
-async def test_readers_follow_a_staging_bucket_by_bucket_and_see_whole_versions(ranks, transport: str) -> None:
+async def test_readers_see_whole_versions_of_many_buckets_while_the_trainer_publishes(ranks, transport: str) -> None:
     versions = 10 if transport == "torchstore" else 40  # two calls of it for each bucket
     settings = WeightSettings(bucket_mib=0.1, transport=transport, apply="flip" if transport == "shm" else "copy")
     trainer, generator = await joined(ranks, "fsdp", "tp", shapes=LARGE, settings=settings)
     one, two = (generator.slice(procs=number) for number in (0, 1))
     _, *read = await asyncio.gather(
         trainer.publish_tagged.call(versions),
-        one.follow.call_one(versions - 1, 1, True),
-        two.follow.call_one(versions - 1, 3, True),
+        one.follow.call_one(versions - 1, 1),
+        two.follow.call_one(versions - 1, 3),
     )
     assert [torn for _, torn in read] == [0, 0]
     assert min(pulls for pulls, _ in read) >= 2

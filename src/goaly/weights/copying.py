@@ -1,8 +1,8 @@
 """Copies of many tensors at once, off the event loop, without holding the interpreter's lock.
 
 Invariants
-    WC-1  `run` returns or raises only once no thread copies any more, also when its caller is cancelled: whoever frees
-          the memory next can't meet a late write. Nor does a GPU: a copy that it makes is over, too.
+    WC-1  `run` returns or raises only once no thread and no GPU copies any more, also when its caller is cancelled: the
+          memory can be freed then without a late write into it.
 """
 
 import asyncio
@@ -22,25 +22,23 @@ class Copier:
     """Threads that copy tensors, for one caller at a time."""
 
     def __init__(self, threads: int, device: torch.device | None = None):
-        """`device` is the GPU that has some of the tensors, if any has."""
+        """`device` is the GPU that holds some of the tensors, if any."""
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weights", initializer=_use, initargs=(device,))
 
-    async def run(self, work: Callable[[], Result], *, stop: Callable[[], None] | None = None) -> Result:
-        """Do the work in a thread; a cancelled caller asks it to `stop`, and still waits for its end (WC-1)."""
-        context = contextvars.copy_context()  # Monarch's calls need the actor's
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Do the work in a thread; a cancelled caller still waits for its end (WC-1)."""
+        context = contextvars.copy_context()  # Monarch's calls need the actor's context
         done = asyncio.get_running_loop().run_in_executor(self._pool, lambda: context.run(work))
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
-            if stop is not None:
-                stop()
             while not done.done():
                 try:
                     await asyncio.wait({done})  # ends with the memory copy
                 except asyncio.CancelledError:
                     continue
-            done.exception()  # looked at: the cancellation is what the caller sees
+            done.exception()  # retrieve it: the caller sees the cancellation instead
             raise
 
     def copy(self, pairs: Sequence[Pair]) -> None:
@@ -61,20 +59,20 @@ class Copier:
 
 
 def gpu_of(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
-    """The GPU that has some of them, if any has."""
+    """The GPU that holds some of them, if any."""
     return next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
 
 
 def _use(device: torch.device | None) -> None:
-    """A thread begins with the first GPU, whichever its process uses."""
+    """Select this GPU: a new thread begins with the first one."""
     if device is not None:
         torch.cuda.set_device(device)
 
 
 def _copied(pairs: Sequence[Pair]) -> None:
-    """One call for all: the interpreter's lock is given up once, not per tensor.
+    """Copy all pairs in one call, which releases the interpreter's lock once instead of once per tensor.
 
-    From a GPU, targets have to be contiguous: what it copies is there only at the end.
+    Targets of a GPU's copies must be contiguous, because the copy ends only after this call.
     """
     if pairs:
         device = next((tensor.device for pair in pairs for tensor in pair if tensor.is_cuda), None)
@@ -86,7 +84,7 @@ def _copied(pairs: Sequence[Pair]) -> None:
 
 @contextmanager
 def _beside(device: torch.device | None) -> Iterator[None]:
-    """Copies of this block run beside a GPU's other work, after its default stream's; they are over at the end."""
+    """Run the block's copies in a stream of their own, after the default stream's work; wait for them at the end."""
     if device is None:
         yield
         return

@@ -1,22 +1,21 @@
-"""The version protocol: what is staged, what may be read, who holds what. Pure bookkeeping, no waiting, no I/O.
+"""The version protocol: which versions are staged, committed and leased. Pure bookkeeping, no waiting, no I/O.
 
     stage (each writer rank) -> commit (with the last rank) -> lease -> release -> the slot may be written again
 
-A method that can't do its work yet returns None, and can once another call has changed the ledger.
+A method returns None if it can't do its work yet; it can once another call has changed the ledger.
 
 Invariants
-    WV-1  A version can be leased only from its commit on, and it is committed once every writer rank has staged it. A
-          reader that asks for early versions may hold one from its announcement on; it is told if that is abandoned.
-    WV-2  The slot of a leased version is not written, but by those who stage that version.
-    WV-3  Nobody waits for a reader. A writer that finds every slot leased revokes the leases of the oldest version,
-          never those of the newest; whoever held them finds by the seals that its copy is void.
+    WV-1  A version is committed once every writer rank has staged it, and can be leased only from then on.
+    WV-2  The slot of a leased version is not written.
+    WV-3  No writer waits for a reader. A writer that finds every slot leased revokes the leases of the oldest version,
+          never those of the newest; the seals show their holders that their copies are void.
     WV-4  Committed versions go up. A reader holds at most one lease.
-    WV-5  The newest version is the last to be written over without a lease: only while readers hold all the others. If
-          what was to take its place is abandoned, the newest that is left is what readers get.
-    WV-6  All ranks stage a version in the same slot. A slot that was reserved for the next version holds none.
-    WV-7  A version that one rank gives up is spent for all: ranks that come to it later are told, and can go on to the
-          next.
-    WV-8  A reader that waits for a newer version holds it from the commit on: no writer comes in between.
+    WV-5  The newest version is overwritten last: only while readers hold all the others. If the version that overwrites
+          it is abandoned, readers get the newest that is left.
+    WV-6  All ranks stage a version in the same slot. A slot that is reserved for the next version holds none.
+    WV-7  If one rank abandons a version, every rank skips it: a rank that comes to it later gets an error and can go on
+          to the next.
+    WV-8  A reader that waits for a newer version holds it from the commit on: no writer can overwrite it in between.
 """
 
 from dataclasses import dataclass, field
@@ -30,20 +29,17 @@ class Lease:
 
     version: int
     slot: int
-    whole: bool
-    """Whether it is committed, or still being staged."""
     reader: int
-    """Whose it is."""
+    """The number of the reader that holds it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Staging:
-    """A version under way: its slot, which ranks have staged their shards, and whether readers may begin on it."""
+    """The version that is being staged: its slot, and the ranks that have staged their shards."""
 
     version: int
     slot: int
     staged: set[int] = field(default_factory=set)
-    early: bool = False
 
 
 class VersionLedger:
@@ -55,20 +51,17 @@ class VersionLedger:
         self.writers = writers
         self.newest: int | None = None
         self.ended: str | None = None
-        """Why no version can begin any more, if so."""
+        """Why no version can begin any more, or None while one can."""
         self._slots: list[int | None] = [None] * slots
         self._staging: _Staging | None = None
         self._reserved: int | None = None
         self._leases: dict[int, int] = {}
         self._waiting: dict[int, int] = {}
-        """Readers that wait for a commit, and the version above which they want one."""
+        """Readers that wait for a commit, with the version that it must be above."""
         self._abandoned: tuple[int, str] | None = None
 
-    def begin(self, rank: int, version: int, *, early: bool = False) -> int | None:
-        """The slot in which this rank stages the version; None while another version is being staged.
-
-        `early` announces it to the readers that want to begin before the commit.
-        """
+    def begin(self, rank: int, version: int) -> int | None:
+        """The slot in which this rank stages the version; None while the version before it is being staged."""
         staging = self._staging
         if staging is None or version != staging.version:
             self._check_new(version)
@@ -79,19 +72,18 @@ class VersionLedger:
             if slot is None:
                 slot = self._revoked_slot()
             self._slots[slot] = None
-            self._staging = _Staging(version=version, slot=slot, early=early)
+            self._staging = _Staging(version=version, slot=slot)
             return slot
         if version == staging.version:
             if rank in staging.staged:
                 raise WeightsError(f"rank {rank} has already staged version {version}")
-            staging.early |= early
             return staging.slot
         if rank not in staging.staged or version < staging.version:
             raise WeightsError(f"rank {rank} stages version {version} while the others stage {staging.version}")
         return None
 
     def reserve(self, rank: int) -> int | None:
-        """The slot of this rank's next version, whichever that will be; None if that can't be said yet."""
+        """The slot of this rank's next version, whichever that will be; None if it is not known yet."""
         if self._staging is not None and rank not in self._staging.staged:
             return self._staging.slot
         if self._reserved is None:
@@ -101,9 +93,9 @@ class VersionLedger:
         return self._reserved
 
     def staged(self, rank: int, version: int, slot: int) -> bool | None:
-        """Note that the rank's shards are in place; True if that was the last rank and the version is committed.
+        """Record that the rank's shards are in place; True if it was the last rank and the version is committed.
 
-        None while the version before it is being staged: the rank was quicker than the others.
+        None while the version before it is being staged, because this rank was faster than the others.
         """
         staging = self._staging
         if staging is None or staging.version != version:
@@ -127,7 +119,7 @@ class VersionLedger:
         return True
 
     def abandon(self, version: int, why: str) -> None:
-        """Forget a version that can't be completed. A committed version stays."""
+        """Skip a version that can't be completed. A committed version stays."""
         if self.newest is not None and version <= self.newest:
             return
         self._abandoned = max(self._abandoned or (version, why), (version, why))
@@ -135,38 +127,33 @@ class VersionLedger:
         if staging is not None and staging.version == version:
             self._staging = None
             if self._reserved is None:
-                self._reserved = staging.slot  # who was told that slot before goes on with it
-            for reader in [reader for reader, held in self._leases.items() if held == version]:
-                self.release(reader)
+                self._reserved = staging.slot  # ranks that were given this slot before keep it
 
     def leave(self, rank: int, why: str) -> None:
-        """The rank stages nothing from now on: only what it has staged can still be committed."""
+        """The rank stages nothing from now on: only a version that it has already staged can still be committed."""
         self.ended = self.ended or why
         if self._staging is not None and rank not in self._staging.staged:
             self.abandon(self._staging.version, why)
 
     def end(self, why: str) -> None:
-        """Nothing is staged from now on, and what is being staged is forgotten."""
+        """Stage nothing from now on, and abandon the version that is being staged."""
         self.ended = self.ended or why
         if self._staging is not None:
             self.abandon(self._staging.version, why)
 
     def lease(self, reader: int, version: int) -> bool:
         """Hold the version for the reader, in place of what it held or waited for. False if it is gone."""
-        if not self._announced(version):
-            if self.newest is None or version > self.newest:
-                raise WeightsError(f"version {version} is not committed; the newest is {self.newest}")
-            if version not in self._slots:
-                return False
+        if self.newest is None or version > self.newest:  # WV-1
+            raise WeightsError(f"version {version} is not committed; the newest is {self.newest}")
+        if version not in self._slots:
+            return False
         self.release(reader)
         self._leases[reader] = version
         return True
 
-    def lease_newer(self, reader: int, after: int, *, early: bool = False) -> int | None:
-        """Hold the newest version there is, if it is above `after`; None if the reader must wait for a commit."""
+    def lease_newer(self, reader: int, after: int) -> int | None:
+        """Hold the newest version for the reader, if it is above `after`; None if it must wait for a commit."""
         version = max(self.versions, default=None)  # WV-5
-        if early and self._staging is not None and self._staging.early:
-            version = self._staging.version
         if version is None or version <= after:
             self._waiting[reader] = after
             return None
@@ -178,27 +165,22 @@ class VersionLedger:
         self._leases.pop(reader, None)
         self._waiting.pop(reader, None)
 
-    def whole(self, version: int) -> bool | None:
-        """Whether the version is there; None while it is being staged, False once it is gone or abandoned."""
-        return None if self.staging == version else version in self._slots
-
     def may_come(self, after: int) -> bool:
-        """Whether a version above `after` is there or under way."""
+        """Whether a version above `after` is in memory or being staged."""
         return any(version is not None and version > after for version in (*self._slots, self.staging))
 
     def slot_of(self, version: int) -> int:
-        """Where a version lies, or is being staged."""
-        staging = self._staging
-        return staging.slot if staging is not None and staging.version == version else self._slots.index(version)
+        """Where a committed version lies."""
+        return self._slots.index(version)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The committed versions that are still there, oldest first."""
+        """The committed versions that are still in memory, oldest first."""
         return tuple(sorted(version for version in self._slots if version is not None))
 
     @property
     def leased(self) -> dict[int, int]:
-        """What each reader holds."""
+        """The version that each reader holds."""
         return dict(self._leases)
 
     @property
@@ -214,9 +196,6 @@ class VersionLedger:
         if why is not None:
             raise WeightsError(f"version {version} can't be staged any more: {why}")  # WV-7
 
-    def _announced(self, version: int) -> bool:
-        return self._staging is not None and self._staging.early and self._staging.version == version
-
     def _free_slot(self, *, keep_newest: bool = False) -> int | None:
         """An empty slot, or else that of the oldest version without a lease (WV-2, WV-5), or None."""
         kept = set(self._leases.values())
@@ -230,7 +209,7 @@ class VersionLedger:
         return min(free, key=lambda slot: -1 if self._slots[slot] is None else self._slots[slot], default=None)
 
     def _revoked_slot(self) -> int:
-        """The slot of the oldest version, which nobody holds any more (WV-3)."""
+        """The slot of the oldest version, after revoking its leases (WV-3)."""
         oldest = self.versions[0]
         for reader in [reader for reader, held in self._leases.items() if held == oldest]:
             self.release(reader)

@@ -1,13 +1,10 @@
-"""A trainer rank's way to publish: copy its share of the weights into its ring, and tell the store.
+"""The trainer rank's side: copy its share of the weights into its slots, and report that to the store.
 
     publisher = Publisher(store, engine.named_tensors(), settings, rank=rank, world=world)
     await publisher.publish(policy_version)
 
-All ranks publish the same versions in the same order; a version is there for readers once the last rank is done. Each
-rank waits for the copy only, never for a reader.
-
-A publish waits for one answer of the store, which commits it and says where the next one goes. What is larger than a
-bucket is announced besides when its staging begins: readers fetch each bucket as soon as it is sealed.
+All ranks publish the same versions in the same order. The last rank's report commits the version for readers. A publish
+waits for the rank's own copy and for one call of the store, never for a reader.
 
 Invariants
     WB-1  `publish` returns once the rank's shards are copied: the tensors may change from then on.
@@ -32,7 +29,7 @@ from goaly.weights.member import Member, SharedTask
 from goaly.weights.placement import layout_of, local
 from goaly.weights.settings import WeightSettings
 from goaly.weights.shared_memory import Ring
-from goaly.weights.store import Membership, Staged, WeightStore
+from goaly.weights.store import JoinedWriter, Staged, WeightStore
 from goaly.weights.transport import SlotWriter, slot_writer
 
 if TYPE_CHECKING:
@@ -55,9 +52,9 @@ class Publisher(Member):
     ):
         """`tensors` are what this rank holds, DTensors or plain; they are read at each publish and keep their layout.
 
-        What several ranks hold is staged by one of them. Without a `transfer_dtype` in the settings every tensor keeps
-        its own. Rank and world default to RANK and WORLD_SIZE of the environment. Where readers know the tensors by
-        other names, `naming` says how (`mapping.py`). `host` overrides the host that the process counts as.
+        A tensor that several ranks hold is staged by one of them. Without a `transfer_dtype` in the settings every
+        tensor keeps its own. Rank and world default to RANK and WORLD_SIZE of the environment. Where readers know the
+        tensors by other names, `naming` says how (`mapping.py`). `host` overrides the host that the process counts as.
         """
         super().__init__(store, settings or WeightSettings(), gpu_of(tensors), host)
         self._rank = int(os.environ.get("RANK", 0)) if rank is None else rank
@@ -74,16 +71,13 @@ class Publisher(Member):
         async with self._one_at_a_time:
             slots = await self._join()
             slot, self._next_slot = self._next_slot, None
-            early = sum(shard.bytes for shard in slots.layout) > self._settings.bucket_bytes
             try:
                 if slot is None:
-                    slot = await self._store.begin.call_one(self._rank, version, early)  # the others' last
+                    slot = await self._store.begin.call_one(self._rank, version)  # the other ranks' `staged`
                     assert slot is not None
-                elif early:
-                    self._store.announce.broadcast(self._rank, version)
                 staged_in = slot
                 await self._copier.run(lambda: self._stage(slots, staged_in, version))
-                staged: Staged = await self._store.staged.call_one(self._rank, version, slot)  # the others' last
+                staged: Staged = await self._store.staged.call_one(self._rank, version, slot)  # the other ranks' last
             except BaseException as error:
                 self._store.abandon.broadcast(self._rank, version, repr(error))  # WB-2
                 raise
@@ -91,7 +85,7 @@ class Publisher(Member):
             return staged.committed
 
     async def close(self) -> None:
-        """Leave the store, for all ranks' versions to come, and let no further reader in."""
+        """Leave the store and accept no further reader. No rank can publish a new version after this."""
         await self._join.end(cancel=True)  # it may wait for ranks that never come
         self._background.end()
         if self._slots is not None:
@@ -103,50 +97,48 @@ class Publisher(Member):
         self._copier.close()
 
     async def _joined(self) -> SlotWriter:
-        """Enter the store with this rank's slots."""
+        """Join the store; this rank's slots."""
         dtype = None if self._settings.transfer_dtype is None else getattr(torch, self._settings.transfer_dtype)
         layout = in_dtype(renamed(layout_of(self._tensors), self._naming), dtype)
-        membership: Membership = await self._store.join_writer.call_one(
+        joined: JoinedWriter = await self._store.join_writer.call_one(
             self._rank, self._world, layout, self._process
         )  # unblocked by the other ranks' first publish
-        pieces, buckets = cut(membership.layout, self._settings.bucket_bytes, membership.needs)
+        pieces, buckets = cut(joined.layout, self._settings.bucket_bytes, joined.needs)
 
         def create() -> SlotWriter:
             if self._slots is None:  # kept by this object also if the caller is cancelled: `close` frees it
-                transport, gpu = self._settings.transport, self._gpu
-                self._slots = slot_writer(transport, pieces, buckets, membership.slots, gpu)
+                self._slots = slot_writer(self._settings.transport, pieces, buckets, joined.slots, self._gpu)
             return self._slots
 
         slots = await self._copier.run(create)
         await self._store.offer.call_one(self._rank, slots.source(self._process.host))
         if isinstance(slots, Ring):
             self._background.start(self._offer_remotely(slots))
-        if membership.pulse:
+        if joined.pulse:
             self._background.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(writer=self._rank))
         return slots
 
     async def _offer_remotely(self, ring: Ring) -> None:
-        """Once a reader needs it: register the ring with Monarch's RDMA."""
+        """Register the ring with Monarch's RDMA once a reader needs that."""
         await self._store.wanted_remotely.call_one(self._rank)  # the first reader on another host
         from goaly.weights.rdma import RemoteSlots
 
         try:
             self._remote = await asyncio.to_thread(RemoteSlots.of, ring)
             await self._store.offer.call_one(self._rank, ring.source(self._process.host, self._remote))
-        except Exception as error:  # the readers that wait for the offer get the error; this rank's own host has others
-            await self._store.no_offer.call_one(self._rank, cause_of(error))
+        except Exception as error:  # the readers that wait for the offer get the error; readers on this host go on
+            await self._store.offer_failed.call_one(self._rank, cause_of(error))
             raise
 
     def _stage(self, slots: SlotWriter, slot: int, version: int) -> None:
         with span("stage", version=version, rank=self._rank) as staging:
             held = {name: local(tensor) for name, tensor in self._tensors.items()}
             views = slots.views(slot)
-            slots.unseal(slot)
+            slots.unseal(slot)  # WG-1
             for number, bucket in enumerate(slots.buckets):
                 pairs: list[Pair] = []
                 for index in bucket:
-                    shard = slots.layout[index]
-                    pairs.append((views[index], view(held, shard)))
+                    pairs.append((views[index], view(held, slots.layout[index])))
                 self._copier.copy(pairs)
                 slots.seal(slot, number, version)
             staging.note(bytes=sum(shard.bytes for shard in slots.layout))

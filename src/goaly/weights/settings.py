@@ -17,36 +17,36 @@ class WeightSettings(KnownWords):
     """How published weights are kept and moved."""
 
     slots: int = 3
-    """How many versions the trainer's ring holds; its memory is slots x the size of the weights. With 3, readers may
-    hold two different versions while the trainer writes the next. The trainer never waits for a reader: if readers hold
-    all slots, the oldest version's lose theirs and copy a newer one. Raise it if readers take longer than slots - 1
-    publishes for a copy."""
+    """How many versions the trainer's ranks keep in memory, which takes slots x the size of the weights. With 3,
+    readers may hold two different versions while the trainer writes the next. The trainer never waits for a reader: if
+    readers hold all slots, those of the oldest version lose their lease and copy a newer one. Raise it if readers take
+    longer than slots - 1 publishes for a copy."""
 
     transfer_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Floating-point type that weights are cast to when they are published: float32, bfloat16 or float16; null is
-    `model.dtype`, which generators and a refreshed reference compute in, so they lose nothing. Set float32 for readers
-    that need the trainer's float32 parameters of a bfloat16 model as they are, at twice the bytes."""
+    `model.dtype`, in which generators and a refreshed reference compute, so that nothing is lost. Set float32 for
+    readers that need the exact float32 parameters of a bfloat16 model, at twice the bytes."""
 
     copy_threads: int = 1
-    """Copies that run at a time when a rank publishes or pulls, each with as many threads as torch uses there."""
+    """Parallel copies when a rank publishes or pulls, each with as many threads as torch uses in that process."""
 
     bucket_mib: float = 8.0
-    """Weights are staged and fetched in buckets of about this size, in MiB: readers take each one as soon as it is
-    there. What fits one bucket is not announced before it is whole."""
+    """Size in MiB of the buckets in which weights are staged, sealed and sent over the network. Raise it where each
+    transfer is costly, as with TorchStore; readers on other hosts need 4 buckets of memory for each trainer rank."""
 
     transport: Literal["auto", "shm", "rdma", "direct", "torchstore"] = "auto"
-    """How readers reach the trainer's ring: "auto" maps it on the same host and reads it over RDMA (or TCP, where
-    there is no such hardware) from others; "shm" and "rdma" allow only the one or the other. "direct" keeps the
-    versions in the trainer's GPUs, from where the readers' GPUs read them over RDMA, past both hosts' memory.
-    "torchstore" keeps them in TorchStore, for sites that run it; the package has to be installed."""
+    """How readers reach the trainer's versions. "auto" maps them on the same host and reads them over RDMA (or TCP,
+    where there is no such hardware) from others; "shm" and "rdma" allow only one of the two. "direct" keeps the
+    versions in the trainer's GPUs, from which the readers' GPUs read them over RDMA without passing through host
+    memory. "torchstore" keeps them in TorchStore, for sites that run it; the package must be installed."""
 
     apply: Literal["copy", "flip"] = "copy"
-    """How a generator puts fetched weights in place between two decode steps: "copy" copies them into its parameters,
-    "flip" makes the fetched memory the parameters', about a microsecond for each of them. Both need the weights' memory
-    twice. Recorded CUDA graphs don't see a flip."""
+    """How a generator puts fetched weights in place between two decode steps: "copy" copies them into its parameters;
+    "flip" makes the parameters use the fetched memory, which takes about a microsecond for each parameter. Both need
+    the weights' memory twice. Recorded CUDA graphs don't see a flip."""
 
     def of_model(self, dtype: str) -> "WeightSettings":
-        """The settings where a model that computes in `dtype` is published."""
+        """The settings with `dtype`, in which the model computes, as the default of `transfer_dtype`."""
         return replace(self, transfer_dtype=self.transfer_dtype or dtype)
 
     @property
@@ -55,7 +55,7 @@ class WeightSettings(KnownWords):
         return int(self.bucket_mib * MIB)
 
     def problems(self, prefix: str) -> list[str]:
-        """What can't work, a line each."""
+        """The settings that can't work, a line each."""
         found = []
         if self.slots < 2:
             found.append(f"{prefix}slots={self.slots}: must be at least 2, one to read and one to write")

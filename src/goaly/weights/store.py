@@ -1,19 +1,18 @@
-"""The weight store: one actor that knows which version lies where, who may read it, and who waits for the next.
+"""The weight store: one actor that knows where each version lies, who may read it, and who waits for the next.
 
-It holds no weights: those lie in the writers' memory (`ring.py`), and readers copy them from there. The protocol is
-`ledger.py`'s; here are the waits, and the news that a process died, which gives back what it held.
+It holds no weights: those lie in the writers' memory (`transport.py`), and readers copy them from there. `ledger.py`
+has the protocol. This module adds the waiting, and the watch over members' processes, whose leases it frees.
 
 Invariants
-    WS-1  Whatever a reader's process held is free again once it has ended, however it ended.
-    WS-2  A version whose writer died before it was staged by all ranks is never seen; the other ranks get an error.
-    WS-3  A call that its caller gave up holds nothing: a reader's newer request supersedes it, and the version that a
-          rank withdrew is spent (WV-7).
+    WS-1  A reader's leases are free again once its process has ended, however it ended.
+    WS-2  A version whose writer died before all ranks had staged it is never seen; the other ranks get an error.
+    WS-3  A cancelled call holds nothing: a reader's newer request supersedes it, and every rank skips the version that
+          one rank withdrew (WV-7).
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,40 +33,41 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """What a writer rank is told when all have joined: what it stages, in how many slots."""
+class JoinedWriter:
+    """The store's answer to a writer rank, once all ranks have joined."""
 
     layout: Layout
+    """The shards that this rank stages."""
     needs: tuple[Needs, ...]
-    """What its readers of whole buckets need, as far as they have said so."""
+    """The needs of the known readers that fetch whole buckets."""
     slots: int
     pulse: bool
-    """Whether the store can't watch the process, and must be told that it is alive."""
+    """Whether the process must send pulses, because the store can't watch it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """What a reader is told when it joins."""
+class JoinedReader:
+    """The store's answer to a reader that joins."""
 
     number: int
-    """What it is known by."""
+    """The reader's number in later calls."""
     pulse: bool
-    """Whether the store can't watch the process, and must be told that it is alive."""
+    """Whether the process must send pulses, because the store can't watch it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """What a writer rank is told when its shards are in place."""
+    """The store's answer to a writer rank that has staged its shards."""
 
     committed: bool
-    """Whether it was the last rank, and readers can have the version now."""
+    """Whether it was the last rank, so that readers can have the version now."""
     next_slot: int | None
-    """Where the next version is to be staged, if that can be said already: there is no need to ask then."""
+    """The slot of the next version, if it is known already; the rank then need not ask for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """That no newer version will come, and why."""
+class StoreClosed:
+    """No newer version will come; `why` says what ended it."""
 
     why: str
 
@@ -81,11 +81,11 @@ class StoreState:
     versions: tuple[int, ...]
     """The committed versions that are still in memory."""
     leased: dict[str, int]
-    """What each reader holds."""
+    """The version that each reader holds."""
     readers: int
-    """How many readers have joined and live."""
+    """How many readers have joined and are alive."""
     bytes: int
-    """Memory of all writers' rings: it bounds what versions take, however slow a reader is."""
+    """Memory of all writers' slots. It doesn't grow, however slow a reader is."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class _Writer:
     source: Source | None = None
     wanted_remotely: bool = False
     unreachable: str | None = None
-    """Why processes on other hosts can't reach it, if so."""
+    """Why processes on other hosts can't reach it, or None if they can."""
 
 
 class WeightStore(Actor):
@@ -127,8 +127,8 @@ class WeightStore(Actor):
     # Writers
 
     @concurrent_endpoint
-    async def join_writer(self, rank: int, world: int, layout: Layout, process: ProcessMark) -> Membership:
-        """Enter a trainer rank; returns once all have joined, with the rank's share of what it holds."""
+    async def join_writer(self, rank: int, world: int, layout: Layout, process: ProcessMark) -> JoinedWriter:
+        """Add a trainer rank; returns once all have joined, with the share of its shards that it stages."""
         if self._ledger is None:
             self._ledger = VersionLedger(writers=world, slots=self._slots)
         if not 0 <= rank < world or world != self._ledger.writers:
@@ -142,8 +142,8 @@ class WeightStore(Actor):
         await self._until(lambda: len(self._writers) == world or None)  # the other ranks' joins, or a rank's death
         if not self._shared:
             self._shared = share([self._writers[other].layout for other in range(world)])
-            self._needs = [self._needed_of(self._writers[other].process.host) for other in range(world)]
-        return Membership(
+            self._needs = [self._needs_at(self._writers[other].process.host) for other in range(world)]
+        return JoinedWriter(
             layout=self._shared[rank],
             needs=self._needs[rank],
             slots=self._slots,
@@ -152,58 +152,50 @@ class WeightStore(Actor):
 
     @concurrent_endpoint
     async def offer(self, rank: int, source: Source) -> None:
-        """Tell the readers where this rank's shards will lie."""
+        """Tell the readers where this rank's slots are."""
         self._writers[rank].source = source
         await self._wake()
 
     @concurrent_endpoint
-    async def no_offer(self, rank: int, why: str) -> None:
-        """Tell the readers on other hosts that this rank's shards can't be reached from there."""
+    async def offer_failed(self, rank: int, why: str) -> None:
+        """Tell the readers on other hosts that they can't reach this rank's slots."""
         self._writers[rank].unreachable = f"writer rank {rank} can't be reached from other hosts: {why}"
         await self._wake()
 
     @concurrent_endpoint
     async def wanted_remotely(self, rank: int) -> None:
-        """Returns once a reader must reach this rank's shards over the network: `offer` them so."""
+        """Return once a reader needs this rank's slots over the network; the rank then offers them so."""
         writer = self._writers[rank]
         await self._until(lambda: writer.wanted_remotely or None, for_writer=False)  # the first such reader
 
     @concurrent_endpoint
-    async def begin(self, rank: int, version: int, early: bool) -> int:
-        """The slot to stage this version in; waits until the version before it is committed.
-
-        `early` wakes readers that want to follow the staging bucket by bucket.
-        """
-        return await self._begun(rank, version, early)
-
-    @concurrent_endpoint
-    async def announce(self, rank: int, version: int) -> None:
-        """As `begin` with `early`, for a rank that knows the slot; what is wrong, its `staged` will be told."""
-        with suppress(WeightsError):
-            await self._begun(rank, version, early=True)
+    async def begin(self, rank: int, version: int) -> int:
+        """The slot to stage this version in; waits until the version before it is committed."""
+        ledger = self._require_ledger()
+        return await self._until(lambda: ledger.begin(rank, version))  # the slower ranks' `staged`, or a rank's death
 
     @concurrent_endpoint
     async def staged(self, rank: int, version: int, slot: int) -> Staged:
-        """This rank's shards are in place. The last rank's call commits the version and wakes the readers."""
+        """Record that this rank's shards are in place. The last rank's call commits the version and wakes readers."""
         ledger = self._require_ledger()
 
-        def noted() -> Staged | None:
+        def recorded() -> Staged | None:
             committed = ledger.staged(rank, version, slot)
             return None if committed is None else Staged(committed=committed, next_slot=ledger.reserve(rank))
 
-        staged = await self._until(noted)  # the slower ranks' `staged`, or a rank's death
+        staged = await self._until(recorded)  # the slower ranks' `staged`, or a rank's death
         await self._wake()
         return staged
 
     @concurrent_endpoint
     async def abandon(self, rank: int, version: int, why: str) -> None:
-        """This rank can't stage the version: no one will see it, unless it is committed already."""
+        """Skip a version that this rank can't stage, unless it is committed already."""
         self._require_ledger().abandon(version, f"rank {rank} gave it up: {why}")
         await self._wake()
 
     @concurrent_endpoint
     async def leave_writer(self, rank: int) -> None:
-        """The rank publishes no more, so no rank can: only what it has staged can still be committed."""
+        """The rank publishes no more, so no rank can; a version that it has already staged can still be committed."""
         self._writers[rank].watch.close()
         self._require_ledger().leave(rank, f"writer rank {rank} has left")
         await self._wake()
@@ -213,19 +205,19 @@ class WeightStore(Actor):
     @concurrent_endpoint
     async def join_reader(
         self, name: str, process: ProcessMark, transport: str = "auto", needs: Needs | None = None
-    ) -> Joined:
-        """Enter a reader; writers that have not joined by then all cut their buckets to its needs."""
+    ) -> JoinedReader:
+        """Add a reader. If not all writers have joined yet, they will cut their buckets to its needs."""
         self._joined += 1
         reader = self._joined
         watching = watch(process, lambda: self._reader_ended(reader))
         self._readers[reader] = _Reader(
             name=name, process=process, watch=watching, transport=transport, needs=needs or {}
         )
-        return Joined(number=reader, pulse=process.host != this_host())
+        return JoinedReader(number=reader, pulse=process.host != this_host())
 
     @concurrent_endpoint
     async def sources(self, host: str, transport: str) -> tuple[Source, ...]:
-        """Where each writer rank's shards lie; waits until all writers have said so, to readers on this host."""
+        """Where each writer rank's slots are, for a reader on this host; waits until all writers have offered them."""
 
         def offered() -> tuple[Source, ...] | None:
             if self._ledger is None or len(self._writers) < self._ledger.writers:
@@ -249,31 +241,22 @@ class WeightStore(Actor):
         return await self._until(offered, for_writer=False)  # the writers' first publish, and their offer
 
     @concurrent_endpoint
-    async def lease_newer(self, reader: int, request: int, after: int, early: bool) -> Lease | Ended:
-        """Wait for a version above `after` and hold it for the reader; releases what it held before.
-
-        With `early`, that may be one that is still being staged.
-        """
+    async def lease_newer(self, reader: int, request: int, after: int) -> Lease | StoreClosed:
+        """Wait for a version above `after` and hold it for the reader; first releases what it held before."""
         self._supersede(reader, request)
         await self._wake()
 
-        def granted() -> Lease | Ended | None:
+        def granted() -> Lease | StoreClosed | None:
             self._check_current(reader, request)
             ledger = self._ledger
             if ledger is None:
                 return None
-            version = ledger.lease_newer(reader, after, early=early)
+            version = ledger.lease_newer(reader, after)
             if version is not None:
                 return _lease(ledger, reader, version)
-            return None if ledger.ended is None or ledger.may_come(after) else Ended(why=ledger.ended)
+            return None if ledger.ended is None or ledger.may_come(after) else StoreClosed(why=ledger.ended)
 
         return await self._until(granted, for_writer=False)  # a commit
-
-    @concurrent_endpoint
-    async def whole(self, version: int) -> bool:
-        """Wait until a version that is being staged is committed; False if it was given up."""
-        ledger = self._require_ledger()
-        return await self._until(lambda: ledger.whole(version), for_writer=False)  # `staged`, `abandon`, a death
 
     @concurrent_endpoint
     async def lease(self, reader: int, request: int, version: int) -> Lease | None:
@@ -292,21 +275,21 @@ class WeightStore(Actor):
 
     @concurrent_endpoint
     async def release(self, reader: int, request: int) -> None:
-        """The reader holds nothing, and waits for nothing that it asked for before."""
+        """Free what the reader holds, and end the requests that it made before."""
         if reader in self._readers:
             self._supersede(reader, request)
             await self._wake()
 
     @concurrent_endpoint
     async def leave_reader(self, reader: int) -> None:
-        """The reader is gone for good."""
+        """Remove the reader."""
         if reader in self._readers:
             self._forget(reader)
             await self._wake()
 
     @concurrent_endpoint
     async def pulse(self, *, writer: int | None = None, reader: int | None = None) -> None:
-        """A process on another host says that it is alive."""
+        """A process on another host reports that it is alive."""
         member = self._writers.get(writer) if writer is not None else self._readers.get(reader or 0)
         if member is not None:
             member.watch.beat()
@@ -326,17 +309,8 @@ class WeightStore(Actor):
 
     # Waiting, and the ends of processes
 
-    async def _begun(self, rank: int, version: int, early: bool) -> int:
-        ledger = self._require_ledger()
-        slot = await self._until(
-            lambda: ledger.begin(rank, version, early=early)
-        )  # the slower ranks' `staged`, or a rank's death
-        if early:
-            await self._wake()
-        return slot
-
     async def _until(self, ready: Callable[[], Answer | None], *, for_writer: bool = True) -> Answer:
-        """What `ready` answers, asked again after every change until it is not None."""
+        """The answer of `ready`, which is called again after every change until it is not None."""
         async with self._changed:
             while True:
                 if for_writer and self._writer_lost is not None:
@@ -351,7 +325,7 @@ class WeightStore(Actor):
             self._changed.notify_all()
 
     def _wake_soon(self) -> None:
-        task = vital_task(self._wake(), "weight store: wake who waits")
+        task = vital_task(self._wake(), "weight store: wake waiting calls")
         self._waking.add(task)
         task.add_done_callback(self._waking.discard)
 
@@ -369,8 +343,8 @@ class WeightStore(Actor):
         self._require_ledger().end(self._writer_lost)  # WS-2
         self._wake_soon()
 
-    def _needed_of(self, host: str) -> tuple[Needs, ...]:
-        """What those readers need that read whole buckets from this host."""
+    def _needs_at(self, host: str) -> tuple[Needs, ...]:
+        """The needs of the readers that fetch whole buckets from this host."""
         readers = self._readers.values()
         return distinct(one.needs for one in readers if reads_whole_buckets(one.transport, one.process.host, host))
 
@@ -380,7 +354,7 @@ class WeightStore(Actor):
             self._ledger.release(reader)
 
     def _supersede(self, reader: int, request: int) -> None:
-        """The reader's earlier requests and lease are void; a request that is itself late voids nothing (WS-3)."""
+        """Void the reader's earlier requests and its lease; a request that is itself late voids nothing (WS-3)."""
         known = self._known(reader)
         if request >= known.request:
             known.request = request
@@ -403,5 +377,4 @@ class WeightStore(Actor):
 
 
 def _lease(ledger: VersionLedger, reader: int, version: int) -> Lease:
-    slot, whole = ledger.slot_of(version), ledger.whole(version) is True
-    return Lease(version=version, slot=slot, whole=whole, reader=reader)
+    return Lease(version=version, slot=ledger.slot_of(version), reader=reader)

@@ -1,18 +1,18 @@
-"""A reader's way to new weights: wait for a version, copy the rectangles it needs, then put them in place.
+"""The reader's side: wait for a version, copy the rectangles that it needs, then put them in place.
 
     version = await subscriber.newest(after=version)     # waits; the version is held until the next `newest`
     if await subscriber.prefetch(version):                # fills spare memory while the engine goes on
         subscriber.apply()                                # the engine's thread, between two steps
 
-The ranks of a tensor-parallel replica follow their rank 0: it alone asks for `newest`, and lends its lease to the
-others' `prefetch`, which ask the store nothing. Each of them tells the store beforehand what it needs (`join`).
+In a tensor-parallel replica only rank 0 asks for `newest`; it lends its lease to the other ranks' `prefetch`, which
+then make no call of the store. Each rank tells the store which rectangles it needs before that (`join`).
 
 Invariants
-    WU-1  `apply` puts in place one whole version: what `prefetch` copied under one lease, bucket by bucket, each of
-          them sealed with the version before and after, and the version committed. A lease that was revoked meanwhile
-          matters only if the writer has begun in its place: then a seal differs, and the copy is discarded.
+    WU-1  `apply` puts one whole version in place: one that `prefetch` copied under one lease, with every bucket still
+          sealed with that version after the copy. If the lease was revoked and a writer has begun to overwrite the
+          slot, a seal differs and the copy is discarded.
     WU-2  A cancelled or failed `prefetch` holds nothing and leaves nothing to apply.
-    WU-3  What was prefetched is applied once: `apply` wants another `prefetch` before it.
+    WU-3  A prefetched version is applied once: the next `apply` needs another `prefetch`.
 """
 
 import asyncio
@@ -25,7 +25,6 @@ import torch
 
 from goaly.errors import WeightsError, WritersGone
 from goaly.telemetry.spans import span
-from goaly.weights.arrival import Arrival
 from goaly.weights.copying import Pair, gpu_of
 from goaly.weights.destination import Destination
 from goaly.weights.layout import Copy, plan, region
@@ -34,21 +33,10 @@ from goaly.weights.liveness import PULSE_SECONDS
 from goaly.weights.mapping import Naming
 from goaly.weights.member import Member, SharedTask
 from goaly.weights.settings import WeightSettings
-from goaly.weights.store import Ended, Joined, WeightStore
+from goaly.weights.store import JoinedReader, StoreClosed, WeightStore
 from goaly.weights.transport import SlotReader, Source, slot_reader
 
-SEAL_SECONDS = 0.001
-"""How long a reader that follows a staging waits before it looks for further sealed buckets."""
-
 BucketPairs = dict[int, list[Pair]]
-
-
-class _WrittenOver(Exception):
-    """A writer has begun another version in the slot that is being copied."""
-
-    def __init__(self, rank: int):
-        super().__init__(rank)
-        self.rank = rank
 
 
 class Subscriber(Member):
@@ -88,46 +76,44 @@ class Subscriber(Member):
 
     @property
     def held(self) -> Lease | None:
-        """What `newest` took, which other ranks of the replica can borrow until it is asked again."""
+        """The lease that `newest` took. Other ranks of the replica can borrow it until the next `newest`."""
         return self._held
 
     async def join(self) -> None:
-        """Enter the store. Who has done so before the first publish gets no more than it needs from other hosts.
+        """Join the store. A reader that joins before the first publish fetches only what it needs from other hosts.
 
-        The other calls do so, too; a rank that borrows leases need not, but for that.
+        The other calls join, too, unless the lease is borrowed.
         """
         async with self._one_at_a_time:
             await self._join()
 
-    async def newest(self, after: int = -1, *, early: bool = False) -> int:
+    async def newest(self, after: int = -1) -> int:
         """Wait for a committed version above `after`, and hold it until the next call, `release` or `close`.
 
-        The store takes it back where this reader is so slow that other readers and the writers need all slots; then
-        `prefetch` returns False, and the next `newest` returns a newer version.
-
-        With `early`, it may be one that is still being staged; its `prefetch` then ends with its commit. Raises
-        `WritersGone` once none can come any more.
+        The store revokes the lease if this reader is so slow that other readers and the writers need all slots; then
+        `prefetch` returns False, and the next `newest` returns a newer version. Raises `WritersGone` if no such version
+        can come any more.
         """
         async with self._one_at_a_time:
             number = await self._join()
             self._held = None
             self._request += 1
             try:
-                lease: Lease | Ended = await self._store.lease_newer.call_one(
-                    number, self._request, after, early
+                lease: Lease | StoreClosed = await self._store.lease_newer.call_one(
+                    number, self._request, after
                 )  # the next commit
             except asyncio.CancelledError:
-                self._give_up(number)
+                self._release_soon(number)
                 raise
-            if isinstance(lease, Ended):
+            if isinstance(lease, StoreClosed):
                 raise WritersGone(f"no version above {after} will come: {lease.why}")
             self._held = lease
             return lease.version
 
     async def prefetch(self, version: int, lent: Lease | None = None) -> bool:
-        """Copy the version into this rank's spare memory, for `apply`; False if it is gone, revoked or given up.
+        """Copy the version into this rank's spare memory, for `apply`; False if it is gone or its lease was revoked.
 
-        `lent` is another reader's lease of it, which that reader has to keep as long as this call lasts.
+        `lent` is another reader's lease of it, which that reader must keep until this call has returned.
         """
         async with self._one_at_a_time:
             await self._connect()
@@ -144,12 +130,12 @@ class Subscriber(Member):
             except BaseException:
                 self._held = None
                 self._forget()  # WU-2
-                self._give_up(number)
+                self._release_soon(number)
                 raise
             return there
 
     def apply(self) -> int:
-        """Put what was prefetched in place of the live parameters; its version. Not to be called within a step."""
+        """Put the prefetched weights in place of the live parameters; their version. Call it between two steps."""
         with self._spares_lock:
             version, self._ready = self._ready, None  # WU-3
             if version is None:
@@ -159,7 +145,7 @@ class Subscriber(Member):
         return version
 
     async def release(self) -> None:
-        """Hold no version any longer than this."""
+        """Hold no version any more."""
         self._held = None
         if self._number is not None:
             self._request += 1
@@ -176,14 +162,14 @@ class Subscriber(Member):
             source.close()
         self._copier.close()
 
-    def _give_up(self, number: int) -> None:
-        """Void what was asked for, without waiting: the caller is being cancelled."""
+    def _release_soon(self, number: int) -> None:
+        """Void the earlier requests without waiting: the caller is being cancelled."""
         self._request += 1
         self._store.release.broadcast(number, self._request)
 
     async def _joined(self) -> int:
-        """Enter the store; what it knows this reader by."""
-        joined: Joined = await self._store.join_reader.call_one(
+        """Join the store; this reader's number there."""
+        joined: JoinedReader = await self._store.join_reader.call_one(
             self._reader, self._process, self._transport, self._destination.needs
         )
         self._number = joined.number
@@ -192,7 +178,7 @@ class Subscriber(Member):
         return joined.number
 
     async def _connect(self) -> None:
-        """Once: reach the writers' memory, plan the copies, allocate the spares."""
+        """Connect to the writers' slots, plan the copies and allocate the spares, once."""
         if self._sources:
             return
         sources = await self._store.sources.call_one(
@@ -216,76 +202,43 @@ class Subscriber(Member):
         ]
 
     async def _fetch(self, lease: Lease) -> bool:
-        """Fill the spares with a version that is held; False if it is given up before it is whole, or revoked."""
-        arrival = Arrival(whole=lease.whole or None)
-        telling = None if lease.whole else asyncio.create_task(self._tell(lease.version, arrival))
+        """Fill the spares with a version that is held; False if its lease was revoked and its slot overwritten."""
         try:
-            there = await self._copier.run(lambda: self._pull(lease, arrival), stop=arrival.stop)
-            if telling is not None:
-                await telling
-            return there
-        except _WrittenOver as over:
-            if await self._store.holds.call_one(lease.reader, lease.version):
-                raise WeightsError(
-                    f"version {lease.version} from writer rank {over.rank} was written over while reader "
-                    f"{self._reader} held it"
-                ) from None
-            return False
+            overwritten = await self._copier.run(lambda: self._pull(lease))
         except BaseException:
-            self._forget()  # WU-2: after the copy's end, which `run` waits for
+            self._forget()  # WU-2: `run` has waited for the copy's end
             raise
-        finally:
-            if telling is not None:
-                telling.cancel()
+        if overwritten is None:
+            return True
+        if await self._store.holds.call_one(lease.reader, lease.version):
+            raise WeightsError(
+                f"version {lease.version} from writer rank {overwritten} was written over while reader {self._reader} "
+                "held it"
+            )
+        return False
 
-    async def _tell(self, version: int, arrival: Arrival) -> None:
-        """Let the copying thread know how the staging ends."""
-        try:
-            arrival.tell(await self._store.whole.call_one(version))  # the last rank's `staged`, or a rank's failure
-        finally:
-            arrival.stop()
-
-    def _pull(self, lease: Lease, arrival: Arrival) -> bool:
+    def _pull(self, lease: Lease) -> int | None:
+        """Copy the version into the spares; the first writer rank that has overwritten its slot meanwhile, if any."""
         with span("pull", version=lease.version, reader=self._reader) as pull:
             self._forget()
             self._destination.settle()
             ranks = [rank for rank, buckets in enumerate(self._plan) if buckets]
-            first = random.randrange(max(1, len(ranks)))  # not all readers ask the same rank at once
-            waiting = {rank: sorted(self._plan[rank]) for rank in ranks[first:] + ranks[:first]}
-            while waiting:
-                whole = arrival.whole  # asked before the seals are read: once it is whole, all are sealed
-                moved = [self._take(rank, buckets, lease) for rank, buckets in waiting.items()]
-                waiting = {rank: buckets for rank, buckets in waiting.items() if buckets}
-                if waiting and whole:
-                    raise _WrittenOver(min(waiting))
-                if waiting and not any(moved) and not arrival.wait(SEAL_SECONDS):
-                    return False
-            if not arrival.until_told():
-                return False
-            for rank, buckets in enumerate(self._plan):
-                seals = self._sources[rank].seals(lease.slot) if buckets else []
-                if any(seals[bucket] != lease.version for bucket in buckets):
-                    raise _WrittenOver(rank)
+            first = random.randrange(max(1, len(ranks)))  # readers begin at different ranks
+            for rank in ranks[first:] + ranks[:first]:
+                pairs = self._pairs_of(lease.slot)[rank]
+                for arrived in self._sources[rank].fetch(lease.slot, sorted(self._plan[rank])):
+                    self._copier.copy([pair for bucket in arrived for pair in pairs[bucket]])
+            for rank in ranks:
+                seals = self._sources[rank].seals(lease.slot)
+                if any(seals[bucket] != lease.version for bucket in self._plan[rank]):  # WU-1
+                    return rank
             with self._spares_lock:
                 self._ready = lease.version
             pull.note(bytes=sum(shard.bytes for shard in self._destination.layout))
-        return True
-
-    def _take(self, rank: int, waiting: list[int], lease: Lease) -> bool:
-        """Copy those of the waiting buckets that are sealed by now, and take them off the list; whether any was."""
-        source = self._sources[rank]
-        seals = source.seals(lease.slot)
-        sealed = [bucket for bucket in waiting if seals[bucket] == lease.version]
-        if not sealed:
-            return False
-        pairs = self._pairs_of(lease.slot)[rank]
-        for buckets in source.fetch(lease.slot, sealed):
-            self._copier.copy([pair for bucket in buckets for pair in pairs[bucket]])
-        waiting[:] = [bucket for bucket in waiting if bucket not in set(sealed)]
-        return True
+        return None
 
     def _pairs_of(self, slot: int) -> list[BucketPairs]:
-        """What is copied where, by writer rank and bucket."""
+        """The copies of each bucket of each writer rank, as pairs of tensors."""
         key = (slot, self._destination.side)
         if key not in self._pairs:
             targets = self._destination.targets()

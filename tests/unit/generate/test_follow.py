@@ -25,7 +25,7 @@ class Versions:
         self.prefetched: list[int] = []
         self.failure: Exception | None = None
 
-    async def newest(self, after: int, *, early: bool) -> int:
+    async def newest(self, after: int) -> int:
         if after >= self.last:
             raise WritersGone("writer rank 0 has left")
         return after + 1
@@ -69,7 +69,7 @@ class Heard:
     def __init__(self, *versions: int, agreed: bool = True) -> None:
         self._leases: queue.SimpleQueue[Lease] = queue.SimpleQueue()
         for version in versions:
-            self._leases.put(Lease(reader=0, version=version, slot=0, whole=True))
+            self._leases.put(Lease(reader=0, version=version, slot=0))
         self._agreed = agreed
         self.votes: list[bool] = []
         self.voted = threading.Event()

@@ -13,7 +13,7 @@ from goaly.weights.liveness import this_process
 from goaly.weights.placement import layout_of
 from goaly.weights.rectangle import Extent, Rectangle, joined
 from goaly.weights.settings import WeightSettings
-from goaly.weights.store import Membership
+from goaly.weights.store import JoinedWriter
 from goaly.weights.transport import over_network
 
 Shapes = dict[str, Extent]
@@ -145,7 +145,7 @@ async def test_writers_are_told_what_readers_of_whole_buckets_need_that_joined_b
     gone = await store.join_reader.call_one("gone", this_process(host), transport, {"w": (((0, 0), (4, 1)),)})
     await store.leave_reader.call_one(gone.number)
     layout = layout_of({"w": torch.zeros(4, 4)})
-    member: Membership = await store.join_writer.call_one(0, 1, layout, here)
+    member: JoinedWriter = await store.join_writer.call_one(0, 1, layout, here)
     assert member.needs == (tuple(needs) if told else ())
     await store.join_reader.call_one("late", this_process(host), transport, {"w": (((0, 0), (4, 3)),)})
     assert await store.join_writer.call_one(0, 1, layout, here) == member

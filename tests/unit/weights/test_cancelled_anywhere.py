@@ -33,7 +33,7 @@ class InTurn:
         self.copy = copier.copy
         self._pool = None
 
-    async def run(self, work: Callable[[], Any], *, stop: Callable[[], None] | None = None) -> Any:
+    async def run(self, work: Callable[[], Any]) -> Any:
         """Do the work after a turn in which the caller may be cancelled."""
         await asyncio.sleep(0)
         return work()
@@ -52,7 +52,7 @@ class Protocol(RuleBasedStateMachine):
 
     @initialize(slots=st.integers(2, 3), bucket_mib=st.sampled_from([1e-5, 8.0]))
     def start(self, slots: int, bucket_mib: float) -> None:
-        self.settings = WeightSettings(slots=slots, bucket_mib=bucket_mib)  # the small one: every publish is announced
+        self.settings = WeightSettings(slots=slots, bucket_mib=bucket_mib)  # the small one: a bucket for each row
         self.loop.run_until_complete(self._start())
 
     async def _start(self) -> None:

@@ -26,19 +26,19 @@ class Protocol(RuleBasedStateMachine):
         self.committed = -1
         self.given_up: set[int] = set()
 
-    @rule(data=st.data(), early=st.booleans())
-    def begin(self, data: st.DataObject, early: bool) -> None:
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
         idle = [rank for rank in range(len(self.next_version)) if rank not in self.writing]
         if not idle:
             return
-        self.begins(data.draw(st.sampled_from(idle)), early=early)
+        self.begins(data.draw(st.sampled_from(idle)))
 
-    def begins(self, rank: int, *, early: bool = False) -> None:
+    def begins(self, rank: int) -> None:
         version = self.next_version[rank]
         versions, starts = self.ledger.versions, self.ledger.staging is None
         oldest_slot = self.ledger.slot_of(versions[0]) if versions else None
         try:
-            slot = self.ledger.begin(rank, version, early=early)
+            slot = self.ledger.begin(rank, version)
         except WeightsError:
             self.refused(rank, version)
             return
@@ -108,12 +108,12 @@ class Protocol(RuleBasedStateMachine):
         else:
             assert version not in self.ledger.versions
 
-    @rule(reader=reader_numbers, after=st.integers(-1, 20), early=st.booleans())
-    def lease_newer(self, reader: int, after: int, early: bool) -> None:
-        version = self.ledger.lease_newer(reader, after, early=early)
+    @rule(reader=reader_numbers, after=st.integers(-1, 20))
+    def lease_newer(self, reader: int, after: int) -> None:
+        version = self.ledger.lease_newer(reader, after)
         if version is not None:
             assert version > after
-            assert version == max(self.ledger.versions, default=-1) or (early and version == self.ledger.staging)
+            assert version == max(self.ledger.versions, default=-1)
             self.held[reader] = version
             self.waiting.pop(reader, None)
         else:  # WV-3: it waits for a commit, never for a reader
@@ -134,8 +134,8 @@ class Protocol(RuleBasedStateMachine):
         self.next_version[rank] += 1
         self.ledger.abandon(version, "the copy failed")
         self.given_up.add(version)
-        assert not self.ledger.whole(version)
-        self.held = {reader: held for reader, held in self.held.items() if held != version}
+        assert version not in self.ledger.versions
+        assert version not in self.held.values()
 
     @invariant()
     def what_is_held_is_whole(self) -> None:
@@ -144,11 +144,7 @@ class Protocol(RuleBasedStateMachine):
         assert self.ledger.leased == self.held
         for version in self.held.values():
             slot = self.memory[self.ledger.slot_of(version)]
-            if self.ledger.whole(version):
-                assert slot == dict.fromkeys(range(len(self.next_version)), version)  # WV-2
-            else:
-                assert self.ledger.whole(version) is None
-                assert all(slot[rank] in (-1, version) for rank in self.ledger._staging.staged)
+            assert slot == dict.fromkeys(range(len(self.next_version)), version)  # WV-2
 
     def teardown(self) -> None:
         """Whatever was given up, the ranks come to a version together."""
@@ -309,17 +305,15 @@ def test_no_slot_is_reserved_that_readers_hold_or_that_is_the_newest() -> None:
     assert ledger.versions == (1,)
 
 
-def test_an_announced_version_is_held_before_its_commit_and_its_readers_hear_how_it_ends() -> None:
+def test_an_abandoned_version_is_held_by_no_reader_and_a_waiting_one_gets_the_next() -> None:  # WV-1, WV-7
     ledger = VersionLedger(writers=2, slots=3)
     published(ledger, 0)
-    slot = ledger.begin(0, 1, early=True)
+    ledger.begin(0, 1)
     assert ledger.lease_newer(7, 0) is None
-    assert ledger.lease_newer(7, 0, early=True) == 1
-    assert (ledger.slot_of(1), ledger.whole(1)) == (slot, None)
     ledger.abandon(1, "the copy failed")
-    assert (ledger.whole(1), ledger.leased) == (False, {})
+    assert (ledger.versions, ledger.leased) == ((0,), {})
     published(ledger, 2)
-    assert ledger.whole(2)
+    assert ledger.leased == {7: 2}
 
 
 def test_when_the_successor_of_the_newest_is_abandoned_in_its_place_readers_get_what_is_left() -> None:

@@ -13,8 +13,7 @@ from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
 from goaly.weights.subscriber import Subscriber
 
-ANNOUNCED = WeightSettings(bucket_mib=1e-5)
-"""Every publish is announced: readers may begin before its commit."""
+SETTINGS = WeightSettings(bucket_mib=1e-5)
 
 
 class HeldUp:
@@ -38,6 +37,10 @@ class HeldUp:
 
     def go_on(self) -> None:
         self._go_on.set()
+
+    def succeed(self) -> None:
+        """Fail no more."""
+        self._failing = False
 
 
 async def within(awaitable: Any) -> Any:
@@ -79,25 +82,26 @@ async def test_a_copy_whose_lease_was_revoked_meanwhile_is_discarded_and_a_newer
         await member.close()
 
 
-async def test_a_version_that_is_given_up_is_not_applied_by_a_reader_that_has_copied_all_it_needs() -> None:  # WU-1
-    store = LocalStore(ANNOUNCED)
-    writers = [Publisher(store, tensors(name), ANNOUNCED, rank=rank, world=2) for rank, name in enumerate("ab")]
-    reader = Subscriber(store, tensors("a"), "reader", ANNOUNCED)
+async def test_a_reader_never_gets_a_version_that_one_rank_abandoned() -> None:  # WV-1, WV-7
+    store = LocalStore(SETTINGS)
+    writers = [Publisher(store, tensors(name), SETTINGS, rank=rank, world=2) for rank, name in enumerate("ab")]
+    reader = Subscriber(store, tensors("a"), "reader", SETTINGS)
     await within(asyncio.gather(*(writer.publish(0) for writer in writers)))
     failing = HeldUp(writers[1], failing=True)
     late = asyncio.ensure_future(writers[1].publish(1))
     assert await within(writers[0].publish(1)) is False
-    assert await within(reader.newest(0, early=True)) == 1
-    pulling = asyncio.ensure_future(reader.prefetch(1))
-    copy = HeldUp(reader)
-    copy.go_on()
-    await copy.has_copied()  # rank 0's part is all that it needs
+    waiting = asyncio.ensure_future(reader.newest(0))
+    await failing.has_copied()  # the version is in both ranks' memory
     failing.go_on()
     with pytest.raises(RuntimeError, match="the copy failed"):
         await within(late)
-    assert not await within(pulling)
-    with pytest.raises(WeightsError, match="nothing to apply"):
-        reader.apply()
+    with pytest.raises(WeightsError, match="version 1 is not committed"):
+        await within(Subscriber(store, tensors("a"), "other", SETTINGS).prefetch(1))
+    failing.succeed()
+    await within(asyncio.gather(*(writer.publish(2) for writer in writers)))
+    assert await within(waiting) == 2
+    assert await within(reader.prefetch(2))
+    assert reader.apply() == 2
     for member in (reader, *writers):
         await member.close()
 
@@ -107,8 +111,8 @@ async def test_pulling_once_goes_on_to_a_newer_version_where_the_first_was_revok
 ) -> None:
     from goaly.weights import pull_into
 
-    store = LocalStore(ANNOUNCED)
-    writer = Publisher(store, tensors("a"), ANNOUNCED, rank=0, world=1)
+    store = LocalStore(SETTINGS)
+    writer = Publisher(store, tensors("a"), SETTINGS, rank=0, world=1)
     await within(writer.publish(0))
     prefetch, asked = Subscriber.prefetch, []
 
