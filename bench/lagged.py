@@ -29,7 +29,7 @@ from goaly.losses.tokens import Tokens
 from goaly.models.settings import ModelSettings
 from goaly.prompts.prompt import Prompt, Split
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings
-from goaly.prompts.stream import prompt_stream
+from goaly.prompts.stream import PromptStream
 from goaly.prompts.tasks import arithmetic
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.settings import AdvantageSettings
@@ -118,7 +118,7 @@ class Laboratory:
         torch.manual_seed(seed)  # LA-2
         trainer, objective = TrainEngine(self._model, self._trainer_settings(lr)), PolicyObjective(loss)
         tickets_by_version = self._tickets_by_version(max_staleness)
-        prompts = prompt_stream(self._prompt_settings(seed))
+        prompts = PromptStream(self._prompt_settings(seed))
         held_out = self._held_out()
         waiting: deque[Group] = deque()
         curve: list[tuple[int, float]] = []
@@ -209,7 +209,7 @@ class Laboratory:
         self._generator.apply(fill)
 
     def _held_out(self) -> list[Prompt]:
-        stream = prompt_stream(self._prompt_settings(0), Split.HELD_OUT)
+        stream = PromptStream(self._prompt_settings(0), Split.HELD_OUT)
         return [stream.next() for _ in range(self._settings.final_prompts)]
 
     def _prompt_settings(self, seed: int) -> PromptSettings:

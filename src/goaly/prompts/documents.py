@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from goaly.prompts.blocks import Place
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.tokenizer import ChatTokenizer
 
@@ -17,7 +18,7 @@ from goaly.prompts.tokenizer import ChatTokenizer
 class Document:
     """One example to imitate; `place` names its origin in errors."""
 
-    place: str
+    place: Place | str
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
 
@@ -26,7 +27,7 @@ class Document:
 
 
 def chat_document(
-    tokenizer: ChatTokenizer, messages: Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: ChatTokenizer, messages: Sequence[Message], place: Place | str, tools: Sequence[Mapping[str, Any]] = ()
 ) -> Document:
     """A chat whose assistant messages are trained."""
     text, tokens, trained = "", [], []
@@ -50,7 +51,7 @@ def chat_document(
     return _document(place, tokens, trained)
 
 
-def plain_document(tokenizer: ChatTokenizer, prompt: str, completion: str, place: str) -> Document:
+def plain_document(tokenizer: ChatTokenizer, prompt: str, completion: str, place: Place | str) -> Document:
     """A text and its completion, without chat template; the completion and a stop token are trained."""
     context = tokenizer.encode(prompt)
     answer = tokenizer.encode(completion) + list(tokenizer.stop_token_ids[:1])
@@ -65,5 +66,5 @@ def _until_stop(answer: Sequence[int], stop_token_ids: Sequence[int]) -> list[bo
     return [place <= last for place in range(len(answer))]
 
 
-def _document(place: str, tokens: Sequence[int], trained: Sequence[bool]) -> Document:
+def _document(place: Place | str, tokens: Sequence[int], trained: Sequence[bool]) -> Document:
     return Document(place=place, tokens=tuple(tokens), trained=(False, *trained[1:]))  # nothing predicts the first

@@ -23,7 +23,7 @@ from goaly.prompts.curriculum import Curriculum, Passes
 from goaly.prompts.files import read_prompts
 from goaly.prompts.prompt import Prompt, Split
 from goaly.prompts.settings import PromptSettings
-from goaly.prompts.stream import Distinct, Exhausted, PromptStream, prompt_source, prompt_stream
+from goaly.prompts.stream import Distinct, Exhausted, PromptStream
 
 
 class Mixture:
@@ -118,7 +118,7 @@ class Mixture:
 def prompt_mixture(settings: PromptSettings, split: Split = Split.TRAIN) -> Mixture:
     """The mixture that the settings describe; a single source without a name is called `prompts`."""
     streams = {
-        name: prompt_stream(alone, split, name if settings.sources else None)
+        name: PromptStream(alone, split, name if settings.sources else None)
         for name, alone in each_source(settings).items()
     }
     curriculum = Curriculum(streams, settings.curriculum) if settings.curriculum and split is Split.TRAIN else None
@@ -148,7 +148,7 @@ def distinct_prompts(settings: PromptSettings, split: Split, count: int | None) 
     None. Every run of these settings gets the same ones."""
     seen: set[tuple[str, str | None]] = set()
     streams = {
-        name: Distinct(prompt_source(alone), alone.seed, split, name if settings.sources else None, seen)
+        name: Distinct(alone, split, name if settings.sources else None, seen)
         for name, alone in each_source(settings).items()
     }
     weights = {name: weight for name, weight in _weights(settings).items() if weight > 0}
@@ -170,7 +170,7 @@ def held_out(settings: PromptSettings, count: int | None) -> tuple[Prompt, ...]:
 
 
 def unreadable(settings: PromptSettings) -> str | None:
-    """Why the prompt files can't be read; None if they can."""
+    """Why the prompt files, or the records at their beginnings, can't be read; None if they can."""
     try:
         for alone in each_source(settings).values():
             read_prompts(alone.files)
@@ -185,8 +185,8 @@ def empty_split(settings: PromptSettings, split: Split) -> str | None:
     reasons = {}
     for name, alone in each_source(settings).items():
         try:
-            prompt_source(alone).at(0, alone.seed, split)
-        except ValueError as error:
+            PromptStream(alone, split).next()
+        except Exhausted as error:
             reasons[name] = str(error)
     if not reasons or (split is Split.HELD_OUT and len(reasons) < len(each_source(settings))):
         return None

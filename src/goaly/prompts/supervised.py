@@ -1,10 +1,9 @@
-"""Endless, seeded, resumable batches of packed supervised documents.
+"""Endless, seeded, resumable batches of packed supervised documents, over torchdata's nodes.
 
-The position in the endless order of documents is the whole state. Each batch takes the next documents; the first one
-that does not fit opens the next batch.
+Each batch takes the next documents; the first one that does not fit opens the next batch.
 
 Invariants
-    SU-1  Resuming at a saved position gives exactly the batches that would have come.
+    SU-1  Resuming from a saved state gives exactly the batches that would have come.
     SU-2  A document is in one row, not split; every document of the order is in exactly one batch.
     SU-3  A state of other data is refused.
     SU-4  No document shows the answer to a problem that a run with the same held-out share holds out (SL-1).
@@ -12,19 +11,20 @@ Invariants
 
 import logging
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from itertools import accumulate, pairwise
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torchdata.nodes import BaseNode
 
 from goaly.errors import ConfigError
+from goaly.prompts.blocks import Place, Record, ShuffledFiles, fingerprint_of
 from goaly.prompts.documents import ASSISTANT, Document, chat_document, plain_document
-from goaly.prompts.files import read_messages, read_records, read_tools
+from goaly.prompts.files import read_messages, read_tools
 from goaly.prompts.prompt import SPLIT_KEY, Message, Split, split_key_of, split_of_key
 from goaly.prompts.settings import SupervisedSettings
-from goaly.prompts.stream import ShuffledOrder, TaskSource
+from goaly.prompts.stream import TaskPrompts
 from goaly.prompts.tasks import build_task
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.trajectory import PackedRows, pack_rows
@@ -32,99 +32,118 @@ from goaly.trajectory import PackedRows, pack_rows
 logger = logging.getLogger(__name__)
 
 
-class DocumentSource(Protocol):
-    """A document for every position of an endless order."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies this source."""
-        ...
-
-    def at(self, position: int) -> Document:
-        """The document at this position."""
-        ...
-
-
-class Demonstrations:
-    """The training problems of a task, with demonstrations as answers."""
+class Demonstrations(BaseNode[Document]):
+    """The training problems of a task, with demonstrations as answers, without end."""
 
     def __init__(self, settings: SupervisedSettings, tokenizer: ChatTokenizer):
+        super().__init__()
         assert settings.task is not None
         self._task = build_task(settings.task, settings.arithmetic, forgotten_carry_rate=settings.forgotten_carry_rate)
-        self._prompts = TaskSource(self._task, settings.held_out_fraction)
-        self._seed = settings.seed
+        self._prompts = TaskPrompts(self._task, settings.held_out_fraction, settings.seed, Split.TRAIN)
+        self._settings = settings
         self._tokenizer = tokenizer
 
     @property
     def fingerprint(self) -> str:
         """Identifies this source."""
-        return f"{self._prompts.fingerprint} seed={self._seed}"
+        return f"{self._task.fingerprint} held_out={self._settings.held_out_fraction} seed={self._settings.seed}"
 
-    def at(self, position: int) -> Document:
-        """The document at this position."""
-        prompt = self._prompts.at(position, self._seed, Split.TRAIN)
-        answer = self._task.demonstration(prompt, Random(f"{self._seed}/demonstration/{position}"))
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin, or continue from a saved state."""
+        super().reset(initial_state)
+        self._prompts.reset(initial_state)
+
+    def next(self) -> Document:
+        """The next demonstration."""
+        position = self._prompts.state_dict()["position"]
+        prompt = next(self._prompts)
+        answer = self._task.demonstration(prompt, Random(f"{self._settings.seed}/demonstration/{position}"))
         messages = (*prompt.messages, Message(role="assistant", content=answer))
         return chat_document(self._tokenizer, messages, place=prompt.id)
 
+    def get_state(self) -> dict[str, Any]:
+        """The position among the task's problems."""
+        return self._prompts.state_dict()
 
-class FileDocuments:
-    """The documents of files, in a new random order for every pass."""
+
+class FileDocuments(ShuffledFiles[Document]):
+    """The documents of files, in a new random order for every pass, without end."""
 
     def __init__(self, settings: SupervisedSettings, tokenizer: ChatTokenizer):
-        records = [(place, record) for file in settings.files for place, record in read_records(file)]
-        shown = [entry for entry in records if not is_held_out(*entry, settings.held_out_fraction)]
-        held_out = len(records) - len(shown)
-        if held_out:
-            logger.warning(
-                "data.held_out_fraction=%g: %d of %d documents are held out",
-                settings.held_out_fraction,
-                held_out,
-                len(records),
-            )
-        self._documents = [_document(record, place, settings, tokenizer) for place, record in shown]
-        if settings.too_long == "skip":
-            self._documents = [entry for entry in self._documents if len(entry) <= settings.row_length]
-        if not self._documents:
-            raise ConfigError([f"data.files: has no document to train on; {held_out} of {len(records)} are held out"])
-        self._order = ShuffledOrder(len(self._documents), "documents")
-        self._seed = settings.seed
-        digest = blake2b(digest_size=8)
-        for document in self._documents:
-            digest.update(repr(document).encode())
-        self._fingerprint = f"{len(self._documents)} documents {digest.hexdigest()} seed={settings.seed}"
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._seen = self._held_out = 0
+        self._warned = False
+        super().__init__(settings.files, self._shown, order=f"{settings.seed}/documents")
 
     @property
     def fingerprint(self) -> str:
         """Identifies this source."""
-        return self._fingerprint
+        settings = self._settings
+        kind = f"template={settings.template} too_long={settings.too_long} held_out={settings.held_out_fraction}"
+        return f"{fingerprint_of(settings.files)} {kind} seed={settings.seed}"
 
-    def at(self, position: int) -> Document:
-        """The document at this position."""
-        return self._documents[self._order.at(position, self._seed)]
+    def next(self) -> Document:
+        """The next document; ConfigError if there is none to train on."""
+        try:
+            document = super().next()
+        except StopIteration:
+            raise ConfigError(
+                [f"data.files: has no document to train on; {self._held_out} of {self._seen} are held out"]
+            ) from None
+        if self._held_out and not self._warned:
+            self._warned = True
+            logger.warning(
+                "data.held_out_fraction=%g: %d of the first %d documents are held out",
+                self._settings.held_out_fraction,
+                self._held_out,
+                self._seen,
+            )
+        return document
+
+    def _shown(self, place: Place, record: Record) -> Sequence[Document]:
+        self._seen += 1
+        if is_held_out(place, record, self._settings.held_out_fraction):
+            self._held_out += 1
+            return []
+        document = _document(record, place, self._settings, self._tokenizer)
+        return [] if self._settings.too_long == "skip" and len(document) > self._settings.row_length else [document]
 
 
 class RowStream:
     """Batches of packed rows, without end."""
 
-    def __init__(self, source: DocumentSource, *, rows: int, row_length: int, pad_token: int):
+    def __init__(self, documents: BaseNode[Document], source: str, *, rows: int, row_length: int, pad_token: int):
+        """`source` identifies the documents."""
+        self._documents = documents
         self._source = source
         self._rows = rows
         self._row_length = row_length
         self._pad_token = pad_token
         self._position = 0
+        self._left: Document | None = None
+        """A document that is read but in no batch yet."""
+        self._state: dict[str, Any] | None = None
+        """The documents' state before `_left`."""
 
     @property
     def position(self) -> int:
         """The number of documents given so far."""
         return self._position
 
+    def peek(self) -> Document:
+        """The document that the next batch begins with."""
+        if self._left is None:
+            self._state = self._documents.state_dict()
+            self._left = next(self._documents)
+        return self._left
+
     def next(self) -> PackedRows:
         """The next batch."""
         packed: list[list[Document]] = [[] for _ in range(self._rows)]
         room = [self._row_length] * self._rows
         while True:
-            document = self._source.at(self._position)
+            document = self.peek()
             if len(document) > self._row_length:
                 raise ValueError(
                     f"{document.place}: has {len(document)} tokens, more than data.row_length={self._row_length}; "
@@ -135,32 +154,40 @@ class RowStream:
                 return pack(packed, self._row_length, self._pad_token)
             packed[row].append(document)
             room[row] -= len(document)
+            self._left = None
             self._position += 1
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream, and its identity."""
-        return {"position": self._position, **self._identity()}
+        documents = self._documents.state_dict() if self._left is None else self._state
+        return {"position": self._position, "documents": documents, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state of the same stream."""
         for key, value in self._identity().items():
             if state[key] != value:  # SU-3
                 raise ValueError(f"supervised data: {key} is {value!r}, but the saved state has {state[key]!r}")
+        self._documents.reset(state["documents"])
+        self._left = None
         self._position = int(state["position"])
 
     def _identity(self) -> dict[str, Any]:
-        return {"source": self._source.fingerprint, "rows": self._rows, "row_length": self._row_length}
+        return {"source": self._source, "rows": self._rows, "row_length": self._row_length}
 
 
 def row_stream(settings: SupervisedSettings, tokenizer: ChatTokenizer) -> RowStream:
-    """The stream that the settings describe."""
+    """The stream that the settings describe; ConfigError if there is nothing to train on."""
     kind = FileDocuments if settings.task is None else Demonstrations
-    return RowStream(
-        kind(settings, tokenizer),
+    documents = kind(settings, tokenizer)
+    stream = RowStream(
+        documents,
+        documents.fingerprint,
         rows=settings.rows_per_step,
         row_length=settings.row_length,
         pad_token=tokenizer.pad_token,
     )
+    stream.peek()
+    return stream
 
 
 def pack(rows: Sequence[Sequence[Document]], row_length: int, pad_token: int) -> PackedRows:
@@ -179,7 +206,7 @@ def pack(rows: Sequence[Sequence[Document]], row_length: int, pad_token: int) ->
     )
 
 
-def is_held_out(place: str, record: Mapping[str, Any], held_out_fraction: float) -> bool:
+def is_held_out(place: Place | str, record: Mapping[str, Any], held_out_fraction: float) -> bool:
     """Whether a document shows the answer to a held-out problem (SU-4): the messages before any answer are a
     problem."""
     if record.get(SPLIT_KEY) is not None:
@@ -192,7 +219,7 @@ def is_held_out(place: str, record: Mapping[str, Any], held_out_fraction: float)
 
 
 def _document(
-    record: Mapping[str, Any], place: str, settings: SupervisedSettings, tokenizer: ChatTokenizer
+    record: Mapping[str, Any], place: Place | str, settings: SupervisedSettings, tokenizer: ChatTokenizer
 ) -> Document:
     completion = record.get("completion")
     if completion is None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from goaly.prompts.curriculum import Curriculum, Passes
 from goaly.prompts.mixture import Mixture, held_out, prompt_mixture
 from goaly.prompts.settings import ArithmeticSettings, CurriculumSettings, PromptSettings, SourceSettings
-from goaly.prompts.stream import prompt_stream
+from goaly.prompts.stream import PromptStream
 
 
 def source(name: str, digits: int, weight: float = 1.0) -> SourceSettings:
@@ -36,7 +36,7 @@ def test_sources_come_in_their_shares_and_under_their_names() -> None:
 
 
 def test_one_source_is_the_plain_stream() -> None:
-    mixture, stream = prompt_mixture(PromptSettings()), prompt_stream(PromptSettings())
+    mixture, stream = prompt_mixture(PromptSettings()), PromptStream(PromptSettings())
     assert [mixture.next() for _ in range(5)] == [stream.next() for _ in range(5)]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from goaly.prompts.mixture import held_out
 from goaly.prompts.prompt import Message, Prompt, Split, split_of
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings
-from goaly.prompts.stream import prompt_stream
+from goaly.prompts.stream import PromptStream
 from goaly.prompts.tasks.arithmetic import addition
 
 TASK = PromptSettings(arithmetic=ArithmeticSettings(min_digits=1, max_digits=3))
@@ -34,7 +34,7 @@ def test_a_resumed_stream_gives_the_prompts_that_would_have_come(
     kind: str, files: PromptSettings, before: int, after: int
 ) -> None:
     settings = TASK if kind == "task" else files
-    stream, resumed = prompt_stream(settings), prompt_stream(settings)
+    stream, resumed = PromptStream(settings), PromptStream(settings)
     for _ in range(before):
         stream.next()
     resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
@@ -44,7 +44,7 @@ def test_a_resumed_stream_gives_the_prompts_that_would_have_come(
 @pytest.mark.parametrize("kind", ["task", "files"])
 def test_the_splits_share_no_problem(kind: str, files: PromptSettings) -> None:
     settings = TASK if kind == "task" else files
-    trained = prompt_stream(settings)
+    trained = PromptStream(settings)
     seen = {trained.next().split_key for _ in range(500)}
     assert seen.isdisjoint(prompt.split_key for prompt in held_out(settings, 200))
 
@@ -63,7 +63,7 @@ def test_the_held_out_share_is_as_large_as_asked() -> None:
 def test_a_pass_over_files_gives_every_training_prompt_once_and_the_next_in_another_order(
     files: PromptSettings,
 ) -> None:
-    stream = prompt_stream(files)
+    stream = PromptStream(files)
     first: list[str] = [stream.next().id]
     while (prompt := stream.next()).id not in first:
         first.append(prompt.id)
@@ -74,7 +74,7 @@ def test_a_pass_over_files_gives_every_training_prompt_once_and_the_next_in_anot
 
 
 def test_other_columns_become_metadata_and_answers_become_text(files: PromptSettings) -> None:
-    prompt = prompt_stream(files).next()
+    prompt = PromptStream(files).next()
     assert prompt.metadata == {"level": "easy"}
     assert prompt.answer == str(int(prompt.messages[0].content.split("+")[0]) + 1)
 
@@ -89,7 +89,7 @@ def test_other_columns_become_metadata_and_answers_become_text(files: PromptSett
 )
 def test_a_state_of_another_stream_is_refused(other: PromptSettings) -> None:
     with pytest.raises(ValueError, match="but the saved state has"):
-        prompt_stream(other).load_state_dict(prompt_stream(TASK).state_dict())
+        PromptStream(other).load_state_dict(PromptStream(TASK).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_bad_record_is_refused_with_its_place(tmp_path: Path, line: str, said:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "1"}\n' + line + "\n")
     with pytest.raises(ValueError, match=f"line 2: {said}"):
-        prompt_stream(PromptSettings(task=None, files=(str(path),)))
+        PromptStream(PromptSettings(task=None, files=(str(path),))).next()
 
 
 def test_settings_tell_all_their_problems() -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torchdata.nodes import BaseNode
 
 from goaly.errors import ConfigError
 from goaly.prompts.documents import Document
 from goaly.prompts.mixture import distinct_prompts
 from goaly.prompts.prompt import Split, split_of_key
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings, SupervisedSettings
-from goaly.prompts.stream import prompt_stream
+from goaly.prompts.stream import PromptStream
 from goaly.prompts.supervised import RowStream, is_held_out, row_stream
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.trajectory import PackedRows
@@ -24,13 +25,23 @@ PAD = 0
 ROW = 24
 
 
-class Numbered:
+class Numbered(BaseNode[Document]):
     """Document i is the token i + 1, so many times as the lengths say; the second half is trained."""
 
-    fingerprint = "numbered"
-
     def __init__(self, lengths: list[int]):
+        super().__init__()
         self._lengths = lengths
+
+    def reset(self, initial_state: dict | None = None) -> None:
+        super().reset(initial_state)
+        self._position = initial_state["position"] if initial_state else 0
+
+    def next(self) -> Document:
+        self._position += 1
+        return self.at(self._position - 1)
+
+    def get_state(self) -> dict:
+        return {"position": self._position}
 
     def at(self, position: int) -> Document:
         """The document at this position."""
@@ -41,7 +52,7 @@ class Numbered:
 
 def stream_of(lengths: list[int], rows: int = 3) -> RowStream:
     """A stream over numbered documents."""
-    return RowStream(Numbered(lengths), rows=rows, row_length=ROW, pad_token=PAD)
+    return RowStream(Numbered(lengths), "numbered", rows=rows, row_length=ROW, pad_token=PAD)
 
 
 def found(batch: PackedRows) -> list[tuple[int, int, list[bool]]]:
@@ -151,7 +162,7 @@ def test_supervised_files_hold_out_what_an_rl_run_on_the_same_problems_holds_out
     shown = {question for question in QUESTIONS if re.search(rf"(?<!\d){re.escape(question)}", text)}
     assert shown == trained
     assert held_out == set(QUESTIONS) - trained
-    assert f"data.held_out_fraction=0.3: {len(held_out)} of 60 documents are held out" in caplog.text
+    assert f"data.held_out_fraction=0.3: {len(held_out)} of the first 60 documents are held out" in caplog.text
 
 
 def test_a_chat_is_held_out_for_any_of_its_answers_and_by_the_column_that_decides_elsewhere() -> None:
@@ -191,7 +202,7 @@ def test_supervised_settings_without_effect_are_told() -> None:
 def test_a_task_demonstrates_no_held_out_problem(tokenizer: ChatTokenizer) -> None:  # SU-4
     settings = SupervisedSettings(task="arithmetic", held_out_fraction=0.5)
     demonstrated = row_stream(settings, tokenizer)
-    prompts = prompt_stream(PromptSettings(held_out_fraction=0.5))
+    prompts = PromptStream(PromptSettings(held_out_fraction=0.5))
     batch = demonstrated.next()
     text = tokenizer.decode(batch.rows["tokens"].flatten().tolist(), skip_special_tokens=False)
     questions = [prompts.next().messages[0].content for _ in range(batch.batch_sequences)]

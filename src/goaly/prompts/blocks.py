@@ -1,0 +1,210 @@
+"""JSONL and Parquet files, read block by block in a seeded random order: in constant memory, from any saved state.
+
+A JSONL file's blocks are stretches of BLOCK_BYTES, a Parquet file's are its row groups, so neither needs an index. A
+pass shuffles the blocks, takes them POOL_BLOCKS at a time, and shuffles the items of each such pool. Files that fit
+into one pool are thus shuffled as a whole. A worker thread reads the next pool while items of this one are taken.
+
+Invariants
+    PB-1  A pass gives the items of every record of the files once.
+    PB-2  Resuming from a saved state gives exactly the items that would have come.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from random import Random
+from typing import Any, Generic, TypeVar
+
+import pyarrow.parquet
+from torchdata.nodes import BaseNode, ParallelMapper, Unbatcher
+
+T = TypeVar("T")
+
+BLOCK_BYTES = 1 << 18
+POOL_BLOCKS = 16
+_EDGE_BYTES = 1 << 16
+"""Bytes at each end of a file that its fingerprint covers."""
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record stands; errors show it."""
+
+    file: str
+    at: int
+    """The offset of a JSONL line in bytes, or the number of a Parquet row."""
+
+    def __str__(self) -> str:
+        """The file and the line or row. Counts lines, so it is for errors only."""
+        if self.file.endswith(".parquet"):
+            return f"{self.file}, row {self.at}"
+        with open(self.file, "rb") as lines:
+            before = sum(lines.read(min(1 << 20, self.at - done)).count(b"\n") for done in range(0, self.at, 1 << 20))
+        return f"{self.file}, line {before + 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a file that is read at once."""
+
+    file: str
+    number: int
+
+
+def blocks_of(files: Sequence[str]) -> list[Block]:
+    """The blocks of the files, in order."""
+    return [Block(file, number) for file in files for number in range(_block_count(file))]
+
+
+def _block_count(file: str) -> int:
+    if not Path(file).is_file():
+        raise ValueError(f"{file}: no such file")
+    if file.endswith(".parquet"):
+        return pyarrow.parquet.read_metadata(file).num_row_groups
+    return -(-os.stat(file).st_size // BLOCK_BYTES)
+
+
+def read_block(block: Block) -> Iterator[tuple[Place, Record]]:
+    """The records of a block, each with its place."""
+    return _read_row_group(block) if block.file.endswith(".parquet") else _read_lines(block)
+
+
+def _read_row_group(block: Block) -> Iterator[tuple[Place, Record]]:
+    with pyarrow.parquet.ParquetFile(block.file) as file:
+        first = sum(file.metadata.row_group(number).num_rows for number in range(block.number))
+        for row, record in enumerate(file.read_row_group(block.number).to_pylist()):
+            yield Place(block.file, first + row), record
+
+
+def _read_lines(block: Block) -> Iterator[tuple[Place, Record]]:
+    """The lines that begin in the block; the last one may end in the next."""
+    start, stop = block.number * BLOCK_BYTES, (block.number + 1) * BLOCK_BYTES
+    with open(block.file, "rb") as lines:
+        if start:
+            lines.seek(start - 1)
+            start += len(lines.readline()) - 1  # the end of a line that began before
+        while start < stop and (line := lines.readline()):
+            if line.strip():
+                place = Place(block.file, start)
+                yield place, _record(line, place)
+            start += len(line)
+
+
+def _record(line: bytes, place: Place) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: must be a JSON object")
+    return record
+
+
+def fingerprint_of(files: Sequence[str]) -> str:
+    """Identifies the files by their names, sizes, and the bytes at both ends of each."""
+    digest = blake2b(digest_size=8)
+    for name in files:
+        with open(name, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{name}\0{size}\0".encode() + file.read(_EDGE_BYTES))
+            file.seek(max(0, size - _EDGE_BYTES))
+            digest.update(file.read())
+    return f"{list(files)} {digest.hexdigest()}"
+
+
+class _Pools(BaseNode[tuple[int, list[Block]]]):
+    """The numbered pools of one pass."""
+
+    def __init__(self, blocks: Sequence[Block], order: str):
+        super().__init__()
+        self._blocks = list(blocks)
+        Random(order).shuffle(self._blocks)
+        self._next = 0
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self._next = initial_state["next"] if initial_state else 0
+
+    def next(self) -> tuple[int, list[Block]]:
+        start = self._next * POOL_BLOCKS
+        if start >= len(self._blocks):
+            raise StopIteration
+        self._next += 1
+        return self._next - 1, self._blocks[start : start + POOL_BLOCKS]
+
+    def get_state(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+
+class ShuffledFiles(BaseNode[T], Generic[T]):
+    """What `items_of` makes of the files' records, in a random order, for `passes` passes or without end."""
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        items_of: Callable[[Place, Record], Sequence[T]],
+        *,
+        order: str,
+        passes: int | None = None,
+    ):
+        """`order` seeds the shuffling. StopIteration ends the last pass, or any that gave nothing."""
+        super().__init__()
+        self._blocks = blocks_of(files)
+        self._items_of = items_of
+        self._order = order
+        self._passes = passes
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        state = initial_state or {"pass": 0, "given": 0, "items": None}
+        self._begin(state["pass"], state["given"], state["items"])
+
+    def next(self) -> T:
+        while True:
+            try:
+                item = next(self._items)
+            except StopIteration:
+                if not self._given or self._pass + 1 == self._passes:
+                    raise
+                self._begin(self._pass + 1, 0, None)
+                continue
+            if isinstance(item, _Failure):
+                raise item.error
+            self._given += 1
+            return item
+
+    def get_state(self) -> dict[str, Any]:
+        return {"pass": self._pass, "given": self._given, "items": self._items.state_dict()}
+
+    def _begin(self, number: int, given: int, state: dict[str, Any] | None) -> None:
+        self._pass, self._given = number, given
+        order = f"{self._order}/{number}"
+        pools = _Pools(self._blocks, order)
+        workers = 1 if len(self._blocks) > POOL_BLOCKS else 0  # a single pool has no next one to read ahead
+        self._items: BaseNode[T | _Failure] = Unbatcher(
+            ParallelMapper(pools, lambda pool: self._read(*pool, order), num_workers=workers, method="thread")
+        )
+        self._items.reset(state)
+
+    def _read(self, number: int, blocks: Sequence[Block], order: str) -> Sequence[T | "_Failure"]:
+        try:
+            items = [
+                item
+                for block in blocks
+                for place, record in read_block(block)
+                for item in self._items_of(place, record)
+            ]
+        except (ValueError, OSError) as error:
+            return [_Failure(error)]  # the mapper would raise it with its own traceback as the message
+        Random(f"{order}/{number}").shuffle(items)
+        return items
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    error: ValueError | OSError
