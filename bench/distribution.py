@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import virtual
 from bench.chart import line_chart
 from goaly.backlog.admission import Ticket
 from goaly.backlog.distribution import Distance
@@ -31,6 +30,7 @@ from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
+from tests import virtual_time
 
 PROMPT_TOKENS = 8
 KINDS = {40: 0.4, 160: 0.5, 800: 0.1}
@@ -80,7 +80,7 @@ class Simulation:
 
     def run(self) -> "Simulation":
         """Simulate it, to the last step."""
-        virtual.run(self._run())
+        virtual_time.run(self._run())
         return self
 
     async def _run(self) -> None:

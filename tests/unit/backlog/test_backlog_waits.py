@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from trajectories import grouped, sampled
 
 from goaly.backlog.group_queue import GroupQueue, Wait
 from goaly.backlog.ledger import Dropped
@@ -13,7 +14,7 @@ from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed, SchemaError
 from goaly.prompts.curriculum import Passes
 from goaly.reward.settings import AdvantageSettings
-from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
+from goaly.trajectory import Group
 
 SETTINGS = BacklogSettings(groups_per_step=2, group_size=2, max_staleness=0, window=2, row_length=16)
 
@@ -22,27 +23,9 @@ def backlog(settings: BacklogSettings = SETTINGS, dp_ranks: int = 1, steps: int 
     return GroupQueue(settings, AdvantageSettings(), dp_ranks=dp_ranks, pad_token=0, steps=steps)
 
 
-def sample(index: int, reward: float, length: int, version: int) -> Trajectory:
-    columns = {
-        "tokens": torch.arange(length) + 10,
-        "trained": torch.tensor([False] + [True] * (length - 1)),
-        "sampler_logprobs": torch.tensor([0.0] + [-0.5] * (length - 1)),
-        "sampler_versions": torch.tensor([-1] + [version] * (length - 1), dtype=torch.int32),
-        "rewards": torch.tensor([0.0] * (length - 1) + [reward]),
-    }
-    return Trajectory(
-        tokens=token_data(columns),
-        prompt_id="p",
-        sample_index=index,
-        turns=(Turn(author="policy", start=1, stop=length),),
-        environment="",
-        outcome=Outcome.COMPLETE,
-    )
-
-
 def group(ticket: int, rewards: tuple[float, ...] = (0.0, 1.0), length: int = 4, version: int = 0) -> Group:
-    samples = tuple(sample(index, reward, length, version) for index, reward in enumerate(rewards))
-    return Group(ticket=ticket, prompt_id=f"p{ticket}", source="test", samples=samples)
+    samples = [sampled(length, index=at, reward=reward, version=version) for at, reward in enumerate(rewards)]
+    return grouped(ticket, samples)
 
 
 async def complete(queue: GroupQueue, **changes) -> int:

@@ -8,13 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from trajectories import grouped, sampled
 
 from goaly.backlog.batch import Batch, add_advantages, build_batch
 from goaly.backlog.packing import assign, divide
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import SchemaError
 from goaly.reward.settings import AdvantageSettings
-from goaly.trajectory import Group, Outcome, Trajectory, Turn, pack_rows, token_data
+from goaly.trajectory import Group, Outcome, pack_rows, token_data
 
 LENGTHS = st.lists(st.integers(1, 32), min_size=1, max_size=60)
 
@@ -108,18 +109,10 @@ def test_parts_by_hand():
 
 def group(ticket: int, lengths: list[int]) -> Group:
     """A group whose tokens all are its ticket."""
-    samples = tuple(
-        Trajectory(
-            tokens=sequence(*[ticket] * length),
-            prompt_id=str(ticket),
-            sample_index=index,
-            turns=(Turn(author="prompt", start=0, stop=1), Turn(author="policy", start=1, stop=length)),
-            environment="",
-            outcome=Outcome.COMPLETE,
-        )
-        for index, length in enumerate(lengths)
+    return grouped(
+        ticket,
+        [sampled(length, index=index, tokens=[ticket] * length, version=2) for index, length in enumerate(lengths)],
     )
-    return Group(ticket=ticket, prompt_id=str(ticket), source="", samples=samples)
 
 
 def batch_of(groups: Sequence[Group], **changes: Any) -> Batch:

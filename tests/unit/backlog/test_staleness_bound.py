@@ -6,19 +6,18 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cache
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trajectories import sampled
 
-from bench import virtual
-from bench.distribution import trajectory
 from goaly.backlog.admission import Admission, Ticket
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Trajectory
+from tests import virtual_time
 
 
 class Fate(Enum):
@@ -58,7 +57,7 @@ class Schedule:
     def run(self) -> "Schedule":
         steps = self.steps if self.known_length else None
         self.queue = GroupQueue(self.config, AdvantageSettings(), dp_ranks=1, pad_token=0, steps=steps)
-        virtual.run(self._run())  # raises when all wait for each other
+        virtual_time.run(self._run())  # raises when all wait for each other
         return self
 
     @property
@@ -116,7 +115,7 @@ class Schedule:
 
 @cache
 def sample(index: int, version: int) -> Trajectory:
-    return trajectory(index, np.array([version]))
+    return sampled(2, index=index, reward=float(index % 2), version=version)
 
 
 @st.composite

@@ -9,7 +9,6 @@ import torch
 from test_episode import completion
 from test_group import PROMPT, TICKET, FakeQueue, FakeSampler, ask_once, runner
 
-from bench import virtual
 from goaly.backlog.admission import Ticket
 from goaly.errors import EpisodeError
 from goaly.prompts.prompt import Prompt
@@ -20,6 +19,7 @@ from goaly.rollout.running import DONE, GENERATING, JUDGED, OWN_CODE, WAITING, G
 from goaly.rollout.settings import RolloutSettings
 from goaly.rollout.worker import _RemoteRewards
 from goaly.trajectory import Trajectory
+from tests import virtual_time
 
 NEXT = Ticket(index=5, min_version=2)
 
@@ -44,7 +44,7 @@ def test_an_episode_that_hangs_fails_its_group_and_cancels_the_requests_of_the_o
         assert (sorted(sampler.cancelled), sampler.under_way) == (["4.0.0", "4.2.0"], 0)  # RG-2
         assert group.progress(TICKET.index) is None
 
-    virtual.run(main())
+    virtual_time.run(main())
 
 
 def test_without_a_limit_an_episode_may_take_days():
@@ -53,7 +53,7 @@ def test_without_a_limit_an_episode_may_take_days():
         return await ask_once(prompt, context)
 
     queue = FakeQueue()
-    virtual.run(runner(FakeSampler(), queue, takes_days).run(TICKET, PROMPT))
+    virtual_time.run(runner(FakeSampler(), queue, takes_days).run(TICKET, PROMPT))
     assert queue.reports == [("put", 4)]
 
 
@@ -84,7 +84,7 @@ def test_an_episode_that_swallows_its_cancellation_is_abandoned_and_frees_its_pl
         assert not limits._abandoned
         assert [request for request, *_ in sampler.asked] == ["5.0.0"]  # PO-3
 
-    virtual.run(main())
+    virtual_time.run(main())
     assert "episode 0 of prompt stubborn still runs 10 s after it was cancelled, and is abandoned" in caplog.text
     end = "EpisodeError: episode 4.0 has ended and can't sample any more"
     assert f"episode 0 of prompt stubborn ended after it was cancelled: {end}" in caplog.messages
@@ -101,7 +101,7 @@ def test_an_error_in_an_episodes_cleanup_is_told_and_does_not_hide_the_timeout(c
             raise OSError("no such container")
 
     queue = FakeQueue()
-    virtual.run(
+    virtual_time.run(
         runner(FakeSampler(), queue, breaks_when_cancelled, episode_seconds=60.0, group_size=1).run(TICKET, PROMPT)
     )
     assert queue.reports == [("fail", 4, "episode_timeout")]
@@ -122,7 +122,7 @@ def test_a_group_is_limited_from_the_start_of_its_first_episode_on():
         async with group._places:
             await asyncio.sleep(seconds)
 
-    virtual.run(main())
+    virtual_time.run(main())
 
 
 def test_a_group_that_takes_too_long_fails_though_each_of_its_episodes_is_within_its_limit():
@@ -141,7 +141,7 @@ def test_a_group_that_takes_too_long_fails_though_each_of_its_episodes_is_within
         assert queue.reports == [("fail", 4, "group_timeout")]
         assert (await group.run(NEXT, PROMPT)).failed is not None  # its episodes had the place that was freed
 
-    virtual.run(main())
+    virtual_time.run(main())
 
 
 def test_a_timeout_of_the_episodes_own_is_an_error_like_any_other(caplog):
@@ -152,7 +152,9 @@ def test_a_timeout_of_the_episodes_own_is_an_error_like_any_other(caplog):
             return await never(prompt, context)
 
     queue = FakeQueue()
-    virtual.run(runner(FakeSampler(), queue, gives_up, episode_seconds=60.0, group_seconds=90.0).run(TICKET, PROMPT))
+    virtual_time.run(
+        runner(FakeSampler(), queue, gives_up, episode_seconds=60.0, group_seconds=90.0).run(TICKET, PROMPT)
+    )
     assert queue.reports == [("fail", 4, "prompt q1: TimeoutError: ")]
     assert caplog.messages == []
 
@@ -162,7 +164,7 @@ def test_an_episode_that_cancels_itself_fails_its_group_by_name():
         raise asyncio.CancelledError
 
     queue = FakeQueue()
-    virtual.run(runner(FakeSampler(), queue, cancels_itself, group_size=1).run(TICKET, PROMPT))
+    virtual_time.run(runner(FakeSampler(), queue, cancels_itself, group_size=1).run(TICKET, PROMPT))
     assert queue.reports == [("fail", 4, "prompt q1: EpisodeError: episode 0 of prompt q1 was cancelled from within")]
 
 
@@ -171,7 +173,7 @@ def test_in_an_evaluation_an_episode_that_hangs_gets_no_reward_and_costs_the_oth
         return await (never if context.sample_index == 1 else ask_once)(prompt, context)
 
     group = runner(FakeSampler(), FakeQueue(), one_hangs, episode_seconds=60.0, group_seconds=1.0)
-    assert virtual.run(group.evaluate(PROMPT, 3)) == [1.0, 0.0, 1.0]
+    assert virtual_time.run(group.evaluate(PROMPT, 3)) == [1.0, 0.0, 1.0]
 
 
 def test_cancelled_while_it_waits_for_what_it_cancelled_it_lets_go_of_it_too(caplog):
@@ -190,7 +192,7 @@ def test_cancelled_while_it_waits_for_what_it_cancelled_it_lets_go_of_it_too(cap
         assert asyncio.get_running_loop().time() == pytest.approx(61)
         await asyncio.sleep(1000)
 
-    virtual.run(main())
+    virtual_time.run(main())
     assert "a stubborn one still runs" in caplog.text
 
 

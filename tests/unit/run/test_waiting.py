@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import virtual
 from goaly.backlog.admission import Ticket
 from goaly.backlog.group_queue import Wait
 from goaly.errors import RunFailed
@@ -17,6 +16,7 @@ from goaly.rollout.running import DONE, GENERATING, GroupProgress
 from goaly.run import waiting
 from goaly.run.run import Run
 from goaly.run.stages import FAILURES_IN_A_ROW, TOO_LONG_IN_A_ROW, Backlog, Rollouts, Trainer
+from tests import virtual_time
 
 PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="abc"),))
 TOO_LONG = "prompt_too_long: 900 tokens leave no room, generator.max_context"
@@ -120,7 +120,7 @@ def test_a_worker_that_does_not_answer_is_described_as_such():
         group.cancel()
         return found
 
-    assert virtual.run(main()) == "group 17 (prompt q1, source sums), whose worker rollout-0 does not answer"
+    assert virtual_time.run(main()) == "group 17 (prompt q1, source sums), whose worker rollout-0 does not answer"
 
 
 def test_a_long_wait_is_told_whenever_it_has_doubled_and_at_least_once_an_hour():
@@ -138,7 +138,7 @@ def test_a_long_wait_is_told_whenever_it_has_doubled_and_at_least_once_an_hour()
             await asyncio.sleep(4 * 3600)
         await asyncio.sleep(9 * 3600)
 
-    virtual.run(main())
+    virtual_time.run(main())
     assert told == [30, 60, 120, 240, 480, 960, 1920, 3840, 3840 + 3600, 3840 + 7200]
 
 
@@ -165,7 +165,7 @@ def test_the_training_loop_tells_what_it_waits_for_and_only_while_it_waits():
             await asyncio.sleep(1000)  # a training step
         await asyncio.sleep(1000)
 
-    virtual.run(main())
+    virtual_time.run(main())
     assert told == [(30, 30, WAIT), (1070, 30, WAIT)]
 
 
@@ -179,7 +179,7 @@ def test_a_long_evaluation_tells_how_many_prompts_are_done():
     worker = FakeWorker()
     worker.evaluate = endpoint(evaluate)
     slow = Prompt(id="slow", source="sums", messages=PROMPT.messages)
-    rewards = virtual.run(Rollouts([worker], said.append).rewards([PROMPT, slow], 1, 0.0, 0))
+    rewards = virtual_time.run(Rollouts([worker], said.append).rewards([PROMPT, slow], 1, 0.0, 0))
     assert rewards == [[1.0], [1.0]]
     assert said == [f"evaluating for {at} s: 1 of 2 prompts are done; waiting for prompt slow" for at in (30, 60)]
 
@@ -187,7 +187,7 @@ def test_a_long_evaluation_tells_how_many_prompts_are_done():
 def test_a_long_start_tells_what_is_not_up_yet():
     said: list[str] = []
     work = {"rollouts": asyncio.sleep(1), "trainer": asyncio.sleep(50), "generators": asyncio.sleep(70)}
-    virtual.run(waiting.all_of(work, "starting", said.append))
+    virtual_time.run(waiting.all_of(work, "starting", said.append))
     assert said == ["starting for 30 s: waiting for trainer, generators", "starting for 60 s: waiting for generators"]
 
 
@@ -207,7 +207,7 @@ def test_a_call_to_the_trainer_that_takes_more_than_twice_as_long_as_ever_is_tol
         for _ in steps:
             assert await trainer.step(batch) == {"loss": 1.0}
 
-    virtual.run(main(50, 90, 200, 300))
+    virtual_time.run(main(50, 90, 200, 300))
     assert said == [f"waiting {seconds} s for trainer.step" for seconds in (30, 180)]
 
 

@@ -1,11 +1,12 @@
 """The shipped experiment, in small: what each order does to lengths, idle generation and age."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
-from bench import virtual
 from bench.distribution import SETTINGS, Arm, Simulation, measure
+from tests import virtual_time
 
 STEPS = 80
 SMALL = replace(SETTINGS, groups_per_step=4)
@@ -55,7 +56,7 @@ def test_nothing_finished_is_discarded_and_every_group_is_accounted_for(settings
 
 def test_virtual_time_ends_where_nothing_can_go_on() -> None:
     async def stuck() -> None:
-        await virtual.asyncio.Event().wait()
+        await asyncio.Event().wait()
 
     with pytest.raises(RuntimeError, match="every task waits for another"):
-        virtual.run(stuck())
+        virtual_time.run(stuck())
