@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.chart import line_chart
 from bench.interval import Interval
 from bench.lagged import LaggedSettings, Outcome
 from bench.record import finished
@@ -149,3 +150,12 @@ def test_table_file_and_plot_hold_every_arm() -> None:
     for main in at_one_rate:
         assert f"| {main.name} | 2 |" in table(arms)
         assert f">{main.name}</text>" in plot(arms)
+
+
+def test_a_chart_names_its_curves_and_is_the_same_text_each_time() -> None:
+    def chart(floor: float | None) -> str:
+        curves = {"slow": [(0, 0.1), (10, 0.4)], "fast": [(0, 0.1), (10, 0.9)]}
+        return line_chart(curves, title="Rates", x_label="step", y_label="pass@1", floor=floor)
+
+    assert chart(None) == chart(None) != chart(0.05)
+    assert all(f">{text}<" in chart(None) for text in ("slow", "fast", "Rates", "step", "pass@1"))
