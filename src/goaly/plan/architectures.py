@@ -1,6 +1,6 @@
 """Names and shapes of well-known models' parameters, as torchtitan defines them, from a few public numbers.
 
-For planning on paper: nothing here builds a model.
+They serve plans only: nothing here builds a model.
 """
 
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from goaly.weights.rectangle import Extent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One parameter, and how parallelism divides it."""
+    """One parameter, and the dims along which parallelism divides it."""
 
     name: str
     shape: Extent
     tp_dim: int | None = None
-    """The dim that tensor parallelism shards; None: every rank has all of it."""
+    """The dim that tensor parallelism shards; None if every rank has all of it."""
     expert: bool = False
     """A stack of experts, whose first dim expert parallelism shards."""
 
@@ -29,7 +29,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """The numbers that make a decoder's shapes. With experts, `hidden_dim` is that of one expert."""
+    """The sizes of a decoder. With experts, `hidden_dim` is that of one expert."""
 
     layers: int
     dim: int
@@ -43,7 +43,7 @@ class Decoder:
     tied: bool = False
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """All parameters; a tied output is the embedding and has no name of its own."""
+        """All parameters. A tied output has none of its own."""
         found = [Parameter(name="tok_embeddings.weight", shape=(self.vocab_size, self.dim), tp_dim=0)]
         for layer in range(self.layers):
             found.extend(self._attention(f"layers.{layer}."))

@@ -1,7 +1,7 @@
-"""What a run would be, without starting it: the resolved config, every actor's place, and the memory of each rank.
+"""Plans a run without starting it: the resolved config, the place of every actor, and the memory of each rank.
 
 Estimates count parameters, gradients, AdamW's two moments, the weight store's ring, the key-value cache and the
-activations of one micro-batch; they leave out what libraries take for themselves (0.3-1 GiB a process).
+activations of one micro-batch. They leave out the libraries' own memory (0.3-1 GiB a process).
 """
 
 from goaly.config import to_yaml
@@ -18,7 +18,7 @@ ACTIVATION_COPIES = {"off": 16, "selective": 8, "full": 1}
 """Activations kept for each token and layer, in units of the model's width."""
 ON_CPU = " on the CPU"
 NOT_HELD = ("ring", "activations", f"parameters{ON_CPU}", f"prefetch{ON_CPU}")
-"""What a rank needs, but not on its GPU or not all the time."""
+"""Memory that a rank needs elsewhere than on its GPU, or only for a while."""
 
 
 def parameters(shape: Architecture) -> int:
@@ -31,7 +31,7 @@ def parameters(shape: Architecture) -> int:
 
 
 def needs(config: RunConfig) -> dict[str, tuple[float, str]]:
-    """By role, the GiB that a rank needs, and what for."""
+    """By role, the GiB that a rank needs, and their purposes."""
     in_words = {
         role: (sum(parts.values()) / GIB, ", ".join(f"{part} {size / GIB:.3f} GiB" for part, size in parts.items()))
         for role, parts in _parts(config).items()
@@ -40,7 +40,7 @@ def needs(config: RunConfig) -> dict[str, tuple[float, str]]:
 
 
 def held_on_gpu(config: RunConfig) -> dict[str, float]:
-    """By role, the GiB that a rank holds on its GPU at least: what is sure, not what a pass may need for a while."""
+    """By role, the GiB that a rank holds on its GPU all the time."""
     return {
         role: sum(size for part, size in parts.items() if part not in NOT_HELD) / GIB
         for role, parts in _parts(config).items()
@@ -85,12 +85,12 @@ def _parts(config: RunConfig) -> dict[str, dict[str, float]]:
 
 
 def placed(config: RunConfig, cluster: Cluster) -> dict[str, Placed]:
-    """The place of every process of the run on this cluster; ConfigError with what does not fit."""
+    """The place of every process of the run on this cluster; raises a ConfigError that names processes without one."""
     return place(list(processes(config)), config.hosts, cluster, held_on_gpu(config))
 
 
 def check_this_machine(config: RunConfig) -> None:
-    """ConfigError if the run can't start as it is: it imagines its hosts, or does not fit this machine."""
+    """Raise a ConfigError if the run can't start: its hosts are imagined, or it does not fit this machine."""
     if config.hosts.imagine is not None:
         raise ConfigError(["hosts.imagine: is for --dry-run; a run uses the hosts that it gets"])
     if config.hosts.job == "local":
@@ -98,7 +98,7 @@ def check_this_machine(config: RunConfig) -> None:
 
 
 def describe(config: RunConfig) -> str:
-    """The plan as text; ConfigError if it does not fit."""
+    """The plan as text; raises a ConfigError if the run does not fit."""
     hosts = config.hosts
     if hosts.imagine is None and hosts.job != "local":
         needed = f"must be a cluster such as {{hosts: 4, gpus: 8}}, because a dry run does not start {hosts.job}"

@@ -1,10 +1,10 @@
 """How torchtitan lays a model out over ranks: the placements of each parameter, without a process group.
 
-Ranks are numbered with tensor parallelism innermost, replicas outermost. Experts see the same ranks as another mesh,
-where the expert axis takes the place of tensor parallelism and of as much FSDP as it needs.
+Ranks are numbered with tensor parallelism innermost and replicas outermost. Experts use the same ranks as another mesh,
+in which the expert axis replaces tensor parallelism and as much of FSDP as it needs.
 
 Invariants
-    WE-1  A rank's layout is what torchtitan's `parallelize_fn` puts there, for FSDP, HSDP, TP, EP and their mixes.
+    WE-1  A rank's layout is that of torchtitan's `parallelize_fn`, for FSDP, HSDP, TP, EP and their mixes.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Placed = tuple[tuple[int, int, int], tuple[Placement, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """The sizes of the axes that ranks are arranged in."""
+    """The sizes of the axes of the ranks' mesh."""
 
     replicas: int = 1
     """Whole copies of the model: HSDP's outer axis, or a generator's replicas."""
@@ -43,7 +43,7 @@ class Parallelism:
         return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "tp=1"
 
     def problems(self, prefix: str, parameters: Sequence[Parameter] = ()) -> list[str]:
-        """What can't work, a line each."""
+        """The sizes that can't work, a line each."""
         sizes = {"replicas": self.replicas, "fsdp": self.fsdp, "tp": self.tp, "ep": self.ep}
         found = [f"{prefix}{axis}={size}: must be at least 1" for axis, size in sizes.items() if size < 1]
         if found:
@@ -63,11 +63,11 @@ class Parallelism:
         return found
 
     def placed(self, parameter: Parameter) -> Placed:
-        """The mesh that the parameter is placed on, and how."""
+        """The mesh of the parameter, and its placements there."""
         on_tp = Replicate() if parameter.tp_dim is None else Shard(parameter.tp_dim)
         if not parameter.expert:
             return (self.replicas, self.fsdp, self.tp), (Replicate(), self._on_fsdp(0, on_tp, self.tp), on_tp)
-        # Where there are more ranks than experts, FSDP divides what is within an expert.
+        # With more ranks than experts, FSDP divides within an expert.
         fsdp_dim = 1 if self.fsdp * (self.tp if self.ep > 1 else 1) > parameter.shape[0] else 0
         if self.ep == 1:
             return (self.replicas, self.fsdp, self.tp), (Replicate(), self._on_fsdp(fsdp_dim, on_tp, self.tp), on_tp)
@@ -75,15 +75,15 @@ class Parallelism:
         return mesh, (Replicate(), self._on_fsdp(fsdp_dim, Shard(0), self.ep), Shard(0))
 
     def _on_fsdp(self, dim: int, inner: Placement, inner_ranks: int) -> Placement:
-        """FSDP's placement outside of another that was there before it."""
+        """FSDP's placement around an inner one."""
         if self.fsdp == 1:
             return Replicate()
         over = inner_ranks > 1 and inner.is_shard(dim)
         return _StridedShard(dim, split_factor=inner_ranks) if over else Shard(dim)
 
     def layout(self, parameters: Sequence[Parameter], rank: int, dtype: torch.dtype) -> Layout:
-        """What this rank holds of the parameters."""
-        alike: dict[tuple[Extent, int | None, bool], Layout] = {}  # a model's layers are
+        """The shards of the parameters that this rank holds."""
+        alike: dict[tuple[Extent, int | None, bool], Layout] = {}  # layers repeat the same shapes
         shards = []
         for parameter in parameters:
             kind = (parameter.shape, parameter.tp_dim, parameter.expert)

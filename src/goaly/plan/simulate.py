@@ -1,13 +1,12 @@
-"""What one update of a model's weights moves between which ranks, before any of them exists.
+"""Plans one update of a model's weights on paper: the bytes between each pair of ranks, and the least time.
 
     python -m goaly.plan.simulate --model qwen3-235b-a22b --trainer fsdp=32,ep=8 --generator tp=8,replicas=4
 
-Runs the real planner on shapes alone, cut into buckets as writers cut them for readers that joined in time. What is
-read from another host is counted in whole buckets, what is copied within one in the rectangles that are needed. Trainer
-ranks are numbered first, generator ranks after them, and `--ranks-per-host` of them in a row share a host. Times are
-lower bounds: every rank's network card carries its bytes
-to and from other hosts in both directions at once, every rank moves bytes within its host at the memory's speed, and
-nothing else takes time.
+It runs the real planner on shapes alone, with the buckets that writers cut for readers that joined in time. Reads from
+another host are counted in whole buckets, copies within one in the rectangles that are needed. Trainer ranks are
+numbered first, then generator ranks; each `--ranks-per-host` of them share a host. Times are lower bounds: every rank's
+network card sends and receives at full speed at the same time, every rank copies within its host at the memory's
+speed, and nothing else takes time.
 """
 
 import argparse
@@ -36,7 +35,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Where ranks are, and how fast bytes move between them."""
+    """The hosts of the ranks, and the speed between them."""
 
     ranks_per_host: int
     nic_gbps: float
@@ -45,26 +44,26 @@ class Cluster:
     """Gigabits a second at which one rank copies within its host."""
 
     def host(self, rank: int) -> int:
-        """Where a rank is, counted over both sides."""
+        """The host of a rank, with trainer and generator ranks numbered together."""
         return rank // self.ranks_per_host
 
     def problems(self) -> list[str]:
-        """What can't work, a line each."""
+        """The values that can't work, a line each."""
         sizes = {"ranks-per-host": self.ranks_per_host, "nic-gbps": self.nic_gbps, "memory-gbps": self.memory_gbps}
         return [f"--{name}={size:g}: must be above 0" for name, size in sizes.items() if size <= 0]
 
 
 @dataclass(slots=True, kw_only=True)
 class Link:
-    """What one generator rank pulls from one trainer rank."""
+    """The reads of one generator rank from one trainer rank."""
 
     trainer: int
     generator: int
     in_host: bool
     bytes: int = 0
-    """What moves: across hosts, whole buckets."""
+    """Bytes that move: across hosts, those of whole buckets."""
     needed: int = 0
-    """What of it the generator has a place for."""
+    """Bytes among them that the generator needs."""
     messages: int = 0
     """Buckets across hosts, rectangles to copy within one."""
 
@@ -76,11 +75,11 @@ class Load:
     total: int
     largest: int
     even: float
-    """What each would have if all had the same."""
+    """The mean of all ranks."""
 
     @property
     def imbalance(self) -> float:
-        """The largest as a multiple of the even one."""
+        """The largest as a multiple of the mean."""
         return self.largest / self.even if self.even else 1.0
 
 
@@ -96,18 +95,18 @@ class Update:
     tensors: int
     share_seconds: float
     cut_seconds: float
-    """The longest that cutting one trainer rank's share took here."""
+    """The longest time to cut one trainer rank's share, on this machine."""
     plan_seconds: float
-    """The longest that planning for one generator rank took here."""
+    """The longest time to plan for one generator rank, on this machine."""
     staged: Load
     sent: Load
     received: Load
     stage_seconds: float
     pull_seconds: float
     slowest: str
-    """What the pull waits for."""
+    """The rank and resource that take the longest."""
     read_over_needed: float
-    """Bytes that cross hosts, as a multiple of those of them that are needed."""
+    """Bytes read across hosts, as a multiple of the needed ones."""
     links: list[Link]
 
 
@@ -170,7 +169,7 @@ class _Writer:
 def _cut(
     shares: Sequence[Layout], destinations: Sequence[Layout], replicas: int, cluster: Cluster, bucket_bytes: int
 ) -> tuple[list[_Writer], float]:
-    """What each trainer rank stages, cut for the generator's ranks on other hosts; the longest that took."""
+    """Each trainer rank's share, cut for the generator ranks on other hosts; and the longest time that took."""
     needs = [needs_of(destination) for destination in destinations]
     writers, longest = [], 0.0
     for trainer, layout in enumerate(shares):
@@ -229,7 +228,7 @@ def _load(sums: Sequence[int]) -> Load:
 
 
 def _pull(links: Sequence[Link], cluster: Cluster) -> tuple[float, str]:
-    """How long the busiest rank needs for its bytes, and which that is."""
+    """The time of the busiest rank for its bytes, and which rank that is."""
     busy: dict[tuple[str, int, str], float] = defaultdict(float)
     for link in links:
         seconds = link.bytes * 8e-9 / (cluster.memory_gbps if link.in_host else cluster.nic_gbps)
@@ -276,7 +275,7 @@ def _size(count: float) -> str:
 
 
 def parallelism(text: str) -> Parallelism:
-    """`fsdp=32,ep=8` as a Parallelism; a ConfigError says what is wrong with it."""
+    """Parse `fsdp=32,ep=8`; raises a ConfigError that names anything wrong."""
     known = tuple(Parallelism.__dataclass_fields__)
     sizes = {}
     for item in text.split(","):

@@ -1,15 +1,14 @@
-"""Where a reader's weights go: spare memory that is filled while the engine works, and how it becomes the parameters'.
+"""Where a reader's weights go: spare memory that is filled while the engine works, then put in place of the parameters.
 
-In mode "copy" each parameter has a spare of its size, which `apply` copies into it. In mode "flip" `apply` makes the
-spare the parameter's memory, and what the parameter had becomes the spare: that takes no time for any size, but only
-who reads the parameter anew at each use sees it. A parameter of which somebody holds another view is therefore copied
-in either mode.
+Each parameter has a spare of its size. In mode "copy" `apply` copies the spare into the parameter. In mode "flip" it
+exchanges the memory of the two, which takes the same short time for any size. Only code that reads the parameter anew
+at each use sees a flip, so a parameter with another view of its memory is copied in either mode.
 
 Invariants
-    WD-1  Names of one and the same memory (tied weights) stay so, and are filled once.
-    WD-2  Between two `apply` the parameters don't change, and memory that they have is not written; nor is memory that
-          a GPU still works with: it goes on after `apply` has returned.
-    WD-3  What is filled is all of a parameter, each element once, or the reader is refused.
+    WD-1  Names that share memory (tied weights) keep sharing it, and it is filled once.
+    WD-2  Between two `apply` neither the parameters nor their memory change, and no memory is written that a GPU still
+          uses after `apply` has returned.
+    WD-3  The layout fills each element of a parameter exactly once, or the reader is refused.
 """
 
 import logging
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Memory:
-    """One parameter's memory: everyone who is known to have it, and its spare."""
+    """One parameter's memory: all tensors known to use it, and its spare."""
 
     name: str
     owners: list[torch.Tensor]
@@ -48,10 +47,10 @@ class Destination:
         live: Mapping[str, torch.Tensor] | None = None,
         naming: Naming | None = None,
     ):
-        """`tensors` say what this rank has; `live` are the objects that the model computes with.
+        """`tensors` describe what this rank holds; `live` are the objects that the model computes with.
 
-        Without `live` they are the tensors, or what DTensors have as their local part. The tensors have the writers'
-        names, or are made of tensors of theirs as `naming` says; one that is made of nothing stays as it is.
+        By default those are the tensors themselves, or the local parts of DTensors. The tensors have the published
+        names, or are made of published tensors as `naming` says; a tensor without parts stays as it is.
         """
         self._layouts: dict[str, Layout] = {
             name: renamed(layout_of({name: tensor}), naming or {}) for name, tensor in tensors.items()
@@ -62,10 +61,10 @@ class Destination:
         self._side = 0
         self._applied: torch.cuda.Event | None = None
         self.layout: Layout = ()
-        """What has to be filled, once `allocate` was called."""
+        """The rectangles to fill; set by `allocate`."""
 
     def allocate(self, published: Container[str]) -> None:
-        """Make the spares; of the names of one memory, the one that is published is filled."""
+        """Allocate the spares. If several names share memory, the one that is published is filled."""
         by_name: dict[str, _Memory] = {}
         for names in _by_memory(self._live):
             moved = [name for name in names if self._layouts[name]]
@@ -74,7 +73,7 @@ class Destination:
             name = next((name for name in moved if self._layouts[name][0].name in published), moved[0])
             owners = list({id(self._live[name]): self._live[name] for name in names}.values())
             with torch.inference_mode(False):
-                spare = torch.empty_like(_plain(owners[0])).zero_()  # its pages are in place now
+                spare = torch.empty_like(_plain(owners[0])).zero_()  # allocates its pages now
             by_name[name] = _Memory(name, owners, spare)
         self.layout = tuple(shard for name in by_name for shard in self._layouts[name])
         for shard in self.layout:
@@ -86,16 +85,16 @@ class Destination:
                 memory.flips = _only_owned_by(memory.owners)
             copied = [memory.name for memory in self._memories if not memory.flips]
             if copied:
-                logger.warning("%d parameters are copied, others hold views of them: %s", len(copied), copied[:5])
+                logger.warning("%d parameters are copied, because views of them exist: %s", len(copied), copied[:5])
 
     @property
     def needs(self) -> Needs:
-        """What fills it, whichever of the names of one memory turn out to be published."""
+        """The rectangles that may be needed, whichever of the names that share memory is published."""
         return needs_of(tuple(shard for layout in self._layouts.values() for shard in layout))
 
     @property
     def side(self) -> int:
-        """Which of the two sets of memory the spares are now; `targets` differ between the two."""
+        """Which of the two sets of memory is the spares now; `targets` differ between the two."""
         return self._side
 
     @property
@@ -104,16 +103,16 @@ class Destination:
         return all(memory.flips for memory in self._memories)
 
     def targets(self) -> list[torch.Tensor]:
-        """Where each shard of the layout goes in the spares."""
+        """The place of each shard of the layout in the spares."""
         return [view({memory.name: memory.spare}, shard) for memory in self._memories for shard in memory.shards]
 
     def settle(self) -> None:
-        """Wait until the spares can be written: the GPU has done all that was asked of it before `apply` (WD-2)."""
+        """Wait until the spares can be written: the GPU has finished all work from before `apply` (WD-2)."""
         if self._applied is not None:
             self._applied.synchronize()
 
     def apply(self) -> None:
-        """Give the parameters what the spares hold. On a GPU, in the order of the calling thread's stream."""
+        """Put the spares' contents in place of the parameters; on a GPU, in the calling thread's stream."""
         copied = [memory for memory in self._memories if not memory.flips]
         with torch.no_grad():
             if copied:
@@ -132,7 +131,7 @@ class Destination:
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """The object that has this rank's part of the tensor."""
+    """The object that holds this rank's part of the tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -141,7 +140,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """The names, those of one and the same memory together, in order."""
+    """The names in order, grouped by the memory that they share."""
     groups: dict[object, list[str]] = {}
     for name, held in tensors.items():
         key = (held.data_ptr(), held.shape, held.stride(), held.dtype, held.device) if held.numel() else name
@@ -150,7 +149,7 @@ def _by_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 
 def _only_owned_by(owners: list[torch.Tensor]) -> bool:
-    """Whether these are the only tensors over their memory, and have all of it."""
+    """Whether no other tensor uses their memory, and they use all of it."""
     alone = torch.empty(1)
     first = owners[0]
     whole = first.untyped_storage().nbytes() == first.nbytes

@@ -1,19 +1,18 @@
 """Which part of which tensor a rank holds, and what must be copied from where to move it to other ranks.
 
-A layout is a tuple of rectangles (`Shard`), read off tensors or DTensors. Pure arithmetic from there on: `share`
-divides what is held more than once among its holders, `plan` finds the copies that fill a destination.
+A layout is a tuple of rectangles (`Shard`) that `placement.py` reads off tensors or DTensors. The rest is arithmetic:
+`share` divides rectangles that several ranks hold among them, `plan` finds the copies that fill a destination.
 
 Invariants
     WL-1  The copies of a plan write every element of the destination exactly once, from the source element of the
           same name and global position.
-    WL-2  After `share`, the layouts hold what they held before, and rectangles that were held several times are held
-          once. Two ranks that held the same rectangles are left with the same number of bytes, but for one granule:
-          `SPLIT_BYTES`, or one index of the dim that a larger rectangle was cut along, whichever is more. Where what
-          they keep is ten granules or more, they are within a tenth of even.
-    WL-3  Both depend on their arguments only: every process that computes them finds the same.
+    WL-2  `share` keeps every element, and each once: a rectangle that several ranks held is divided among them. Two
+          ranks that held the same rectangles then have the same number of bytes, to within one granule: `SPLIT_BYTES`,
+          or one index of the dim along which a larger rectangle was cut, whichever is more. From ten granules on, they
+          are within a tenth of even.
+    WL-3  Both are functions of their arguments: every process that computes them gets the same result.
 
-Readers that each read everything once therefore load such ranks evenly, too. What a reader's ranks hold several times
-(a norm under tensor parallelism) counts as often as it is read.
+Readers that each read everything once therefore load such ranks evenly, too.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,15 +27,15 @@ from goaly.errors import WeightsError
 from goaly.weights.rectangle import Extent, Rectangle, along, cover, minus, sliced
 
 SPLIT_BYTES = 1 << 20
-"""A rectangle that several sources hold is divided among them where it is larger."""
+"""A rectangle that several sources hold is divided among them if it is larger than this."""
 
 EVEN_ENOUGH = 1.02
-"""A rectangle is cut along its first dim where the largest slice is at most this much larger than an even one."""
+"""A rectangle is cut along the first dim whose largest slice is at most this factor larger than an even one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One rectangle of a named global tensor, and where it lies in the local tensors of the rank that holds it."""
+    """One rectangle of a named global tensor, and its place in the local tensors of the rank that holds it."""
 
     name: str
     dtype: torch.dtype
@@ -44,11 +43,11 @@ class Shard:
     offset: Extent
     shape: Extent
     start: Extent
-    """Where it begins in the local tensor, in that tensor's dims."""
+    """The offset in the local tensor, in that tensor's dims."""
     tensor: str | None = None
-    """The local tensor's own name, where that is another (see `mapping.py`)."""
+    """The local tensor's name, if it differs (`mapping.py`)."""
     dims: tuple[int | None, ...] | None = None
-    """The local tensor's dim that each dim runs along, None for one that it lacks; None if all are the same."""
+    """For each dim the local tensor's dim, or None if it has no such dim; None if all dims are the same."""
 
     @property
     def elements(self) -> int:
@@ -62,11 +61,11 @@ class Shard:
 
     @property
     def place(self) -> Rectangle:
-        """Which rectangle of the local tensor it is."""
+        """Its rectangle in the local tensor."""
         return (self.start, self.shape) if self.dims is None else along(self.dims, self.start, self.shape)
 
     def part(self, rectangle: Rectangle) -> "Shard":
-        """What it holds of this rectangle of the global tensor, which lies within it."""
+        """The part that is this rectangle of the global tensor, which must lie within the shard."""
         offset, shape = rectangle
         if offset == self.offset:
             return self if shape == self.shape else replace(self, shape=shape)
@@ -84,7 +83,7 @@ Layout = tuple[Shard, ...]
 class Copy:
     """One rectangle to copy: out of `sources[source][source_shard]` into `destination[shard]`.
 
-    The two offsets count from the beginning of the respective shard's rectangle.
+    Each offset is relative to its shard's rectangle.
     """
 
     source: int
@@ -96,7 +95,7 @@ class Copy:
 
 
 def region(tensor: torch.Tensor, offset: Extent, shape: Extent) -> torch.Tensor:
-    """The view of this rectangle of the tensor."""
+    """A view of this rectangle of the tensor."""
     if tensor.shape == shape:
         return tensor
     for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
@@ -120,7 +119,7 @@ def in_dtype(layout: Layout, dtype: torch.dtype | None) -> Layout:
 
 
 class _Piece(NamedTuple):
-    """A rectangle that has to come from one of its holders."""
+    """A rectangle to assign to one of its holders."""
 
     shard: int
     rectangle: Rectangle
@@ -139,14 +138,14 @@ class _Holder(NamedTuple):
 
 @dataclass(slots=True)
 class _Held:
-    """All that the sources hold of one name: its distinct rectangles, each with the ranks that hold it."""
+    """The distinct rectangles of one tensor, each with the ranks that hold it."""
 
     first: Shard
     holders: dict[Rectangle, list[_Holder]] = field(default_factory=dict)
 
 
 def share(sources: Sequence[Layout]) -> tuple[Layout, ...]:
-    """The layouts that remain when each rectangle that several sources hold is kept by one of them (WL-2)."""
+    """The layouts in which each rectangle that several sources hold stays with one of them (WL-2)."""
     pieces = [
         _Piece(0, rectangle, held.first.dtype.itemsize, holders)
         for held in _held(sources).values()
@@ -159,10 +158,10 @@ def share(sources: Sequence[Layout]) -> tuple[Layout, ...]:
 
 
 def plan(sources: Sequence[Layout], destination: Layout) -> tuple[Copy, ...]:
-    """The copies that fill the destination (WL-1); a WeightsError names what no source has."""
+    """The copies that fill the destination (WL-1); raises a WeightsError that names anything no source holds."""
     found = _held(sources, {shard.name for shard in destination})
     pieces: list[_Piece] = []
-    # The layers of a model pose the same few problems again and again: each is solved once.
+    # The layers of a model repeat the same few rectangles: each is covered once.
     divisions: dict[tuple[Rectangle, ...], int] = {}
     division_of = {
         name: divisions.setdefault(tuple(sorted(held.holders)), len(divisions)) for name, held in found.items()
@@ -199,7 +198,7 @@ def plan(sources: Sequence[Layout], destination: Layout) -> tuple[Copy, ...]:
 
 
 def _held(sources: Sequence[Layout], names: Collection[str] | None = None) -> dict[str, _Held]:
-    """By name, every distinct rectangle and who holds it; of these names only, if any are given."""
+    """By name, each distinct rectangle with its holders; only of these names, if given."""
     found: dict[str, _Held] = {}
     for rank, layout in enumerate(sources):
         for index, shard in enumerate(layout):
@@ -221,10 +220,10 @@ def _held(sources: Sequence[Layout], names: Collection[str] | None = None) -> di
 
 
 def _spread(pieces: Sequence[_Piece], ranks: int) -> list[tuple[_Piece, _Holder]]:
-    """A holder for each piece; of a large piece, each holder has a slice (WL-2).
+    """A holder for each piece; a large piece is divided among its holders (WL-2).
 
-    Two ranks with the same rectangles stay within a granule of each other: of each large one, the rank with less has
-    the larger slice, by at most one index; each small one goes to the rank with less.
+    Two ranks with the same rectangles stay within a granule of each other: the less loaded rank gets the larger slice
+    of a large one, by at most one index, and each small one.
     """
     loads = [0] * ranks
     chosen: list[tuple[_Piece, _Holder]] = []
@@ -252,7 +251,7 @@ def _spread(pieces: Sequence[_Piece], ranks: int) -> list[tuple[_Piece, _Holder]
 
 
 def _slices(piece: _Piece) -> list[_Piece]:
-    """The piece in as many slices as it has holders, or in fewer if no dim is that long."""
+    """The piece in one slice for each holder, or in fewer if no dim is that long."""
     parts, shape = len(piece.holders), piece.rectangle[1]
     dim = next(
         (dim for dim, length in enumerate(shape) if -(-length // parts) * parts <= EVEN_ENOUGH * length),

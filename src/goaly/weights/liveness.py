@@ -1,13 +1,13 @@
-"""Who a process is and where, and the news that it ended.
+"""The identity of a process on any host, and a watch that reports its end.
 
-On the store's own host the kernel tells at once. A process elsewhere sends a pulse every
-`PULSE_SECONDS`, and has ended when it has been silent for `SILENT_SECONDS`.
+On the watcher's own host the kernel reports the end at once. A process elsewhere sends a pulse every `PULSE_SECONDS`,
+and counts as ended when it has been silent for `SILENT_SECONDS`.
 
 Invariants
-    WP-1  A process id that was given to another process is not mistaken for the first: the time of its start differs.
+    WP-1  A process id that was reused is not mistaken for the first process: its start time differs.
     WP-2  `on_exit` is called once, however the process ended, and never after `close`.
-    WP-3  The watcher counts silence in ticks of its own event loop: a stall of the watcher is one tick, however long it
-          lasts, so it ends nobody whose pulses wait in the watcher's queue.
+    WP-3  The watcher counts silence in ticks of its own event loop. A stall of the watcher counts as one tick, however
+          long it lasts: a process whose pulses wait in the watcher's queue does not count as ended.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ SILENT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMark:
-    """One process of one host: of one boot of it, and of one container there."""
+    """One process, identified across hosts, boots and containers."""
 
     host: str
     pid: int
@@ -37,17 +37,17 @@ class ProcessMark:
 
 
 def this_process(host: str | None = None) -> ProcessMark:
-    """The mark of the process that asks; on another host than this, if it is told so."""
+    """The mark of the calling process; `host` overrides its host."""
     return process(os.getpid(), host)
 
 
 def process(pid: int, host: str | None = None) -> ProcessMark:
-    """The mark of a process of this host."""
+    """The mark of a process of this host, or of `host`."""
     return ProcessMark(host=host or this_host(), pid=pid, started=_started(pid))
 
 
 def this_host() -> str:
-    """What only processes that can open each other's memory share: the boot, and the container's process ids."""
+    """The boot and the process-id namespace: processes that share both can open each other's memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
@@ -56,14 +56,14 @@ class Watch(Protocol):
     """Calls a function on the running event loop when a process has ended."""
 
     def beat(self) -> None:
-        """The process is alive."""
+        """Record that the process is alive."""
 
     def close(self) -> None:
         """Stop watching."""
 
 
 def watch(mark: ProcessMark, on_exit: Callable[[], None]) -> Watch:
-    """A watch over a process on any host."""
+    """A watch of a process on any host."""
     return ExitWatch(mark, on_exit) if mark.host == this_host() else SilenceWatch(on_exit)
 
 
@@ -96,7 +96,7 @@ class ExitWatch:
         self._on_exit()
 
     def beat(self) -> None:
-        """Nothing: the kernel knows."""
+        """Do nothing: the kernel reports the end."""
 
     def kill(self) -> None:
         """Kill the process, if it is still there."""
@@ -115,7 +115,7 @@ class ExitWatch:
 
 
 class SilenceWatch:
-    """Calls `on_exit` on the running event loop after so many ticks without a `beat` (WP-3)."""
+    """Calls `on_exit` on the running event loop after `seconds` without a `beat`, counted in ticks (WP-3)."""
 
     def __init__(
         self, on_exit: Callable[[], None], seconds: float = SILENT_SECONDS, *, tick_seconds: float = PULSE_SECONDS
@@ -135,7 +135,7 @@ class SilenceWatch:
             self._timer = self._loop.call_later(self._tick_seconds, self._tick)
 
     def beat(self) -> None:
-        """The process is alive."""
+        """Record that the process is alive."""
         self._silent = 0
 
     def close(self) -> None:
@@ -157,5 +157,5 @@ def _started(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """The kernel's record of the process from its state, field 3, on: the name before it may hold anything."""
+    """The kernel's record of the process from field 3 (its state) on: the name before it may contain anything."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

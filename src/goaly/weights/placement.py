@@ -1,11 +1,11 @@
-"""How a rank's tensors are placed: reads layouts off tensors and DTensors.
+"""Reads layouts off a rank's tensors and DTensors.
 
-Kept apart from `layout.py`, so that the weight store, which only compares layouts, starts without DTensor.
+This is not part of `layout.py`, so that the weight store, which only compares layouts, starts without DTensor.
 
 Invariants
-    WA-1  The rectangles of all ranks of a mesh are what torch itself puts there, for any mix of sharded and replicated
-          axes, uneven and strided ones included. Of FSDP over TP on one dim, that is FSDP's chunk of the TP shard:
-          where sizes are uneven, `_StridedShard` alone, read from left to right, says otherwise.
+    WA-1  The rectangles of all ranks of a mesh are those that torch itself places there, for any mix of sharded and
+          replicated axes, also uneven and strided ones. For FSDP over TP on one dim that is FSDP's chunk of the TP
+          shard; with uneven sizes, reading `_StridedShard` from left to right would give other rectangles.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from goaly.weights.layout import Layout, Shard
 from goaly.weights.rectangle import Extent, Rectangle, tile
 
 Run = tuple[int, int]
-"""A stretch of indices of one dim: where it begins, and its length."""
+"""Consecutive indices of one dim: the first one, and how many."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
-    """The rectangles of these tensors that this rank holds; those without elements are left out."""
+    """The rectangles of these tensors that this rank holds, without empty ones."""
     shards: list[Shard] = []
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -54,7 +54,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
 
 
 def check_filled(tensors: Mapping[str, torch.Tensor], layout: Layout) -> None:
-    """Raise unless the layout has every element of each local tensor that it names once."""
+    """Raise unless the layout has each element of the local tensors that it names exactly once."""
     places: dict[str, list[Rectangle]] = {}
     for shard in layout:
         places.setdefault(shard.tensor or shard.name, []).append(shard.place)
@@ -99,7 +99,7 @@ def shards_of(
 
 
 def _in_order(name: str, mesh_shape: Sequence[int], placements: Sequence[Placement]) -> list[int]:
-    """The axes that shard, in the order in which they do: outer ones after those that were there before them."""
+    """The axes that shard, in the order in which they divide the tensor: an outer axis after the axes within it."""
     axes = [axis for axis, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     for axis in axes:
         if not isinstance(placements[axis], ShardPlacement | _StridedShard):
@@ -109,7 +109,7 @@ def _in_order(name: str, mesh_shape: Sequence[int], placements: Sequence[Placeme
 
 
 def _is_outer(axis: int, mesh_shape: Sequence[int], placements: Sequence[Placement]) -> bool:
-    """Whether the axis divides what all later axes left of a dim, as FSDP does with what tensor parallelism left."""
+    """Whether the axis divides the shards of all later axes of a dim, as FSDP divides those of tensor parallelism."""
     placement = placements[axis]
     if not isinstance(placement, _StridedShard):
         return False
@@ -120,14 +120,14 @@ def _is_outer(axis: int, mesh_shape: Sequence[int], placements: Sequence[Placeme
 
 
 def _chunks(runs: Sequence[Run], count: int) -> list[list[Run]]:
-    """The runs' indices in `count` chunks, as `torch.chunk` divides them: equal, the last ones shorter or empty."""
+    """The runs' indices in `count` chunks as `torch.chunk` makes them: equal, the last ones shorter or empty."""
     total = sum(length for _, length in runs)
     size = -(-total // count)
     return [_taken(runs, min(i * size, total), min((i + 1) * size, total)) for i in range(count)]
 
 
 def _taken(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
-    """The runs from their `begin`-th to before their `end`-th index."""
+    """The runs' indices number `begin` to `end - 1`."""
     taken, position = [], 0
     for offset, length in runs:
         first, last = max(begin, position), min(end, position + length)
@@ -138,7 +138,7 @@ def _taken(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:
-    """The same indices, with runs that touch made one."""
+    """The same indices, with adjacent runs joined."""
     joined: list[Run] = []
     for offset, length in runs:
         if joined and sum(joined[-1]) == offset:
@@ -149,7 +149,7 @@ def _joined(runs: Iterable[Run]) -> list[Run]:
 
 
 def _placed(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
-    """Each run as (global offset, length, where it begins locally)."""
+    """Each run as (global offset, length, local offset)."""
     placed, start = [], 0
     for offset, length in runs:
         placed.append((offset, length, start))

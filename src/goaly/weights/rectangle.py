@@ -1,4 +1,4 @@
-"""Rectangles of tensors: where one begins in each dim, and how long it is there."""
+"""Rectangles of tensors: an offset and a length in each dim."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -11,7 +11,7 @@ Rectangle = tuple[Extent, Extent]
 
 
 def common(one: Rectangle, other: Rectangle) -> Rectangle | None:
-    """The rectangle that both contain, if any."""
+    """The intersection of two rectangles, or None if it is empty."""
     offset, shape = [], []
     for begin_one, length_one, begin_other, length_other in zip(*one, *other, strict=True):
         begin = max(begin_one, begin_other)
@@ -24,7 +24,7 @@ def common(one: Rectangle, other: Rectangle) -> Rectangle | None:
 
 
 def without(rectangle: Rectangle, hole: Rectangle) -> list[Rectangle]:
-    """The rectangles that remain of one when a part of it is taken out."""
+    """A rectangle without a part of it, as disjoint rectangles."""
     offset, shape = list(rectangle[0]), list(rectangle[1])
     left: list[Rectangle] = []
     for dim, (hole_begin, hole_length) in enumerate(zip(*hole, strict=True)):
@@ -38,7 +38,7 @@ def without(rectangle: Rectangle, hole: Rectangle) -> list[Rectangle]:
 
 
 def cover(rectangle: Rectangle, others: Sequence[Rectangle]) -> tuple[list[tuple[int, Rectangle]], list[Rectangle]]:
-    """Disjoint parts of the rectangle, each with the index of one that contains it; and what none contains."""
+    """Disjoint parts of the rectangle, each with the index of another that contains it; and the rest."""
     parts: list[tuple[int, Rectangle]] = []
     missing = [rectangle]
     for index, other in enumerate(others):
@@ -57,7 +57,7 @@ def cover(rectangle: Rectangle, others: Sequence[Rectangle]) -> tuple[list[tuple
 
 
 def sliced(rectangle: Rectangle, dim: int, begin: int, end: int) -> Rectangle:
-    """The part of it from its `begin`-th to before its `end`-th index along the dim."""
+    """The rectangle's indices `begin` to `end - 1` along the dim, counted from its offset."""
     offset, shape = rectangle
     return (
         (*offset[:dim], offset[dim] + begin, *offset[dim + 1 :]),
@@ -66,14 +66,14 @@ def sliced(rectangle: Rectangle, dim: int, begin: int, end: int) -> Rectangle:
 
 
 def along(dims: tuple[int | None, ...], start: Extent, shape: Extent) -> Rectangle:
-    """The rectangle at `start` that has this shape along these dims, of which None is one that its tensor lacks."""
+    """The rectangle at `start` with this shape along these dims; None is a dim that its tensor lacks."""
     lengths = {dim: length for dim, length in zip(dims, shape, strict=True) if dim is not None}
     return start, tuple(lengths[dim] for dim in range(len(start)))
 
 
 @lru_cache(maxsize=1024)
 def tile(rectangles: tuple[Rectangle, ...], shape: Extent) -> bool:
-    """Whether they make up the whole tensor, each element once."""
+    """Whether the rectangles cover a tensor of this shape, each element once."""
     whole = (tuple(0 for _ in shape), shape)
     return (
         all(common(one, whole) == one for one in rectangles)
@@ -83,7 +83,7 @@ def tile(rectangles: tuple[Rectangle, ...], shape: Extent) -> bool:
 
 
 def joined(rectangles: Iterable[Rectangle]) -> tuple[Rectangle, ...]:
-    """The same elements in fewer rectangles: those that touch along one dim and agree in all others become one."""
+    """The same elements in fewer rectangles: two that touch along one dim and agree in all others become one."""
     found = list(dict.fromkeys(rectangles))
     for dim in range(len(found[0][0]) if found else 0):
         parts = sorted((*_but(dim, one), one[0][dim], one) for one in found)

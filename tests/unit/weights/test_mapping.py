@@ -1,5 +1,6 @@
 """Names that differ between trainer and generator: WN-1, and that every element still arrives."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
@@ -8,13 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_store import LocalStore
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
 
 from goaly.errors import WeightsError
-from goaly.weights.layout import Layout, plan, region, share, view
-from goaly.weights.mapping import Naming, concatenated, fused, one_of, renamed, same, transposed
+from goaly.weights.layout import Layout, Shard, plan, region, share, view
+from goaly.weights.mapping import Naming, Part, Parts, fused, one_of, renamed, same
 from goaly.weights.placement import check_filled, layout_of, shards_of
 from goaly.weights.publisher import Publisher
+from goaly.weights.rectangle import Extent
 from goaly.weights.settings import WeightSettings
 from goaly.weights.subscriber import Subscriber
 
@@ -30,7 +33,7 @@ def whole(tensors: dict[str, torch.Tensor]) -> Layout:
 
 
 def sharded(
-    tensors: dict[str, torch.Tensor], placements: dict[str, Shard], ranks: int
+    tensors: dict[str, torch.Tensor], placements: dict[str, ShardPlacement], ranks: int
 ) -> tuple[list[dict[str, torch.Tensor]], list[Layout]]:
     """What each rank holds: its local tensors and their layout."""
     locals_, layouts = [], []
@@ -76,6 +79,54 @@ def assert_moved(sources, held, destination, wanted) -> None:
         assert torch.equal(received[name], tensor), name
 
 
+def grouped(shapes: dict[str, Extent], *, dim: int, groups: int) -> Parts:
+    """Tensors one after another along `dim`, in several groups: each has an equal stretch of every tensor."""
+    parts: list[Part] = []
+    end = 0
+    for group in range(groups):
+        for name, shape in shapes.items():
+            length = shape[dim] // groups
+            (whole,) = same(name, shape)
+            parts.append(
+                replace(
+                    whole,
+                    offset=at(whole.offset, dim, group * length),
+                    shape=at(shape, dim, length),
+                    start=at(whole.start, dim, end),
+                )
+            )
+            end += length
+    return tuple(parts)
+
+
+def transposed(parts: Parts, dims: Extent) -> Parts:
+    """The parts of a tensor after `permute(dims)`."""
+    return tuple(
+        replace(
+            part,
+            start=tuple(part.start[dim] for dim in dims),
+            dims=tuple(None if dim is None else dims.index(dim) for dim in part.dims),
+        )
+        for part in parts
+    )
+
+
+def concatenated(tensor: str, parts: Sequence[Layout], *, dim: int) -> Layout:
+    """The layout of a rank whose local `tensor` has its share of each part, one after another along `dim`."""
+    shards: list[Shard] = []
+    end = 0
+    for part in parts:
+        shards.extend(
+            replace(shard, tensor=tensor, start=at(shard.start, dim, shard.start[dim] + end)) for shard in part
+        )
+        end += max((shard.start[dim] + shard.shape[dim] for shard in part), default=0)
+    return tuple(shards)
+
+
+def at(extent: Extent, dim: int, value: int) -> Extent:
+    return (*extent[:dim], value, *extent[dim + 1 :])
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     kv_heads=st.integers(1, 3),
@@ -90,12 +141,12 @@ def test_grouped_heads_arrive_in_fused_local_shards(kv_heads, heads_per_kv, trai
     q, k, v = (numbered(1000 * index, shape) for index, shape in enumerate(shapes.values()))
     groups = [tensor.view(kv_heads, -1, HEAD_DIM, DIM) for tensor in (q, k, v)]
     wqkv = torch.cat(groups, dim=1).reshape(-1, DIM)
-    sources, held = sharded({"wqkv": wqkv}, {"wqkv": Shard(0)}, trainers)
-    naming = {"wqkv": fused(shapes, dim=0, groups=kv_heads)}
+    sources, held = sharded({"wqkv": wqkv}, {"wqkv": ShardPlacement(0)}, trainers)
+    naming = {"wqkv": grouped(shapes, dim=0, groups=kv_heads)}
     held = [renamed(layout, naming) for layout in held]
     for rank in range(tp):  # `generators` ranks hold each kv head, as where there are more ranks than kv heads
-        of_q = shards_of("q", q.dtype, shapes["q"], (tp,), (rank,), (Shard(0),))
-        on_kv = (kv_heads, generators), (rank // generators, rank % generators), (Shard(0), Replicate())
+        of_q = shards_of("q", q.dtype, shapes["q"], (tp,), (rank,), (ShardPlacement(0),))
+        on_kv = (kv_heads, generators), (rank // generators, rank % generators), (ShardPlacement(0), Replicate())
         wanted = concatenated(
             "qkv_proj", [of_q, *(shards_of(name, q.dtype, shapes[name], *on_kv) for name in "kv")], dim=0
         )
@@ -108,9 +159,9 @@ def test_grouped_heads_arrive_in_fused_local_shards(kv_heads, heads_per_kv, trai
 def test_gate_and_up_are_fused_within_each_expert_and_rank(trainers: int, tp: int) -> None:
     shape = (4, 6, 5)
     gate, up = numbered(0, shape), numbered(500, shape)
-    sources, held = sharded({"w1": gate, "w3": up}, {"w1": Shard(0), "w3": Shard(0)}, trainers)
+    sources, held = sharded({"w1": gate, "w3": up}, {"w1": ShardPlacement(0), "w3": ShardPlacement(0)}, trainers)
     for rank in range(tp):
-        parts = [shards_of(name, gate.dtype, shape, (tp,), (rank,), (Shard(1),)) for name in ("w1", "w3")]
+        parts = [shards_of(name, gate.dtype, shape, (tp,), (rank,), (ShardPlacement(1),)) for name in ("w1", "w3")]
         local = torch.cat([_chunk(gate, tp, rank, 1), _chunk(up, tp, rank, 1)], dim=1)
         assert_moved(sources, held, {"w13": local}, concatenated("w13", parts, dim=1))
 
@@ -120,9 +171,9 @@ def test_one_tensor_an_expert_and_a_stack_fill_each_other(trainers: int) -> None
     stack = numbered(0, (4, 6, 5))
     separate = {f"expert.{index}": stack[index] for index in range(4)}
     naming = {name: one_of("stack", index=i, count=4, shape=(6, 5)) for i, name in enumerate(separate)}
-    sources, held = sharded({"stack": stack}, {"stack": Shard(1)}, trainers)
+    sources, held = sharded({"stack": stack}, {"stack": ShardPlacement(1)}, trainers)
     assert_moved(sources, held, separate, renamed(whole(separate), naming))
-    sources, held = sharded(separate, {name: Shard(1) for name in separate}, trainers)
+    sources, held = sharded(separate, {name: ShardPlacement(1) for name in separate}, trainers)
     assert_moved(sources, [renamed(layout, naming) for layout in held], {"stack": stack}, whole({"stack": stack}))
 
 
@@ -132,8 +183,8 @@ def test_permuted_dims_arrive_in_order(dims, trainers, generators, source_dim, d
     shape = (4, 3, 5)
     tensor = numbered(0, shape)
     permuted = tensor.permute(*dims).contiguous()
-    sources, held = sharded({"w": tensor}, {"w": Shard(source_dim)}, trainers)
-    locals_, wanted = sharded({"w_permuted": permuted}, {"w_permuted": Shard(destination_dim)}, generators)
+    sources, held = sharded({"w": tensor}, {"w": ShardPlacement(source_dim)}, trainers)
+    locals_, wanted = sharded({"w_permuted": permuted}, {"w_permuted": ShardPlacement(destination_dim)}, generators)
     naming = {"w_permuted": transposed(same("w", shape), tuple(dims))}
     for local, layout in zip(locals_, wanted, strict=True):
         assert_moved(sources, held, local, renamed(layout, naming))
@@ -143,7 +194,7 @@ def test_a_fused_stack_of_transposed_experts_arrives() -> None:
     gate, up = numbered(0, (2, 3, 4)), numbered(100, (2, 3, 4))
     destination = {"gate_up_EDF": torch.cat([gate, up], dim=1).transpose(1, 2).contiguous()}
     naming = {"gate_up_EDF": transposed(fused({"w1": (2, 3, 4), "w3": (2, 3, 4)}, dim=1), (0, 2, 1))}
-    sources, held = sharded({"w1": gate, "w3": up}, {"w1": Shard(1), "w3": Shard(2)}, 2)
+    sources, held = sharded({"w1": gate, "w3": up}, {"w1": ShardPlacement(1), "w3": ShardPlacement(2)}, 2)
     assert_moved(sources, held, destination, renamed(whole(destination), naming))
 
 
@@ -178,7 +229,7 @@ def test_a_tensor_without_parts_is_not_moved() -> None:
 
 def test_rectangles_of_grouped_heads_are_where_they_were_worked_out_by_hand() -> None:
     """Two groups of two q heads, one k, one v, each of one row: rows q0 q1 k0 v0 q2 q3 k1 v1."""
-    parts = fused({"q": (4, 1), "k": (2, 1), "v": (2, 1)}, dim=0, groups=2)
+    parts = grouped({"q": (4, 1), "k": (2, 1), "v": (2, 1)}, dim=0, groups=2)
     assert [(part.name, part.offset[0], part.shape[0], part.start[0]) for part in parts] == [
         ("q", 0, 2, 0),
         ("k", 0, 1, 2),
@@ -202,11 +253,6 @@ def test_rectangles_of_grouped_heads_are_where_they_were_worked_out_by_hand() ->
 def test_parts_that_do_not_cover_a_tensor_once_are_refused(parts) -> None:  # WN-1
     with pytest.raises(WeightsError, match=r"`qkv` has shape \(4, 3\), which its parts don't cover once"):
         renamed(whole({"qkv": torch.zeros(4, 3)}), {"qkv": parts})
-
-
-def test_groups_that_do_not_divide_a_part_are_refused() -> None:
-    with pytest.raises(WeightsError, match="`k` has 3 indices in dim 0: must be a multiple of 2"):
-        fused({"q": (4, 1), "k": (3, 1)}, dim=0, groups=2)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +283,7 @@ async def test_a_reader_with_a_fused_qkv_and_an_own_name_for_the_head_follows_a_
 ) -> None:
     held = {name: torch.zeros(shape) for name, shape in QKV.items()} | {"embedding": torch.zeros(6, 4)}
     naming = {
-        "qkv": fused(QKV, dim=0, groups=groups),
+        "qkv": fused(QKV, dim=0) if groups == 1 else grouped(QKV, dim=0, groups=groups),
         "head.t": transposed(same("embedding", (6, 4)), (1, 0)),
         "rope.cache": (),
     }
@@ -263,7 +309,7 @@ async def test_a_reader_with_a_fused_qkv_and_an_own_name_for_the_head_follows_a_
 async def test_a_trainer_with_a_fused_qkv_publishes_its_parts() -> None:
     held, read = {"qkv": numbered(0, (12, 4))}, {name: torch.zeros(shape) for name, shape in QKV.items()}
     store = LocalStore(WeightSettings())
-    publisher = Publisher(store, held, WeightSettings(), rank=0, world=1, naming={"qkv": fused(QKV, dim=0, groups=2)})
+    publisher = Publisher(store, held, WeightSettings(), rank=0, world=1, naming={"qkv": grouped(QKV, dim=0, groups=2)})
     subscriber = Subscriber(store, read, "split", WeightSettings())
     await publisher.publish(0)
     assert await subscriber.newest() == 0
