@@ -46,8 +46,8 @@ def breakable() -> type:
 
 async def ended(mesh: Any) -> list[asyncio.Event]:
     """An event for each process of the mesh, set once it has ended."""
+    from goaly.liveness import ExitWatch
     from goaly.run.resident import Resident
-    from goaly.weights.liveness import ExitWatch
 
     marks = await mesh.spawn("resident", Resident).mark.call()
     events = [asyncio.Event() for _ in marks.values()]

@@ -10,12 +10,12 @@ import pytest
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from goaly.errors import RunFailed
+from goaly.liveness import ExitWatch, SilenceWatch, process
 from goaly.process import give_up
 from goaly.run.hosts import Hosts
 from goaly.run.placement import ANYWHERE, Placed
 from goaly.run.processes import IMPORTS, Processes
 from goaly.run.settings import HostSettings
-from goaly.weights.liveness import ExitWatch, SilenceWatch, process
 
 pytestmark = pytest.mark.timeout(120)
 

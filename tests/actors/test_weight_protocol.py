@@ -12,8 +12,8 @@ import torch
 from monarch.actor import ActorError, this_proc
 
 from goaly.errors import WeightsError
+from goaly.liveness import process
 from goaly.weights.layout import Layout
-from goaly.weights.liveness import process
 from goaly.weights.placement import layout_of
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings

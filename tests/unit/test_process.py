@@ -50,7 +50,7 @@ def test_what_cannot_continue_ends_its_process_at_once_and_says_why(how: str) ->
     script = f"""
 import asyncio, atexit, logging, threading
 from goaly import process
-from goaly.weights.liveness import SilenceWatch
+from goaly.liveness import SilenceWatch
 logging.basicConfig()
 atexit.register(print, 'exit handlers may wait for what is broken')
 process.give_up_when_a_thread_fails()

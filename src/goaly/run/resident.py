@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from monarch.actor import Actor, endpoint
 
-from goaly.weights.liveness import ProcessMark, this_host, this_process
+from goaly.liveness import ProcessMark, this_host, this_process
 
 if TYPE_CHECKING:
     from goaly.run.cluster import Host

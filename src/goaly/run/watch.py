@@ -33,9 +33,9 @@ from typing import Any, TypeVar
 from monarch.actor import ProcMesh
 
 from goaly.errors import first_error
+from goaly.liveness import ExitWatch, ProcessMark, is_stopped, process, this_host
 from goaly.process import LAST_WORDS
 from goaly.run.resident import Resident
-from goaly.weights.liveness import ExitWatch, ProcessMark, is_stopped, process, this_host
 
 logger = logging.getLogger(__name__)
 

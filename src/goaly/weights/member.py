@@ -12,8 +12,8 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 
+from goaly.liveness import this_process
 from goaly.weights.copying import Copier
-from goaly.weights.liveness import this_process
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from goaly.errors import cause_of
+from goaly.liveness import PULSE_SECONDS
 from goaly.telemetry.spans import span
 from goaly.weights.buckets import cut
 from goaly.weights.copying import Pair, gpu_of
 from goaly.weights.layout import in_dtype, view
-from goaly.weights.liveness import PULSE_SECONDS
 from goaly.weights.mapping import Naming, renamed
 from goaly.weights.member import Member, SharedTask
 from goaly.weights.placement import layout_of, local

@@ -19,11 +19,11 @@ from typing import TypeVar
 from monarch.actor import Actor, concurrent_endpoint
 
 from goaly.errors import WeightsError
+from goaly.liveness import ProcessMark, Watch, this_host, watch
 from goaly.process import vital_task
 from goaly.weights.buckets import Needs, distinct
 from goaly.weights.layout import Layout, share
 from goaly.weights.ledger import Lease, VersionLedger
-from goaly.weights.liveness import ProcessMark, Watch, this_host, watch
 from goaly.weights.settings import WeightSettings
 from goaly.weights.transport import Source, needs_remote, reads_whole_buckets
 

@@ -24,12 +24,12 @@ from collections.abc import Mapping
 import torch
 
 from goaly.errors import WeightsError, WritersGone
+from goaly.liveness import PULSE_SECONDS
 from goaly.telemetry.spans import span
 from goaly.weights.copying import Pair, gpu_of
 from goaly.weights.destination import Destination
 from goaly.weights.layout import Copy, plan, region
 from goaly.weights.ledger import Lease
-from goaly.weights.liveness import PULSE_SECONDS
 from goaly.weights.mapping import Naming
 from goaly.weights.member import Member, SharedTask
 from goaly.weights.settings import WeightSettings

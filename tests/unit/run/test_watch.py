@@ -12,12 +12,12 @@ import pytest
 
 from goaly.config import load
 from goaly.errors import RunFailed
+from goaly.liveness import ExitWatch, ProcessMark, process
 from goaly.process import LAST_WORDS
 from goaly.run import watch
 from goaly.run.config import RunConfig
 from goaly.run.run import Run
 from goaly.run.watch import START_SECONDS, TICKS, MeshWatch, answered_within, child_that_logs_to, last_words, tick_of
-from goaly.weights.liveness import ExitWatch, ProcessMark, process
 from tests.unit.stalled import Stalls
 
 LIMIT = 60.0

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from goaly.liveness import ProcessMark, process
 from goaly.weights import member
-from goaly.weights.liveness import ProcessMark, process
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
 

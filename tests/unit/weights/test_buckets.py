@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from local_store import LocalStore
 
 from goaly.errors import WeightsError
+from goaly.liveness import this_process
 from goaly.weights.buckets import Needs, cut, needs_of
 from goaly.weights.layout import region
-from goaly.weights.liveness import this_process
 from goaly.weights.placement import layout_of
 from goaly.weights.rectangle import Extent, Rectangle, joined
 from goaly.weights.settings import WeightSettings

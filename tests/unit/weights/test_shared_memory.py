@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from goaly.errors import WeightsError
-from goaly.weights.liveness import ExitWatch, this_process
+from goaly.liveness import ExitWatch, this_process
 from goaly.weights.shared_memory import Segment
 
 MEGABYTE = 1 << 20
