@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.weights_rank import Rank
-from goaly.plan.architectures import MODELS, Parameter
+from goaly.models.decoder import MODELS, Parameter
 from goaly.run.meeting import meet
 from goaly.weights import torchstore
 from goaly.weights.settings import WeightSettings

@@ -13,7 +13,6 @@ Invariants
 """
 
 import functools
-import importlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from math import inf
 from typing import Annotated, Any, Generic, TypeVar
 
 from goaly.configuration.schema import matching, members, show, wording
+from goaly.dotted_path import function_at
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,7 +71,7 @@ class Registry(Generic[F]):
         if ":" not in name:
             raise ValueError(f"there is no such {self._kind}; {known}")
         try:
-            return typing.cast(F, imported(name))
+            return typing.cast(F, function_at(name))
         except Exception as error:  # whatever a user's module raises when it is imported
             raise ValueError(f"can't be had ({type(error).__name__}: {error}); {known}") from error
 
@@ -110,15 +110,6 @@ class Registry(Generic[F]):
         has = f"its options are {', '.join(taken)}" if taken else "it has no options"
         others = f"; {', '.join(takers)} would" if takers else ""
         return f"the {self._kind} {name} does not take it, {has}{others}"
-
-
-def imported(path: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names."""
-    module, _, name = path.partition(":")
-    function = getattr(importlib.import_module(module), name, None)
-    if not callable(function):
-        raise ValueError(f"module {module} has no function {name!r}")
-    return function
 
 
 def _options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -105,7 +105,7 @@ def test_the_plan_counts_a_reference_and_the_travelling_weights_in_the_models_co
 
     count = 25.6 * 2**30
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("goaly.plan.dry_run.parameters", lambda shape: int(count))
+        patched.setattr("goaly.models.decoder.Decoder.elements", property(lambda shape: int(count)))
         wide, narrow = gib("reference"), gib("reference", "model.dtype=bfloat16")
         assert (wide["parameters"], narrow["parameters"]) == pytest.approx((102.4, 51.2), rel=1e-3)
         assert narrow["prefetch"] == wide["prefetch"] / 2

@@ -1,1 +1,1 @@
-"""Stage 4: what may start, in which order it is trained, and where every prompt went."""
+"""Stage 4: admission, order of training, batches, and the state of every prompt."""

@@ -28,9 +28,9 @@ from torch import Tensor
 from goaly.backlog.admission import Admission, Ticket
 from goaly.backlog.batch import Batch, BatchHandle, add_advantages, build_batch
 from goaly.backlog.distribution import KnownStep, LengthDistribution, SourceShares
+from goaly.backlog.group_statistics import NO_SIGNAL, GroupStatistics
 from goaly.backlog.ledger import Dropped, Ledger, State
 from goaly.backlog.order import order_of
-from goaly.backlog.outcomes import NO_SIGNAL, Outcomes
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed, SchemaError
 from goaly.reward.settings import AdvantageSettings
@@ -85,9 +85,9 @@ class GroupQueue:
         self._order = order_of(settings)
         self._ledger = Ledger()
         self._distribution = LengthDistribution(settings)
-        self._outcomes = Outcomes(settings)
+        self._statistics = GroupStatistics(settings)
         self._shares = SourceShares()
-        self._hopeless: RunFailed | None = None
+        self._signal_error: RunFailed | None = None
         self._min_versions: dict[int, int] = {}
         self._groups: dict[int, Group] = {}
         self._queued_ns: dict[int, int] = {}
@@ -133,8 +133,8 @@ class GroupQueue:
         if self._closed:
             self._ledger.move(group.ticket, State.REJECTED, RUN_ENDED)  # BL-3
             return False
-        if not self._outcomes.saw(group) and self._settings.dynamic_sampling:
-            self._hopeless = self._hopeless or self._outcomes.hopeless()
+        if not self._statistics.count(group) and self._settings.dynamic_sampling:
+            self._signal_error = self._signal_error or self._statistics.signal_error()
             self._drop(Dropped.rejected(group.ticket, NO_SIGNAL))  # BL-7
             return False
         self._ledger.move(group.ticket, State.QUEUED)
@@ -163,7 +163,7 @@ class GroupQueue:
             pad_token=self._pad_token,
             minibatches=self._minibatches,
             weights=self._distribution.deliver(tickets),
-            passes=self._outcomes.take(),
+            passes=self._statistics.take_passes(),
         )
         self._next_batch += 1
         self._batches[batch.handle.id] = batch
@@ -172,8 +172,8 @@ class GroupQueue:
                 **self._queue_waits(tickets),
                 **self._distribution.metrics(),
                 **self._shares.metrics([group.source for group in groups]),
-                **self._outcomes.take_unscored(),
-                "groups/no_signal_share": self._outcomes.no_signal_share,
+                **self._statistics.take_unscored(),
+                "groups/no_signal_share": self._statistics.no_signal_share,
                 "groups/rejected_no_signal": float(self._ledger.reasons[f"{State.REJECTED}: {NO_SIGNAL}"]),
             }
         )
@@ -255,8 +255,8 @@ class GroupQueue:
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not self._closed:
-            if self._hopeless is not None:
-                raise self._hopeless  # BL-7
+            if self._signal_error is not None:
+                raise self._signal_error  # BL-7
             if holds():
                 return
             await self._changed.wait()

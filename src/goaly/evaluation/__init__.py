@@ -1,1 +1,1 @@
-"""What a policy is worth: the problems that it is asked, and what its answers come to."""
+"""Evaluation: the problems of the evaluation sets, and the scores of a policy on them."""

@@ -1,1 +1,1 @@
-"""Stage 5: what the trainer minimizes, as pure functions of the trained tokens."""
+"""Stage 5: the training objective, as pure functions of the trained tokens."""

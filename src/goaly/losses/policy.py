@@ -26,7 +26,7 @@ LOSSES: Registry[PolicyLoss] = Registry("loss")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTraits:
-    """Properties of a loss beside its formula."""
+    """Properties of a loss."""
 
     aggregation: Aggregation = "token_mean"
     """Its default aggregation."""

@@ -1,1 +1,1 @@
-"""Model definitions: torchtitan's, built from a Hugging Face folder."""
+"""Model definitions: torchtitan models built from Hugging Face folders."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from goaly.errors import ConfigError
+from goaly.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -23,22 +24,14 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
+class Architecture(Decoder):
     """The decoder that `config.json` describes."""
 
     family: str
-    vocab_size: int
-    dim: int
-    hidden_dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     max_context: int
     norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any]
-    tied: bool
 
 
 FAMILIES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama3"}
@@ -88,6 +81,7 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
         rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
         rope_scaling=rope if rope_type == "llama3" else {},
         tied=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=family == "qwen3",
     )
 
 
@@ -149,7 +143,7 @@ def _qwen3(shape: Architecture, attention: "Module.Config", device: str) -> "Mod
     return ModelSpec(
         name="qwen3",
         flavor="",
-        model=_decoder(shape, Qwen3Model.Config, Qwen3TransformerBlock.Config, rope, attention, device, qk_norm=True),
+        model=_decoder(shape, Qwen3Model.Config, Qwen3TransformerBlock.Config, rope, attention, device),
         parallelize_fn=parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
@@ -177,9 +171,7 @@ def _llama3(shape: Architecture, attention: "Module.Config", device: str) -> "Mo
     return ModelSpec(
         name="llama3",
         flavor="",
-        model=_decoder(
-            shape, Llama3Model.Config, Llama3TransformerBlock.Config, rope, attention, device, qk_norm=False
-        ),
+        model=_decoder(shape, Llama3Model.Config, Llama3TransformerBlock.Config, rope, attention, device),
         parallelize_fn=parallelize_llama,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
@@ -198,9 +190,7 @@ def _layers(device: str) -> tuple[Any, Any]:
     return RMSNorm, CosSinRoPE
 
 
-def _decoder(
-    shape: Architecture, decoder: Any, block: Any, rope: Any, attention: Any, device: str, *, qk_norm: bool
-) -> Any:
+def _decoder(shape: Architecture, decoder: Any, block: Any, rope: Any, attention: Any, device: str) -> Any:
     from torchtitan.models.common import Embedding, Linear
     from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
     from torchtitan.models.common.param_init import skip_param_init
@@ -227,7 +217,7 @@ def _decoder(
                 inner_attention=dataclasses.replace(attention),
                 fuse_qkv=True,
                 rope=rope,
-                qk_norm=norm(shape.head_dim) if qk_norm else None,
+                qk_norm=norm(shape.head_dim) if shape.qk_norm else None,
             ),
             feed_forward=make_ffn_config(
                 dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=unset, w2w3_param_init=unset

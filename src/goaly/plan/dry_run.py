@@ -6,7 +6,7 @@ activations of one micro-batch. They leave out the libraries' own memory (0.3-1 
 
 from goaly.config import to_yaml
 from goaly.errors import ConfigError
-from goaly.models.spec import Architecture, architecture, read_config
+from goaly.models.spec import architecture, read_config
 from goaly.run.cluster import Cluster, imagined, one_host, this_machine
 from goaly.run.config import RunConfig
 from goaly.run.placement import Placed, place
@@ -19,15 +19,6 @@ ACTIVATION_COPIES = {"off": 16, "selective": 8, "full": 1}
 ON_CPU = " on the CPU"
 NOT_HELD = ("ring", "activations", f"parameters{ON_CPU}", f"prefetch{ON_CPU}")
 """Memory that a rank needs elsewhere than on its GPU, or only for a while."""
-
-
-def parameters(shape: Architecture) -> int:
-    """How many parameters a dense decoder of this shape has."""
-    attention = shape.dim * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    norms = 2 * shape.dim + (2 * shape.head_dim if shape.family == "qwen3" else 0)
-    layer = attention + 3 * shape.dim * shape.hidden_dim + norms
-    embeddings = shape.vocab_size * shape.dim * (1 if shape.tied else 2)
-    return shape.layers * layer + embeddings + shape.dim
 
 
 def needs(config: RunConfig) -> dict[str, tuple[float, str]]:
@@ -50,7 +41,7 @@ def held_on_gpu(config: RunConfig) -> dict[str, float]:
 def _parts(config: RunConfig) -> dict[str, dict[str, float]]:
     """By role, the bytes that a rank needs for each purpose."""
     shape = architecture(read_config(config.model.path), where=config.model.path)
-    count = parameters(shape)
+    count = shape.elements
     trainer, generator, reference, critic = config.trainer, config.generator, config.reference, config.critic
     computed = DTYPE_BYTES[config.model.dtype]
     transferred = DTYPE_BYTES[config.weights.transfer_dtype or config.model.dtype]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from goaly.plan.architectures import Parameter
+from goaly.models.decoder import Parameter
 from goaly.weights.layout import Layout
 from goaly.weights.placement import shards_of
 from goaly.weights.rectangle import Extent

@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 
 from goaly.errors import ConfigError
-from goaly.plan.architectures import MODELS, Parameter
+from goaly.models.decoder import MODELS, Parameter
 from goaly.plan.parallelism import Parallelism
 from goaly.weights.buckets import cut, distinct, needs_of
 from goaly.weights.layout import Copy, Layout, plan, share

@@ -1,1 +1,1 @@
-"""Stage 1: where prompts come from, and how text becomes tokens."""
+"""Stage 1: prompt sources, and the tokenizer that renders chats."""

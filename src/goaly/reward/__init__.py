@@ -1,1 +1,1 @@
-"""Stage 3: how good a finished sequence is, and what that says about its tokens."""
+"""Stage 3: verifiers score responses, and estimators turn rewards into advantages."""

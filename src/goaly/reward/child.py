@@ -8,7 +8,6 @@ Invariants
 """
 
 import ctypes
-import importlib
 import math
 import os
 import signal
@@ -17,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from goaly.dotted_path import function_at
 from goaly.reward.frames import Ready, Refused, Score, encode, read
 
 _PR_SET_PDEATHSIG = 1
@@ -29,7 +29,7 @@ def main(verifier: str, parent_pid: int) -> None:
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as replies:
         _detach_standard_streams()
         try:
-            function = resolve(verifier)
+            function = function_at(verifier)
         except Exception as error:
             replies.write(encode(Refused(_describe(error))))
             return
@@ -39,15 +39,6 @@ def main(verifier: str, parent_pid: int) -> None:
             for prompt, response in pairs:
                 replies.write(encode(_judge(function, prompt, response)))
                 replies.flush()
-
-
-def resolve(verifier: str) -> Callable[[Any, str], float]:
-    """The function that `package.module:function` names."""
-    module, _, name = verifier.partition(":")
-    function = getattr(importlib.import_module(module), name, None)
-    if not callable(function):
-        raise ValueError(f"{verifier}: module {module} has no function {name!r}")
-    return function
 
 
 def _judge(function: Callable[[Any, str], float], prompt: Any, response: str) -> Score | Refused:

@@ -1,1 +1,1 @@
-"""Stage 2: episodes, run many at once, each ending as one trajectory."""
+"""Stage 2: runs episodes, many at once, each to one trajectory."""

@@ -58,10 +58,10 @@ async def within(seconds: float | None, work: Coroutine[Any, Any, T], name: str)
             try:
                 await asyncio.wait([task], timeout=CANCEL_SECONDS)  # EL-1
             finally:
-                _let_go(task)
+                _abandon(task)
 
 
-def _let_go(task: asyncio.Task[Any]) -> None:
+def _abandon(task: asyncio.Task[Any]) -> None:
     if task.done():
         _report_end(task)
         return

@@ -12,7 +12,6 @@ Invariants
 import asyncio
 import atexit
 import contextlib
-import importlib
 import logging
 import math
 import os
@@ -26,6 +25,7 @@ from monarch._src.actor import config as monarch_config
 from monarch.actor import HostMesh, ProcMesh, current_rank, shutdown_context
 from monarch.job import JobTrait, LocalJob
 
+from goaly.dotted_path import function_at
 from goaly.errors import ConfigError, RunFailed
 from goaly.run.cluster import POOL, Cluster, Host, one_host, this_machine
 from goaly.run.placement import ANYWHERE, Place, Placed
@@ -193,8 +193,7 @@ def _part(hosts: HostMesh, seats: range) -> HostMesh:
 def _job(kind: str) -> JobTrait:
     if kind == "local":
         return LocalJob((POOL,))
-    module, _, function = kind.partition(":")
-    job = getattr(importlib.import_module(module), function)()
+    job = function_at(kind)()
     if not isinstance(job, JobTrait):
         raise ConfigError([f"hosts.job={kind}: returned {type(job).__name__}, must return a Monarch job"])
     return job

@@ -1,1 +1,1 @@
-"""What a run says about itself: metrics, spans, the rollout journal, the progress display."""
+"""A run's records: metrics, spans, the rollout journal, the progress display, logs."""

@@ -9,7 +9,7 @@ import torch
 from goaly.losses.objective import Contribution, finish
 
 TOKENS, COUNT = "tokens", "count"
-"""Keys of two sums beside the loss and the metrics: trained tokens, and the objective's own count of them."""
+"""Keys of two further sums: trained tokens, and the objective's own count of them."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,8 +8,8 @@ import torch
 from trajectories import grouped, sampled
 
 from goaly.backlog.group_queue import GroupQueue, Wait
+from goaly.backlog.group_statistics import RECENT_STEPS
 from goaly.backlog.ledger import Dropped
-from goaly.backlog.outcomes import RECENT_STEPS
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed, SchemaError
 from goaly.prompts.curriculum import Passes

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from goaly.models.decoder import MODELS, Decoder
 from goaly.plan import simulate as simulated
-from goaly.plan.architectures import MODELS, Decoder
 from goaly.plan.parallelism import Parallelism
 from goaly.plan.simulate import Cluster, Update, main, simulate
 from goaly.weights.buckets import cut, needs_of

@@ -1,7 +1,4 @@
-"""Names and shapes of well-known models' parameters, as torchtitan defines them, from a few public numbers.
-
-They serve plans only: nothing here builds a model.
-"""
+"""The sizes of a decoder, and the names and shapes of its parameters in torchtitan's definition. Builds no model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,24 +9,24 @@ from goaly.weights.rectangle import Extent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One parameter, and the dims along which parallelism divides it."""
+    """One parameter, and its dims that parallelism shards."""
 
     name: str
     shape: Extent
     tp_dim: int | None = None
-    """The dim that tensor parallelism shards; None if every rank has all of it."""
+    """The dim that tensor parallelism shards; None if every rank has the whole parameter."""
     expert: bool = False
-    """A stack of experts, whose first dim expert parallelism shards."""
+    """Whether it is a stack of experts, whose first dim expert parallelism shards."""
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
+        """The number of its elements."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """The sizes of a decoder. With experts, `hidden_dim` is that of one expert."""
+    """The sizes that determine a decoder's shapes. With experts, `hidden_dim` is that of one expert."""
 
     layers: int
     dim: int
@@ -43,7 +40,7 @@ class Decoder:
     tied: bool = False
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """All parameters. A tied output has none of its own."""
+        """All parameters; a tied output projection is the embedding, and is not listed."""
         found = [Parameter(name="tok_embeddings.weight", shape=(self.vocab_size, self.dim), tp_dim=0)]
         for layer in range(self.layers):
             found.extend(self._attention(f"layers.{layer}."))
@@ -52,6 +49,11 @@ class Decoder:
         if not self.tied:
             found.append(Parameter(name="lm_head.weight", shape=(self.vocab_size, self.dim), tp_dim=0))
         return tuple(found)
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all parameters."""
+        return sum(parameter.elements for parameter in self.parameters())
 
     def _attention(self, prefix: str) -> Iterator[Parameter]:
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim

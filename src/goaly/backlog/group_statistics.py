@@ -22,7 +22,7 @@ RECENT_STEPS = 16
 """The share of groups without signal is taken over this many steps' worth of finished groups."""
 
 
-class Outcomes:
+class GroupStatistics:
     """Counts finished groups."""
 
     def __init__(self, settings: BacklogSettings):
@@ -31,7 +31,7 @@ class Outcomes:
         self._passes: dict[str, Passes] = {}
         self._errors = self._timeouts = 0
 
-    def saw(self, group: Group) -> bool:
+    def count(self, group: Group) -> bool:
         """Count a finished group, and return whether it has a signal."""
         rewards = [sample.reward for sample in group.samples]
         before = self._passes.get(group.source, Passes(samples=0, passed=0))
@@ -50,7 +50,7 @@ class Outcomes:
         """The share of recent groups without signal."""
         return sum(self._recent) / len(self._recent)
 
-    def hopeless(self) -> RunFailed | None:
+    def signal_error(self) -> RunFailed | None:
         """The error that ends the run if too many recent groups had no signal (OU-1); None if not."""
         if len(self._recent) < (self._recent.maxlen or 0) or self.no_signal_share <= self._limit:
             return None
@@ -60,7 +60,7 @@ class Outcomes:
             "hard for the policy, or the verifier gives everything the same reward"
         )
 
-    def take(self) -> Mapping[str, Passes]:
+    def take_passes(self) -> Mapping[str, Passes]:
         """The passes by source since the last call."""
         taken, self._passes = self._passes, {}
         return taken
