@@ -31,7 +31,7 @@ def assign(lengths: Sequence[int], row_length: int, ranks: int) -> tuple[tuple[R
     """
     for place, length in enumerate(lengths):
         if length > row_length:
-            raise SchemaError(f"sequence {place} has {length} tokens, more than row_length={row_length}")
+            raise SchemaError(f"sequence {place} has {length} tokens, more than backlog.row_length={row_length}")
     order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))  # PK-3
     joint = _first_fit(order, lengths, row_length)
     rows_per_rank = max(1, -(-len(joint) // ranks))

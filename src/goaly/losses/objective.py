@@ -156,7 +156,9 @@ class PolicyObjective:
             output = LossOutput(loss_P=output)
         found, due = tuple(output.loss_P.shape), tuple(tokens.logprobs_P.shape)
         if found != due:
-            raise ValueError(f"loss {self._settings.name}: gave a tensor {found}, must be one value a token, {due}")
+            raise ValueError(
+                f"loss {self._settings.name}: returned a tensor {found}, must be {due}: one value for each token"
+            )
         return output
 
     def _tokens(

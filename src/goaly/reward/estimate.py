@@ -37,7 +37,7 @@ def estimate(
     for column in (given.advantages, given.returns):
         if column is not None and len(column) != len(batch.samples):
             raise ValueError(
-                f"advantages.name={settings.name}: gave {len(column)} values for {len(batch.samples)} samples"
+                f"advantages.name={settings.name}: returned {len(column)} values for {len(batch.samples)} samples"
             )
     return Estimate(
         advantages=_on_trained(batch, given.advantages),

@@ -225,11 +225,11 @@ class VerifierPool:
             return  # RW-4: its caller has gone
         self._timeouts += 1
         limit = self._settings.time_limit_seconds
-        logger.warning("prompt %s: the verifier exceeded its %g s", request.prompt.id, limit)
+        logger.warning("prompt %s: the verifier exceeded reward.time_limit_seconds=%g", request.prompt.id, limit)
         if self._settings.on_time_limit == "zero":
             _resolve(request, Unscored("timeout"))
         else:
-            why = f"prompt {request.prompt.id}: the verifier exceeded time_limit_seconds={limit:g}"
+            why = f"prompt {request.prompt.id}: the verifier exceeded reward.time_limit_seconds={limit:g}"
             _refuse(request, RewardTimeout(why))
 
     def _failed(self, request: _Request, why: str) -> None:

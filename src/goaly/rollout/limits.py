@@ -50,7 +50,7 @@ async def within(seconds: float | None, work: Coroutine[Any, Any, T], name: str)
         if not task.done():
             raise EpisodeTimeout(f"{name} exceeded rollout.episode_seconds={seconds}")
         if task.cancelled():
-            raise EpisodeError(f"{name} was cancelled from within")
+            raise EpisodeError(f"{name} cancelled itself")
         return task.result()
     finally:
         if not task.done():

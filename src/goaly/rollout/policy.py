@@ -195,7 +195,7 @@ def _sampling(changes: dict[str, Any]) -> Sampling:
     known = sorted(field.name for field in fields(Sampling))
     unknown = {key: value for key, value in changes.items() if key not in known}
     if unknown:
-        other = f"there is no such parameter; there are {', '.join(known)}"
+        other = f"no such parameter; known are {', '.join(known)}"
         raise EpisodeError("; ".join(f"{key}={value!r}: {REFUSED.get(key, other)}" for key, value in unknown.items()))
     return Sampling(**changes)
 

@@ -70,7 +70,7 @@ def test_a_rank_without_sequences_gets_padding_rows():
 
 
 def test_a_sequence_longer_than_a_row_is_refused_by_both_numbers():
-    with pytest.raises(SchemaError, match="sequence 1 has 33 tokens, more than row_length=32"):
+    with pytest.raises(SchemaError, match=r"sequence 1 has 33 tokens, more than backlog\.row_length=32"):
         assign([4, 33], 32, 1)
 
 

@@ -383,7 +383,7 @@ def test_a_loss_of_ones_own_is_found_by_its_path_and_takes_its_options():
 
 
 def test_a_loss_that_is_not_one_value_a_token_is_refused():
-    with pytest.raises(ValueError, match=r"meaned: gave a tensor \(\), must be one value a token, \(2,\)"):
+    with pytest.raises(ValueError, match=r"meaned: returned a tensor \(\), must be \(2,\): one value for each token"):
         objective(LossSettings(name=f"{__name__}:meaned"), [1.0, 1.0], columns([2], [1.0, 1.0]))
 
 

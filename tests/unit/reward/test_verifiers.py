@@ -84,7 +84,7 @@ async def test_a_reply_that_came_in_time_counts_though_this_loop_was_busy_past_t
 
 async def test_running_out_of_time_can_be_made_a_failure():
     async with pool_of(time_limit_seconds=0.3, on_time_limit="fail") as pool:
-        with pytest.raises(RewardTimeout, match=r"prompt q7: the verifier exceeded time_limit_seconds=0.3"):
+        with pytest.raises(RewardTimeout, match=r"prompt q7: the verifier exceeded reward.time_limit_seconds=0.3"):
             await pool.score(PROMPT, "hang")
 
 

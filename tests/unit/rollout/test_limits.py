@@ -165,7 +165,7 @@ def test_an_episode_that_cancels_itself_fails_its_group_by_name():
 
     queue = FakeQueue()
     virtual_time.run(runner(FakeSampler(), queue, cancels_itself, group_size=1).run(TICKET, PROMPT))
-    assert queue.reports == [("fail", 4, "prompt q1: EpisodeError: episode 0 of prompt q1 was cancelled from within")]
+    assert queue.reports == [("fail", 4, "prompt q1: EpisodeError: episode 0 of prompt q1 cancelled itself")]
 
 
 def test_in_an_evaluation_an_episode_that_hangs_gets_no_reward_and_costs_the_others_none():

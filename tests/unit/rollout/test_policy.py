@@ -148,7 +148,7 @@ async def test_a_completion_tells_which_stop_string_ended_it_and_its_text_has_it
 @pytest.mark.parametrize(
     ("key", "why"),
     [
-        ("max_token", "there is no such parameter; there are allowed_token_ids, frequency_penalty, "),
+        ("max_token", "no such parameter; known are allowed_token_ids, frequency_penalty, "),
         ("include_stop_str_in_output", "the answer always includes the stop string"),
         ("ignore_eos", "only `stop_token_ids` end an answer"),
         ("bad_words", "forbid tokens with `logit_bias"),
