@@ -99,8 +99,8 @@ RAISING = {
         "episode",
         "judge",
         "task verifier",
-        "task line: samples",
-        "task line: connected",
+        "task connection: samples",
+        "task connection: open",
         "thread loop watchdog",
     ),
 }
@@ -115,7 +115,7 @@ ENDPOINTS = {
     "learn values": "critic.step",
 }
 """The call of the controller that an exception at a point ends."""
-GOES_ON_AFTER = {"episode", "judge", "accept a group", "task verifier", "task line: connected"}
+GOES_ON_AFTER = {"episode", "judge", "accept a group", "task verifier", "task connection: open"}
 """Where an exception fails what is in hand there and nothing else."""
 
 

@@ -24,8 +24,8 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint, this_host
 from rich.console import Console
 from rich.table import Table
 
-from goaly.generate.actor import Generator
-from goaly.generate.line import Line
+from goaly.generate.connection import Connection
+from goaly.generate.generator import Generator
 from goaly.generate.request import Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
@@ -160,13 +160,13 @@ async def measure(folder: Path, count: int) -> Result:
     generator = procs[0].spawn("generator", Measured, settings("torchtitan"), model)
     native = procs[1].spawn("native", Native, model)
     await generator.start.call_one()
-    line = Line(generator)
+    connection = Connection(generator)
 
     async def through_the_actor(batch: list[Request], label: str) -> float:
         started = time.perf_counter()
         samples = await asyncio.gather(
             *(
-                line.ask(f"{label} {number}", request.prompt, Sampling(max_tokens=request.tokens))
+                connection.submit(f"{label} {number}", request.prompt, Sampling(max_tokens=request.tokens))
                 for number, request in enumerate(batch)
             )
         )
@@ -185,7 +185,7 @@ async def measure(folder: Path, count: int) -> Result:
         )
         for turn in range(ROUNDS)
     ]
-    line.close()
+    connection.close()
     await generator.close.call_one()
     await asyncio.gather(*(mesh.stop() for mesh in procs))
     return Result(requests=count, tokens=sum(request.tokens for request in requests), rounds=rounds)

@@ -103,7 +103,7 @@ class Laboratory:
         self._model = ModelSettings(path=settings.model)
         self._tokenizer = ChatTokenizer(settings.model)
         self._generator = Engine(
-            GeneratorSettings(apply="drain", max_running=128, max_context=256, kv_cache_gib=0.25), self._model
+            GeneratorSettings(on_update="drain", max_running=128, max_context=256, kv_cache_gib=0.25), self._model
         )
         self._backlog = BacklogSettings(
             groups_per_step=settings.groups_per_step, group_size=settings.group_size, row_length=1024

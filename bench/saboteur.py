@@ -46,7 +46,7 @@ POINTS = {
     "apply": "goaly.generate.engine:Engine.apply",
     "episode": "goaly.rollout.group:GroupRunner._run_one",
     "judge": "goaly.reward.verifiers:VerifierPool._judge",
-    "agree": "goaly.generate.ranks:Link.all_agree",
+    "agree": "goaly.generate.engine_loop:Link.all_agree",
 }
 """What a process does, and the method that does it."""
 
@@ -214,13 +214,13 @@ def main() -> None:
     from goaly.config import run_cli
     from goaly.run import start
     from goaly.run.config import RunConfig
-    from goaly.run.stages import Backlog
+    from goaly.run.stages import BacklogStage
 
     app, fault = sys.argv[1], Fault(**json.loads(sys.argv[2]))
     del sys.argv[1:3]
     door = Doorkeeper()
     if fault.when == "idle":
-        door.guard(Backlog)
+        door.guard(BacklogStage)
     start.Hosts = sabotaged(start.Hosts, fault, door)
     entry: Callable[..., Any] = import_module(f"apps.{app}.main").main
     run_cli(entry, RunConfig, prog="python -m bench.saboteur", description="An app with a fault.")

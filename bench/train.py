@@ -163,7 +163,7 @@ async def measure(folder: str, steps: int) -> Result:
     queue = hub.spawn("queue", Batches)
     settings = TrainerSettings(optimizer=OptimizerSettings(lr=LR))
     trainer = trainer_proc.spawn(
-        "trainer", PolicyTrainer, settings, ModelSettings(path=folder), LossSettings(), WeightSettings(), store
+        "trainer", PolicyTrainer, settings, ModelSettings(path=folder), LossSettings(), WeightSettings(), store, queue
     )
     bare = bare_proc.spawn("bare", BareLoop, folder)
     batch = packed_batch()
@@ -176,7 +176,7 @@ async def measure(folder: str, steps: int) -> Result:
     async def run_actor(count: int) -> float:
         started = time.perf_counter()
         for _ in range(count):
-            await trainer.step.call_one(queue, handle)
+            await trainer.step.call_one(handle)
             publishing = time.perf_counter()
             await trainer.publish.call_one()
             published.append(time.perf_counter() - publishing)

@@ -41,7 +41,7 @@ from rich.table import Table
 
 from bench.weights_rank import Rank
 from goaly.models.decoder import MODELS, Parameter
-from goaly.run.meeting import meet
+from goaly.run.process_agent import rendezvous
 from goaly.weights import torchstore
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
@@ -156,7 +156,7 @@ async def measure(parameters: tuple[Parameter, ...], dtype: torch.dtype, given: 
     meshes = [this_host().spawn_procs(per_host={"procs": size}, bootstrap=_one_thread) for size in sizes]
     hub = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=_one_thread)
     for mesh in meshes:
-        await meet(mesh)
+        await rendezvous(mesh)
     trainer, *readers = (mesh.spawn(f"rank_{number}", Rank) for number, mesh in enumerate(meshes))
     held = await asyncio.gather(
         trainer.hold.call(axis, parameters, dtype), *(one.hold.call("tp", parameters, dtype) for one in readers)

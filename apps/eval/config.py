@@ -27,7 +27,10 @@ class EvalGeneratorSettings(GeneratorSettings):
         for name in ("replicas", "tp"):
             if getattr(self, name) > 1:
                 found.append(f"{prefix}{name}={getattr(self, name)}: must be 1, an evaluation has one process")
-        why = {"start_minutes": "an evaluation has no other process to wait for", "apply": "the weights never change"}
+        why = {
+            "start_minutes": "an evaluation has no other process to wait for",
+            "on_update": "the weights never change",
+        }
         return found + _idle(self, prefix, why)
 
 
@@ -51,8 +54,8 @@ class EvalConfig(KnownWords):
     """Verifier that scores the answers, and its limits; the keys are those of a run, of which `placement` has no effect
     here."""
     generator: EvalGeneratorSettings = field(default_factory=EvalGeneratorSettings)
-    """vLLM engine that generates the answers: its memory, context length and threads. `apply` and `start_minutes` have
-    no effect here."""
+    """vLLM engine that generates the answers: its memory, context length and threads. `on_update` and `start_minutes`
+    have no effect here."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and activations."""
     output: str | None = None

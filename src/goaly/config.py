@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
 from goaly.errors import ConfigError
-from goaly.process import leave
+from goaly.process import exit_quickly
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ def run_cli(
     description: str,
 ) -> NoReturn:
     """Load the config, run `main` with it, and exit with what that returns (None is 0); with 2 if the config is bad."""
-    leave(exit_code(main, schema, sys.argv[1:], prog=prog, description=description))
+    exit_quickly(exit_code(main, schema, sys.argv[1:], prog=prog, description=description))
 
 
 def exit_code(

@@ -1,16 +1,16 @@
 """The errors that goaly raises on purpose.
 
     GoalyError
-    ├── ConfigError        the user's settings are wrong: every problem, one message
-    ├── SchemaError        token data broke the trajectory schema (names the key)
-    ├── EpisodeError       a script's episode failed; carries prompt and cause
-    ├── WeightsError       the weight store's protocol was broken
+    ├── ConfigError        the user's settings are wrong; has every problem in one message
+    ├── SchemaError        token data violates the trajectory schema; names the key
+    ├── EpisodeError       a script's episode failed; names the prompt and the cause
+    ├── WeightsError       the weight store's protocol was violated, or its data is unavailable
     │   └── WritersGone    no newer weights will come
-    ├── ReplicaLost        a replica died or was closed; its requests may go elsewhere
-    ├── PoisonRequest      replicas keep dying with this request under way; it is not retried
-    └── RunFailed          an actor's failure ended the run (names actor, endpoint, cause)
+    ├── ReplicaLost        a replica died or was closed; its requests may be retried elsewhere
+    ├── PoisonRequest      replicas keep dying while they run this request; it is not retried
+    └── RunFailed          a failure ended the run; names the actor, the endpoint and the cause
 
-All of them pickle: they cross actor boundaries.
+They cross actor boundaries, so all of them pickle.
 """
 
 
@@ -19,7 +19,7 @@ class GoalyError(Exception):
 
 
 class ConfigError(GoalyError, ValueError):
-    """Settings that can't work. `problems` holds a line for each."""
+    """Settings that cannot work. `problems` has a line for each problem."""
 
     def __init__(self, problems: list[str]):
         self.problems = list(problems)
@@ -30,7 +30,7 @@ class ConfigError(GoalyError, ValueError):
 
 
 class SchemaError(GoalyError, ValueError):
-    """Token data that broke the trajectory schema."""
+    """Token data violates the trajectory schema."""
 
 
 class EpisodeError(GoalyError):
@@ -38,40 +38,40 @@ class EpisodeError(GoalyError):
 
 
 class WeightsError(GoalyError):
-    """The weight store's protocol was broken, or its data can't be had."""
+    """The weight store's protocol was violated, or its data is unavailable."""
 
 
 class WritersGone(WeightsError):
-    """Who published weights has left or died: no newer version will come."""
+    """The writers have left or died: no newer version will come."""
 
 
 class ReplicaLost(GoalyError):
-    """A replica died or was closed with this request under way; the request may be made elsewhere."""
+    """A replica died or was closed while it ran this request, which may be retried elsewhere."""
 
 
 class PoisonRequest(GoalyError):
-    """Replicas keep dying with this request under way; it is not retried."""
+    """Replicas keep dying while they run this request. It is not retried."""
 
 
 class RunFailed(GoalyError):
-    """An actor's failure ended the run."""
+    """A failure ended the run."""
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error that started it, without the reports of the actor calls that it came through."""
-    while isinstance(cause := getattr(error, "exception", None), BaseException):  # Monarch's ActorError has it there
+    """The original error, without the reports of the actor calls that it came through."""
+    while isinstance(cause := getattr(error, "exception", None), BaseException):  # Monarch's ActorError keeps it there
         error = cause
     return error
 
 
 def first_error(group: BaseException) -> BaseException:
-    """The error that a user should read: the first of a group that is not itself a group."""
+    """The first error of a group that is not itself a group."""
     while isinstance(group, BaseExceptionGroup):
         group = group.exceptions[0]
     return group
 
 
 def cause_of(error: BaseException) -> str:
-    """The type and the message of the error that started it."""
+    """The type and the message of the original error."""
     cause = root_cause(error)
     return f"{type(cause).__name__}: {cause}"

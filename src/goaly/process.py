@@ -1,10 +1,10 @@
-"""How a process of a run begins and how it ends.
+"""The start and the end of a process of a run.
 
 Invariants
     PR-1  A process whose engine, link, weight follower or thread cannot continue logs the reason and exits at once. Its
-          owner notices the death and replaces the process or ends the run; nothing stays failed but alive.
-    PR-2  An exception in one of goaly's own event loop callbacks does the same; in the controller it ends the run.
-          Callbacks of other libraries are only logged, as by default: some raise and go on.
+          owner notices the death, and replaces the process or ends the run. No process stays alive after it has failed.
+    PR-2  An exception in one of goaly's own event loop callbacks does the same; in the controller it ends the run. An
+          exception in another library's callback is only logged, as by default: some libraries raise and continue.
 """
 
 import asyncio
@@ -24,21 +24,21 @@ from goaly.errors import cause_of
 
 logger = logging.getLogger(__name__)
 
-GAVE_UP = 70
+FATAL_EXIT_CODE = 70
 """Exit code of a process that could not continue."""
 
-LAST_WORDS = "cannot continue: "
-"""Begins the log record of a process that ends itself; the rest of the record is the reason."""
+FATAL = "cannot continue: "
+"""Start of the log record of a process that gives up; the rest of the record is the reason."""
 
 
 def import_ahead(modules: Iterable[str]) -> None:
-    """Import what this process will need. One that is missing is left for its user to miss.
+    """Import these modules before they are needed. Missing modules are skipped.
 
-    The garbage collector finds nothing among a million new functions and classes, but looks: importing takes a fifth
-    less without it. What is imported stays to the end; frozen, the collector never looks at it again, nor then, which
-    would take seconds.
+    The garbage collector is off meanwhile, because it would scan a million new functions and classes and free none: the
+    imports take a fifth less time. The imported objects are then frozen, so that the collector never scans them, not
+    even at exit, where that would take seconds.
     """
-    atexit.register(gc.freeze)  # called after the handlers of what is imported below; vLLM's unfreezes everything
+    atexit.register(gc.freeze)  # runs after the exit handlers of these modules: vLLM's handler unfreezes everything
     gc.disable()
     try:
         for module in modules:
@@ -49,28 +49,29 @@ def import_ahead(modules: Iterable[str]) -> None:
         gc.enable()
 
 
-def leave(code: int) -> NoReturn:
-    """Exit with this code, but without taking the interpreter apart: with torch in it, that takes a second and more."""
+def exit_quickly(code: int) -> NoReturn:
+    """Exit with this code, after the exit handlers but without the interpreter's teardown: with torch imported it takes
+    a second or more."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or nobody reads it
             stream.flush()
     os._exit(code)
 
 
 def give_up(why: str, error: BaseException | None = None) -> NoReturn:
-    """Log why this process cannot continue and exit at once, from whichever thread calls (PR-1)."""
+    """Log why this process cannot continue, and exit at once. May be called from any thread (PR-1)."""
     if error is not None:
         why = f"{why}: {cause_of(error)}"
-    logger.critical("%s%s", LAST_WORDS, " ".join(why.split()), exc_info=error)  # on one line: `last_words` reads one
+    logger.critical("%s%s", FATAL, " ".join(why.split()), exc_info=error)  # on one line: `fatal_reason` reads one line
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(GAVE_UP)  # no exit handlers: they may wait for what is broken
+    os._exit(FATAL_EXIT_CODE)  # without exit handlers: they may wait for the failed part
 
 
 def give_up_when_a_thread_fails() -> None:
-    """From now on an uncaught exception in any thread ends this process (PR-1)."""
+    """End this process from now on when any thread raises an uncaught exception (PR-1)."""
 
     def failed(arguments: threading.ExceptHookArgs) -> None:
         if arguments.exc_type is not SystemExit:
@@ -81,8 +82,8 @@ def give_up_when_a_thread_fails() -> None:
 
 
 def give_up_when_a_callback_fails() -> None:
-    """From now on every new event loop ends this process when a callback of goaly's fails in it (PR-2). Each actor has
-    a loop of its own."""
+    """End this process from now on when a callback of goaly's raises in a new event loop (PR-2). Each actor has its own
+    event loop."""
 
     class Policy(asyncio.DefaultEventLoopPolicy):
         def new_event_loop(self) -> asyncio.AbstractEventLoop:
@@ -94,7 +95,7 @@ def give_up_when_a_callback_fails() -> None:
 
 
 def watch_callbacks(loop: asyncio.AbstractEventLoop, failed: Callable[[str, BaseException], Any]) -> None:
-    """Have `failed` called with what failed and its error when a callback of goaly's raises in this loop (PR-2)."""
+    """Call `failed(name, error)` when a callback of goaly's raises in this event loop (PR-2)."""
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -108,16 +109,16 @@ def watch_callbacks(loop: asyncio.AbstractEventLoop, failed: Callable[[str, Base
 
 
 def _own_callback(error: BaseException) -> str | None:
-    """The callback of goaly's that raised this; None if it is another's."""
+    """The name of goaly's callback that raised this error; None if another library's callback did."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith("asyncio."):  # which called it
+        if not module.startswith("asyncio."):  # asyncio calls the callback
             return frame.f_code.co_qualname if module.startswith("goaly.") else None
     return None
 
 
 def vital_task(work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-    """Run the coroutine as a task whose failure ends this process (PR-1). Cancelling it and its normal end do not."""
+    """Run the coroutine as a task whose failure ends this process (PR-1). Its cancellation or normal end does not."""
 
     def ended(task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -16,7 +16,7 @@ from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.process import import_ahead
-from goaly.run.processes import IMPORTS
+from goaly.run.placement import IMPORTS
 from goaly.weights.settings import WeightSettings
 
 PROMPT = [(3 * j) % 30 + 2 for j in range(40)]
@@ -30,7 +30,7 @@ def breakable() -> type:
     from monarch.actor import concurrent_endpoint
 
     from goaly.errors import WeightsError
-    from goaly.generate.actor import Generator
+    from goaly.generate.generator import Generator
     from goaly.weights.subscriber import Subscriber
 
     class Breakable(Generator):
@@ -47,9 +47,9 @@ def breakable() -> type:
 async def ended(mesh: Any) -> list[asyncio.Event]:
     """An event for each process of the mesh, set once it has ended."""
     from goaly.liveness import ExitWatch
-    from goaly.run.resident import Resident
+    from goaly.run.process_agent import ProcessAgent
 
-    marks = await mesh.spawn("resident", Resident).mark.call()
+    marks = await mesh.spawn("agent", ProcessAgent).mark.call()
     events = [asyncio.Event() for _ in marks.values()]
     for (_, mark), event in zip(marks.items(), events, strict=True):
         ExitWatch(mark, event.set)
@@ -59,11 +59,11 @@ async def ended(mesh: Any) -> list[asyncio.Event]:
 async def procs(count: int, role: str) -> Any:
     from monarch.actor import this_host
 
-    from goaly.run.meeting import meet
+    from goaly.run.process_agent import rendezvous
 
     mesh = this_host().spawn_procs(per_host={"procs": count}, bootstrap=partial(import_ahead, IMPORTS[role]))
     if count > 1:
-        await meet(mesh)
+        await rendezvous(mesh)
     return mesh
 
 
@@ -79,8 +79,8 @@ def greedy_of_transformers(folder: Path) -> list[int]:
 
 async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder, tmp_path):
     """A life in one go, for each start costs seconds: catch up, hold back, update midway, cancel, close."""
-    from goaly.generate.actor import Generator
-    from goaly.generate.line import Line
+    from goaly.generate.connection import Connection
+    from goaly.generate.generator import Generator
     from goaly.models.hf import native_tensors
     from goaly.models.spec import model_spec
     from goaly.weights.publisher import Publisher
@@ -107,15 +107,15 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     two = second.spawn("two", breakable(), GeneratorSettings(tp=2, **size), model, store, 1, moved)
     leader = two.slice(procs=0)
 
-    lines = {id(replica): Line(replica) for replica in (one, leader)}
+    connections = {id(replica): Connection(replica) for replica in (one, leader)}
 
     async def ask(replica: Any, name: str, sampling: Sampling = GREEDY, min_version: int = 0) -> Sample:
-        return await lines[id(replica)].ask(name, PROMPT, sampling, min_version)
+        return await connections[id(replica)].submit(name, PROMPT, sampling, min_version)
 
     versions = await asyncio.gather(one.start.call(), two.start.call())
     assert [version.item(procs=0) for version in versions] == [1, 1]  # GE-1
     assert (await store.state.call_one()).readers == 3  # GE-3
-    assert held_memory(descendants(os.getpid())) == set()  # GR-3
+    assert held_memory(descendants(os.getpid())) == set()  # EN-4
     samples = await asyncio.gather(*(ask(replica, f"{n}") for replica in (one, leader) for n in range(8)))
     assert [sample.tokens.tolist() for sample in samples] == [greedy[1]] * 16
     assert {int(version) for sample in samples for version in sample.versions} == {1}
@@ -139,24 +139,24 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     sample = await midway
     assert sample.versions.unique_consecutive().tolist() == [3, 4]
     assert len(sample.tokens) == 400
-    assert (await ask(leader, "the ranks agree", min_version=4)).tokens.tolist() == greedy[0]
+    assert (await ask(leader, "the ranks agree", min_version=4)).tokens.tolist() == greedy[0]  # LO-1
     stats = await leader.stats.call_one()
     assert (stats.version, stats.running, stats.waiting) == (4, 0, 0)
 
     for replica in (one, leader):
-        line = lines[id(replica)]
+        connection = connections[id(replica)]
         for prompt, why in (([3] * 512, "max_context=512"), ([3, 32], "token id 32 .* not in the model's vocabulary")):
             with pytest.raises(ValueError, match=why):
-                await line.ask("no engine could continue it", prompt, GREEDY)
-        await line.turn("a suspect")
-        turns = [line.turn(f"suspect {n}") for n in range(2)]
+                await connection.submit("no engine could continue it", prompt, GREEDY)
+        await connection.wait_turn("a suspect")
+        turns = [connection.wait_turn(f"suspect {n}") for n in range(2)]
         assert (await ask(replica, "meanwhile")).tokens.tolist() == greedy[0]
         assert not any(turn.done() for turn in turns)
-        line.cancel("suspect 0")  # waiting for its turn
+        connection.cancel("suspect 0")  # waiting for its turn
         assert (await ask(replica, "a suspect")).tokens.tolist() == greedy[0]
         await turns[1]
-        line.cancel("suspect 1")  # before it is asked
-        await line.turn("the last suspect")
+        connection.cancel("suspect 1")  # before it is asked
+        await connection.wait_turn("the last suspect")
 
     await one.close.call()
     with pytest.raises(ReplicaLost, match="closed"):

@@ -66,7 +66,7 @@ def start_engines(folders: list[Path]) -> None:
 def steps(engine: Any, count: int | None = None) -> dict[str, Sample]:
     """The samples that ended within `count` steps, or until nothing is under way."""
     ended: dict[str, Sample] = {}
-    while engine.under_way and count != 0:
+    while engine.running and count != 0:
         ended |= dict(engine.step())
         count = None if count is None else count - 1
     return ended
@@ -82,7 +82,7 @@ def sample_all(which: str, prompts: list[list[int]], sampling: Sampling) -> list
 
 def update_while_sampling(mode: str) -> tuple[list[Sample], list[Sample]]:
     """Samples over which the weights of folder 1 came as version 5 after some steps, and samples begun after that."""
-    engines.settings.apply = mode
+    engines.settings.on_update = mode
     engine = engines.torchtitan
     engine.apply(partial(engines.load, 0, 4))
     sampling = Sampling(max_tokens=40)
@@ -93,7 +93,7 @@ def update_while_sampling(mode: str) -> tuple[list[Sample], list[Sample]]:
     for number, prompt in enumerate(PROMPTS):
         engine.add(f"later {number}", prompt, sampling)
     samples |= steps(engine)
-    engines.settings.apply = "recompute"
+    engines.settings.on_update = "recompute"
     engine.apply(partial(engines.load, 0, 0))
     names = [str(number) for number in range(len(PROMPTS))]
     return [samples[name] for name in names], [samples[f"later {name}"] for name in names]
@@ -144,7 +144,7 @@ def cancel_midway() -> tuple[list[tuple[str, Sample]], list[str], bool]:
     steps(engine, 10)
     cancelled = engine.cancel(["a", "c", "unknown"])
     rest = steps(engine)
-    return cancelled, list(rest), bool(engine.under_way)
+    return cancelled, list(rest), bool(engine.running)
 
 
 def count_preemptions(requests: int, sampling: Sampling) -> tuple[int, list[Sample]]:

@@ -14,9 +14,8 @@ from monarch.job import ProcessJob
 from goaly.errors import RunFailed
 from goaly.run.cluster import Cluster, imagined
 from goaly.run.hosts import Hosts
-from goaly.run.meeting import meet
-from goaly.run.placement import place
-from goaly.run.processes import Processes
+from goaly.run.placement import Processes, place
+from goaly.run.process_agent import rendezvous
 from goaly.run.settings import HostSettings, ImaginedCluster
 
 pytestmark = pytest.mark.timeout(120)
@@ -56,11 +55,13 @@ async def hosts_of(settings: HostSettings, run_dir: Path) -> AsyncIterator[Hosts
         await hosts.stop_all()
 
 
-async def told(hosts: Hosts, processes: Processes, settings: HostSettings, on: Cluster, *, meeting: bool) -> list[Said]:
+async def told(
+    hosts: Hosts, processes: Processes, settings: HostSettings, on: Cluster, *, with_ranks: bool
+) -> list[Said]:
     placed = place([processes], settings, on)[processes.name]
     mesh = hosts.spawn(processes, placed)
-    if meeting:
-        await meet(mesh)
+    if with_ranks:
+        await rendezvous(mesh)
     answers = await mesh.spawn(f"witness-{processes.name}", Witness).say.call()
     return [said for _, said in sorted(answers.items(), key=lambda answer: answer[0].rank)]
 
@@ -71,12 +72,14 @@ async def test_every_process_sees_its_own_gpus_on_the_host_and_cores_that_were_p
     on = imagined(ImaginedCluster(meshes={"trainer": 2, "hosts": 2}, gpus=2))
     async with hosts_of(settings, tmp_path) as hosts:
         trainer, generator, hub = await asyncio.gather(
-            told(hosts, Processes(name="trainer", role="trainer", count=4), settings, on, meeting=True),
-            told(hosts, Processes(name="generator-0", role="generator", count=2, group=2), settings, on, meeting=True),
-            told(hosts, Processes(name="hub", role="hub"), settings, on, meeting=False),
+            told(hosts, Processes(name="trainer", role="trainer", count=4), settings, on, with_ranks=True),
+            told(
+                hosts, Processes(name="generator-0", role="generator", count=2, group=2), settings, on, with_ranks=True
+            ),
+            told(hosts, Processes(name="hub", role="hub"), settings, on, with_ranks=False),
         )
     assert [said["RANK"] for said in trainer] == ["0", "1", "2", "3"], "two on each of two hosts, not four on each"
-    assert [said["CUDA_VISIBLE_DEVICES"] for said in trainer] == ["0", "1", "0", "1"]
+    assert [said["CUDA_VISIBLE_DEVICES"] for said in trainer] == ["0", "1", "0", "1"]  # HO-3
     assert [said["LOCAL_RANK"] for said in trainer] == ["0"] * 4, "the number of its GPU among those that it sees"
     assert [trainer[0]["agent"] == other["agent"] for other in trainer] == [True, True, False, False]
     assert [(said["CUDA_VISIBLE_DEVICES"], said["LOCAL_RANK"]) for said in generator] == [("0,1", "0"), ("0,1", "1")]
@@ -93,7 +96,9 @@ async def test_a_job_is_asked_what_its_hosts_have_and_two_of_one_machine_are_one
     async with hosts_of(settings, tmp_path) as hosts:
         found = await hosts.cluster()
         monkeypatch.setattr("goaly.run.hosts.START_SECONDS", 0)
-        with pytest.raises(RunFailed, match=r"two_hosts_each: a host of its mesh \w+ did not say within 0 s"):
+        with pytest.raises(
+            RunFailed, match=r"two_hosts_each: a host of its mesh \w+ did not report its GPUs and cores within 0 s"
+        ):
             await hosts.cluster()
     assert dict(found.meshes) == {"hosts": (0, 0), "trainer": (0, 0)}
     assert found.hosts[0].cores == os.sched_getaffinity(0)
@@ -104,6 +109,6 @@ async def test_on_cpus_a_process_keeps_the_environment_that_it_came_with(tmp_pat
     async with hosts_of(settings, tmp_path) as hosts:
         on = await hosts.cluster()
         generator = Processes(name="generator-0", role="generator", count=2, group=2)
-        found = await told(hosts, generator, settings, on, meeting=True)
+        found = await told(hosts, generator, settings, on, with_ranks=True)
     assert [said["LOCAL_RANK"] for said in found] == ["0", "1"]
     assert {said["CUDA_VISIBLE_DEVICES"] for said in found} == {os.environ.get("CUDA_VISIBLE_DEVICES")}

@@ -17,7 +17,7 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed
-from goaly.generate.line import Switchboard
+from goaly.generate.connection import Clients
 from goaly.generate.request import Finish, Sample
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Message, Prompt
@@ -28,7 +28,7 @@ from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.rollout.running import GENERATING
 from goaly.rollout.settings import RolloutSettings
 from goaly.rollout.worker import RolloutWorker, pickled
-from goaly.run.stages import Rollouts
+from goaly.run.stages import RolloutStage
 from goaly.trajectory import Trajectory
 
 PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="1+1="),), answer="2")
@@ -56,12 +56,12 @@ class FakeGenerator(Actor):
         self.under_way: set[str] = set()
         self.cancelled: list[str] = []
         self._changed = asyncio.Event()
-        self._switchboard = Switchboard()
+        self._clients = Clients()
         self._answering: set[asyncio.Task[None]] = set()
 
     @concurrent_endpoint
     async def connect(self, client, samples) -> None:
-        self._switchboard.connect(client, samples)
+        self._clients.connect(client, samples)
         await asyncio.Event().wait()
 
     @concurrent_endpoint
@@ -78,11 +78,11 @@ class FakeGenerator(Actor):
         tokens = torch.tensor([4, 4, 1])
         versions = torch.full((3,), asked.min_version, dtype=torch.int32)
         sample = Sample(tokens=tokens, logprobs=torch.full((3,), -0.5), versions=versions, finish=Finish.STOP)
-        self._switchboard.deliver(client, asked.request_id, sample)
+        self._clients.deliver(client, asked.request_id, sample)
 
     @concurrent_endpoint
     async def disconnect(self, client, request_ids) -> None:
-        self._switchboard.disconnect(client)
+        self._clients.disconnect(client)
         self.cancelled += request_ids
         self._wake()
 
@@ -251,7 +251,7 @@ async def test_an_evaluation_takes_no_ticket(stack):
 async def test_an_evaluation_that_nobody_waits_for_ends_in_its_worker_with_its_requests(stack):
     """WR-1"""
     long = Prompt(id="q3", source="sums", messages=(Message(role="user", content="1" * 57),))  # 7 tokens left: it hangs
-    evaluation = asyncio.create_task(Rollouts([stack.worker]).rewards([long, long], 2, {}, 0))
+    evaluation = asyncio.create_task(RolloutStage([stack.worker]).rewards([long, long], 2, {}, 0))
     assert len(await stack.generator.when_under_way.call_one(4)) == 4
     evaluation.cancel()
     assert await asyncio.wait_for(_answer(stack.generator.when_under_way.call_one(0)), 30) == []
@@ -259,7 +259,7 @@ async def test_an_evaluation_that_nobody_waits_for_ends_in_its_worker_with_its_r
         await evaluation
     failing = Prompt(id="q2", source="sums", messages=PROMPT.messages, answer="no environment")
     with pytest.raises(ExceptionGroup) as failed:
-        await asyncio.wait_for(Rollouts([stack.worker]).rewards([long, failing], 2, {}, 0), 30)
+        await asyncio.wait_for(RolloutStage([stack.worker]).rewards([long, failing], 2, {}, 0), 30)
     assert failed.group_contains(RunFailed, match=r"rollout\.evaluate failed: LookupError: no environment")
     assert await asyncio.wait_for(_answer(stack.generator.when_under_way.call_one(0)), 30) == []
 

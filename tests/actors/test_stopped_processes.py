@@ -13,8 +13,7 @@ from goaly.errors import RunFailed
 from goaly.liveness import ExitWatch, SilenceWatch, process
 from goaly.process import give_up
 from goaly.run.hosts import Hosts
-from goaly.run.placement import ANYWHERE, Placed
-from goaly.run.processes import IMPORTS, Processes
+from goaly.run.placement import ANYWHERE, IMPORTS, Placed, Processes
 from goaly.run.settings import HostSettings
 
 pytestmark = pytest.mark.timeout(120)
@@ -45,7 +44,7 @@ class Rank(Actor):
         await self._together()
 
     @concurrent_endpoint
-    async def step(self, queue: Any, batch: Any) -> None:
+    async def step(self, batch: Any) -> None:
         await self._together()
 
     async def _together(self) -> None:
@@ -58,7 +57,7 @@ async def test_one_ranks_failure_is_the_failure_of_all_while_the_others_wait_for
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from goaly.generate.service import GeneratorService  # not above: the processes import this module for its actors
-    from goaly.run.stages import Trainer
+    from goaly.run.stages import TrainerStage
 
     monkeypatch.setitem(IMPORTS, "rollout", ())
     hosts = Hosts(HostSettings(), tmp_path, lambda *report: None, trace=False)
@@ -78,7 +77,7 @@ async def test_one_ranks_failure_is_the_failure_of_all_while_the_others_wait_for
     service = GeneratorService(replicas=1, spawn=spawn, kill=kill, announce=announce, start_minutes=5)
     async with asyncio.timeout(60):
         with pytest.raises(RunFailed, match=r"^trainer\.step failed: RuntimeError: no memory$"):
-            await Trainer(ranks, None, steps=1, folder=tmp_path).step(None)
+            await TrainerStage(ranks, steps=1, folder=tmp_path).step(None)
         with pytest.raises(ExceptionGroup) as failed:
             await service.start()
     assert str(failed.value.exceptions[0]) == "generator-0 failed to start: RuntimeError: no memory"

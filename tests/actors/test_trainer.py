@@ -20,7 +20,7 @@ from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.process import import_ahead
-from goaly.run.processes import IMPORTS
+from goaly.run.placement import IMPORTS
 from goaly.train.engine import TrainEngine
 from goaly.train.reference import ReferenceModel
 from goaly.train.settings import OptimizerSettings, ReferenceSettings, TrainerSettings
@@ -95,8 +95,8 @@ def actors(tiny_model_folder: Path) -> Iterator[Actors]:
         for rank in range(2)
     ]
     queue = alone.spawn("queue", Shares, shares)
-    trainer = trainers.spawn("trainer", PolicyTrainer, SETTINGS, model, LOSS, WeightSettings(), store)
-    reference = alone.spawn("reference", ReferenceModel, ReferenceSettings(), SETTINGS, model)
+    trainer = trainers.spawn("trainer", PolicyTrainer, SETTINGS, model, LOSS, WeightSettings(), store, queue)
+    reference = alone.spawn("reference", ReferenceModel, ReferenceSettings(), SETTINGS, model, queue)
     trainer_starts, reference_starts = trainer.start.call(), reference.start.call()
     assert list(trainer_starts.get().values()) == [0, 0]
     reference_starts.get()
@@ -115,8 +115,8 @@ async def first(answers: Any) -> Any:
 async def test_a_step_and_a_publish_over_two_ranks_are_those_of_one_engine(  # PT-1
     actors: Actors, tiny_model_folder: Path, tmp_path: Path
 ):
-    await actors.reference.annotate.call(actors.queue, actors.handle)
-    metrics = await first(actors.trainer.step.call(actors.queue, actors.handle))
+    await actors.reference.annotate.call(actors.handle)
+    metrics = await first(actors.trainer.step.call(actors.handle))
     alone = TrainEngine(ModelSettings(path=str(tiny_model_folder)), TrainerSettings(optimizer=SETTINGS.optimizer))
     packed = batch()
     packed.rows["reference_logprobs"] = alone.logprobs(packed.rows)
@@ -141,13 +141,13 @@ async def test_a_step_and_a_publish_over_two_ranks_are_those_of_one_engine(  # P
 
 
 async def test_a_step_that_is_not_finite_names_the_metric_and_leaves_a_trainer_that_can_step(actors: Actors):
-    await actors.reference.annotate.call(actors.queue, actors.handle)
+    await actors.reference.annotate.call(actors.handle)
     await actors.queue.fill_advantages.call(float("nan"))
     with pytest.raises(Exception, match="train loss is nan at policy version"):
-        await actors.trainer.step.call(actors.queue, actors.handle)
+        await actors.trainer.step.call(actors.handle)
     await actors.queue.fill_advantages.call(1.0)
     async with asyncio.timeout(60):
-        metrics = await first(actors.trainer.step.call(actors.queue, actors.handle))
+        metrics = await first(actors.trainer.step.call(actors.handle))
     assert metrics["grad_norm"] > 0
 
 
@@ -156,13 +156,15 @@ async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_
 ):
     async def stepped() -> tuple[int, dict[str, float]]:
         """One step and its version, published."""
-        metrics = await first(actors.trainer.step.call(actors.queue, actors.handle))
+        metrics = await first(actors.trainer.step.call(actors.handle))
         return await first(actors.trainer.publish.call()), metrics
 
     model, settings = ModelSettings(path=str(tiny_model_folder)), ReferenceSettings(fsdp=2, refresh_every=2)
     processes = this_host().spawn_procs(per_host={"procs": 2}, bootstrap=partial(import_ahead, IMPORTS["trainer"]))
     await setup_torch_elastic_env_async(processes)
-    reference = processes.spawn("following", ReferenceModel, settings, SETTINGS, model, WeightSettings(), actors.store)
+    reference = processes.spawn(
+        "following", ReferenceModel, settings, SETTINGS, model, actors.queue, WeightSettings(), actors.store
+    )
     readers = (await actors.store.state.call_one()).readers
     await reference.start.call()
     assert (await actors.store.state.call_one()).readers == readers + 2  # both ranks have said what they need
@@ -171,7 +173,7 @@ async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_
         version, _ = await stepped()
 
     async def annotated(batch_id: int) -> list[int]:
-        return list((await reference.annotate.call(actors.queue, replace(actors.handle, id=batch_id))).values())
+        return list((await reference.annotate.call(replace(actors.handle, id=batch_id))).values())
 
     assert await annotated(version) == [version, version]  # RF-1: both ranks
     _, metrics = await stepped()
@@ -184,7 +186,7 @@ async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_
     _, metrics = await stepped()
     assert metrics["kl_reference"] == pytest.approx(0, abs=1e-9)
     with pytest.raises(
-        Exception, match=f"policy version 0, which batch 1 is compared with, is gone .* still at {newer}"
+        Exception, match=f"batch 1 needs policy version 0, which is no longer in the .* still at version {newer}"
     ):
         await annotated(1)
     await reference.close.call()

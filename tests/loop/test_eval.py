@@ -86,9 +86,9 @@ def test_settings_that_cannot_work_are_told_together(model: Path) -> None:
     assert EvalGeneratorSettings(tp=2).problems("generator.") == [
         "generator.tp=2: must be 1, an evaluation has one process"
     ]
-    assert EvalGeneratorSettings(apply="keep", start_minutes=5.0).problems("generator.") == [
+    assert EvalGeneratorSettings(on_update="keep", start_minutes=5.0).problems("generator.") == [
         "generator.start_minutes=5.0: has no effect, an evaluation has no other process to wait for",
-        "generator.apply=keep: has no effect, the weights never change",
+        "generator.on_update=keep: has no effect, the weights never change",
     ]
     generator = EvalGeneratorSettings(max_context=TINY.max_context)
     on_hub = EvalConfig(path=str(model), reward=RewardSettings(placement="hub"), generator=generator)

@@ -65,7 +65,7 @@ def test_no_class_of_settings_takes_a_word_that_its_field_does_not_list(schema: 
 def test_the_walk_over_settings_finds_those_in_lists_in_mappings_and_in_the_apps_own_configs():
     found = {f"{schema.__name__}.{name}" for schema, name in WITH_WORDS}
     assert found >= {"Rejection.level", "EvaluationSet.prompts", "EvalConfig.dtype", "SupervisedSettings.too_long"}
-    assert found >= {"GeneratorSettings.apply", "WeightSettings.transport", "ScheduleSettings.decay"}
+    assert found >= {"GeneratorSettings.on_update", "WeightSettings.transport", "ScheduleSettings.decay"}
 
 
 @pytest.mark.parametrize(

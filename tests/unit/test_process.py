@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from monarch.actor import ActorError
 
-from goaly.process import GAVE_UP, LAST_WORDS, give_up
-from goaly.run.watch import last_words
+from goaly.process import FATAL, FATAL_EXIT_CODE, give_up
+from goaly.run.watch import fatal_reason
 
 
 def test_leaving_runs_exit_handlers_keeps_the_output_and_the_code_and_waits_for_nothing_else() -> None:
     script = (
         "import atexit, threading\n"
-        "from goaly.process import leave\n"
+        "from goaly.process import exit_quickly\n"
         "threading.Thread(target=threading.Event().wait).start()\n"
         "atexit.register(print, 'handled')\n"
         "print('said', end=' ')\n"
-        "leave(3)\n"
+        "exit_quickly(3)\n"
     )
     left = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=20, check=False)
     assert (left.returncode, left.stdout) == (3, "said handled\n")
@@ -68,11 +68,11 @@ async def waits_for_a_vital_task():
 {ENDS[how]}
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False)
-    assert (ended.returncode, ended.stdout) == (GAVE_UP, "")
+    assert (ended.returncode, ended.stdout) == (FATAL_EXIT_CODE, "")
     why = {"a call": "the link broke: OSError", "a thread": "thread engine", "a task": "task follower"}.get(
         how, "callback SilenceWatch._tick failed: TypeError"
     )
-    assert f"{LAST_WORDS}{why}" in ended.stderr
+    assert f"{FATAL}{why}" in ended.stderr
 
 
 def test_the_reason_is_the_error_that_started_it_on_one_line_however_many_actor_calls_it_came_through(
@@ -86,7 +86,7 @@ def test_the_reason_is_the_error_that_started_it_on_one_line_however_many_actor_
         give_up("task weight follower failed", error)
     log = tmp_path / "log"
     log.write_text(caplog.text)
-    assert last_words(log) == "task weight follower failed: RuntimeError: the store is full"  # PW-4
+    assert fatal_reason(log) == "task weight follower failed: RuntimeError: the store is full"  # PW-4
     assert "ActorError: A remote actor call has failed." in caplog.text  # the whole of it, below the reason
 
 

@@ -17,7 +17,7 @@ from goaly.losses.policy import LOSSES
 from goaly.plan.dry_run import describe, needs
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.config import RunConfig
-from goaly.run.processes import processes
+from goaly.run.placement import processes
 
 RUNS = sorted(file for folder in ("grpo", "ppo", "recipes") for file in (CONFIGS / folder).glob("*.yaml"))
 

@@ -1,22 +1,29 @@
-"""The one file that knows vLLM's engine: builds it in this process, and speaks of requests, steps and weight versions.
+"""vLLM's engine in this process, in terms of requests, steps and weight versions. No other file knows vLLM's engine.
 
 Not thread-safe: one thread owns an engine and makes every call after construction. With tp > 1 each rank has an engine,
-and all of them must be given the same calls in the same order.
+and all of them must get the same calls in the same order.
 
 Invariants
     EN-1  A token's version is that of the weights that produced its logits: the weights change only between two steps
           (no asynchronous scheduling), and what a step samples is stamped with the version set before it.
-    EN-2  No KV block that was cached under other weights is reused after a weight update, in any mode; with `keep`,
-          only requests that were under way keep the blocks they have.
-    EN-3  A request that was under way at an update goes on with the tokens it has: none is lost or drawn again.
+    EN-2  No KV block that was cached under other weights is reused after a weight update, in any mode. With `keep`,
+          only running requests keep their blocks.
+    EN-3  A request that is running at an update continues with the tokens it has: none is lost or drawn again.
+    EN-4  No named shared memory or semaphore outlives the start of the engines, so a killed run leaks none: a name that
+          other ranks need is unlinked once they have opened it.
 """
 
+import glob
+import multiprocessing
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -32,10 +39,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.sample import sampler
 
 from goaly.errors import ConfigError
-from goaly.generate.ranks import name_shared_memory_for_this_run, unlink_what_all_hold_open, unname_semaphores
-from goaly.generate.request import Finish, Sample, Sampling, check_prompt
+from goaly.generate.request import Finish, Sample, Sampling, StopStrings, check_prompt, decoder, duplicate_request
 from goaly.generate.settings import GeneratorSettings
-from goaly.generate.stops import StopStrings, decoder
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, prepare_torchtitan, read_config
 from goaly.models.vllm_naming import vllm_naming, without_padding
@@ -44,15 +49,16 @@ from goaly.weights.mapping import Naming
 FINISHES = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
 GIB = 1 << 30
 CPU_BLOCK_TOKENS = 32
-"""The smallest that the CPU kernels take (vLLM would take 128): prefixes are shared by whole blocks."""
+"""The smallest block that the CPU kernels support. vLLM's default is 128, but only whole blocks of a prefix are
+shared."""
 FREE_ENOUGH = 0.01
-"""Share of a GPU's memory that vLLM asks to be free before it starts. The cache's size is set, so it uses the share for
-nothing else; by default it would refuse a GPU that another role holds memory of."""
+"""Share of a GPU's memory that must be free before vLLM starts. The cache's size is set, so vLLM uses the share for
+nothing else. With the default it would refuse a GPU that it shares with another role."""
 
 
 @dataclass(slots=True)
-class _Request:
-    """A request under way, and what was sampled for it so far."""
+class _Running:
+    """A running request and the tokens sampled so far."""
 
     name: str
     prompt: list[int]
@@ -60,25 +66,25 @@ class _Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stretches: list[tuple[int, int]] = field(default_factory=list)
-    """Where the tokens of a version begin, and which it is."""
+    """For each version, in order: the index of its first token, and the version."""
     stops: StopStrings | None = None
-    """What looks for its stop strings, where it has some."""
+    """Searches the answer for the request's stop strings; None: it has none."""
 
     def wrote(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """Take note of what a step sampled."""
+        """Add the tokens that a step sampled."""
         if not self.stretches or self.stretches[-1][1] != version:
             self.stretches.append((len(self.tokens), version))
         self.tokens += tokens
         self.logprobs += logprobs
 
     def stopped_by(self, tokens: list[int]) -> str | None:
-        """The stop string that these newest tokens complete."""
+        """The stop string that these newest tokens complete, if they do."""
         if self.stops is None:
             return None
         return next(filter(None, map(self.stops.wrote, tokens)), None)
 
     def sample(self, finish: Finish, stop: str | None = None) -> Sample:
-        """All of it, as the answer."""
+        """The answer so far."""
         versions = torch.empty(len(self.tokens), dtype=torch.int32)
         for start, version in self.stretches:
             versions[start:] = version
@@ -99,20 +105,20 @@ class Engine:
         self._settings = settings
         self._model_folder = model.path
         self._version = 0
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _Running] = {}
         self._names: dict[str, str] = {}
-        overrides: dict[str, Any] = {}
+        overrides: dict[str, Any] = {"gpu_memory_utilization": FREE_ENOUGH} if on_cuda else {}
         if settings.engine == "torchtitan":
             prepare_torchtitan()
             from goaly.generate import vllm_model
 
             vllm_model.register()
             overrides["hf_overrides"] = {"architectures": [vllm_model.ARCHITECTURE]}
-        unname_semaphores()
+        _unname_semaphores()
         if not on_cuda:
-            sampler.batched_count_greater_than = _ranks  # vLLM compiles these two operators, for seconds
+            sampler.batched_count_greater_than = _rank_of_sample  # vLLM would spend seconds on compiling its own
         if settings.tp > 1:
-            name_shared_memory_for_this_run()
+            _name_shared_memory_for_this_run()
         whole = settings.max_context
         arguments = EngineArgs(
             model=str(model.path),
@@ -126,9 +132,8 @@ class Engine:
             max_num_seqs=settings.max_running,
             max_model_len=settings.max_context,
             max_num_batched_tokens=settings.max_step_tokens if on_cuda else max(settings.max_step_tokens, whole),
-            enable_chunked_prefill=on_cuda,  # on CPU vLLM can't take back the draw of a seeded, partial prefill
+            enable_chunked_prefill=on_cuda,  # on CPU vLLM cannot undo the draw of a seeded request's partial prefill
             kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB),
-            **({"gpu_memory_utilization": FREE_ENOUGH} if on_cuda else {}),
             block_size=None if on_cuda else CPU_BLOCK_TOKENS,
             enable_prefix_caching=settings.prefix_caching,
             enforce_eager=not (on_cuda and settings.cuda_graphs),
@@ -140,7 +145,7 @@ class Engine:
         )
         self._vllm = LLMEngine.from_engine_args(arguments)
         if settings.tp > 1:
-            unlink_what_all_hold_open()
+            _unlink_message_queues()
         self._core: Any = self._vllm.engine_core
         self._scheduler = self._core.engine_core.scheduler
         self._supported_tasks = self._vllm.get_supported_tasks()
@@ -152,46 +157,46 @@ class Engine:
         return self._version
 
     @property
-    def under_way(self) -> int:
+    def running(self) -> int:
         """How many requests have not ended."""
         return len(self._requests)
 
     def enter_thread(self) -> None:
-        """Prepare the calling thread for other calls: CUDA's current device is each thread's own."""
+        """Prepare the calling thread for other calls: each thread has its own current CUDA device."""
         if self._device() == "cuda":
             torch.cuda.set_device(self._vllm.model_executor.driver_worker.worker.device)
 
     @property
     def records_graphs(self) -> bool:
-        """Whether decode steps are CUDA graphs, which hold the addresses of the parameters."""
+        """Whether decode steps are recorded as CUDA graphs, which contain the addresses of the parameters."""
         return self._device() == "cuda" and self._settings.cuda_graphs
 
     def counts(self) -> tuple[int, int]:
-        """Requests under way, and requests that wait for room."""
+        """How many requests vLLM runs, and how many wait in vLLM."""
         return self._scheduler.get_request_counts()
 
     def check(self, name: str, prompt: list[int]) -> None:
-        """ValueError if this prompt can't be served. May be called from any thread."""
+        """Raise ValueError if this prompt cannot be served. May be called from any thread."""
         check_prompt(name, prompt, vocabulary=self._vocabulary, max_context=self._settings.max_context)
 
     def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
-        """Take a request up; ValueError if it can't be served."""
+        """Start a request. Raises ValueError if it cannot be served."""
         if name in self._names:
-            raise ValueError(f"request_id={name!r}: a request of that id is under way here; ids must be unique")
+            raise duplicate_request(name)
         stops = None
         if sampling.stop:
             stops = StopStrings(sampling.stop, decoder(str(self._model_folder)), prompt, sampling.min_tokens or 0)
-        self._add(_Request(name, prompt, sampling, stops=stops))
+        self._add(_Running(name, prompt, sampling, stops=stops))
 
     def cancel(self, names: list[str]) -> list[tuple[str, Sample]]:
-        """End these requests; their samples so far. Names of requests that have ended are ignored."""
+        """End these requests and return their samples so far. Names of ended requests are ignored."""
         keys = [self._names[name] for name in names if name in self._names]
         self._core.abort_requests(keys)
         return [(request.name, request.sample(Finish.CANCELLED)) for request in map(self._forget, keys)]
 
     def step(self) -> list[tuple[str, Sample]]:
         """Compute one step; the samples that it ended, by request name."""
-        # Straight from vLLM's core: what its front end makes of a token is text and nested records, of no use here.
+        # Read from vLLM's core: its front end would add text and nested records to each token, which nobody here needs.
         ended, stopped = [], []
         for output in self._core.get_output().outputs:
             request = self._requests[output.request_id]
@@ -204,26 +209,26 @@ class Engine:
                 self._forget(output.request_id)
                 ended.append((request.name, request.sample(finish if stop is None else Finish.STOP, stop)))
         if stopped:
-            self._core.abort_requests(stopped)  # every rank finds the same ones: all of them sample the same tokens
+            self._core.abort_requests(stopped)  # the same on every rank: all ranks sample the same tokens
         return ended
 
     def apply(self, fill: Callable[[], int]) -> int:
-        """Let `fill` overwrite the weights and say their version; from here on that version decodes."""
+        """Overwrite the weights by `fill`, which returns their version. The next step decodes with that version."""
         version = fill()
-        match self._settings.apply:
+        match self._settings.on_update:
             case "keep":
-                self._version = version  # what waits comes back under it
-                self._restart_those_that_wait()
+                self._version = version  # the restarted requests are added under it
+                self._restart_waiting()
             case "recompute":
                 self._vllm.reset_prefix_cache(reset_running_requests=True)  # EN-2, EN-3
             case "drain":
                 if not self._vllm.reset_prefix_cache():
-                    raise AssertionError("weights were applied in mode `drain` with requests under way")
+                    raise AssertionError("weights were applied in mode `drain` while requests were running")
         self._version = version
         return version
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
-        """This rank's live parameters: what weight updates overwrite. Under torchtitan's names, or see `naming`."""
+        """This rank's live parameters, which weight updates overwrite, by torchtitan's names or those of `naming`."""
         if self._settings.engine == "torchtitan":
             return self._model().named_tensors()
         if problems := self._settings.problems("generator.", device=self._device(), updates=True):
@@ -231,24 +236,24 @@ class Engine:
         return {name: tensor.detach() for name, tensor in self.live_tensors().items()}
 
     def live_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The objects that the model computes with, by the same names: this rank's part of each parameter."""
+        """The parameters that the model computes with, by the same names: this rank's part of each."""
         if self._settings.engine == "torchtitan":
             return dict(self._model().model.named_parameters())
         return without_padding(dict(self._model().named_parameters()), self.naming())
 
     def naming(self) -> Naming:
-        """Of which tensors with torchtitan's names these are made, where they have other names."""
+        """How parameters with vLLM's names are made of tensors with torchtitan's. Empty if they have torchtitan's."""
         if self._settings.engine == "torchtitan":
             return {}
         shape = architecture(read_config(self._model_folder))
         return vllm_naming(shape, tp=self._settings.tp, rank=get_tensor_model_parallel_rank())
 
     def close(self) -> None:
-        """Let go of the model, the cache and vLLM's process groups."""
+        """Release the model, the cache and vLLM's process groups."""
         self._vllm.engine_core.shutdown()
 
-    def _add(self, request: _Request) -> None:
-        salt = f"version {self._version}" if self._settings.apply == "keep" else None  # EN-2
+    def _add(self, request: _Running) -> None:
+        salt = f"version {self._version}" if self._settings.on_update == "keep" else None  # EN-2
         inputs = self._vllm.input_processor
         try:
             core_request = inputs.process_inputs(
@@ -257,20 +262,21 @@ class Engine:
                 _parameters(request.sampling),
                 supported_tasks=self._supported_tasks,
             )
-        except (VLLMClientError, TypeError) as error:  # the request's own fault, and neither is a ValueError
+        except (VLLMClientError, TypeError) as error:  # the request's own error; neither is a ValueError
             raise ValueError(f"request {request.name}: {request.sampling}: {error}") from error
         inputs.assign_request_id(core_request)
         self._core.add_request(core_request)
         self._requests[core_request.request_id] = request
         self._names[request.name] = core_request.request_id
 
-    def _forget(self, key: str) -> _Request:
+    def _forget(self, key: str) -> _Running:
         request = self._requests.pop(key)
         del self._names[request.name]
         return request
 
-    def _restart_those_that_wait(self) -> None:
-        """Hand requests that vLLM has not begun to it anew: they would find blocks of the version they came at."""
+    def _restart_waiting(self) -> None:
+        """Add requests that vLLM has not started once more: with their old salt they would find blocks of the version
+        under which they were added."""
         fresh = [
             r.request_id for r in self._scheduler.waiting if r.num_computed_tokens == 0 and r.num_output_tokens == 0
         ]
@@ -286,7 +292,7 @@ class Engine:
 
 
 def _parameters(sampling: Sampling) -> SamplingParams:
-    """What vLLM is asked for. It looks for stop strings in its front end only: those are ours (`StopStrings`)."""
+    """The request's parameters for vLLM, without stop strings: vLLM's front end finds those, which is not used here."""
     distribution = sampling.distribution
     if distribution["allowed_token_ids"] is not None:
         distribution["allowed_token_ids"] = list(sampling.allowed_token_ids or ())  # a tuple breaks the engine's step
@@ -296,11 +302,67 @@ def _parameters(sampling: Sampling) -> SamplingParams:
         stop_token_ids=list(sampling.stop_token_ids or ()),
         seed=sampling.seed,
         logprobs=0,
-        ignore_eos=True,  # only what the caller names stops an answer
+        ignore_eos=True,  # only the caller's stop tokens and strings end an answer
         detokenize=False,
         skip_clone=True,
     )
 
 
-def _ranks(logprobs_TV: torch.Tensor, sampled_T1: torch.Tensor) -> torch.Tensor:
+def _rank_of_sample(logprobs_TV: torch.Tensor, sampled_T1: torch.Tensor) -> torch.Tensor:
     return (logprobs_TV >= sampled_T1).sum(-1)
+
+
+def _unname_semaphores() -> None:
+    """Before an engine's start: give vLLM and its progress bars locks without names (EN-4).
+
+    Under the start method "spawn", which Monarch's processes have, a lock keeps its name until its process ends well.
+    """
+    from tqdm.std import TqdmDefaultWriteLock
+    from vllm.v1.executor import uniproc_executor
+
+    nameless = multiprocessing.get_context("fork")
+    uniproc_executor.Lock = nameless.Lock
+    if not hasattr(TqdmDefaultWriteLock, "mp_lock"):
+        TqdmDefaultWriteLock.mp_lock = nameless.RLock()
+
+
+def _unlink_message_queues() -> None:
+    """After the engines' start, when every rank holds them open: unlink vLLM's message queues (EN-4)."""
+    from vllm.distributed import parallel_state
+
+    for group in (parallel_state.get_world_group(), parallel_state.get_tp_group()):
+        ring = getattr(group.mq_broadcaster, "buffer", None)
+        if ring is not None and ring.is_creator:
+            ring.shared_memory.unlink()
+            ring.is_creator = False
+
+
+def _name_shared_memory_for_this_run() -> None:
+    """Make vLLM's CPU ranks name their shared memory uniquely, and unlink the names at once (EN-4).
+
+    By default vLLM uses one constant name: two replicas on a host would share it, and a killed run would leak it.
+    """
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    shared = cpu_communicator._CPUSHMDistributed
+    if getattr(shared, "named_by_goaly", False):
+        return
+    open_all = shared._init_cpu_shm
+
+    def unique_name(communicator: Any) -> str:
+        name = getattr(communicator, "goaly_name", None)
+        if name is None:
+            box = [f"goaly-{uuid.uuid4().hex}"]
+            dist.broadcast_object_list(box, src=communicator.ranks[0], group=communicator.device_group)
+            name = communicator.goaly_name = box[0]
+        return name
+
+    def open_and_unlink(self: Any) -> int:
+        handle = open_all(self)  # ends with a barrier: every rank holds every segment open
+        for path in Path("/dev/shm").glob(f"*{glob.escape(self.group_name)}*"):
+            path.unlink(missing_ok=True)
+        return handle
+
+    shared.make_group_name = staticmethod(unique_name)
+    shared._init_cpu_shm = open_and_unlink
+    shared.named_by_goaly = True

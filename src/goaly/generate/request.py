@@ -1,12 +1,18 @@
-"""What is asked of a generator, and what it answers. Light: every process that samples imports it.
+"""A generator's requests and samples, and the search for stop strings. Light: every process that samples imports it.
 
 Shape suffix: N tokens that the policy wrote, the stop token included.
+
+Invariants
+    ST-1  An answer ends with the token that completes a stop string. No token is cut, changed or taken back: text of
+          that token after the stop string stays in the answer.
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,22 +27,22 @@ class Finish(StrEnum):
     STOP = "stop"
     """The policy wrote a stop token or a stop string."""
     LENGTH = "length"
-    """The token limit, or the context's end, cut it off."""
+    """The answer reached the token limit or the end of the context."""
     CANCELLED = "cancelled"
-    """Somebody cancelled the request; the tokens written until then are there."""
+    """The request was cancelled; the sample has the tokens written until then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a request is sampled. None is inherited: an episode's request takes the value of the run's `sampling`, and a
-    parameter that is None there too has no effect.
+    """How a request is sampled. An episode's request inherits each None from the run's `sampling`. A parameter that is
+    None there too has no effect.
 
     `docs/episodes.md` lists the parameters that a trained answer may set."""
 
     max_tokens: int | None = None
-    """Most tokens that are written."""
+    """Most tokens of the answer."""
     temperature: float | None = None
-    """Logits are divided by it; 0 is greedy: the likeliest token, with its log-probability at temperature 1."""
+    """Divides the logits. 0 is greedy: the likeliest token, with its log-probability at temperature 1."""
     top_p: float | None = None
     """Draw from the smallest set of tokens with at least this probability."""
     top_k: int | None = None
@@ -44,25 +50,25 @@ class Sampling:
     min_p: float | None = None
     """Draw from the tokens with at least this share of the likeliest one's probability."""
     min_tokens: int | None = None
-    """Fewest tokens that are written: until then no stop token can be drawn, and no stop string ends the answer."""
+    """Fewest tokens of the answer. Until then no stop token can be drawn, and no stop string ends the answer."""
     presence_penalty: float | None = None
-    """Subtracted from the logit of a token that the answer has already."""
+    """Subtracted from the logits of tokens that are in the answer."""
     frequency_penalty: float | None = None
-    """Subtracted from a token's logit for each time that the answer has it already."""
+    """Subtracted from a token's logit for each time that it is in the answer."""
     repetition_penalty: float | None = None
-    """Divides the logit of a token that prompt or answer have already."""
+    """Divides the logits of tokens that are in the prompt or the answer."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these tokens; `{}` where the run's sampling has some and none is wanted."""
+    """Added to the logits of these tokens. `{}` overrides the run's sampling with none."""
     allowed_token_ids: Sequence[int] | None = None
-    """The only tokens that can be drawn; `()` where the run's sampling has some and all are wanted."""
+    """The only tokens that can be drawn. `()` overrides the run's sampling with all tokens."""
     stop: str | Sequence[str] | None = None
-    """Texts that end the answer. They are looked for in all that it says, special tokens included. The tokens that
-    write such a text stay in the answer, the last of them whole, also where the text ends inside it."""
+    """Texts that end the answer, searched for in its whole text, special tokens included. The tokens of such a text
+    stay in the answer. The last one stays whole even if the text ends inside it (ST-1)."""
     stop_token_ids: Sequence[int] | None = None
-    """Tokens that end the answer and are its last token. They replace those of the run's sampling, which are the
-    model's own."""
+    """Tokens that end the answer and are its last token. They replace the run's, which are the model's own by
+    default."""
     seed: int | None = None
-    """Makes the draw repeatable. A group's samples need one each, or all are the same."""
+    """Makes the draw repeatable. Give each sample of a group its own seed, or all samples are the same."""
 
     def __post_init__(self):
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -70,24 +76,24 @@ class Sampling:
         for key, value in listed.items():
             object.__setattr__(self, key, None if value is None else tuple(value))
         if self.stop is not None and not all(self.stop):
-            raise ValueError(f"stop={self.stop}: must be texts that are not empty")
+            raise ValueError(f"stop={self.stop}: must not have empty texts")
 
     @classmethod
     def of(cls, settings: SamplingSettings, stop_token_ids: Sequence[int]) -> "Sampling":
-        """What the settings say, with the model's own stop tokens where they name none."""
-        chosen = asdict(settings)
+        """The sampling of these settings. They get the model's stop tokens if they name none."""
+        chosen: dict[str, Any] = asdict(settings)
         if chosen["stop_token_ids"] is None:
             chosen["stop_token_ids"] = stop_token_ids
         return cls(**chosen)
 
     def changed(self, changes: "Sampling") -> "Sampling":
-        """This, but for what `changes` names."""
+        """This sampling with the parameters that `changes` sets."""
         named = {key.name: value for key in fields(changes) if (value := getattr(changes, key.name)) is not None}
         return replace(self, **named)
 
     @property
     def distribution(self) -> dict[str, Any]:
-        """What decides which distribution tokens are drawn from: every key of `NEUTRAL`, and its value here."""
+        """The parameters that decide the distribution that tokens are drawn from: every key of `NEUTRAL`."""
         given = {key: getattr(self, key) for key in NEUTRAL}
         return {key: NEUTRAL[key] if value in (None, {}, ()) else value for key, value in given.items()}
 
@@ -97,7 +103,7 @@ class PromptTooLong(ValueError):
 
 
 def check_prompt(request_id: str, prompt: list[int], *, vocabulary: int, max_context: int) -> None:
-    """Raise ValueError if no such engine can continue the prompt; PromptTooLong if it leaves no room for an answer."""
+    """Raise PromptTooLong if the prompt leaves no room for an answer, and ValueError if it is invalid otherwise."""
     if not prompt:
         raise ValueError(f"request {request_id}: the prompt is empty, must have at least one token")
     if len(prompt) >= max_context:
@@ -117,23 +123,38 @@ def check_prompt(request_id: str, prompt: list[int], *, vocabulary: int, max_con
             )
 
 
+def duplicate_request(request_id: str) -> ValueError:
+    """The error of a request whose id another running request has."""
+    return ValueError(f"request_id={request_id!r}: another running request has this id; ids must be unique")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request as it travels to a replica."""
+
+    request_id: str
+    prompt: list[int]
+    sampling: Sampling
+    min_version: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What the policy wrote: token ids, the log-probability each was drawn with, and whose weights drew it."""
+    """An answer of the policy: token ids, and the log-probability and the policy version of each."""
 
     tokens: Tensor
     """i64 `[N]`."""
     logprobs: Tensor
-    """f32 `[N]`, of the distribution that was drawn from: after temperature, penalties, top-p and all else. Of a greedy
-    sample, which draws nothing: of the distribution at temperature 1 (the tests in `tests/characterization` pin it)."""
+    """f32 `[N]`, under the distribution that was drawn from: after temperature, penalties, top-p and all else. A greedy
+    sample has those of the distribution at temperature 1 (`tests/characterization` pins it)."""
     versions: Tensor
     """i32 `[N]`: the policy version whose weights produced the token's logits."""
     finish: Finish
     stop: str | None = None
-    """The stop string that ended it; None: something else did."""
+    """The stop string that ended the answer; None: something else ended it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As plain bytes: pickling three small tensors takes longer than decoding some tokens.
+        # As plain bytes: to pickle three small tensors takes longer than to decode some tokens.
         columns = (self.tokens, self.logprobs, self.versions)
         return _unpickled, (*(column.numpy().tobytes() for column in columns), self.finish.value, self.stop)
 
@@ -159,7 +180,7 @@ class GeneratorStats:
     running: int
     """Requests that the engine decodes or prefills."""
     waiting: int
-    """Requests held back for weights, or for room in the engine."""
+    """Requests that wait for newer weights, or for room in the engine."""
     tokens: int
     """Tokens of the answers that have ended."""
     steps: int
@@ -168,4 +189,70 @@ class GeneratorStats:
     updates: int
     """Weight versions applied."""
     stall_seconds: float
-    """Time that decoding stood still to apply weights."""
+    """Time for which decoding stopped to apply weights."""
+
+
+CONTEXT_TOKENS = 6
+"""Tokens of the prompt that are decoded together with the first token: some tokenizers decode the first word of a text
+differently."""
+LONGEST_CHARACTER = 4
+"""Bytes of the longest character: a character is spread over so many tokens at most."""
+INCOMPLETE = "\ufffd"
+"""Decoded in place of an incomplete character."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class StopStrings:
+    """Searches one answer for stop strings while it is written. (vLLM does so in its front end, which is not used
+    here.)"""
+
+    def __init__(self, stops: Sequence[str], decode: Decode, prompt: Sequence[int], min_tokens: int = 0):
+        """No stop string ends an answer of `min_tokens` or fewer, as in vLLM. `decode` must keep special tokens."""
+        self._stops = tuple(stops)
+        self._decode = decode
+        self._min_tokens = min_tokens
+        self._longest = max(map(len, self._stops))
+        self._window = list(prompt[-CONTEXT_TOKENS:])
+        self._read = len(self._window)
+        self._tail = ""
+        self._written = 0
+
+    def wrote(self, token: int) -> str | None:
+        """Add the answer's next token; returns the stop string that it completes, if it does (ST-1)."""
+        self._written += 1
+        new = self._new_text(token)
+        text = self._tail + new
+        self._tail = text[max(0, len(text) - self._longest + 1) :]
+        if self._written <= self._min_tokens:
+            return None
+        ends = {}
+        for stop in self._stops:
+            at = text.find(stop, max(0, len(text) - len(new) - len(stop) + 1))
+            if at >= 0:
+                ends[stop] = at + len(stop)
+        return min(ends, key=ends.__getitem__, default=None)
+
+    def _new_text(self, token: int) -> str:
+        """The text that this token adds to the answer; empty while a character is incomplete."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if text.endswith(INCOMPLETE) and len(self._window) - self._read < LONGEST_CHARACTER:
+            return ""
+        before = self._decode(self._window[: self._read])
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        return text[len(before) :]
+
+
+@cache
+def decoder(folder: str) -> Decode:
+    """The decode function of a model folder's tokenizer. It keeps special tokens. ValueError if there is no
+    tokenizer."""
+    from tokenizers import Tokenizer
+
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"stop: {folder} has no tokenizer.json, and stop strings need a tokenizer; use stop_token_ids")
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda tokens: tokenizer.decode(list(tokens), skip_special_tokens=False)

@@ -1,30 +1,30 @@
-"""The generator service: replicas that are started together, watched, and replaced when they die.
+"""The generator service: starts the replicas, watches them, and replaces those that die.
 
-Owned by the controller. The processes that sample hold a `Router` each; `announce` tells them which replicas serve.
+The controller owns it. Each process that samples has a `Router`; `announce` tells the routers which replicas serve.
 
-A replica's processes have a name that no other replica and no replacement has, before or after: `generator-0`, then
-`generator-0-1` for its first replacement. Routers know replicas by it.
+The processes of a replica have a unique name by which routers know it: `generator-0`, then `generator-0-1` for its
+first replacement.
 
 Invariants
     GS-1  A replica serves only after it has caught up to the newest committed version.
     GS-2  The death of any rank of a replica is the death of the replica: it leaves every routing table at once, its
-          other ranks are killed (one of them may wait for the dead one for ever), and a replacement starts.
+          other ranks are killed (one of them may wait for the dead one forever), and a replacement starts.
     GS-3  A replacement that dies before it serves, that raises while it starts, or that takes longer than
-          `generator.start_minutes` counts as a death. More than `MAX_DEATHS` of them within `WINDOW_SECONDS` of serving
-          end the run with an error that names the replica. Only the time in which the replica serves counts: deaths
-          that are days apart are forgiven, replacements that never serve are not, however slowly they fail.
-    GS-4  Routing tables reach every router in the order in which they became true.
+          `generator.start_minutes` counts as a death. More than `MAX_DEATHS` deaths within `WINDOW_SECONDS` of serving
+          end the run with an error that names the replica. Only serving time counts: deaths that are days apart are
+          forgiven, replacements that never serve are not, however slowly they fail.
+    GS-4  Routing tables reach every router in the order in which they changed.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-
+from goaly.actors import SupervisionError
 from goaly.errors import RunFailed, cause_of, root_cause
+from goaly.generate.generator import Generator
 from goaly.generate.request import GeneratorStats
 
 logger = logging.getLogger(__name__)
@@ -34,15 +34,15 @@ T = TypeVar("T")
 MAX_DEATHS = 5
 WINDOW_SECONDS = 600.0
 
-Spawn = Callable[[str], Awaitable[Any]]
-"""Spawns one replica's actors (a rank each) under this name and returns them, not yet started."""
+Spawn = Callable[[str], Awaitable[Generator]]
+"""Spawns a replica's actors, one for each rank, under this name; returns them before they are started."""
 
-Announce = Callable[[Mapping[str, Any]], Awaitable[None]]
+Announce = Callable[[Mapping[str, Generator]], Awaitable[None]]
 """Tells every router which replicas serve, by name."""
 
 
 class GeneratorService:
-    """Keeps `replicas` generators serving."""
+    """Keeps so many generator replicas serving."""
 
     def __init__(
         self,
@@ -62,20 +62,20 @@ class GeneratorService:
         self._start_minutes = start_minutes
         self._clock = clock
         self._deaths: dict[str, asyncio.Future[str]] = {}
-        self._serving: dict[str, Any] = {}
+        self._serving: dict[str, Generator] = {}
         self._announcing = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start every replica; they serve when this returns. A replica that can't be started ends the run."""
+        """Start every replica; all serve on return. A replica that cannot be started ends the run."""
         async with asyncio.TaskGroup() as starts:
             for replica in self._replicas:
                 starts.create_task(self._start_first(replica))
-        await self._tell()
+        await self._announce_serving()
 
     def lost(self, name: str, report: str) -> bool:
-        """Take note that an actor or a process of this name died; True if it is, or was, a replica's.
+        """Report the death of an actor or a process of this name; True if it belongs, or belonged, to a replica.
 
-        A death may be told twice, half a minute apart: then the replacement serves already.
+        The same death may be reported twice, half a minute apart: then the replacement serves already.
         """
         death = self._deaths.get(name)
         if death is not None and not death.done():
@@ -83,7 +83,7 @@ class GeneratorService:
         return death is not None
 
     async def supervise(self) -> None:
-        """Replace replicas as they die, until cancelled."""
+        """Replace replicas that die, until cancelled."""
         async with asyncio.TaskGroup() as keepers:
             for replica in self._replicas:
                 keepers.create_task(self._keep(replica), name=f"keep {replica.name}")
@@ -94,7 +94,7 @@ class GeneratorService:
         return [stats for stats in await asyncio.gather(*asked) if stats is not None]
 
     async def close(self) -> None:
-        """Let go of what the replicas hold."""
+        """Close the replicas."""
         await asyncio.gather(*(_unless_dead(handle.close.call_one()) for handle in self._serving.values()))
 
     async def _start_first(self, replica: "_Replica") -> None:
@@ -108,18 +108,18 @@ class GeneratorService:
             report = await self._deaths[replica.name]  # `lost` unblocks it
             replica.served += self._clock() - began
             del self._serving[replica.name]
-            await asyncio.gather(self._tell(), self._kill(replica.name))  # GS-2
+            await asyncio.gather(self._announce_serving(), self._kill(replica.name))  # GS-2
             failure: str | None = f"died: {_last_line(report)}"
             while failure is not None:
                 self._count(replica, failure)
                 logger.warning("generator %d %s; it is being replaced", replica.index, failure)
                 replica.replacements += 1
                 failure = await self._begin(replica)
-            await self._tell()
+            await self._announce_serving()
             logger.warning("generator %d serves again", replica.index)
 
     def _count(self, replica: "_Replica", failure: str) -> None:
-        """Note a death; RunFailed when there were too many (GS-3)."""
+        """Count a death; RunFailed if there were too many (GS-3)."""
         recent = [death for death in replica.deaths if death > replica.served - WINDOW_SECONDS]
         replica.deaths = [*recent, replica.served]
         if len(replica.deaths) > MAX_DEATHS:
@@ -129,14 +129,14 @@ class GeneratorService:
             )
 
     async def _begin(self, replica: "_Replica") -> str | None:
-        """Spawn and start a replica. None when it serves (GS-1); otherwise its processes are killed and this is why."""
+        """Spawn and start a replica; None if it serves (GS-1). Otherwise kill its processes and return the reason."""
         name = replica.name
         death = self._deaths[name] = asyncio.get_running_loop().create_future()
         starting = asyncio.create_task(self._started(name), name=f"start {name}")
         try:
             await asyncio.wait([starting, death], timeout=60 * self._start_minutes, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            starting.cancel()  # nothing, once it has ended
+            starting.cancel()  # no effect once it has ended
             await asyncio.wait([starting])  # a cancelled call ends at once
         error = None if starting.cancelled() else starting.exception()
         if death.done():
@@ -152,31 +152,31 @@ class GeneratorService:
         await self._kill(name)
         return failure
 
-    async def _started(self, name: str) -> Any:
+    async def _started(self, name: str) -> Generator:
         ranks = await self._spawn(name)
         for rank in ranks.start.stream():
-            await rank  # the first failure ends the wait: the other ranks may wait for that one
+            await rank  # stop at the first failure: the other ranks may wait for the failed one
         return ranks.slice(procs=0)  # the rank that takes requests
 
-    async def _tell(self) -> None:
+    async def _announce_serving(self) -> None:
         async with self._announcing:  # GS-4
             await self._announce(dict(self._serving))
 
 
 class _Replica:
-    """One of the replicas, through all its replacements."""
+    """A replica and its replacements."""
 
     def __init__(self, index: int):
         self.index = index
         self.replacements = 0
         self.served = 0.0
-        """Seconds in which it served."""
+        """Seconds of serving so far."""
         self.deaths: list[float] = []
-        """The recent ones, in seconds of serving."""
+        """When the recent deaths were, in seconds of serving."""
 
     @property
     def name(self) -> str:
-        """What its present processes are called."""
+        """The name of its processes."""
         return f"generator-{self.index}-{self.replacements}" if self.replacements else f"generator-{self.index}"
 
 
@@ -184,7 +184,7 @@ async def _unless_dead(answer: Awaitable[T]) -> T | None:
     try:
         return await answer
     except SupervisionError:
-        return None  # `lost` hears of it
+        return None  # reported to `lost`
 
 
 def _cause(error: BaseException) -> str:

@@ -45,7 +45,7 @@ class GeneratorSettings(KnownWords):
     kv_cache_gib: float = 0.5
     """Memory of the key-value cache of each process, in GiB."""
 
-    apply: Literal["recompute", "keep", "drain"] = "recompute"
+    on_update: Literal["recompute", "keep", "drain"] = "recompute"
     """What happens to running requests when new weights come: "recompute" fills their key-value cache anew under the
     new weights, "keep" goes on with the old one, "drain" lets them end first and applies the weights then."""
 

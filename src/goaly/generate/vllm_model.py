@@ -1,15 +1,13 @@
 """torchtitan's model definition as a model class inside vLLM, on CPU and CUDA.
 
-The class builds the same modules that the trainer trains (`models/spec.py` reads them off the Hugging Face folder) with
-vLLM's paged attention as their inner attention. Parameters carry torchtitan's names, and their live tensors can be
+The class builds the modules that the trainer trains (`models/spec.py` reads them from the Hugging Face folder), with
+vLLM's paged attention as their inner attention. Parameters have torchtitan's names, and their live tensors can be
 overwritten between two decode steps. Import it after `models.spec.prepare_torchtitan`.
 
-Shape suffixes: T tokens of a step, B = 1, L = T, N heads, H head dim, D model dim, V vocabulary.
+vLLM refuses the model if a parameter was not loaded from the folder. With tp > 1 a rank holds exactly the slices that
+`named_tensors` declares, which weight updates fill.
 
-Invariants
-    VM-1  Each attention layer has a prefix of its own: vLLM finds its KV cache by it.
-    VM-2  Every parameter is loaded from the folder or vLLM refuses the model: none keeps its start value.
-    VM-3  With tp > 1 a rank holds exactly the slice that `named_tensors` declares, which is what weight updates fill.
+Shape suffixes: T tokens of a step, B = 1, L = T, N heads, H head dim, D model dim, V vocabulary.
 """
 
 import dataclasses
@@ -43,7 +41,7 @@ _FUSED = re.compile(r"\bw[qkv](?=\.weight$)")
 
 
 def register() -> None:
-    """Make the class known to vLLM; an engine picks it by `hf_overrides={"architectures": [ARCHITECTURE]}`."""
+    """Register the class with vLLM. An engine uses it with `hf_overrides={"architectures": [ARCHITECTURE]}`."""
     ModelRegistry.register_model(ARCHITECTURE, TorchtitanForCausalLM)
 
 
@@ -52,7 +50,7 @@ class PagedAttention(Module):
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """One layer's heads, over all tensor-parallel ranks; filled in by the model, layer by layer."""
+        """A layer's heads over all tensor-parallel ranks. `_fill_in_heads` sets them for each layer."""
 
         layer: int = 0
         heads: int = 0
@@ -68,7 +66,7 @@ class PagedAttention(Module):
             scale=config.head_dim**-0.5,
             num_kv_heads=config.kv_heads // tp,
             cache_config=get_current_vllm_config().cache_config,
-            prefix=f"layers.{config.layer}.attention.inner_attention",  # VM-1
+            prefix=f"layers.{config.layer}.attention.inner_attention",  # must be unique: vLLM finds the KV cache by it
         )
 
     def forward(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -78,7 +76,7 @@ class PagedAttention(Module):
 
 
 class TorchtitanForCausalLM(torch.nn.Module):
-    """What vLLM needs of a model, around a torchtitan decoder."""
+    """vLLM's interface of a model around a torchtitan decoder."""
 
     is_text_generation_model = True
 
@@ -131,7 +129,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
             for module in self.model.modules():
                 if isinstance(module, PagedAttention):
                     for scale in module.buffers():
-                        scale.fill_(1.0)  # vLLM's default; `to_empty` lost it
+                        scale.fill_(1.0)  # vLLM's default, which `to_empty` erased
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings `[T, D]`."""
@@ -156,14 +154,14 @@ class TorchtitanForCausalLM(torch.nn.Module):
         return logits_TV if self._dims is None else tensor_model_parallel_all_gather(logits_TV)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Fill the parameters from Hugging Face's names; returns the names that were filled (VM-2)."""
+        """Fill the parameters from Hugging Face's names; returns the names that were filled."""
         full = self._adapter.from_hf(dict(weights))
         local = {name: self._local(name, tensor) for name, tensor in full.items()} if self._dims else full
         unfilled = set(self.model.load_state_dict(local, strict=False).missing_keys)
         return {f"model.{name}" for name, _ in self.model.named_parameters() if name not in unfilled}
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live parameters by torchtitan's names: DTensors with tp > 1, sharing the parameters' memory."""
+        """The live parameters by torchtitan's names. With tp > 1 they are DTensors in the parameters' memory."""
         tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         if self._dims is None:
             return tensors
@@ -176,7 +174,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
         }
 
     def _local(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of a whole tensor (VM-3)."""
+        """This rank's slice of a whole tensor."""
         dim = self._split_dim(_FUSED.sub("wqkv", name))
         if dim is None:
             return full
@@ -185,7 +183,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
         return full.chunk(self._tp, dim)[get_tensor_model_parallel_rank()]
 
     def _split_dim(self, name: str) -> int | None:
-        """The dimension along which torchtitan's sharding splits this parameter over the ranks; None: each has all."""
+        """The dimension along which torchtitan splits this parameter over the ranks; None: each rank has all of it."""
         module, _, state = name.rpartition(".")
         sharding = self.model.get_submodule(module)._sharding_config
         placement = sharding.state_shardings[state].per_axis_spmd_types()[MeshAxisName.TP]

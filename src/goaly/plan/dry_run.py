@@ -9,8 +9,7 @@ from goaly.errors import ConfigError
 from goaly.models.spec import architecture, read_config
 from goaly.run.cluster import Cluster, imagined, one_host, this_machine
 from goaly.run.config import RunConfig
-from goaly.run.placement import Placed, place
-from goaly.run.processes import processes
+from goaly.run.placement import Placed, place, processes
 
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Sequence
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 
+from goaly.actors import concurrent_endpoint
 from goaly.prompts.prompt import Prompt
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifier_process import VerifierError

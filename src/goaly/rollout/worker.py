@@ -10,17 +10,18 @@ Invariants
 """
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
-from monarch.actor import Actor, ActorError, concurrent_endpoint
+from monarch.actor import Actor
 
+from goaly.actors import answer_of, concurrent_endpoint
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped
-from goaly.errors import EpisodeError, root_cause
+from goaly.errors import EpisodeError
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
 from goaly.generate.settings import SamplingSettings
@@ -40,6 +41,7 @@ from goaly.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
     from goaly.backlog.queue import TrajectoryQueue
+    from goaly.generate.generator import Generator
     from goaly.reward.pool import RewardPool
 
 T = TypeVar("T")
@@ -82,7 +84,10 @@ class RolloutWorker(Actor):
         self._router = Router(first=first_replica)
         self._journal = Journal(journal, tokens=journal_tokens)
         self._queue = queue
-        self._verifiers = Judge(rewards, verifiers) if isinstance(rewards, RewardSettings) else None
+        if isinstance(rewards, RewardSettings):
+            judge = self._verifiers = Judge(rewards, verifiers)
+        else:
+            judge, self._verifiers = _RemoteRewards(rewards, name), None
         self._watchdog = None if settings.blocked_seconds is None else LoopWatchdog(settings.blocked_seconds)
         self._running: dict[int | str, asyncio.Task[Any]] = {}
         self._runner = GroupRunner(
@@ -90,7 +95,7 @@ class RolloutWorker(Actor):
             name=name,
             sampler=self._router,
             report=self._report,
-            rewards=self._verifiers or _RemoteRewards(rewards, name),
+            rewards=judge,
             chat=self._chat,
             sampling=Sampling.of(sampling, self._chat.stop_token_ids),
             group_size=group_size,
@@ -110,7 +115,7 @@ class RolloutWorker(Actor):
             await self._verifiers.start()
 
     @concurrent_endpoint
-    async def replicas(self, handles: Mapping[str, Any]) -> None:
+    async def replicas(self, handles: "Mapping[str, Generator]") -> None:
         """Sample from these generator replicas (by name) from now on."""
         self._router.update(handles)
 
@@ -174,7 +179,7 @@ class RolloutWorker(Actor):
             await asyncio.wait(tasks)  # Unblocked by the groups' own report to the queue.
 
     async def _report(self, end: Group | Dropped) -> bool:
-        return await _answer(self._queue.report.call_one(end))
+        return await answer_of(self._queue.report.call_one(end))
 
     def _write(self, ticket: int, prompt: Prompt, trajectory: Trajectory) -> None:
         tokens = trajectory.tokens["tokens"].tolist()
@@ -200,15 +205,7 @@ class _RemoteRewards:
     async def score(self, prompt: Prompt, response: str) -> float:
         request = f"{self._name}.{next(self._numbers)}"
         try:
-            return await _answer(self._rewards.score.call_one(prompt, response, request))
+            return await answer_of(self._rewards.score.call_one(prompt, response, request))
         except asyncio.CancelledError:
             self._rewards.cancel.broadcast(request)  # Monarch does not forward cancellations
             raise
-
-
-async def _answer(call: Awaitable[Any]) -> Any:
-    """The answer of an actor; its error is raised as the original one, not as Monarch's report of it."""
-    try:
-        return await call
-    except ActorError as error:
-        raise root_cause(error) from error

@@ -1,4 +1,4 @@
-"""What a run has to be placed on: hosts, their GPUs, cores and NUMA nodes. Found on this machine, or imagined."""
+"""Hosts with their GPUs, cores and NUMA nodes: those of this machine, or imagined ones for a dry run."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ from pathlib import Path
 from goaly.run.settings import ImaginedCluster
 
 POOL = "hosts"
-"""The mesh of a job in which the plan chooses the hosts of each role that has no mesh of its own."""
+"""The mesh of a job whose hosts are shared by all roles without a mesh of their own."""
 
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id,memory.total", "--format=csv,noheader,nounits")
 QUERY_SECONDS = 30
@@ -21,13 +21,13 @@ class Gpu:
     """One device of a host."""
 
     name: str
-    """As CUDA_VISIBLE_DEVICES names it: a number or a UUID."""
+    """As in CUDA_VISIBLE_DEVICES: a number or a UUID."""
 
     node: int | None = None
-    """The NUMA node that it is attached to, where that is known."""
+    """The NUMA node that it is attached to; None: unknown."""
 
     gib: float | None = None
-    """Its memory, where that is known."""
+    """Its memory in GiB; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +37,11 @@ class Host:
     name: str
     gpus: tuple[Gpu, ...] = ()
     nodes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Cores by NUMA node; empty where they are not known."""
+    """Cores by NUMA node; empty if unknown."""
 
     @property
     def cores(self) -> frozenset[int]:
-        """All cores; empty where they are not known."""
+        """All cores; empty if unknown."""
         return frozenset(core for cores in self.nodes.values() for core in cores)
 
 
@@ -52,10 +52,10 @@ class Cluster:
     hosts: tuple[Host, ...]
 
     meshes: Mapping[str, tuple[int, ...]]
-    """For each mesh of the job, which host each of its positions is. Two positions may be one host."""
+    """For each mesh of the job, the index of the host at each position. Two positions may be the same host."""
 
     def seats(self, role: str) -> tuple[int, ...]:
-        """The hosts that a role's processes can be on, in the order of its mesh."""
+        """The indices of the hosts that a role may use, in the order of its mesh."""
         return self.meshes.get(role, self.meshes.get(POOL, ()))
 
 
@@ -65,7 +65,7 @@ def one_host(host: Host) -> Cluster:
 
 
 def imagined(settings: ImaginedCluster) -> Cluster:
-    """The cluster that `hosts.imagine` describes: all hosts alike, NUMA nodes with equal shares of GPUs and cores."""
+    """The cluster of `hosts.imagine`: equal hosts, and NUMA nodes with equal shares of GPUs and cores."""
     meshes = settings.meshes or {POOL: settings.hosts}
     cores = range(settings.cores or 0)
     nodes = {node: tuple(_part(cores, node, settings.numa)) for node in range(settings.numa)} if cores else {}
@@ -79,10 +79,10 @@ def imagined(settings: ImaginedCluster) -> Cluster:
 
 
 def this_machine() -> Host:
-    """The host that this process runs on, with the GPUs and the cores that this process may use."""
+    """This process's host, with the GPUs and cores that this process may use."""
     import torch
 
-    count = torch.cuda.device_count()  # asks the driver's management library: CUDA stays uninitialized here
+    count = torch.cuda.device_count()  # asks the driver's management library, so CUDA is not initialized
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in visible.split(",")][:count] if visible else [str(n) for n in range(count)]
     known = dict(_described(_nvidia_smi())) if count else {}
@@ -94,7 +94,7 @@ def this_machine() -> Host:
 
 
 def numa_nodes(allowed: frozenset[int], folder: Path = Path("/sys/devices/system/node")) -> dict[int, tuple[int, ...]]:
-    """The allowed cores by NUMA node; all of them as node 0 where the system does not tell."""
+    """The allowed cores by NUMA node; all of them as node 0 if the system does not tell."""
     lists = {int(path.parent.name[len("node") :]): path.read_text() for path in folder.glob("node[0-9]*/cpulist")}
     nodes = {node: tuple(core for core in numbers(text) if core in allowed) for node, text in sorted(lists.items())}
     return {node: cores for node, cores in nodes.items() if cores} or {0: tuple(sorted(allowed))}
@@ -110,7 +110,7 @@ def numbers(text: str) -> list[int]:
 
 
 def _described(table: str, pci: Path = Path("/sys/bus/pci/devices")) -> Iterator[tuple[str, Gpu]]:
-    """The GPUs of nvidia-smi's answer, each by its number and by its UUID."""
+    """The GPUs in nvidia-smi's output, each by its number and by its UUID."""
     for line in table.splitlines():
         index, uuid, bus, mebibytes = (cell.strip() for cell in line.split(","))
         domain, _, rest = bus.lower().partition(":")
@@ -126,7 +126,7 @@ def _nvidia_smi() -> str:
     try:
         return subprocess.run(QUERY, capture_output=True, text=True, check=True, timeout=QUERY_SECONDS).stdout
     except (OSError, subprocess.SubprocessError):
-        return ""  # GPUs can be used without it: their memory and NUMA nodes are not known then
+        return ""  # GPUs work without it, but their memory and NUMA nodes are unknown
 
 
 def _part(cores: range, index: int, count: int) -> range:

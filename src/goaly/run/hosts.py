@@ -1,12 +1,11 @@
-"""The one file that knows Monarch's jobs: from roles to processes on hosts.
+"""Starts and stops the processes of a run on the hosts of a Monarch job. No other file knows Monarch's jobs.
 
 Invariants
-    HO-1  A process that the run spawned dies with the controller, however that ends (Monarch sets the parent-death
-          signal), and is in a process group of its own: a terminal's Ctrl-C reaches the controller alone.
-    HO-2  A process that ends or hangs is noticed and reported (`watch.py`), and none of a mesh that was stopped is left
-          on this host.
-    HO-3  A process sees the GPUs of its place and no others, and has since before CUDA was loaded. On a host with GPUs,
-          a process without one sees none.
+    HO-1  Every process of the run dies with the controller, however the controller ends (Monarch sets the parent-death
+          signal). Each is in its own process group: a terminal's Ctrl-C reaches only the controller.
+    HO-2  A process that ends or hangs is reported (`watch.py`). No process of a stopped mesh is left on this host.
+    HO-3  A process sees only the GPUs of its place, from before CUDA is loaded. On a host with GPUs, a process without
+          a GPU sees none.
 """
 
 import asyncio
@@ -28,14 +27,13 @@ from monarch.job import JobTrait, LocalJob
 from goaly.dotted_path import function_at
 from goaly.errors import ConfigError, RunFailed
 from goaly.run.cluster import POOL, Cluster, Host, one_host, this_machine
-from goaly.run.placement import ANYWHERE, Place, Placed
-from goaly.run.processes import IMPORTS, Processes
-from goaly.run.resident import Resident
+from goaly.run.placement import ANYWHERE, IMPORTS, Place, Placed, Processes
+from goaly.run.process_agent import ProcessAgent
 from goaly.run.settings import ROLES, HostSettings
 from goaly.run.watch import START_SECONDS, MeshWatch
 from goaly.telemetry.logs import log_file, process_name
 
-monarch_config.prefix_python_logs_with_actor = False  # the controller's log is the controller's
+monarch_config.prefix_python_logs_with_actor = False  # do not name an actor in each line of the controller's log
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +45,8 @@ class Hosts:
     """Spawns processes for roles, and stops them all."""
 
     def __init__(self, settings: HostSettings, run_dir: Path, on_failure: Callable[[str, str], None], *, trace: bool):
-        """`on_failure(name, report)` is called in the controller's event loop when an actor or the processes of this
-        name die, possibly more than once."""
+        """`on_failure(name, report)` is called in the controller's event loop when an actor or processes of this name
+        die, possibly more than once."""
         self._settings = settings
         self._run_dir = run_dir
         self._trace = trace
@@ -56,15 +54,15 @@ class Hosts:
         self._watches: dict[str, MeshWatch] = {}
         self._loop = asyncio.get_running_loop()
         self._on_failure = on_failure
-        with _stderr_to(run_dir / "logs" / "monarch.log"):  # it announces its log file there
+        with _stderr_to(run_dir / "logs" / "monarch.log"):  # Monarch prints the name of its log file there
             self._job = _job(settings.job)
             self._state = self._job.state(cached_path=None)
-        atexit.unregister(_leave)
-        atexit.register(_leave)  # after Monarch's own: handlers run last in, first out
+        atexit.unregister(_shut_monarch_down)
+        atexit.register(_shut_monarch_down)  # registered last, so it runs before Monarch's own handler
         monarch.actor.unhandled_fault_hook = self._fault
 
     async def cluster(self) -> Cluster:
-        """The hosts that the run got, and the GPUs and cores that it finds there."""
+        """The hosts of the run, with their GPUs and cores."""
         if self._settings.job == "local":
             return one_host(await asyncio.to_thread(this_machine))
         names = [name for name in (POOL, *ROLES) if self._mesh(name) is not None]
@@ -80,15 +78,14 @@ class Hosts:
         return Cluster(hosts=tuple(found.values()), meshes=meshes)
 
     def spawn(self, processes: Processes, placed: Placed) -> ProcMesh:
-        """Start these processes at their places, or get those started under this name before; their logs go to the
-        run folder.
+        """Start these processes at their places. Returns the processes of this name if they are started already.
 
-        They begin by importing what their role needs, while the caller does something else.
+        They log to the run folder, and import the modules of their role while the caller continues.
         """
         name = processes.name
         if name not in self._meshes:
             hosts = self._mesh(processes.role) or self._mesh(POOL)
-            assert hosts is not None, "the plan was made for the meshes that there are"
+            assert hosts is not None, "the placement uses only meshes that the job has"
             mesh = self._start(name, processes, placed, _part(hosts, placed.seats))
             self._meshes[name] = mesh
             self._watches[name] = MeshWatch(
@@ -105,18 +102,18 @@ class Hosts:
         mesh = self._meshes.pop(name, None)
         if mesh is not None:
             watch = self._watches.pop(name)
-            watch.quiet()
+            watch.stop_reporting()
             await _stop(name, mesh)
-            watch.kill()  # HO-2: what did not follow
+            watch.kill()  # HO-2: processes that did not stop
 
     async def kill(self, name: str) -> None:
-        """Kill the processes spawned under this name: one of them died, and the others may wait for it for ever."""
+        """Kill the processes spawned under this name. Used when one died: the others may wait for it forever."""
         if name in self._watches:
             self._watches[name].kill()
         await self.stop(name)
 
     async def stop_all(self) -> None:
-        """Stop every process of the run; those that don't follow within seconds die with the controller (HO-1)."""
+        """Stop every process of the run. Those that do not stop within seconds die with the controller (HO-1)."""
         await asyncio.gather(*(self.stop(name) for name in list(self._meshes)))
         if self._settings.job != "local":
             await asyncio.to_thread(self._job.kill)
@@ -137,7 +134,7 @@ class Hosts:
         return hosts.spawn_procs(per_host={"procs": per_host}, name=name, bootstrap=bootstrap)
 
     async def _survey(self, mesh: str) -> list[tuple[str, Host]]:
-        """Each host of a mesh: what tells it from others, and what it has."""
+        """Each host of a mesh: a unique name, and its GPUs and cores."""
         hosts = self._mesh(mesh)
         assert hosts is not None
         count = math.prod(hosts.sizes.values())
@@ -146,30 +143,30 @@ class Hosts:
         started = self._start(processes.name, processes, one_each, hosts)
         try:
             async with asyncio.timeout(START_SECONDS):
-                answers = await started.spawn("surveyor", Resident).machine.call()
+                answers = await started.spawn("surveyor", ProcessAgent).machine.call()
         except TimeoutError:
             raise RunFailed(
-                f"hosts.job={self._settings.job}: a host of its mesh {mesh} did not say within {START_SECONDS:.0f} s "
-                "which GPUs and cores it has"
+                f"hosts.job={self._settings.job}: a host of its mesh {mesh} did not report its GPUs and cores within "
+                f"{START_SECONDS:.0f} s"
             ) from None
         finally:
             await _stop(processes.name, started)
         return [answer for _, answer in sorted(answers.items(), key=lambda answer: answer[0].rank)]
 
     def _fault(self, failure: Any) -> None:
-        name = failure.mesh_name.rpartition("-")[0]  # Monarch adds a suffix to what was asked for
-        words = self._watches[name].last_words() if name in self._watches else []
-        with contextlib.suppress(RuntimeError):  # the loop is closed: a death that is told after the run's end
-            self._loop.call_soon_threadsafe(self._on_failure, name, "\n".join([failure.report(), *words]))
+        name = failure.mesh_name.rpartition("-")[0]  # Monarch adds a suffix to the name
+        reasons = self._watches[name].fatal_reasons() if name in self._watches else []
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the death is reported after the run's end
+            self._loop.call_soon_threadsafe(self._on_failure, name, "\n".join([failure.report(), *reasons]))
 
     def _logs(self, processes: Processes) -> list[Path]:
         count = processes.count
         return [log_file(self._run_dir, process_name(processes.name, rank, count)) for rank in range(count)]
 
 
-def _leave() -> None:
-    """Shut Monarch's client down at exit. Its own handler allows a second and then ends the user's output with a
-    traceback; on a busy machine that is too little, and what has not followed by then dies with this process (HO-1)."""
+def _shut_monarch_down() -> None:
+    """Shut Monarch's client down at exit. Monarch's own handler allows one second and then prints a traceback; on a
+    busy machine that is too short. Processes that are left after that die with this process (HO-1)."""
     with contextlib.suppress(TimeoutError):
         shutdown_context(host_timeout=0.3).get(timeout=EXIT_SECONDS)
 
@@ -178,13 +175,13 @@ async def _stop(name: str, mesh: ProcMesh) -> None:
     try:
         async with asyncio.timeout(STOP_SECONDS):
             await mesh.stop()
-    except Exception as error:  # a mesh that is dead already can't be stopped, and need not be
+    except Exception as error:  # a dead mesh cannot be stopped and need not be
         logger.info("stopping %s: %s", name, error)
 
 
 def _part(hosts: HostMesh, seats: range) -> HostMesh:
     """The hosts at these positions of a mesh."""
-    if not hosts.sizes:  # this machine, which Monarch gives without a position
+    if not hosts.sizes:  # this machine alone: its mesh has no axis
         return hosts
     (axis,) = hosts.sizes
     return hosts.slice(**{axis: slice(seats.start, seats.stop)})
@@ -210,14 +207,14 @@ def _bootstrap(
     name, threads, imports = processes.name, processes.threads, IMPORTS.get(processes.role, ())
 
     def bootstrap() -> None:
-        sys.path.extend(path for path in module_path if path not in sys.path)  # where a user's script lives
+        sys.path.extend(path for path in module_path if path not in sys.path)  # includes the folder of a user's script
         os.setpgid(0, 0)  # HO-1
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
         rank = current_rank()
         place = places[rank.rank]
         if place.visible is not None:  # HO-3
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.visible)
-            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which the plan numbers them
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which the placement numbers them
         if place.cores is not None:
             for thread in os.listdir("/proc/self/task"):  # Monarch's threads run already, and actors run in some
                 with contextlib.suppress(ProcessLookupError):

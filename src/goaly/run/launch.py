@@ -1,6 +1,7 @@
-"""From a loaded config to an exit code: the run folder, signals, and errors as a user wants to read them.
+"""Runs a script with a loaded config: the run folder, signals, error messages and the exit code.
 
-0 finished   1 failed: one message says which actor and why   130 stopped by Ctrl-C (the second one stops at once)
+0 finished   1 failed, with one message that names the actor and the cause   130 stopped by Ctrl-C (a second one stops
+at once)
 """
 
 import asyncio
@@ -11,12 +12,16 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from goaly.config import Loaded, to_yaml
 from goaly.errors import ConfigError, first_error
 from goaly.run.config import RunConfig
 from goaly.telemetry import logs, spans
+
+if TYPE_CHECKING:
+    from goaly.rollout.episode import EpisodeFunction
+    from goaly.run.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +30,12 @@ INTERRUPTED = 130
 
 def launch(
     loaded: Loaded[Any],
-    episode: Callable[..., Awaitable[Any]],
-    script: Callable[[Any], Awaitable[None]],
+    episode: "EpisodeFunction",
+    script: "Callable[[Run], Awaitable[None]]",
     *,
     critic: bool = False,
 ) -> int:
-    """Run `script(run)` with a started run of this config; its exit code. `critic`: the script trains one."""
+    """Run `script(run)` with a started run of this config; the exit code. `critic`: whether the script trains one."""
     config: RunConfig = loaded.config
     if (config.critic is not None) != critic:
         raise ConfigError(
@@ -54,9 +59,9 @@ def launch(
 
 
 async def _main(
-    config: RunConfig, episode: Callable[..., Awaitable[Any]], script: Callable[[Any], Awaitable[None]], run_dir: Path
+    config: RunConfig, episode: "EpisodeFunction", script: "Callable[[Run], Awaitable[None]]", run_dir: Path
 ) -> int:
-    from goaly.run.start import started  # imports Monarch and torch, which a dry run can do without
+    from goaly.run.start import started  # imports Monarch and torch, which a dry run does not need
 
     _stop_on_signals()
     try:

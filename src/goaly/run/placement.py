@@ -1,11 +1,10 @@
-"""Which host, GPU and cores every rank of a run gets: a pure function of the settings and the cluster.
+"""Which processes a run has, and which host, GPU and cores each gets. Pure functions of the settings and the cluster.
 
 Invariants
-    PL-1  Every rank is placed once. The ranks of one mesh of processes are in order: so many on its first host, as many
-          on the next.
+    PL-1  Every rank is placed once. The ranks of a mesh are in order, with equally many on each of its hosts.
     PL-2  No GPU is given to two ranks of a role, nor to two roles, unless one of them has `share_with`.
     PL-3  The ranks of a tensor-parallel group are on one host, unless `tp_across_hosts` is set.
-    PL-4  What does not fit is refused by the names of the settings, a line each.
+    PL-4  A placement that does not fit is refused with one line for each problem, which names the settings.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +12,9 @@ from dataclasses import dataclass
 
 from goaly.errors import ConfigError
 from goaly.run.cluster import POOL, Cluster, Gpu, Host
-from goaly.run.processes import Processes
+from goaly.run.config import RunConfig
 from goaly.run.settings import COMPUTING, ROLES, HostSettings, RolePlacement
+from goaly.train.settings import CriticSettings, ReferenceSettings, TrainerSettings
 
 RANKS = {
     "trainer": "trainer.fsdp * trainer.tp",
@@ -23,13 +23,56 @@ RANKS = {
     "generator": "generator.replicas * generator.tp",
 }
 
+IMPORTS = {
+    "hub": ("goaly.weights.store", "goaly.backlog.queue", "goaly.reward.pool"),
+    "trainer": ("goaly.train.trainer", "goaly.train.rank", "goaly.train.parallel", "goaly.losses.objective"),
+    "reference": ("goaly.train.reference", "goaly.train.parallel"),
+    "critic": ("goaly.train.critic", "goaly.train.critic_engine", "goaly.train.parallel"),
+    "generator": ("goaly.generate.generator", "goaly.generate.engine", "goaly.weights.subscriber"),
+    "rollout": ("goaly.rollout.worker",),
+}
+"""The modules that the actors of a role import. Their processes start with these imports, before actors are spawned."""
+
+
 Free = list[list[Gpu]]
-"""By host, the GPUs that can be given."""
+"""For each host, the GPUs that are free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """A mesh of processes, which are spawned together."""
+
+    name: str
+    role: str
+    count: int = 1
+    threads: int = 1
+    group: int = 1
+    """Ranks of a tensor-parallel group, which have consecutive numbers."""
+
+
+def processes(config: RunConfig) -> Iterator[Processes]:
+    """All processes that the run starts with. Those that take longest to start come first."""
+    generator, trainer, reference, critic = config.generator, config.trainer, config.reference, config.critic
+    for replica in range(generator.replicas):
+        tp, threads = generator.tp, generator.threads
+        yield Processes(name=f"generator-{replica}", role="generator", count=tp, threads=threads, group=tp)
+    yield _ranks("trainer", trainer)
+    if config.uses_reference:
+        yield _ranks("reference", reference)
+    if critic is not None:
+        yield _ranks("critic", critic)
+    yield Processes(name="hub", role="hub")
+    for worker in range(config.rollout.workers):
+        yield Processes(name=f"rollout-{worker}", role="rollout")
+
+
+def _ranks(role: str, settings: TrainerSettings | ReferenceSettings | CriticSettings) -> Processes:
+    return Processes(name=role, role=role, count=settings.ranks, threads=settings.threads, group=settings.tp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What one rank gets."""
+    """The place of one rank."""
 
     host: str
 
@@ -44,22 +87,22 @@ class Place:
 
 
 ANYWHERE = Place(host="", gpu=None, visible=None, cores=None)
-"""The place of a process that computes nothing."""
+"""The place of a process that needs no GPU or cores of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Where one mesh of processes is."""
+    """The places of a mesh of processes."""
 
     seats: range
-    """Positions in the role's mesh of hosts; each has as many of the ranks as the others."""
+    """Positions in the role's mesh of hosts, with equally many ranks on each."""
 
     ranks: tuple[Place, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draw:
-    """Positions of hosts for one mesh of processes, and a GPU for each of its ranks if there are GPUs."""
+    """The hosts of a mesh of processes, by position, and a GPU for each of its ranks if there are GPUs."""
 
     seats: range
     gpus: tuple[Gpu | None, ...]
@@ -68,9 +111,9 @@ class _Draw:
 def place(
     processes: Sequence[Processes], settings: HostSettings, cluster: Cluster, gib: Mapping[str, float] | None = None
 ) -> dict[str, Placed]:
-    """The place of every process, by name; ConfigError with a line for each thing that does not fit (PL-4).
+    """The places of every mesh of processes, by name. ConfigError with a line for each problem (PL-4).
 
-    `gib` has what a rank of each role holds on its GPU at least. It is checked where a GPU's memory is known.
+    `gib` has the GPU memory that a rank of each role needs at least. It is checked if a GPU's memory is known.
     """
     planner = _Planner(processes, settings, cluster, gib or {})
     placed = planner.place_all()
@@ -94,7 +137,7 @@ class _Planner:
         self._drawn: dict[str, list[_Draw]] = {}
 
     def place_all(self) -> dict[str, Placed]:
-        """Everything that fits; `problems` then has what does not."""
+        """The placement of everything that fits. `problems` has a line for each thing that does not."""
         for role in COMPUTING:
             if role not in self._meshes and self._settings.of(role) != RolePlacement():
                 self.problems.append(f"hosts.{role}: has no effect, the run has no {role}")
@@ -110,12 +153,12 @@ class _Planner:
         }
 
     def _lenders(self, role: str) -> int:
-        """How many roles have to be placed before this one can share their GPUs."""
+        """How many roles must be placed before this one, which shares their GPUs."""
         lender = self._settings.of(role).share_with if role in COMPUTING else None
         return 0 if lender is None else 1 + self._lenders(lender)
 
     def _seat(self, role: str) -> str | None:
-        """Put the processes of a role that does not compute on hosts in turns; or say why not."""
+        """Place a role without GPUs on hosts in turns; returns the problem if there is one."""
         seats, meshes = self._cluster.seats(role), self._meshes[role]
         across = self._settings.rollout.hosts if role == "rollout" else None
         if not seats:
@@ -130,7 +173,7 @@ class _Planner:
         return None
 
     def _draw(self, role: str) -> str | None:
-        """Find hosts and GPUs for the ranks of a role that computes; or say why there are none."""
+        """Place a role with GPUs; returns the problem if there is one."""
         seats, lender = self._cluster.seats(role), self._settings.of(role).share_with
         uses_gpus = any(self._cluster.hosts[seat].gpus for seat in seats)
         if not seats:
@@ -148,7 +191,7 @@ class _Planner:
         return None
 
     def _misstated(self, role: str, *, uses_gpus: bool) -> str | None:
-        """What is wrong with a role's numbers, whatever is free."""
+        """The problem with a role's numbers, whatever is free; None: they are fine."""
         setting, meshes, seats = self._settings.of(role), self._meshes[role], self._cluster.seats(role)
         ranks, group, hosts = self._ranks(role), meshes[0].group, self._hosts(role)
         is_ranks, key = f"{RANKS[role]}={ranks}", f"hosts.{role}"
@@ -178,7 +221,7 @@ class _Planner:
         return sum(each.count for each in self._meshes[role])
 
     def _hosts(self, role: str) -> int | None:
-        """On how many hosts a role has to be; None leaves it to what is free."""
+        """How many hosts a role must have; None: as many as the free GPUs allow."""
         setting, ranks = self._settings.of(role), self._ranks(role)
         if setting.hosts is not None or setting.gpus is not None:
             return setting.hosts or -(-ranks // (setting.gpus or ranks))
@@ -196,7 +239,7 @@ class _Planner:
         return lent
 
     def _fit(self, role: str, free: Free | None) -> list[_Draw] | None:
-        """Places for all meshes of a role, taken from what is free; None, and nothing taken, if they don't fit."""
+        """Places for all meshes of a role, taken from the free GPUs. Takes none and returns None if they do not fit."""
         meshes, count, hosts = self._meshes[role], len(self._cluster.seats(role)), self._hosts(role)
         if hosts is not None:
             for first in range(count - hosts + 1):
@@ -218,7 +261,7 @@ class _Planner:
     def _take(
         self, role: str, meshes: Sequence[Processes], parts: Sequence[range], free: Free | None
     ) -> list[_Draw] | None:
-        """Places for each of these meshes on its part of the hosts; None, and nothing taken, if they don't fit."""
+        """Places for each of these meshes on its part of the hosts. Takes none and returns None if they do not fit."""
         left = None if free is None else [list(gpus) for gpus in free]
         hosts, across = self._cluster.seats(role), self._settings.of(role).tp_across_hosts
         taken = []
@@ -249,7 +292,7 @@ class _Planner:
         hosts, seats = self._cluster.seats(each.role), self._seats_of_ranks(draw)
         for seat, gpu in zip(seats, draw.gpus, strict=True):
             host = self._cluster.hosts[hosts[seat]]
-            # vLLM's ranks look at each other's GPUs; all others see their own alone.
+            # vLLM's ranks access each other's GPUs; all other ranks see only their own.
             peers = (
                 [gpu] if each.role != "generator" else [g for s, g in zip(seats, draw.gpus, strict=True) if s == seat]
             )
@@ -311,7 +354,7 @@ class _Planner:
 
 
 def _parts(meshes: Sequence[Processes], first: int, hosts: int) -> list[range]:
-    """Of so many hosts, the part of each mesh, as even as can be; empty if the ranks can't be divided."""
+    """The part of so many hosts that each mesh gets, as even as possible; empty if the ranks cannot be divided."""
     if len(meshes) >= hosts and len(meshes) > 1:
         seats = [first + index * hosts // len(meshes) for index in range(len(meshes))]
         return [range(seat, seat + 1) for seat in seats]

@@ -1,4 +1,4 @@
-"""A run as a script sees it: its stages, what it measured, and how it ended. `start.py` makes one and takes it down."""
+"""A run as a script sees it: stages, metrics, evaluations and the conclusion. `start.py` brings it up and down."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from goaly.generate.service import GeneratorService
 from goaly.process import watch_callbacks
 from goaly.prompts.mixture import prompt_mixture
 from goaly.run.config import RunConfig
-from goaly.run.stages import Backlog, Critic, Reference, Rollouts, Trainer
+from goaly.run.stages import BacklogStage, CriticStage, ReferenceStage, RolloutStage, TrainerStage
 from goaly.telemetry.metrics import MetricsWriter
 from goaly.telemetry.progress import Progress
 
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 class Run:
     """The stages of a run."""
 
-    backlog: Backlog
-    rollouts: Rollouts
-    trainer: Trainer
-    reference: Reference | None
-    critic: Critic | None
+    backlog: BacklogStage
+    rollouts: RolloutStage
+    trainer: TrainerStage
+    reference: ReferenceStage | None
+    critic: CriticStage | None
     generators: GeneratorService
 
     def __init__(self, config: RunConfig, run_dir: Path):
@@ -47,15 +47,15 @@ class Run:
         self._conclusion: str | None = None
         self._stepped = time.monotonic()
         self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        watch_callbacks(asyncio.get_running_loop(), self.broke)
+        watch_callbacks(asyncio.get_running_loop(), self.failed)
 
     @property
     def policy_version(self) -> int:
-        """The newest policy: how many steps are trained."""
+        """The newest policy version: how many steps are trained."""
         return self.trainer.policy_version if hasattr(self, "trainer") else 0
 
     def pass_at_1(self, name: str) -> tuple[float | None, float | None]:
-        """pass@1 on this set, of the first evaluation before any training and of the last one after a step."""
+        """pass@1 on this set in the first evaluation before training, and in the last one after a training step."""
         asked = [(one.policy_version, one.results[name].pass_at_1) for one in self.evaluations if name in one.results]
         start = self.trainer.start_version if asked else 0
         before = [value for version, value in asked if version == start]
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def conclusion(self) -> str:
-        """The run's last line: what the script said, or what the evaluations came to, or how far it trained."""
+        """The run's last line: the script's own conclusion, else the evaluations' pass@1, else the policy version."""
         if self._conclusion is not None:
             return self._conclusion
         found = []
@@ -74,7 +74,7 @@ class Run:
         return ", ".join(found) or f"policy version {self.policy_version}"
 
     async def evaluate(self, sets: Iterable[str] | None = None) -> Evaluation:
-        """What the newest policy is worth on these sets of `evaluation.sets`, or on all of them; it is recorded."""
+        """Evaluate the newest policy on these sets of `evaluation.sets`, or on all of them, and record the results."""
         version = self.policy_version
         results = {}
         for one in self.problem_sets.chosen(sets):
@@ -122,8 +122,8 @@ class Run:
         self.metrics.step(policy_version, step)
         self.progress.step(policy_version, step)
 
-    async def tell_wait(self, seconds: float, wait: Wait) -> None:
-        """Say what the training loop has been waiting for."""
+    async def report_wait(self, seconds: float, wait: Wait) -> None:
+        """Report what the training loop waits for."""
         held = "prompts, no group is under way" if wait.ticket is None else await self.rollouts.describe(wait.ticket)
         self.say(f"waiting {seconds:.0f} s for {held}; {wait}")
 
@@ -133,21 +133,21 @@ class Run:
         self.progress.note(text)
 
     def conclude(self, text: str) -> None:
-        """Say what came out, as the run's last line, in place of what its evaluations came to."""
+        """Set the run's last line, in place of the evaluations' pass@1."""
         self._conclusion = text
 
     def lost(self, actor: str, report: str) -> None:
-        """Take note that an actor died that nothing replaces: the run ends with an error that names it."""
+        """Report the death of an actor that is not replaced: the run ends with an error that names it."""
         self.lost_actors.add(actor)
         if not self._died.done():
             self._died.set_exception(RunFailed(f"{actor} died: {report}"))
 
-    def broke(self, what: str, error: BaseException) -> None:
-        """Take note that something in this process failed: the run ends with an error that names it."""
+    def failed(self, what: str, error: BaseException) -> None:
+        """Report that a part of the controller failed: the run ends with an error that names it."""
         logger.info("%s", what, exc_info=error)
         if not self._died.done():
             self._died.set_exception(RunFailed(f"the controller's {what}: {type(error).__name__}: {error}"))
 
     async def alive(self) -> None:
-        """Wait for as long as the run's actors live; RunFailed when one is lost, or something here fails."""
+        """Wait while the run's actors live; RunFailed when one is lost or a part of the controller fails."""
         await self._died

@@ -1,23 +1,23 @@
-"""Notices that a process of a run has ended or hangs, and says why.
+"""Detects that a process of a run has ended or hangs, and reports the reason.
 
     watch = MeshWatch("trainer", mesh, logs=[...], silent_seconds=60, on_lost=...)
     ...
-    watch.quiet()  # before the mesh is stopped
-    watch.kill()   # after that
+    watch.stop_reporting()  # before the mesh is stopped
+    watch.kill()  # after that
 
-Every process answers a heartbeat of the controller, from a thread that only a stopped process or one whose interpreter
-is held up keeps from running: a slow step, a busy event loop or an import do not.
+Every process answers the controller's heartbeat in a thread of its own. Only a stopped process or one whose interpreter
+is blocked does not answer; a slow step, a busy event loop or an import does not delay the answer.
 
 Invariants
-    PW-1  The end of a process on this host is noticed at once, as the kernel tells, from soon after it logs to its
-          file. Before that, and elsewhere, Monarch's supervision tells, which may take it half a minute (to poll it
-          often costs a run on two cores a tenth of its speed).
-    PW-2  A process that leaves a heartbeat unanswered for `silent_seconds`, or does not start, is lost. On this host it
-          is killed as well.
-    PW-3  The controller counts silence in ticks of its own event loop: its own stall or stop is one tick, however long.
-    PW-4  The report of a process that gave up holds the reason that it logged (`goaly.process`).
-    PW-5  A process that is stopped before its first answer is lost after `silent_seconds` too, on this host and once it
-          logs to its file: its state tells. A slow start is not lost, because it is not stopped.
+    PW-1  The end of a process on this host is detected at once, by the kernel, as soon as the process logs to its file.
+          Before that, and on other hosts, Monarch's supervision reports it, up to half a minute later. (Polling it
+          often would cost a run on two cores a tenth of its speed.)
+    PW-2  A process that does not answer a heartbeat for `silent_seconds`, or does not start, is lost. On this host it
+          is also killed.
+    PW-3  The controller counts silence in ticks of its own event loop: its own stall or stop counts as one tick.
+    PW-4  The report of a process that gave up has the reason that it logged (`goaly.process`).
+    PW-5  A process that is stopped before its first answer is lost after `silent_seconds`, if it is on this host and
+          logs to its file. A slow start is not lost, because the process is not stopped.
 """
 
 import asyncio
@@ -28,30 +28,30 @@ import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from monarch.actor import ProcMesh
 
 from goaly.errors import first_error
 from goaly.liveness import ExitWatch, ProcessMark, is_stopped, process, this_host
-from goaly.process import LAST_WORDS
-from goaly.run.resident import Resident
+from goaly.process import FATAL
+from goaly.run.process_agent import ProcessAgent
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
 """Time between two heartbeats, or less where the limit is short."""
 TICKS = 10
-"""The limit is at least so many ticks: one that a stall swallowed does not matter."""
+"""The limit has at least so many ticks, so one tick lost to a stall does not matter."""
 START_SECONDS = 600.0
-"""A process may take so long until it answers first, whatever the limit: it imports before that."""
+"""A process may take so long until its first answer, whatever the limit: it imports its modules first."""
 TAIL_BYTES = 1 << 16
 
 Answer = TypeVar("Answer")
 
 
 class MeshWatch:
-    """Watches the processes that were spawned together, until they are lost or are to be stopped."""
+    """Watches the processes of a mesh until they are lost or stopped."""
 
     def __init__(
         self,
@@ -62,49 +62,49 @@ class MeshWatch:
         silent_seconds: float | None,
         on_lost: Callable[[str, str], None],
     ):
-        """`logs` are the processes' log files, rank by rank. `on_lost(name, report)` is called in this event loop."""
+        """`logs` are the processes' log files, by rank. `on_lost(name, report)` is called in this event loop."""
         self._name = name
         self._logs = logs
         self._silent_seconds = silent_seconds
         self._on_lost = on_lost
         self._exits: dict[int, ExitWatch] = {}
         self._over: set[int] = set()
-        residents = mesh.spawn("resident", Resident).flatten("rank")
+        agents = mesh.spawn("agent", ProcessAgent).flatten("rank")
         self._tasks = [
-            asyncio.create_task(self._owned(rank, residents.slice(rank=rank)), name=f"watch {name}.{rank}")
+            asyncio.create_task(self._watch(rank, agents.slice(rank=rank)), name=f"watch {name}.{rank}")
             for rank in range(len(logs))
         ]
 
-    def quiet(self) -> None:
-        """Report nothing from now on: the processes are being stopped."""
+    def stop_reporting(self) -> None:
+        """Report nothing from now on, because the processes are being stopped."""
         self._over.update(range(len(self._logs)))
         for task in self._tasks:
             task.cancel()
 
     def kill(self) -> None:
-        """Kill those of the processes that are on this host and still there, and report nothing."""
-        self.quiet()
+        """Kill those processes of this host that are still alive, and report nothing."""
+        self.stop_reporting()
         for rank in range(len(self._logs)):
             if (watch := self._exit(rank)) is not None:
                 watch.kill()
                 watch.close()
 
-    def last_words(self) -> list[str]:
-        """The reasons of those of the processes that gave up (PW-4)."""
-        return [why for why in map(last_words, self._logs) if why is not None]
+    def fatal_reasons(self) -> list[str]:
+        """The reasons of the processes that gave up (PW-4)."""
+        return [why for why in map(fatal_reason, self._logs) if why is not None]
 
-    async def _owned(self, rank: int, resident: Any) -> None:
+    async def _watch(self, rank: int, agent: ProcessAgent) -> None:
         try:
-            await self._follow(rank, resident)
-        except Exception as error:  # the call fails where the process did, or Monarch's way to it
-            self._lost(rank, f"a process can't be reached: {type(first_error(error)).__name__}")
+            await self._follow(rank, agent)
+        except Exception as error:  # the process failed, or Monarch's connection to it
+            self._lost(rank, f"a process cannot be reached: {type(first_error(error)).__name__}")
 
-    async def _follow(self, rank: int, resident: Any) -> None:
+    async def _follow(self, rank: int, agent: ProcessAgent) -> None:
         limit = self._silent_seconds
         start_limit = None if limit is None else max(START_SECONDS, limit)
         async with asyncio.TaskGroup() as start:
             watching = start.create_task(self._watch_start(rank, limit))
-            mark: ProcessMark | None = await answered_within(resident.mark.call_one(), start_limit)
+            mark = await answered_within(agent.mark.call_one(), start_limit)
             watching.cancel()
         if mark is None:
             self._lost(rank, f"a process has not started within {start_limit:g} s")
@@ -112,14 +112,14 @@ class MeshWatch:
         if mark.host == this_host():
             self._watch_exit(rank, mark)
         while limit is not None:
-            if await answered_within(resident.beat.call_one(), limit) is None:
+            if await answered_within(agent.beat.call_one(), limit) is None:
                 self._lost(rank, f"{mark} has not answered for {limit:g} s (hosts.silent_seconds)")  # PW-2
                 return
             await asyncio.sleep(tick_of(limit))
 
     async def _watch_start(self, rank: int, limit: float | None) -> None:
-        """Until its first answer: watch for the end of the process (PW-1), and lose it once it has been stopped for the
-        limit (PW-5), counted in ticks (PW-3)."""
+        """Until the first answer: watch for the end of the process (PW-1). It is lost after being stopped for the limit
+        (PW-5), counted in ticks (PW-3)."""
         tick = HEARTBEAT_SECONDS if limit is None else tick_of(limit)
         stopped, child = 0, None
         while limit is None or stopped < math.ceil(limit / tick):
@@ -131,7 +131,7 @@ class MeshWatch:
         self._lost(rank, f"{child} has been stopped for {limit:g} s before its first answer")
 
     def _exit(self, rank: int) -> ExitWatch | None:
-        """The watch over this process, also before its first answer; None if it is not on this host, or is over."""
+        """The watch for the end of this process; None if the process has ended or is not on this host."""
         if rank not in self._exits and (child := child_that_logs_to(self._logs[rank])) is not None:
             self._watch_exit(rank, child)
         return self._exits.get(rank)
@@ -147,18 +147,18 @@ class MeshWatch:
         self._tasks[rank].cancel()
         if (watch := self._exit(rank)) is not None:
             watch.kill()
-        why = last_words(self._logs[rank])
+        why = fatal_reason(self._logs[rank])
         reason = "" if why is None else f": {why}"
         self._on_lost(self._name, f"{what}{reason}; its log is {self._logs[rank]}")
 
 
 def tick_of(limit: float) -> float:
-    """Seconds between two heartbeats, and between two looks for the answer."""
+    """Seconds between two heartbeats, and between two checks for the answer."""
     return min(HEARTBEAT_SECONDS, limit / TICKS)
 
 
 async def answered_within(answer: Awaitable[Answer], seconds: float | None) -> Answer | None:
-    """The answer; None if it has not come within so many seconds in which this event loop ran (PW-3)."""
+    """The answer; None after so many seconds without one, counted while this event loop runs (PW-3)."""
     asked = asyncio.ensure_future(answer)
     ticks = None if seconds is None else math.ceil(seconds / tick_of(seconds))
     try:
@@ -173,7 +173,7 @@ async def answered_within(answer: Awaitable[Answer], seconds: float | None) -> A
 
 
 def child_that_logs_to(log: Path) -> ProcessMark | None:
-    """The child of this process whose log this is, if there is one."""
+    """The child of this process that logs to this file, if there is one."""
     children: list[str] = []
     for listed in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -185,13 +185,13 @@ def child_that_logs_to(log: Path) -> ProcessMark | None:
     return None
 
 
-def last_words(log: Path) -> str | None:
-    """Why the process of this log file gave up, if it did and the file can be read here (PW-4)."""
+def fatal_reason(log: Path) -> str | None:
+    """Why the process of this log file gave up; None if it did not, or if the file cannot be read here (PW-4)."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return None
-    said = [line.partition(LAST_WORDS)[2] for line in lines if LAST_WORDS in line]
-    return said[-1] if said else None
+    reasons = [line.partition(FATAL)[2] for line in lines if FATAL in line]
+    return reasons[-1] if reasons else None

@@ -5,10 +5,11 @@ or more ranks than the trainer (`resharding.py`).
 """
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 
+from goaly.actors import concurrent_endpoint
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
 from goaly.train import resharding
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from goaly.backlog.batch import BatchHandle
+    from goaly.backlog.queue import TrajectoryQueue
     from goaly.train.critic_engine import CriticEngine
     from goaly.trajectory import PackedRows
 
@@ -26,11 +28,14 @@ if TYPE_CHECKING:
 class CriticModel(Actor):
     """One rank of the critic. The constructor is cheap; `start` builds the engine."""
 
-    def __init__(self, settings: CriticSettings, trainer: TrainerSettings, model: ModelSettings):
+    def __init__(
+        self, settings: CriticSettings, trainer: TrainerSettings, model: ModelSettings, queue: "TrajectoryQueue"
+    ):
         """`trainer` gives precision, microbatches and activation checkpointing."""
         self._settings = settings
         self._trainer = trainer
         self._model = model
+        self._queue = queue
         self._thread: RankThread[CriticEngine] = RankThread("critic")
 
     @concurrent_endpoint
@@ -39,18 +44,19 @@ class CriticModel(Actor):
         await self._thread.build(self._settings.engine_settings(self._trainer), self._make_engine)
 
     @concurrent_endpoint
-    async def annotate(self, queue: Any, batch: "BatchHandle") -> None:
+    async def annotate(self, batch: "BatchHandle") -> None:
         """Add `values` to the batch's rows, for all of the trainer's data-parallel ranks."""
 
         async def values(packed: "PackedRows") -> "Tensor":
             return await self._thread.run(lambda: self._values(packed, batch.id))
 
-        await resharding.annotate(queue, batch.id, "values", self._thread.engine, values, count=self._trainer.fsdp)
+        engine = self._thread.engine
+        await resharding.annotate(self._queue, batch.id, "values", engine, values, count=self._trainer.fsdp)
 
     @concurrent_endpoint
-    async def step(self, queue: Any, batch: "BatchHandle") -> dict[str, float]:
+    async def step(self, batch: "BatchHandle") -> dict[str, float]:
         """Take the optimizer steps of this batch; every rank returns the metrics of the whole batch."""
-        packed = await resharding.rows(queue, batch.id, self._thread.engine, count=self._trainer.fsdp)
+        packed = await resharding.rows(self._queue, batch.id, self._thread.engine, count=self._trainer.fsdp)
         started = time.monotonic()
         metrics = await self._thread.run(lambda: self._train(packed, batch.id))
         metrics["train_seconds"] = time.monotonic() - started

@@ -10,10 +10,11 @@ Invariants
 
 import asyncio
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 
+from goaly.actors import concurrent_endpoint
 from goaly.errors import WeightsError
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from goaly.backlog.batch import BatchHandle
+    from goaly.backlog.queue import TrajectoryQueue
     from goaly.train.engine import TrainEngine
     from goaly.trajectory import PackedRows
     from goaly.weights.store import WeightStore
@@ -40,6 +42,7 @@ class ReferenceModel(Actor):
         settings: ReferenceSettings,
         trainer: TrainerSettings,
         model: ModelSettings,
+        queue: "TrajectoryQueue",
         weights: WeightSettings | None = None,
         store: "WeightStore | None" = None,
     ):
@@ -53,6 +56,7 @@ class ReferenceModel(Actor):
         self._refresh_every = settings.refresh_every
         self._weight_settings = dataclasses.replace(weights or WeightSettings(), apply="copy")
         self._store = store
+        self._queue = queue
         self._subscriber: Subscriber | None = None
         self._version = 0
         self._one_batch_at_a_time = asyncio.Lock()
@@ -74,7 +78,7 @@ class ReferenceModel(Actor):
             await self._subscriber.join()
 
     @concurrent_endpoint
-    async def annotate(self, queue: Any, batch: "BatchHandle") -> int | None:
+    async def annotate(self, batch: "BatchHandle") -> int | None:
         """Add `reference_logprobs` to the batch's rows, for all of the trainer's data-parallel ranks.
 
         Returns the policy version of the reference's weights; None if the reference is never refreshed.
@@ -86,7 +90,7 @@ class ReferenceModel(Actor):
         async with self._one_batch_at_a_time:  # RF-1
             version = await self._refreshed_for(batch.id)
             await resharding.annotate(
-                queue, batch.id, "reference_logprobs", self._thread.engine, logprobs, count=self._shares
+                self._queue, batch.id, "reference_logprobs", self._thread.engine, logprobs, count=self._shares
             )
             return version
 

@@ -11,11 +11,12 @@ Invariants
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from goaly.backlog.queue import TrajectoryQueue
     from goaly.train.engine import ModelEngine
     from goaly.trajectory import PackedRows
 
@@ -31,7 +32,7 @@ class Share:
 
 
 async def annotate(
-    queue: Any,
+    queue: "TrajectoryQueue",
     batch_id: int,
     key: str,
     engine: "ModelEngine",
@@ -46,13 +47,13 @@ async def annotate(
             await queue.annotate.call_one(batch_id, share.number, key, column_RL)
 
 
-async def rows(queue: Any, batch_id: int, engine: "ModelEngine", *, count: int) -> "PackedRows":
+async def rows(queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", *, count: int) -> "PackedRows":
     """All rows of this rank as one share; no token of a dummy is trained."""
     dealt = [share async for share in _shares(queue, batch_id, engine, count)]
     return _joined([share.packed if share.dealt else _untrained(share.packed) for share in dealt])
 
 
-async def _shares(queue: Any, batch_id: int, engine: "ModelEngine", count: int) -> AsyncIterator[Share]:
+async def _shares(queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", count: int) -> AsyncIterator[Share]:
     for first in range(0, count, engine.dp_ranks):
         number = first + engine.dp_rank
         dealt = number < count

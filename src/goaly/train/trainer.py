@@ -10,10 +10,11 @@ Invariants
 import asyncio
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 
+from goaly.actors import concurrent_endpoint
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
@@ -23,6 +24,7 @@ from goaly.weights.settings import WeightSettings
 
 if TYPE_CHECKING:
     from goaly.backlog.batch import BatchHandle
+    from goaly.backlog.queue import TrajectoryQueue
     from goaly.losses.objective import Objective
     from goaly.train.engine import TrainEngine
     from goaly.trajectory import PackedRows
@@ -40,13 +42,15 @@ class PolicyTrainer(Actor):
         loss: LossSettings,
         weights: WeightSettings,
         store: "WeightStore | None",
+        queue: "TrajectoryQueue",
     ):
-        """`store` may be None if nothing is published."""
+        """Batches come from the `queue`. `store` may be None if nothing is published."""
         self._settings = settings
         self._model = model
         self._loss_settings = loss
         self._weight_settings = weights.of_model(model.dtype)
         self._store = store
+        self._queue = queue
         self._thread: RankThread[TrainEngine] = RankThread("train")
         self._objective: Objective | None = None
         self._publisher: Publisher | None = None
@@ -72,11 +76,11 @@ class PolicyTrainer(Actor):
         return self._thread.engine.policy_version
 
     @concurrent_endpoint
-    async def step(self, queue: Any, batch: "BatchHandle") -> dict[str, float]:
+    async def step(self, batch: "BatchHandle") -> dict[str, float]:
         """Take the optimizer steps of this batch; every rank returns the metrics of the whole batch."""
         engine = self._thread.engine
         asked = time.monotonic()
-        rows: PackedRows = await queue.rows.call_one(batch.id, engine.dp_rank)
+        rows = await self._queue.rows.call_one(batch.id, engine.dp_rank)
         started = time.monotonic()
         async with self._parameters_at_rest:  # PT-1
             metrics = await self._thread.run(lambda: self._train(rows, batch.id))

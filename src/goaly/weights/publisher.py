@@ -23,14 +23,14 @@ from goaly.liveness import PULSE_SECONDS
 from goaly.telemetry.spans import span
 from goaly.weights.buckets import cut
 from goaly.weights.copying import Pair, gpu_of
-from goaly.weights.layout import Layout, in_dtype, view
+from goaly.weights.layout import in_dtype, view
 from goaly.weights.mapping import Naming, renamed
 from goaly.weights.member import Member, SharedTask
 from goaly.weights.placement import layout_of, local
 from goaly.weights.settings import WeightSettings
 from goaly.weights.shared_memory import Ring
 from goaly.weights.store import JoinedWriter, Staged, WeightStore
-from goaly.weights.transport import SlotWriter
+from goaly.weights.transport import SlotWriter, slot_writer
 
 if TYPE_CHECKING:
     from goaly.weights.rdma import RemoteSlots
@@ -142,18 +142,3 @@ class Publisher(Member):
                 self._copier.copy(pairs)
                 slots.seal(slot, number, version)
             staging.note(bytes=sum(shard.bytes for shard in slots.layout))
-
-
-def slot_writer(
-    transport: str, layout: Layout, buckets: tuple[range, ...], slots: int, device: torch.device | None = None
-) -> SlotWriter:
-    """New slots of this process as a writer rank; `device` is the GPU of its tensors, if any."""
-    if transport == "torchstore":
-        from goaly.weights.torchstore import StoredSlots
-
-        return StoredSlots(layout, buckets, slots)
-    if transport == "direct":
-        from goaly.weights.rdma import DeviceSlots
-
-        return DeviceSlots(layout, buckets, slots, device or torch.device("cpu"))
-    return Ring.create(layout, buckets, slots)

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 
+from goaly.actors import concurrent_endpoint
 from goaly.errors import WeightsError
 from goaly.liveness import ProcessMark, Watch, this_host, watch
 from goaly.process import vital_task

@@ -19,7 +19,7 @@ import asyncio
 import os
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -33,9 +33,8 @@ from goaly.weights.ledger import Lease
 from goaly.weights.mapping import Naming
 from goaly.weights.member import Member, SharedTask
 from goaly.weights.settings import WeightSettings
-from goaly.weights.shared_memory import Ring
 from goaly.weights.store import JoinedReader, StoreClosed, WeightStore
-from goaly.weights.transport import OnDevice, SlotReader, Source, Stored, needs_remote
+from goaly.weights.transport import SlotReader, Source, slot_reader
 
 BucketPairs = dict[int, list[Pair]]
 
@@ -276,19 +275,3 @@ async def pull_into(
         while not await subscriber.prefetch(await subscriber.newest(after)):
             pass  # revoked: there is a newer one
         return subscriber.apply()
-
-
-def slot_reader(
-    source: Source, wanted: Sequence[int], *, transport: str, host: str, device: torch.device | None = None
-) -> SlotReader:
-    """A writer rank's slots for a reader on this host that needs these buckets; `device` is its GPU, if any."""
-    if isinstance(source.handle, Stored):
-        from goaly.weights.torchstore import StoredReader
-
-        return StoredReader(source)
-    direct = isinstance(source.handle, OnDevice)
-    if not direct and not needs_remote(source, transport=transport, host=host):
-        return Ring.open(source)
-    from goaly.weights.rdma import RemoteReader
-
-    return RemoteReader(source, wanted, device if direct else None)

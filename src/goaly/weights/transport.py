@@ -182,5 +182,40 @@ def needs_remote(source: Source, *, transport: str, host: str) -> bool:
     return isinstance(source.handle, SegmentHandle) and over_network(transport, host, source.host)
 
 
+def slot_writer(
+    transport: str, layout: Layout, buckets: tuple[range, ...], slots: int, device: torch.device | None = None
+) -> SlotWriter:
+    """New slots of this process as a writer rank; `device` is the GPU of its tensors, if any."""
+    if transport == "torchstore":
+        from goaly.weights.torchstore import StoredSlots
+
+        return StoredSlots(layout, buckets, slots)
+    if transport == "direct":
+        from goaly.weights.rdma import DeviceSlots
+
+        return DeviceSlots(layout, buckets, slots, device or torch.device("cpu"))
+    from goaly.weights.shared_memory import Ring
+
+    return Ring.create(layout, buckets, slots)
+
+
+def slot_reader(
+    source: Source, wanted: Sequence[int], *, transport: str, host: str, device: torch.device | None = None
+) -> SlotReader:
+    """A writer rank's slots for a reader on this host that needs these buckets; `device` is its GPU, if any."""
+    if isinstance(source.handle, Stored):
+        from goaly.weights.torchstore import StoredReader
+
+        return StoredReader(source)
+    direct = isinstance(source.handle, OnDevice)
+    if not direct and not needs_remote(source, transport=transport, host=host):
+        from goaly.weights.shared_memory import Ring
+
+        return Ring.open(source)
+    from goaly.weights.rdma import RemoteReader
+
+    return RemoteReader(source, wanted, device if direct else None)
+
+
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from goaly.errors import ReplicaLost
-from goaly.generate.commands import Command
-from goaly.generate.loop import EngineLoop
+from goaly.generate.engine_loop import EngineLoop
 from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.scheduler import Command
 
 
 class CountingEngine:
@@ -25,7 +25,7 @@ class CountingEngine:
         self._wanted: dict[str, int] = {}
 
     @property
-    def under_way(self) -> int:
+    def running(self) -> int:
         return len(self._written)
 
     def enter_thread(self) -> None:
@@ -74,7 +74,7 @@ async def engine():
 @pytest.fixture
 async def loop(engine):
     weights = iter(range(1, 100))
-    loop = EngineLoop(engine, apply_mode="keep", max_running=1000, fill=lambda: next(weights))
+    loop = EngineLoop(engine, on_update="keep", max_running=1000, fill=lambda: next(weights))
     yield loop
     await loop.stop()
 
@@ -122,7 +122,7 @@ async def test_giving_up_a_call_ends_its_request_in_the_engine(loop, engine):
     with pytest.raises(asyncio.CancelledError):
         await call
     await ask(loop, "after it")
-    assert not engine.under_way
+    assert not engine.running
 
 
 @pytest.mark.timeout(20)
@@ -165,25 +165,25 @@ class Broken:
     ids=["its engine", "a leader's link", "a follower's link"],
 )
 async def test_a_rank_whose_engine_or_link_breaks_ends_its_process(engine, monkeypatch, link, why):
-    """LO-4"""
+    """LO-3"""
     events = asyncio.get_running_loop()
     ended: asyncio.Future[str] = events.create_future()
 
     def give_up(what: str, error: BaseException) -> None:
         events.call_soon_threadsafe(ended.set_result, f"{what}: {error}")
 
-    monkeypatch.setattr("goaly.generate.loop.give_up", give_up)
+    monkeypatch.setattr("goaly.generate.engine_loop.give_up", give_up)
     engine.breaks = True
-    loop = EngineLoop(engine, apply_mode="keep", max_running=1000, fill=lambda: 1, link=link)
+    loop = EngineLoop(engine, on_update="keep", max_running=1000, fill=lambda: 1, link=link)
     loop.submit("one", [1], ENDLESS, 0, lambda name, result: None)
-    assert await ended == f"the engine's thread broke: {why}"
+    assert await ended == f"the engine's thread failed: {why}"
     await asyncio.to_thread(loop._thread.join)
 
 
 @pytest.mark.timeout(20)
-async def test_closing_ends_what_is_still_under_way_with_an_error_that_says_so(engine):
+async def test_closing_ends_what_is_still_running_with_an_error_that_says_so(engine):
     """LO-2"""
-    loop = EngineLoop(engine, apply_mode="keep", max_running=1000, fill=lambda: 1)
+    loop = EngineLoop(engine, on_update="keep", max_running=1000, fill=lambda: 1)
     call = asyncio.ensure_future(loop.generate("endless", [1], ENDLESS, min_version=0))
     waiter = asyncio.ensure_future(loop.version_at_least(9))
     await asyncio.sleep(0)

@@ -11,7 +11,7 @@ import pytest
 
 from goaly.errors import PoisonRequest, ReplicaLost
 from goaly.generate import router as routing
-from goaly.generate.quarantine import POISON_DEATHS, Quarantine
+from goaly.generate.connection import POISON_DEATHS, Quarantine
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
 
@@ -36,7 +36,7 @@ class Replica:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     quarantine: Quarantine = field(default_factory=Quarantine)
     error: Exception | None = None
-    lines: list["FakeLine"] = field(default_factory=list)
+    connections: list["FakeConnection"] = field(default_factory=list)
     alive: bool = True
 
     def __post_init__(self) -> None:
@@ -44,26 +44,26 @@ class Replica:
 
     def die(self) -> None:
         self.alive = False
-        for line in self.lines:
-            line.break_()
+        for connection in self.connections:
+            connection.break_()
 
 
-class FakeLine:
-    """One router's line to a replica."""
+class FakeConnection:
+    """One router's connection to a replica."""
 
     def __init__(self, replica: Replica):
         self.replica = replica
         self.closed = False
         self.under_way: dict[str, asyncio.Future[Any]] = {}
-        replica.lines.append(self)
+        replica.connections.append(self)
 
-    def turn(self, request_id: str) -> asyncio.Future[None]:
+    def wait_turn(self, request_id: str) -> asyncio.Future[None]:
         future = self._expect(request_id)
         if self.replica.alive:
             self.replica.quarantine.enter(request_id, lambda: future.done() or future.set_result(None))
         return future
 
-    def ask(self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int) -> asyncio.Future[str]:
+    def submit(self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int) -> asyncio.Future[str]:
         future = self._expect(request_id)
         self.replica.seen.append(request_id)
         if request_id.startswith(POISON):
@@ -115,7 +115,7 @@ class Fleet:
         return self.replicas.setdefault(name, Replica(name))
 
     def router(self, *, first: int = 0) -> Router:
-        return Router(lambda handle: FakeLine(self[handle.name]), first=first)  # type: ignore[bad-argument-type]
+        return Router(lambda handle: FakeConnection(self[handle.name]), first=first)  # type: ignore[bad-argument-type]
 
 
 def announce(router: Router, names: Iterable[str]) -> None:
@@ -201,11 +201,11 @@ async def test_requests_of_a_lost_replica_finish_elsewhere_without_their_caller_
     assert len(one.seen) == 3
     announce(router, ["two"])  # RO-1
     assert await asyncio.gather(*tasks) == ["two"] * 3
-    assert one.lines[0].closed  # RO-3: `Line.close` cancels them there
+    assert one.connections[0].closed  # RO-3: `Connection.close` cancels them there
     assert len(two.seen) == 3
 
 
-async def test_requests_move_at_once_when_their_line_breaks_before_the_death_is_announced() -> None:
+async def test_requests_move_at_once_when_their_connection_breaks_before_the_death_is_announced() -> None:
     router, one, two = one_and_two()
     announce(router, ["one"])
     one.gate.clear()
@@ -213,14 +213,14 @@ async def test_requests_move_at_once_when_their_line_breaks_before_the_death_is_
     await settled()
     one.die()
     await settled()
-    assert one.lines[0].closed
+    assert one.connections[0].closed
     assert not any(task.done() for task in tasks)  # RO-2
     announce(router, ["two"])
     assert await asyncio.gather(*tasks) == ["two"] * 3  # RO-1
     assert two.seen == ["r0.1", "r1.1", "r2.1"]
 
 
-async def test_a_line_to_a_living_replica_opens_again_and_nobody_has_to_announce_it(
+async def test_a_connection_to_a_living_replica_opens_again_and_nobody_has_to_announce_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """RO-7"""
@@ -231,19 +231,19 @@ async def test_a_line_to_a_living_replica_opens_again_and_nobody_has_to_announce
     task = asyncio.create_task(ask(router, session="s"))
     for breaks in range(3):
         await settled()
-        assert len(one.lines) == breaks + 1
-        one.lines[-1].break_()
+        assert len(one.connections) == breaks + 1
+        one.connections[-1].break_()
     await settled()
     one.gate.set()
     assert await task == "one"
     assert one.seen == ["r", "r.1", "r.2", "r.3"]
     announce(router, ["two"])
     await settled()
-    assert [line.closed for line in one.lines] == [True] * 4
+    assert [connection.closed for connection in one.connections] == [True] * 4
     assert await ask(router, session="s") == "two"
 
 
-async def test_a_line_stays_broken_once_its_replica_is_announced_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_stays_broken_once_its_replica_is_announced_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """RO-7"""
     monkeypatch.setattr(routing, "REOPEN_SECONDS", 0.0)
     router, one, _ = one_and_two()
@@ -256,10 +256,10 @@ async def test_a_line_stays_broken_once_its_replica_is_announced_no_more(monkeyp
     announce(router, ["two"])
     assert await asyncio.gather(*tasks) == ["two"] * 2
     await settled()
-    assert len(one.lines) == 1
+    assert len(one.connections) == 1
 
 
-async def test_a_line_that_breaks_again_and_again_without_a_sample_ends_the_process_and_a_sample_begins_anew(
+async def test_a_connection_that_breaks_again_and_again_without_a_sample_ends_the_process_and_a_sample_begins_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """RO-7"""
@@ -273,7 +273,7 @@ async def test_a_line_that_breaks_again_and_again_without_a_sample_ends_the_proc
         task = asyncio.create_task(ask(router))
         for _ in range(routing.MOST_BREAKS - 1):
             await settled()
-            one.lines[-1].break_()
+            one.connections[-1].break_()
         await settled()
         one.gate.set()
         assert await task == "one"
@@ -282,9 +282,9 @@ async def test_a_line_that_breaks_again_and_again_without_a_sample_ends_the_proc
     task = asyncio.create_task(ask(router))
     for _ in range(routing.MOST_BREAKS):
         await settled()
-        one.lines[-1].break_()
+        one.connections[-1].break_()
     await settled()
-    assert reasons == [f"the line to one broke {routing.MOST_BREAKS} times in a row: its process died"]
+    assert reasons == [f"the connection to one broke {routing.MOST_BREAKS} times in a row: its process died"]
     task.cancel()
 
 
@@ -298,12 +298,12 @@ async def test_an_announcement_of_the_same_names_keeps_the_lines_and_asks_nothin
     announce(router, ["one"])
     announce(router, ["two", "one"])
     await settled()
-    assert (len(one.lines), one.lines[0].closed, one.seen, two.seen) == (1, False, ["r"], [])
+    assert (len(one.connections), one.connections[0].closed, one.seen, two.seen) == (1, False, ["r"], [])
     one.gate.set()
     assert await task == "one"
 
 
-async def test_a_replacement_has_another_name_and_gets_a_line_of_its_own() -> None:
+async def test_a_replacement_has_another_name_and_gets_a_connection_of_its_own() -> None:
     fleet = Fleet()
     router = fleet.router()
     announce(router, ["generator-0"])
@@ -312,7 +312,7 @@ async def test_a_replacement_has_another_name_and_gets_a_line_of_its_own() -> No
     await settled()
     announce(router, ["generator-0-1"])
     assert await task == "generator-0-1"
-    assert fleet["generator-0"].lines[0].closed
+    assert fleet["generator-0"].connections[0].closed
 
 
 async def test_with_no_replica_requests_wait_for_one() -> None:
@@ -328,7 +328,7 @@ async def test_with_no_replica_requests_wait_for_one() -> None:
     assert not task.done()
     announce(router, ["one"])
     assert await task == "one"
-    assert len(one.lines) == 2
+    assert len(one.connections) == 2
 
 
 async def test_a_cancelled_request_is_cancelled_at_its_replica() -> None:
@@ -395,7 +395,7 @@ async def test_a_request_that_kills_replicas_fails_alone_and_all_the_others_get_
         if deaths >= 2:  # now they wait for each other's end
             for name in serving:
                 fleet[name].gate.set()
-    with pytest.raises(PoisonRequest, match=r"request poison was under way at 3 generator replicas"):
+    with pytest.raises(PoisonRequest, match=r"request poison was running at 3 generator replicas"):
         await poison
     assert sum(not replica.alive for replica in fleet.replicas.values()) == POISON_DEATHS
     serving = [name for name in serving if fleet[name].alive] or ["replica at last"]

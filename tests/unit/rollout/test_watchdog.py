@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from goaly.process import GAVE_UP, LAST_WORDS
+from goaly.process import FATAL, FATAL_EXIT_CODE
 from goaly.rollout import watchdog
 from goaly.rollout.watchdog import PARTS, LoopWatchdog
 
@@ -26,8 +26,8 @@ asyncio.run(main())
 
 def test_a_blocked_event_loop_ends_its_process_and_the_log_says_where_it_is_blocked() -> None:
     ended = subprocess.run([sys.executable, "-c", BLOCKS], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == GAVE_UP
-    assert f"{LAST_WORDS}the event loop was blocked for rollout.blocked_seconds=0.4 at" in ended.stderr
+    assert ended.returncode == FATAL_EXIT_CODE
+    assert f"{FATAL}the event loop was blocked for rollout.blocked_seconds=0.4 at" in ended.stderr
     assert "in a_tool_that_blocks" in ended.stderr  # WR-2
 
 

@@ -1,6 +1,7 @@
 """The plan of who computes where: pure, so that every cluster can be imagined."""
 
 from collections import Counter
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -9,8 +10,7 @@ from hypothesis import strategies as st
 
 from goaly.errors import ConfigError
 from goaly.run.cluster import Cluster, Gpu, Host, imagined, one_host
-from goaly.run.placement import RANKS, Placed, place
-from goaly.run.processes import Processes
+from goaly.run.placement import IMPORTS, RANKS, Placed, Processes, place
 from goaly.run.settings import COMPUTING, HostSettings, ImaginedCluster, RolePlacement, WorkerPlacement
 
 
@@ -264,7 +264,7 @@ def test_shared_gpus_are_the_other_roles_in_its_order():
         ({"bind": {"generator": [0, 9]}}, "hosts.bind.generator=[0, 9]: host-1 has no core 9 for this run"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_key(given: dict[str, Any], said: str):
+def test_what_does_not_fit_is_refused_by_its_key(given: dict[str, Any], said: str):  # PL-4
     processes = [*replicas(1, tp=3), role("trainer", 4), role("reference", 4), HUB, *workers(1)]
     on = cluster(hosts=2, gpus=8, cores=8)
     assert gpus(place(processes, HostSettings(), on))["generator-0"] == ["1:0", "1:1", "1:2"]
@@ -377,3 +377,8 @@ def test_roles_that_share_in_a_circle_are_refused():
         "hosts.trainer.share_with=critic: must be a role with GPUs of its own, not trainer's",
         "hosts.critic.share_with=trainer: must be a role with GPUs of its own, not critic's",
     ]
+
+
+def test_the_modules_that_processes_import_ahead_exist():
+    """A missing one would be skipped, and its users would import it later."""
+    assert [name for names in IMPORTS.values() for name in names if find_spec(name) is None] == []

@@ -12,7 +12,7 @@ import pytest
 from goaly.config import load
 from goaly.errors import RunFailed
 from goaly.run.config import RunConfig
-from goaly.run.stages import Trainer
+from goaly.run.stages import TrainerStage
 from goaly.run.start import _save_policy, started
 
 pytestmark = pytest.mark.timeout(30)
@@ -26,7 +26,7 @@ class Endpoint:
 
     def stream(self, *arguments: Any) -> Iterator[Awaitable[Any]]:
         """The rank's answer."""
-        self._calls.append((self._name, *arguments[1:]) if self._name == "step" else (self._name, *arguments))
+        self._calls.append((self._name, *arguments))
         return iter([self._answer(*arguments)])
 
 
@@ -43,7 +43,7 @@ class Ranks:
         async def started() -> int:
             return version
 
-        async def stepped(queue: Any, batch: Any) -> dict[str, float]:
+        async def stepped(batch: Any) -> dict[str, float]:
             nonlocal version
             if self.broken:
                 raise RunFailed("the loss is NaN")
@@ -65,9 +65,9 @@ class Ranks:
         return sum(call[0] == "save" for call in self.calls)
 
 
-async def trained(ranks: Ranks, upto: int, steps: int = 3, since: int = 0) -> Trainer:
+async def trained(ranks: Ranks, upto: int, steps: int = 3, since: int = 0) -> TrainerStage:
     """A trainer for so many steps, after some of them, each published."""
-    trainer = Trainer(ranks, None, steps=steps, folder=Path("policy"))
+    trainer = TrainerStage(ranks, steps=steps, folder=Path("policy"))
     await trainer.start()
     for index in range(since, upto):
         await trainer.step(SimpleNamespace(id=index))
@@ -75,7 +75,7 @@ async def trained(ranks: Ranks, upto: int, steps: int = 3, since: int = 0) -> Tr
     return trainer
 
 
-def run_of(trainer: Trainer, *lost: str) -> Any:
+def run_of(trainer: TrainerStage, *lost: str) -> Any:
     """As much of a run as saving looks at."""
     return SimpleNamespace(trainer=trainer, lost_actors=set(lost), progress=SimpleNamespace(note=lambda text: None))
 

@@ -11,7 +11,7 @@ from monarch.actor import ActorError
 
 from goaly.backlog.admission import Ticket
 from goaly.errors import RunFailed
-from goaly.run.stages import QUEUE_LOST, Backlog, Trainer
+from goaly.run.stages import QUEUE_LOST, BacklogStage, TrainerStage
 
 
 class Queue:
@@ -42,7 +42,7 @@ class _Endpoint:
 @pytest.mark.parametrize("alive", [True, False])
 async def test_the_accounting_of_a_run_is_closed_also_when_the_queue_is_lost(alive: bool) -> None:
     queue = Queue()
-    backlog = Backlog(queue)
+    backlog = BacklogStage(queue)
     tickets = backlog.tickets()
     await anext(tickets)
     await backlog.counts()
@@ -71,9 +71,8 @@ async def test_a_run_ends_with_the_error_that_started_it_however_many_actor_call
             error = pickle.loads(pickle.dumps(ActorError(error)))
         raise error
 
-    trainer = Trainer(
-        SimpleNamespace(publish=SimpleNamespace(stream=lambda: [publish()])), None, steps=1, folder=Path()
-    )
+    ranks = SimpleNamespace(publish=SimpleNamespace(stream=lambda: [publish()]))
+    trainer = TrainerStage(ranks, steps=1, folder=Path())
     with pytest.raises(RunFailed) as failed:
         await trainer.publish()
     assert str(failed.value) == "trainer.publish failed: RuntimeError: sabotage"

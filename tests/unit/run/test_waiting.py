@@ -15,7 +15,7 @@ from goaly.rollout.group import GroupSummary
 from goaly.rollout.running import DONE, GENERATING, GroupProgress
 from goaly.run import waiting
 from goaly.run.run import Run
-from goaly.run.stages import FAILURES_IN_A_ROW, TOO_LONG_IN_A_ROW, Backlog, Rollouts, Trainer
+from goaly.run.stages import FAILURES_IN_A_ROW, TOO_LONG_IN_A_ROW, BacklogStage, RolloutStage, TrainerStage
 from tests import virtual_time
 
 PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="abc"),))
@@ -45,8 +45,8 @@ REFUSED = {"rewards": (1.0,), "failed": "prompt q1: SchemaError"}
 NEITHER = {"rejected": "it had ended before it started"}
 
 
-async def after(*ends: dict) -> Rollouts:
-    rollouts = Rollouts([FakeWorker(*ends)])
+async def after(*ends: dict) -> RolloutStage:
+    rollouts = RolloutStage([FakeWorker(*ends)])
     for index in range(len(ends)):
         await rollouts.group(Ticket(index=index, min_version=0), PROMPT)
     return rollouts
@@ -91,7 +91,7 @@ async def test_a_group_under_way_is_described_by_its_prompt_its_worker_and_its_e
 
     worker = FakeWorker()
     worker.run_group, worker.progress = endpoint(run_group), endpoint(answer)
-    rollouts = Rollouts([FakeWorker(), worker])
+    rollouts = RolloutStage([FakeWorker(), worker])
     rollouts._running[0] = 1  # the other one is busier
     group = asyncio.create_task(rollouts.group(Ticket(index=17, min_version=0), PROMPT))
     await asyncio.sleep(0)
@@ -113,7 +113,7 @@ def test_a_worker_that_does_not_answer_is_described_as_such():
     async def main() -> str:
         worker = FakeWorker()
         worker.run_group, worker.progress = endpoint(never), endpoint(never)
-        rollouts = Rollouts([worker])
+        rollouts = RolloutStage([worker])
         group = asyncio.create_task(rollouts.group(Ticket(index=17, min_version=0), PROMPT))
         await asyncio.sleep(0)
         found = await rollouts.describe(17)
@@ -131,10 +131,10 @@ def test_a_long_wait_is_told_whenever_it_has_doubled_and_at_least_once_an_hour()
         raise RuntimeError("what can't be told is no reason to end a run")
 
     async def main() -> None:
-        async with waiting.telling(tell):
+        async with waiting.reporting(tell):
             await asyncio.sleep(29)
         assert told == []
-        async with waiting.telling(tell):
+        async with waiting.reporting(tell):
             await asyncio.sleep(4 * 3600)
         await asyncio.sleep(9 * 3600)
 
@@ -160,7 +160,7 @@ def test_the_training_loop_tells_what_it_waits_for_and_only_while_it_waits():
 
     async def main() -> None:
         queue = SimpleNamespace(next_batch=endpoint(next_batch), wait=endpoint(asked), close=endpoint(closed))
-        async for batch in Backlog(queue, tell).batches(2):
+        async for batch in BacklogStage(queue, tell).batches(2):
             assert batch == "batch"
             await asyncio.sleep(1000)  # a training step
         await asyncio.sleep(1000)
@@ -179,7 +179,7 @@ def test_a_long_evaluation_tells_how_many_prompts_are_done():
     worker = FakeWorker()
     worker.evaluate = endpoint(evaluate)
     slow = Prompt(id="slow", source="sums", messages=PROMPT.messages)
-    rewards = virtual_time.run(Rollouts([worker], said.append).rewards([PROMPT, slow], 1, 0.0, 0))
+    rewards = virtual_time.run(RolloutStage([worker], said.append).rewards([PROMPT, slow], 1, 0.0, 0))
     assert rewards == [[1.0], [1.0]]
     assert said == [f"evaluating for {at} s: 1 of 2 prompts are done; waiting for prompt slow" for at in (30, 60)]
 
@@ -187,7 +187,7 @@ def test_a_long_evaluation_tells_how_many_prompts_are_done():
 def test_a_long_start_tells_what_is_not_up_yet():
     said: list[str] = []
     work = {"rollouts": asyncio.sleep(1), "trainer": asyncio.sleep(50), "generators": asyncio.sleep(70)}
-    virtual_time.run(waiting.all_of(work, "starting", said.append))
+    virtual_time.run(waiting.run_all(work, "starting", said.append))
     assert said == ["starting for 30 s: waiting for trainer, generators", "starting for 60 s: waiting for generators"]
 
 
@@ -198,12 +198,12 @@ def test_a_call_to_the_trainer_that_takes_more_than_twice_as_long_as_ever_is_tol
     async def main(*steps: float) -> None:
         seconds = iter(steps)
 
-        async def step(queue, batch):
+        async def step(batch):
             await asyncio.sleep(next(seconds))
             return {"loss": 1.0}
 
         actors = SimpleNamespace(step=SimpleNamespace(stream=lambda *arguments: [step(*arguments)]))
-        trainer = Trainer(actors, None, said.append, steps=10, folder=Path("policy"))
+        trainer = TrainerStage(actors, said.append, steps=10, folder=Path("policy"))
         for _ in steps:
             assert await trainer.step(batch) == {"loss": 1.0}
 
@@ -224,7 +224,7 @@ async def test_a_run_shows_what_it_waits_for_on_its_display_and_in_its_log(ticke
     run = object.__new__(Run)
     run.rollouts = SimpleNamespace(describe=describe)
     run.progress = SimpleNamespace(note=notes.append)
-    await run.tell_wait(45.0, Wait(ticket=ticket, finished=5, needed=8, rejected=2, failed=1))
+    await run.report_wait(45.0, Wait(ticket=ticket, finished=5, needed=8, rejected=2, failed=1))
     text = f"waiting 45 s for {held}; 5 complete groups wait for a batch of 8; 2 groups were rejected, 1 failed so far"
     assert notes == [text]
     assert text in caplog.messages

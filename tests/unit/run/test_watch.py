@@ -1,4 +1,4 @@
-"""What the controller makes of processes that end, fall silent or can't be reached, without any process."""
+"""What the controller makes of processes that end, fall silent or cannot be reached, without any process."""
 
 import asyncio
 import os
@@ -13,11 +13,11 @@ import pytest
 from goaly.config import load
 from goaly.errors import RunFailed
 from goaly.liveness import ExitWatch, ProcessMark, process
-from goaly.process import LAST_WORDS
+from goaly.process import FATAL
 from goaly.run import watch
 from goaly.run.config import RunConfig
 from goaly.run.run import Run
-from goaly.run.watch import START_SECONDS, TICKS, MeshWatch, answered_within, child_that_logs_to, last_words, tick_of
+from goaly.run.watch import START_SECONDS, TICKS, MeshWatch, answered_within, child_that_logs_to, fatal_reason, tick_of
 from tests.unit.stalled import Stalls
 
 LIMIT = 60.0
@@ -112,7 +112,7 @@ async def test_a_process_that_is_silent_for_the_limit_is_lost_with_its_reason(
     told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # PW-2, PW-4
     stalls, mesh = Stalls(monkeypatch), Mesh()
-    say(log, "12:00 INFO goaly: starting", f"12:01 CRITICAL goaly.process: {LAST_WORDS}thread engine failed: boom")
+    say(log, "12:00 INFO goaly: starting", f"12:01 CRITICAL goaly.process: {FATAL}thread engine failed: boom")
     watched = watching(mesh, told, log)
     await stalls.tick(0)
     mesh.beat = Endpoint(never)
@@ -275,7 +275,7 @@ async def test_a_process_that_can_not_be_reached_is_told_once_and_not_once_it_is
         mesh.mark = Endpoint(fails)
         watched = watching(mesh, told, log)
         if stopped:
-            watched.quiet()
+            watched.stop_reporting()
         await stalls.tick(LIMIT)
         watched.kill()
     assert [name for name, _ in told] == ["trainer"]
@@ -305,10 +305,10 @@ async def test_a_callback_that_fails_in_the_controller_ends_the_run_with_its_err
         await asyncio.wait_for(run.alive(), 30)
 
 
-def test_the_last_words_are_those_that_the_process_said_last(log: Path) -> None:
-    assert last_words(log) is None
+def test_the_fatal_reason_is_the_last_one_that_the_process_logged(log: Path) -> None:
+    assert fatal_reason(log) is None
     log.write_text("nothing of note\n")
-    assert last_words(log) is None
+    assert fatal_reason(log) is None
     with log.open("a") as file:
-        file.write("x" * watch.TAIL_BYTES + f"\n{LAST_WORDS}first\n{LAST_WORDS}second\nTraceback\n")
-    assert last_words(log) == "second"
+        file.write("x" * watch.TAIL_BYTES + f"\n{FATAL}first\n{FATAL}second\nTraceback\n")
+    assert fatal_reason(log) == "second"

@@ -262,7 +262,10 @@ def test_offloading_a_reference_is_refused_where_there_is_no_gpu(tiny_model_fold
     from goaly.train.reference import ReferenceModel
 
     reference = ReferenceModel(
-        ReferenceSettings(offload=True), SETTINGS, ModelSettings(path=str(tiny_model_folder), dtype="bfloat16")
+        ReferenceSettings(offload=True),
+        SETTINGS,
+        ModelSettings(path=str(tiny_model_folder), dtype="bfloat16"),
+        queue=None,
     )
     with pytest.raises(ConfigError, match=r"reference\.offload=true: needs a GPU"):
         reference._make_engine()
@@ -274,7 +277,7 @@ def test_a_trainer_publishes_in_the_models_compute_type_unless_another_is_set():
 
     def published_in(dtype: str, transfer_dtype: str | None) -> str | None:
         weights = WeightSettings(transfer_dtype=transfer_dtype)
-        made = PolicyTrainer(SETTINGS, ModelSettings(dtype=dtype), LOSS, weights, None)
+        made = PolicyTrainer(SETTINGS, ModelSettings(dtype=dtype), LOSS, weights, None, queue=None)
         return made._weight_settings.transfer_dtype
 
     assert published_in("bfloat16", None) == "bfloat16"

@@ -11,7 +11,7 @@ import torch.multiprocessing
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings
-from goaly.run.meeting import lasting_port
+from goaly.run.process_agent import lasting_port
 from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import split_rows

@@ -10,9 +10,9 @@ from goaly.errors import WeightsError
 from goaly.weights.copying import Copier
 from goaly.weights.layout import in_dtype, region
 from goaly.weights.placement import layout_of
-from goaly.weights.publisher import slot_writer
 from goaly.weights.settings import WeightSettings
 from goaly.weights.shared_memory import Segment
+from goaly.weights.transport import slot_writer
 
 
 @pytest.mark.parametrize("threads", [1, 3])

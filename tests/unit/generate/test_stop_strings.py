@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.generate.stops import StopStrings, decoder
+from goaly.generate.request import StopStrings, decoder
 
 PIECES = ["a", "b", "ab", "ba", "\n", "\n\n", "b\na", "<|end|>"]
 PROMPT = [0, 1, 2]

@@ -14,22 +14,22 @@ import torch
 from monarch.actor import Actor, Port, concurrent_endpoint, this_host
 
 from goaly.errors import ReplicaLost
-from goaly.generate.line import Asked, Line, Switchboard
-from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.connection import Clients, Connection
+from goaly.generate.request import Finish, Request, Sample, Sampling
 from goaly.generate.router import Router
 
 pytestmark = pytest.mark.timeout(60)
 
 SAMPLING = Sampling(max_tokens=4)
 HELD = 99
-"""The version that never comes: such requests stay under way."""
+"""The version that never comes: such requests keep running."""
 
 
 class Echo(Actor):
     """Answers a request with its prompt, and an empty one with an error; counts messages."""
 
     def __init__(self) -> None:
-        self._switchboard = Switchboard()
+        self._clients = Clients()
         self._messages: list[list[str]] = []
         self._cancelled: list[str] = []
         self._connected = 0
@@ -38,33 +38,33 @@ class Echo(Actor):
 
     @concurrent_endpoint
     async def connect(self, client: str, samples: Port) -> None:
-        self._switchboard.connect(client, samples)
+        self._clients.connect(client, samples)
         self._connected += 1
         await self._broken.wait()
         raise OSError("no route to host")
 
     @concurrent_endpoint
     async def isolate(self, client: str, request_id: str) -> None:
-        self._switchboard.deliver(client, request_id, None)
+        self._clients.deliver(client, request_id, None)
 
     @concurrent_endpoint
     async def disconnect(self, client: str, request_ids: list[str]) -> None:
-        self._switchboard.disconnect(client)
+        self._clients.disconnect(client)
         self._cancelled += request_ids
         self._wake()
 
     @concurrent_endpoint
-    async def submit(self, client: str, requests: list[Asked]) -> None:
-        self._messages.append([asked.request_id for asked in requests])
+    async def submit(self, client: str, requests: list[Request]) -> None:
+        self._messages.append([request.request_id for request in requests])
         self._wake()
-        for asked in requests:
-            tokens = torch.tensor(asked.prompt)
+        for request in requests:
+            tokens = torch.tensor(request.prompt)
             result = Sample(
                 tokens=tokens, logprobs=-tokens.float(), versions=tokens.to(torch.int32), finish=Finish.STOP
             )
-            if asked.min_version < HELD:
-                self._switchboard.deliver(
-                    client, asked.request_id, result if asked.prompt else ValueError("nothing to continue")
+            if request.min_version < HELD:
+                self._clients.deliver(
+                    client, request.request_id, result if request.prompt else ValueError("nothing to continue")
                 )
 
     @concurrent_endpoint
@@ -134,24 +134,24 @@ def finds_this_module() -> Callable[[], None]:
 async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end():
     mesh = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=finds_this_module())
     replica = mesh.spawn("echo", Echo)
-    line = Line(replica)
+    connection = Connection(replica)
 
-    together = [line.ask(str(n), [n, n + 1], SAMPLING) for n in range(50)]
-    broken = line.ask("broken", [], SAMPLING)
-    withdrawn = line.ask("withdrawn at once", [1], SAMPLING)
-    line.cancel("withdrawn at once")
-    held = line.ask("held", [1], SAMPLING, HELD)
+    together = [connection.submit(str(n), [n, n + 1], SAMPLING) for n in range(50)]
+    broken = connection.submit("broken", [], SAMPLING)
+    withdrawn = connection.submit("withdrawn at once", [1], SAMPLING)
+    connection.cancel("withdrawn at once")
+    held = connection.submit("held", [1], SAMPLING, HELD)
     samples = await asyncio.gather(*together)
     assert [sample.tokens.tolist() for sample in samples] == [[n, n + 1] for n in range(50)]
     with pytest.raises(ValueError, match="nothing to continue"):
         await broken
     assert withdrawn.cancelled()
-    line.cancel("held")
+    connection.cancel("held")
     assert held.cancelled()
 
-    fine = line.ask("fine", [5], SAMPLING)
+    fine = connection.submit("fine", [5], SAMPLING)
     stays: Any = threading.Lock()
-    stuck = line.ask("stuck", [5], Sampling(max_tokens=4, logit_bias={7: stays}))
+    stuck = connection.submit("stuck", [5], Sampling(max_tokens=4, logit_bias={7: stays}))
     with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
         await asyncio.wait_for(stuck, 30)
     assert (await asyncio.wait_for(fine, 30)).tokens.tolist() == [5]  # LI-1
@@ -159,18 +159,18 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end()
     assert messages == [[*map(str, range(50)), "broken", "held"], ["fine"]]  # LI-2
     assert cancelled == ["held"]
 
-    other = Line(replica)
-    assert (await other.ask("0", [7], SAMPLING)).tokens.tolist() == [7]
-    hung_up = other.ask("1", [7], SAMPLING, HELD)
+    other = Connection(replica)
+    assert (await other.submit("0", [7], SAMPLING)).tokens.tolist() == [7]
+    hung_up = other.submit("1", [7], SAMPLING, HELD)
     await replica.when.call_one(4, 0)
-    left_behind = other.ask("2", [7], SAMPLING)
+    left_behind = other.submit("2", [7], SAMPLING)
     other.close()
     assert hung_up.cancelled()
     assert left_behind.cancelled()
     with pytest.raises(ReplicaLost):
-        await other.ask("3", [7], SAMPLING)
+        await other.submit("3", [7], SAMPLING)
 
-    orphaned = line.ask("orphaned", [1], SAMPLING, HELD)
+    orphaned = connection.submit("orphaned", [1], SAMPLING, HELD)
     messages, cancelled, _ = await replica.when.call_one(5, 2)
     assert messages[2:] == [["0"], ["1"], ["orphaned"]]  # "2" never left
     assert cancelled == ["held", "1"]  # LI-2
@@ -178,8 +178,8 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end()
     with pytest.raises(ReplicaLost):  # LI-1
         await asyncio.wait_for(orphaned, 30)
     with pytest.raises(ReplicaLost):
-        await line.ask("too late", [1], SAMPLING)
-    line.close()
+        await connection.submit("too late", [1], SAMPLING)
+    connection.close()
 
 
 async def test_a_router_knows_replicas_by_name_and_moves_requests_whichever_way_a_replica_goes():
@@ -206,8 +206,8 @@ async def test_a_router_knows_replicas_by_name_and_moves_requests_whichever_way_
     await client.replicas.call_one({"one": one, "two": two})
     os.kill(await two.pid.call_one(), signal.SIGKILL)
     await client.replicas.call_one({"one": one})
-    messages, _, lines = await one.when.call_one(4, 1)
-    assert (sorted(messages[2:]), lines) == ([["first.2"], ["second.1"]], 2)  # RO-1; "first.2" asked for its turn
+    messages, _, connections = await one.when.call_one(4, 1)
+    assert (sorted(messages[2:]), connections) == ([["first.2"], ["second.1"]], 2)  # RO-1; "first.2" asked for its turn
     for request_id in ("first", "second"):
         await client.give_up.call_one(request_id)
     assert sorted((await one.when.call_one(4, 3))[1][1:]) == ["first.2", "second.1"]  # RO-3

@@ -1,12 +1,14 @@
-"""Keeps a replica at the newest policy version: prefetch while it decodes, apply between two steps.
+"""Keeps a replica at the newest policy version: prefetches while it decodes, applies between two steps.
 
-Rank 0 waits for versions and tells its peers; a version is applied once every rank holds its part ready.
+Rank 0 waits for versions and sends them to the other ranks. A version is applied once every rank has prefetched its
+part.
 
 Invariants
-    FO-1  Ranks apply the same versions at the same steps: each is announced to all, voted on, then sequenced by rank 0.
-    FO-2  What a rank holds ready is not overwritten before its engine has applied it.
-    FO-3  What rank 0 leased lasts until all ranks have copied it, and no longer: it is released after their vote.
-    FO-4  A rank whose pull or link fails gives no vote: `run` raises, its process ends (GE-4), and the others with it.
+    FO-1  Ranks apply the same versions at the same steps: rank 0 sends each version to all, they vote, and rank 0
+          schedules the update.
+    FO-2  A rank's prefetched weights are not overwritten before its engine has applied them.
+    FO-3  Rank 0's lease lasts until all ranks have copied the version, and no longer: it is released after their vote.
+    FO-4  A rank whose pull or link fails does not vote. `run` raises, its process ends (GE-4), and with it the others.
 """
 
 import asyncio
@@ -16,8 +18,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
 from goaly.errors import WritersGone
-from goaly.generate.loop import EngineLoop
-from goaly.generate.ranks import Link
+from goaly.generate.engine_loop import EngineLoop, Link
 from goaly.weights.ledger import Lease
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class Versions(Protocol):
-    """What is needed of `weights.subscriber.Subscriber`."""
+    """The methods of `weights.subscriber.Subscriber` that a follower calls."""
 
     @property
     def held(self) -> Lease | None: ...
@@ -37,7 +38,7 @@ class Versions(Protocol):
 
 
 class WeightFollower:
-    """One rank's part in following the store."""
+    """Follows the weight store on one rank."""
 
     def __init__(self, versions: Versions, loop: EngineLoop, link: Link | None):
         self._versions = versions
@@ -46,35 +47,34 @@ class WeightFollower:
 
     async def run(self) -> None:
         """Follow until cancelled, or until no newer weights can come."""
-        if self._link is None or self._link.rank == 0:
-            try:
-                while True:
-                    await self.catch_up()
-            except WritersGone as gone:
-                logger.info("the weights stay as they are: %s", gone)
-                return
+        try:
+            while self._link is None or self._link.rank == 0:
+                await self.catch_up()
+        except WritersGone as gone:
+            logger.info("no newer weights will come: %s", gone)
+            return
         while True:
             lease: Lease = await _in_thread(self._link.receive)
-            if await self._hold_ready(lease.version, lease):
+            if await self._prefetch(lease.version, lease):
                 await self._loop.version_at_least(lease.version)  # FO-2
 
     async def catch_up(self) -> bool:
-        """Rank 0: wait for newer weights, have them applied on every rank; False if some rank could not get them."""
+        """Rank 0: wait for newer weights and apply them on every rank; False if a rank could not get them."""
         version = await self._versions.newest(self._loop.version)
         if self._link is not None:
             await _in_thread(self._link.send, self._versions.held)
-        if not await self._hold_ready(version):
+        if not await self._prefetch(version):
             return False
         await asyncio.gather(self._versions.release(), self._loop.apply(version))  # FO-3: a drain may take long
         return True
 
-    async def _hold_ready(self, version: int, lent: Lease | None = None) -> bool:
+    async def _prefetch(self, version: int, lent: Lease | None = None) -> bool:
         ready = await self._versions.prefetch(version, lent)
         return ready if self._link is None else await _in_thread(self._link.all_agree, ready)  # FO-1
 
 
 async def _in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    """Run a call that may block until the process is killed, in a thread that the process does not wait for."""
+    """Run a call that may block until the process is killed, in a thread that does not keep the process alive."""
     events = asyncio.get_running_loop()
     answer: asyncio.Future[T] = events.create_future()
 

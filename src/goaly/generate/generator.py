@@ -1,30 +1,31 @@
-"""The generator: an actor around a vLLM engine that a thread steps, following the weight store.
+"""The generator: an actor around a vLLM engine, which a thread steps and which follows the weight store.
 
-One actor a process; a replica is a mesh of `tp` of them. Requests go to rank 0; the others follow it.
+A replica is a mesh of `tp` of these actors. Requests go to rank 0; the other ranks follow it.
 
 Invariants
-    GE-1  `start` returns with the newest version applied: a replica that was replaced serves no older weights.
-    GE-2  A request sees weights of at least its `min_version` from its first token on.
-    GE-3  When `start` returns, the store knows what every rank needs: the first publish fixes how weights are cut.
-    GE-4  A rank that can't follow the weights any more ends its process (PR-1), and with it its replica. That no newer
-          version will come is no failure: the replica serves the last one.
+    GE-1  `start` returns with the newest version applied: a replacement serves no older weights.
+    GE-2  A request is sampled under weights of at least its `min_version` from its first token on.
+    GE-3  When `start` returns, the store knows the tensors that every rank needs: the first publish fixes how weights
+          are divided.
+    GE-4  A rank that cannot follow the weights any more ends its process (PR-1), and with it its replica. The end of
+          the writers is no failure: the replica serves the last version.
 """
 
 import asyncio
 import os
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, Port
 
+from goaly.actors import concurrent_endpoint
 from goaly.errors import ConfigError, ReplicaLost
-from goaly.generate.follow import WeightFollower
-from goaly.generate.line import Asked, Switchboard
-from goaly.generate.loop import EngineLoop
-from goaly.generate.quarantine import Quarantine
-from goaly.generate.request import GeneratorStats, Sample
+from goaly.generate.connection import Clients, Quarantine, Results
+from goaly.generate.engine_loop import EngineLoop, Link
+from goaly.generate.request import GeneratorStats, Request, Sample
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
+from goaly.generate.weight_follower import WeightFollower
 from goaly.models.settings import ModelSettings
 from goaly.process import vital_task
 from goaly.telemetry import spans
@@ -45,7 +46,7 @@ class Generator(Actor):
         replica: int = 0,
         weights: WeightSettings | None = None,
     ):
-        """Without a `store` the folder's weights stay as they are."""
+        """Without a `store` the weights of the model folder are never updated."""
         self._settings = settings
         self._model = model
         self._store = store
@@ -53,22 +54,23 @@ class Generator(Actor):
         self._weight_settings = weights or WeightSettings()
         self._engine_loop: EngineLoop | None = None
         self._following: asyncio.Task[None] | None = None
-        self._switchboard = Switchboard()
+        self._clients = Clients()
         self._quarantine = Quarantine()
         self._closed = asyncio.Event()
 
     @concurrent_endpoint
     async def start(self) -> int:
-        """Build the engine from the folder, catch up with the store; the version that decodes then."""
+        """Build the engine from the model folder and catch up with the store; the version that decodes then."""
         from goaly.generate.engine import Engine  # vLLM takes seconds to import
-        from goaly.generate.ranks import Link
 
         settings = self._settings
         engine = await asyncio.to_thread(Engine, settings, self._model, seed=settings.seed + self._replica)
-        engine.enter_thread()  # updates are prefetched into its GPU from this one
+        engine.enter_thread()  # this thread prefetches updates into the engine's GPU
         commands = Link() if settings.tp > 1 else None
         announcements = Link() if settings.tp > 1 else None
-        loop = partial(EngineLoop, engine, apply_mode=settings.apply, max_running=settings.max_running, link=commands)
+        loop = partial(
+            EngineLoop, engine, on_update=settings.on_update, max_running=settings.max_running, link=commands
+        )
         if self._store is None:
             self._engine_loop = loop(fill=_no_weights)
             return 0
@@ -94,43 +96,43 @@ class Generator(Actor):
         return self._engine_loop.version
 
     @concurrent_endpoint
-    async def connect(self, client: str, samples: Any) -> None:
-        """Send this client's samples to the port `samples` for as long as the engine runs; see `Line`."""
-        self._switchboard.connect(client, samples)
+    async def connect(self, client: str, samples: Port[Results]) -> None:
+        """Send this client's samples to the port `samples` until the engine ends; see `Connection`."""
+        self._clients.connect(client, samples)
         try:
             await self._closed.wait()  # `close` sets it
         finally:
-            self._switchboard.disconnect(client)
+            self._clients.disconnect(client)
 
     @concurrent_endpoint
-    async def submit(self, client: str, requests: list[Asked]) -> None:
-        """Sample answers to these requests, each held back until the weights are at least its `min_version` (GE-2).
+    async def submit(self, client: str, requests: list[Request]) -> None:
+        """Sample answers to these requests. Each waits until the weights are at least of its `min_version` (GE-2).
 
-        A request's own fault goes where its sample would go.
+        The client gets an invalid request's error in place of a sample.
         """
-        for asked in requests:
+        for request in requests:
             deliver = partial(self._deliver, client, time.time_ns())
-            self._running().submit(asked.request_id, asked.prompt, asked.sampling, asked.min_version, deliver)
+            self._running().submit(request.request_id, request.prompt, request.sampling, request.min_version, deliver)
 
     @concurrent_endpoint
     async def isolate(self, client: str, request_id: str) -> None:
-        """Tell the client when it is this suspect's turn; its request comes then (`quarantine.py`)."""
-        self._quarantine.enter(request_id, partial(self._switchboard.deliver, client, request_id, None))
+        """Tell the client when it is this suspect's turn; the client then submits the request (`connection.py`)."""
+        self._quarantine.enter(request_id, partial(self._clients.deliver, client, request_id, None))
 
     @concurrent_endpoint
     async def cancel(self, request_ids: list[str]) -> None:
-        """End these requests, with what was sampled so far. Unknown and ended ones are ignored."""
+        """End these requests with the tokens sampled so far. Unknown and ended ones are ignored."""
         self._cancel(request_ids)
 
     @concurrent_endpoint
     async def disconnect(self, client: str, request_ids: list[str]) -> None:
-        """Send this client nothing more, and end these requests of it."""
-        self._switchboard.disconnect(client)
+        """Send nothing more to this client, and end these requests of it."""
+        self._clients.disconnect(client)
         self._cancel(request_ids)
 
     @concurrent_endpoint
     async def version_at_least(self, version: int) -> int:
-        """Wait until weights of at least this version decode; their version."""
+        """Wait until weights of at least this version decode; returns their version."""
         return await self._running().version_at_least(version)
 
     @concurrent_endpoint
@@ -140,7 +142,7 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """End the engine; requests under way fail."""
+        """End the engine; running requests fail."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
@@ -156,7 +158,7 @@ class Generator(Actor):
 
     def _deliver(self, client: str, started_ns: int, request_id: str, result: Sample | Exception) -> None:
         self._quarantine.leave(request_id)
-        self._switchboard.deliver(client, request_id, result)
+        self._clients.deliver(client, request_id, result)
         noted = {"tokens": len(result.tokens)} if isinstance(result, Sample) else {"error": type(result).__name__}
         spans.record("generation", started_ns, time.time_ns(), request=request_id, **noted)
 
@@ -172,4 +174,4 @@ class Generator(Actor):
 
 
 def _no_weights() -> int:
-    raise AssertionError("weights were applied in a generator that follows no store")
+    raise AssertionError("weights were applied in a generator without a store")

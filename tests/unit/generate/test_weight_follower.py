@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from goaly.errors import WeightsError, WritersGone
-from goaly.generate.follow import WeightFollower
+from goaly.generate.weight_follower import WeightFollower
 from goaly.weights.ledger import Lease
 
 pytestmark = pytest.mark.timeout(20)

@@ -1,10 +1,10 @@
-"""Where processes meet: on a port that nobody is given in the meantime."""
+"""The port of a rendezvous is free, and stays free."""
 
 import socket
 from contextlib import ExitStack
 from pathlib import Path
 
-from goaly.run.meeting import lasting_port
+from goaly.run.process_agent import lasting_port
 
 
 def test_a_lasting_port_is_free_and_none_that_the_system_hands_out() -> None:
