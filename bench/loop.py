@@ -125,7 +125,8 @@ def _span_seconds(run_dir: Path, name: str) -> float:
 
 def measure_alone(config: RunConfig, load_name: str, run_dir: Path) -> tuple[float, float]:
     """T_gen and T_train: seconds a step of each half without the other."""
-    config.backlog = replace(config.backlog, max_staleness=config.steps)  # no update comes that could be waited for
+    backlog = replace(config.backlog, max_staleness=config.steps)  # no update comes that could be waited for
+    config = replace(config, backlog=backlog)
     seconds: dict[str, float] = {}
 
     async def generate_only(run: Run) -> None:

@@ -1,9 +1,10 @@
 """The settings of an evaluation."""
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import field
+from typing import Literal
 
-from goaly.configuration.schema import KnownWords, changed
+from goaly.configuration.settings import settings
+from goaly.configuration.values import idle
 from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings
@@ -11,31 +12,22 @@ from goaly.prompts.settings import ChatSettings, PromptSettings
 from goaly.reward.settings import RewardSettings
 
 
-def _idle(settings: Any, prefix: str, why: dict[str, str]) -> list[str]:
-    """One line for each of these settings that was changed, with the reason why it has no effect."""
-    given = changed(settings)
-    return [f"{prefix}{name}={given[name]}: has no effect, {why[name]}" for name in why if name in given]
-
-
-@dataclass(kw_only=True)
+@settings
 class EvalGeneratorSettings(GeneratorSettings):
     """A vLLM engine in this process, whose weights never change."""
 
     def problems(self, prefix: str, *, device: str | None = None, updates: bool = False) -> list[str]:
-        """One line for each setting that can't work here."""
+        """One line for each setting that cannot work here."""
         found = super().problems(prefix, device=device, updates=updates)
         for name in ("replicas", "tp"):
             if getattr(self, name) > 1:
                 found.append(f"{prefix}{name}={getattr(self, name)}: must be 1, an evaluation has one process")
-        why = {
-            "start_minutes": "an evaluation has no other process to wait for",
-            "on_update": "the weights never change",
-        }
-        return found + _idle(self, prefix, why)
+        found += idle(self, prefix, "an evaluation has no other process to wait for", "start_minutes")
+        return found + idle(self, prefix, "the weights never change", "on_update")
 
 
-@dataclass(kw_only=True)
-class EvalConfig(KnownWords):
+@settings
+class EvalConfig:
     """An evaluation."""
 
     path: str
@@ -62,20 +54,20 @@ class EvalConfig(KnownWords):
     """JSON file to write the results to."""
 
     def problems(self, prefix: str) -> list[str]:
-        """One line for each combination of settings that can't work."""
-        found = _idle(self.reward, f"{prefix}reward.", {"placement": "an evaluation has one process"})
+        """One line for each combination of settings that cannot work."""
+        found = idle(self.reward, f"{prefix}reward.", "an evaluation has one process", "placement")
         found += self.evaluation.problems_beside(
             f"{prefix}evaluation.", self.prompts, self.sampling, self.generator.max_context
         )
         if problems := self.model.problems(""):
             return found + [line.replace("path=", f"{prefix}path=", 1) for line in problems]
-        from goaly.prompts.tokenizer import chat_problems  # imports jinja, which `--help` can do without
+        from goaly.prompts.tokenizer import chat_problems  # imports jinja, which `--help` does not need
 
         return found + chat_problems(self.chat, self.model.path, f"{prefix}chat.") + self._shape_problems(prefix)
 
     def _shape_problems(self, prefix: str) -> list[str]:
         from goaly.errors import ConfigError
-        from goaly.models.spec import architecture, read_config  # imports torch, which `--help` can do without
+        from goaly.models.spec import architecture, read_config  # imports torch, which `--help` does not need
 
         model = f"{prefix}path={self.path}"
         try:

@@ -1,15 +1,16 @@
-"""Config dataclasses from a YAML file and `key=value` overrides: one door for every app.
+"""Load the config of an app from a YAML file and `key=value` overrides.
 
-The dataclasses are the schema, and the docstring below each field is its documentation. Reading never stops at the
-first mistake: unknown keys, wrong types, missing values and every line of the `problems(prefix)` methods of the
-settings (and of the root, with prefix "") come together in one `ConfigError`, a line each.
+    run_cli(main, RunConfig, prog="python -m apps.grpo.main", description="…")
 
-    run_cli(main, GrpoConfig, prog="python -m apps.grpo.main", description="…")
+The settings classes are the schema, and the docstring below each field is its documentation. One `ConfigError` lists
+all problems, a line each: unknown keys, wrong values, missing values, and the lines that the `problems(prefix)` methods
+of the settings return.
 
-`load` raises (ConfigError, or SystemExit(0) after `--help`); `run_cli` is what a script calls: it turns a ConfigError,
-raised by `load` or by `main` before it starts anything, into lines on stderr and exit code 2.
+`load` raises ConfigError, or SystemExit(0) after `--help`. `run_cli` is for scripts: it prints a ConfigError, of `load`
+or of `main` before it starts anything, to stderr and exits with code 2.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,50 +25,37 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Generic[T]):
-    """A sound config, and what else the command line said."""
+    """A valid config, and the rest of the command line."""
 
     config: T
     dry_run: bool
     path: Path | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandLine:
-    """The arguments of a script, sorted."""
-
-    file: str | None
-    overrides: tuple[str, ...]
-    dry_run: bool
-    wants_help: bool
-    problems: tuple[str, ...]
-
-
 def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -> Loaded[T]:
     """The config that these arguments describe; ConfigError with every problem, SystemExit(0) after `--help`."""
-    line = parse(argv)
-    if line.wants_help:
+    line, problems = _parse(argv)
+    if line.help:
         from goaly.configuration.help import help_text
 
         sys.stdout.write(help_text(schema, prog=prog, description=description))
         raise SystemExit(0)
-    # OmegaConf takes 0.3 s to import, which `--help` need not wait for.
-    from goaly.configuration.build import Builder
-    from goaly.configuration.plain import default_values
-    from goaly.configuration.schema import keys, members, wording
+    # OmegaConf and pydantic take 0.5 s to import, which `--help` need not wait for.
+    from goaly.configuration.check import check
+    from goaly.configuration.schema import keys
     from goaly.configuration.sources import read
+    from goaly.configuration.wording import type_words
 
-    found = list(keys(schema))
-    for key in found:
-        wording(key.annotation)  # a field of a type that no YAML can hold is our bug: it raises here
-    mappings = {key.path for key in found if isinstance(key.default, dict)}
-    sections = {key.path for key in found if key.section is not None and type(None) not in members(key.annotation)}
-    given = read(line.file, line.overrides, default_values(schema), mappings=mappings, sections=sections)
-    builder = Builder(schema, given)
-    builder.problems[:0] = line.problems
-    config = builder.section(schema, given.values, "")
-    if builder.problems:
-        raise ConfigError(builder.problems)
-    return Loaded(config=config, dry_run=line.dry_run, path=Path(line.file) if line.file is not None else None)
+    for key in keys(schema):
+        type_words(key.annotation)  # a field of a type that no YAML can hold is our bug: it raises here
+    file, *others = [file for file in line.files if file] or [None]
+    problems += [f"--config={other}: --config={file} is given already, there can be one" for other in others]
+    given = read(file, line.overrides, schema)
+    config, found = check(schema, given.values, unresolved=given.unresolved)
+    problems += [*given.problems, *map(given.blame, found)]
+    if problems:
+        raise ConfigError(problems)
+    return Loaded(config=config, dry_run=line.dry_run, path=Path(file) if file is not None else None)
 
 
 def run_cli(
@@ -77,14 +65,14 @@ def run_cli(
     prog: str,
     description: str,
 ) -> NoReturn:
-    """Load the config, run `main` with it, and exit with what that returns (None is 0); with 2 if the config is bad."""
+    """Load the config, run `main` with it, and exit with its result (None is 0), or with 2 if the config is wrong."""
     exit_quickly(exit_code(main, schema, sys.argv[1:], prog=prog, description=description))
 
 
 def exit_code(
     main: Callable[[Loaded[T]], int | None], schema: type[T], argv: Sequence[str], *, prog: str, description: str
 ) -> int:
-    """What `run_cli` exits with."""
+    """The exit code of `run_cli`."""
     try:
         loaded = load(schema, argv, prog=prog, description=description)
         return main(loaded) or 0
@@ -100,35 +88,19 @@ def to_yaml(config: object) -> str:
     """The config with every key, as YAML that loads as the same config."""
     from omegaconf import OmegaConf
 
-    from goaly.configuration.plain import plain
+    from goaly.configuration.values import plain
 
     return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
-def parse(argv: Sequence[str]) -> CommandLine:
-    """Sort the arguments of a script into flags and overrides."""
-    files: list[str] = []
-    overrides: list[str] = []
-    problems: list[str] = []
-    arguments = iter(argv)
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        if flag == "--config":
-            file = value if equals else next(arguments, None)
-            if not file:
-                problems.append("--config: names no file, write --config FILE")
-            elif files:
-                problems.append(f"--config={file}: --config={files[0]} is given already, there can be one")
-            else:
-                files.append(file)
-        elif argument.startswith("-") and argument not in ("--dry-run", "--help", "-h"):
-            problems.append(f"{argument}: unknown flag; known are --config FILE, --dry-run, --help, and key=value")
-        elif not argument.startswith("-"):
-            overrides.append(argument)
-    return CommandLine(
-        file=files[0] if files else None,
-        overrides=tuple(overrides),
-        dry_run="--dry-run" in argv,
-        wants_help="--help" in argv or "-h" in argv,
-        problems=tuple(problems),
-    )
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments of a script: `files`, `dry_run`, `help` and `overrides`; and one line for each wrong flag."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", dest="files", nargs="?", action="append", default=[])
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    line, unknown = parser.parse_known_intermixed_args(argv)
+    problems = [f"{flag}: unknown flag; known are --config FILE, --dry-run, --help, and key=value" for flag in unknown]
+    problems += ["--config: names no file, write --config FILE" for file in line.files if not file]
+    return line, problems

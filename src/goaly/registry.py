@@ -1,50 +1,32 @@
-"""Functions that settings choose, by name or by path, with options that their signatures state.
+"""Functions that settings choose by name or by path, with options that their signatures state.
 
-A built-in function is found by the name under which it was registered, a user's own by `package.module:function`. What
-it takes after `*` are its options; annotations say what they may be, and `Must` says it more closely:
-
-    Share = Annotated[float, Must("be between 0 and 1", lambda value: 0 <= value <= 1)]
+A built-in function is found by its registered name, a user's own by `package.module:function`. Its options are the
+parameters after `*`; values are checked against their annotations, bounds such as that of `Share` included:
 
     def clipped(tokens, *, clip_low: Share = 0.2): ...
 
 Invariants
-    RY-1  An option that the chosen function does not take is an error that names who takes it; none is ignored.
-    RY-2  What can't be found, or can't have these options, is told before anything runs.
+    RY-1  An option that the chosen function does not take is an error that names the functions that take it.
+    RY-2  A function that is not found, or does not take these options, is an error before anything runs.
 """
 
 import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import inf
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from goaly.configuration.schema import matching, members, show, wording
+from goaly.configuration.wording import show
 from goaly.dotted_path import function_at
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, slots=True)
-class Must:
-    """What an option's value must be, beyond its type: in words, and as a test."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-Share = Annotated[float, Must("be between 0 and 1", lambda value: 0 <= value <= 1)]
-NotNegative = Annotated[float, Must("be at least 0", lambda value: value >= 0)]
-Positive = Annotated[float, Must("be a number above 0", lambda value: 0 < value < inf)]
-AtLeastOne = Annotated[float, Must("be at least 1", lambda value: value >= 1)]
 
 
 class Registry(Generic[F]):
     """The functions of one kind."""
 
     def __init__(self, kind: str):
-        """`kind` is what messages call one of them, such as `loss`."""
+        """`kind` is the name of such a function in messages, such as `loss`."""
         self._kind = kind
         self._functions: dict[str, F] = {}
 
@@ -73,16 +55,16 @@ class Registry(Generic[F]):
         try:
             return typing.cast(F, function_at(name))
         except Exception as error:  # whatever a user's module raises when it is imported
-            raise ValueError(f"can't be had ({type(error).__name__}: {error}); {known}") from error
+            raise ValueError(f"cannot be imported ({type(error).__name__}: {error}); {known}") from error
 
     def bound(self, name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-        """The function with its options filled in; a ValueError with every problem if that can't be."""
+        """The function with its options bound; a ValueError lists all problems."""
         if problems := self.problems("", name, options):
             raise ValueError("; ".join(problems))
         return functools.partial(self.find(name), **options)
 
     def problems(self, prefix: str, name: str, options: Mapping[str, Any]) -> list[str]:
-        """Why this choice can't work, a line each; keys are `<prefix>name` and `<prefix>options.<option>`."""
+        """One line for each problem of this choice; keys are `<prefix>name` and `<prefix>options.<option>`."""
         try:
             function = self.find(name)
             taken = _options(function)
@@ -96,7 +78,7 @@ class Registry(Generic[F]):
         try:
             annotations = typing.get_type_hints(function, include_extras=True) if options else {}
         except Exception as error:  # an annotation may be any expression
-            return [f"{prefix}name={name}: its annotations can't be read ({type(error).__name__}: {error})"]
+            return [f"{prefix}name={name}: its annotations cannot be read ({type(error).__name__}: {error})"]
         for option, value in options.items():
             key = f"{prefix}options.{option}={show(value)}"
             if option not in taken:
@@ -108,7 +90,7 @@ class Registry(Generic[F]):
     def _untaken(self, name: str, option: str, taken: Mapping[str, Any]) -> str:
         takers = [other for other, function in self._functions.items() if option in _options(function)]
         has = f"its options are {', '.join(taken)}" if taken else "it has no options"
-        others = f"; {', '.join(takers)} would" if takers else ""
+        others = f"; {', '.join(takers)} take it" if takers else ""
         return f"the {self._kind} {name} does not take it, {has}{others}"
 
 
@@ -122,23 +104,13 @@ def _options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def _complaint(annotation: Any, value: Any) -> str | None:
     """What the value must be; None if it is."""
-    for member in members(annotation):
-        annotated = typing.get_origin(member) is Annotated
-        if _is(member.__origin__ if annotated else member, value):
-            musts = [must for must in (member.__metadata__ if annotated else ()) if isinstance(must, Must)]
-            return next((f"must {must.words}" for must in musts if not must.holds(value)), None)
-    return f"must be {wording(_plain(annotation))}"
+    from pydantic import ValidationError
 
+    from goaly.configuration.check import faults
+    from goaly.configuration.schema import adapter
 
-def _is(kind: Any, value: Any) -> bool:
-    if typing.get_origin(kind) is typing.Literal:
-        return bool(matching(typing.get_args(kind), value))
-    if kind is float:
-        return type(value) in (int, float)
-    return kind is Any or type(value) is kind
-
-
-def _plain(annotation: Any) -> Any:
-    """The annotation without what `Must` adds."""
-    stripped = tuple(m.__origin__ if typing.get_origin(m) is Annotated else m for m in members(annotation))
-    return typing.Union[stripped]  # noqa: UP007 - a union of so many members as there are
+    try:
+        adapter(annotation).validate_python(value)
+    except ValidationError as error:
+        return faults(error, annotation)[0].complaint
+    return None

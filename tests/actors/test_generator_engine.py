@@ -82,8 +82,8 @@ def sample_all(which: str, prompts: list[list[int]], sampling: Sampling) -> list
 
 def update_while_sampling(mode: str) -> tuple[list[Sample], list[Sample]]:
     """Samples over which the weights of folder 1 came as version 5 after some steps, and samples begun after that."""
-    engines.settings.on_update = mode
     engine = engines.torchtitan
+    engine._settings = replace(engines.settings, on_update=mode)
     engine.apply(partial(engines.load, 0, 4))
     sampling = Sampling(max_tokens=40)
     for number, prompt in enumerate(PROMPTS):
@@ -93,7 +93,7 @@ def update_while_sampling(mode: str) -> tuple[list[Sample], list[Sample]]:
     for number, prompt in enumerate(PROMPTS):
         engine.add(f"later {number}", prompt, sampling)
     samples |= steps(engine)
-    engines.settings.on_update = "recompute"
+    engine._settings = engines.settings
     engine.apply(partial(engines.load, 0, 0))
     names = [str(number) for number in range(len(PROMPTS))]
     return [samples[name] for name in names], [samples[f"later {name}"] for name in names]

@@ -55,12 +55,11 @@ def test_a_critic_and_advantages_over_its_values_come_together_or_not_at_all(tin
         return [problem.rpartition(" (")[0] for problem in error.value.problems]
 
     assert problems("critic=null") == [
-        "critic=null: must be a section, because advantages.name=gae is over a critic's values; `critic: {}` has the "
+        "critic=null: must be a section, because advantages.name=gae uses a critic's values; `critic: {}` has the "
         "defaults"
     ]
     assert problems("advantages.name=group", "backlog.group_size=2") == [
-        "advantages.name=group: must be one over a critic's values, such as gae, because there is a section critic, or "
-        "nothing uses them"
+        "advantages.name=group: must be gae, or another that uses a critic's values, because critic is set"
     ]
     assert problems("critic.tp=3", "critic.value_clip=0.2") == [
         "critic.value_clip=0.2: has no effect on a batch's first step, and critic.epochs * trainer.minibatches is 1",
@@ -122,7 +121,7 @@ def test_a_batch_has_no_more_parts_than_groups(tiny_model_folder: Path):
     with pytest.raises(ConfigError) as error:
         run_config(file, tiny_model_folder, "trainer.minibatches=9")
     (problem,) = error.value.problems
-    assert problem.startswith("trainer.minibatches=9: must be at most backlog.groups_per_step=8, for groups stay whole")
+    assert problem.startswith("trainer.minibatches=9: must be at most backlog.groups_per_step=8, because groups")
     with pytest.raises(ConfigError, match=r"trainer\.minibatches=0: must be at least 1"):
         run_config(file, tiny_model_folder, "trainer.minibatches=0")
 
@@ -163,9 +162,9 @@ def test_a_mistaken_option_is_told_with_its_key_and_source(tiny_model_folder: Pa
         "advantages.name=groop: there is no such advantage; known are group, group_mean, rloo, reinforce_pp, "
         "reinforce_pp_baseline, process, gae, and your own as package.module:function (override)",
         "loss.options.clip_low=0.2: the loss sapo does not take it, its options are positive, negative; ppo, grpo, "
-        f"dr_grpo, dapo, cispo, gspo, gspo_token would ({CONFIGS / 'recipes' / 'dapo.yaml'})",
+        f"dr_grpo, dapo, cispo, gspo, gspo_token take it ({CONFIGS / 'recipes' / 'dapo.yaml'})",
         "loss.options.clip_high=0.28: the loss sapo does not take it, its options are positive, negative; ppo, grpo, "
-        f"dr_grpo, dapo, cispo, gspo, gspo_token would ({CONFIGS / 'recipes' / 'dapo.yaml'})",
+        f"dr_grpo, dapo, cispo, gspo, gspo_token take it ({CONFIGS / 'recipes' / 'dapo.yaml'})",
     ]
 
 

@@ -2,12 +2,13 @@
 
 import pytest
 
-from goaly.registry import NotNegative, Registry
+from goaly.configuration.settings import NonNegativeFloat
+from goaly.registry import Registry
 
 KNOWN = "known are plain, and your own as package.module:function"
 
 
-def own(argument: object, *, needed: NotNegative, flag: bool = False, word: str | None = None) -> tuple:
+def own(argument: object, *, needed: NonNegativeFloat, flag: bool = False, word: str | None = None) -> tuple:
     """A user's function."""
     return argument, needed, flag, word
 
@@ -37,8 +38,8 @@ def test_a_name_and_a_path_find_their_functions(registry: Registry):
     ("name", "problem"),
     [
         ("plane", f"there is no such thing; {KNOWN}"),
-        ("nowhere:at_all", f"can't be had (ModuleNotFoundError: No module named 'nowhere'); {KNOWN}"),
-        (f"{__name__}:absent", f"can't be had (ValueError: module {__name__} has no function 'absent'); {KNOWN}"),
+        ("nowhere:at_all", f"cannot be imported (ModuleNotFoundError: No module named 'nowhere'); {KNOWN}"),
+        (f"{__name__}:absent", f"cannot be imported (ValueError: module {__name__} has no function 'absent'); {KNOWN}"),
         (
             f"{__name__}:greedy",
             "must take one argument, and its options after `*`; it takes (one: int, two: int)",
@@ -75,12 +76,12 @@ def test_annotations_that_can_not_be_read_are_told_only_where_they_are_needed(re
     name = f"{__name__}:hidden"
     assert registry.problems("x.", name, {}) == []
     assert registry.problems("x.", name, {"flag": True}) == [
-        f"x.name={name}: its annotations can't be read (NameError: name 'Nowhere' is not defined)"
+        f"x.name={name}: its annotations cannot be read (NameError: name 'Nowhere' is not defined)"
     ]
 
 
 def test_an_option_that_others_take_says_which(registry: Registry):
     registry.register("own")(own)
     assert registry.problems("", "plain", {"flag": True}) == [
-        "options.flag=true: the thing plain does not take it, it has no options; own would"
+        "options.flag=true: the thing plain does not take it, it has no options; own take it"
     ]

@@ -80,7 +80,7 @@ def test_dynamic_sampling_is_refused_where_a_group_of_equal_rewards_teaches(name
         return
     said = (
         f"backlog.dynamic_sampling=true: must be false where advantages.name is {name}, which also learns from groups "
-        "of equal rewards; group, group_mean, rloo, reinforce_pp_baseline do not, nor does your own with "
+        "of equal rewards; group, group_mean, rloo, reinforce_pp_baseline do not, nor do functions of your own with "
         "@compares_groups (override)"
     )
     assert found == [said]
@@ -96,7 +96,7 @@ ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"
         ("backlog.max_length_weight=9.0", "backlog.length_correction is none", []),
         ("backlog.max_no_signal_share=0.5", "backlog.dynamic_sampling is off", []),
         ("reference.threads=2", "loss.kl_coef and advantages.kl_coef are 0", []),
-        ("loss.max_age=9", "backlog lets no token become more than 9 versions old", []),
+        ("loss.max_age=9", "backlog bounds the age of tokens to 9 versions", []),
         (
             "loss.kl_coef=0.1",
             "with reference.refresh_every=1 and trainer.minibatches=1 the reference is the policy itself",
@@ -104,7 +104,7 @@ ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"
         ),
         ("advantages.overlong.limit=266", "a sequence has at most 256 tokens", ["advantages.overlong.buffer=10"]),
         ("hosts.bind.reference=[0]", "loss.kl_coef and advantages.kl_coef are 0", []),
-        ("hosts.bind.critic=[0]", "there is no section critic", []),
+        ("hosts.bind.critic=[0]", "critic is null", []),
         (
             "trainer.schedule.min_lr_factor=0.2",
             "trainer.schedule.decay=constant keeps the full rate",

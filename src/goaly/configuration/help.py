@@ -1,16 +1,18 @@
-"""The text of `--help`: every key of a config with its type, its default and its docstring."""
+"""The text of `--help`: every key of a config with its default, its type and its docstring."""
 
+import ast
+import functools
+import inspect
 import shutil
 import textwrap
 import typing
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from enum import Enum
-from typing import Any
+from itertools import pairwise
 
-from goaly.configuration import schema as schemas
-from goaly.configuration.plain import plain
-from goaly.configuration.schema import Key, show
+from goaly.configuration.schema import Key, keys, members
+from goaly.configuration.values import plain
+from goaly.configuration.wording import show, type_words
 
 FLAGS = (
     ("--config FILE", "a YAML file with any of the keys below"),
@@ -26,7 +28,7 @@ def help_text(schema: type, *, prog: str, description: str, width: int | None = 
     lines += [*_wrapped(description, "", width), ""]
     lines += [f"  {flag:<15} {meaning}" for flag, meaning in FLAGS]
     lines += ["", *_wrapped(_OVERRIDES, "", width)]
-    found = list(schemas.keys(schema))
+    found = list(keys(schema))
     leaves = [key for key in found if key.section is None]
     roots = [key for key in leaves if "." not in key.path]
     if roots:
@@ -45,48 +47,38 @@ _OVERRIDES = (
 
 
 def _heading(section: Key, width: int) -> Iterator[str]:
-    assert section.section is not None
-    doc = section.doc or schemas.class_doc(section.section).partition("\n\n")[0]
-    optional = (
-        " (off unless set)" if section.default is None and type(None) in schemas.members(section.annotation) else ""
-    )
+    doc = docs(section.owner).get(section.name) or docs(typing.cast(type, section.section))[""].partition("\n\n")[0]
+    optional = " (off unless set)" if section.default is None and type(None) in members(section.annotation) else ""
     yield from _wrapped(f"{section.path}{optional}: {' '.join(doc.split())}", "", width)
 
 
-def _block(keys: list[Key], width: int) -> Iterator[str]:
-    for key in keys:
+def _block(block: list[Key], width: int) -> Iterator[str]:
+    for key in block:
         default = "(required)" if key.required else f"= {show(plain(key.default))}"
-        yield f"  {key.path}  {type_text(key.annotation)} {default}"
-        yield from _wrapped(key.doc, "      ", width)
-        for name, doc in _choices(key.annotation):
-            yield from _wrapped(f"{name}: {doc}", "        ", width)
+        yield from _wrapped(f"{key.path} {default}: {type_words(key.annotation, with_bounds=True)}", "  ", width)
+        yield from _wrapped(docs(key.owner).get(key.name, ""), "      ", width)
+        for option in members(key.annotation):
+            for item in filter(is_dataclass, typing.get_args(option)):  # a list or a mapping of sections
+                for name, doc in docs(item).items():
+                    yield from _wrapped(f"{name}: {doc}" if name else "", "        ", width)
 
 
-def type_text(annotation: Any) -> str:
-    """A type as short as it can be said."""
-    options = schemas.members(annotation)
-    if len(options) > 1:
-        return "|".join(type_text(option) for option in options)
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Literal:
-        return "|".join(show(arg) for arg in args)
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return "|".join(show(member.value) for member in annotation)
-    if origin in (list, tuple, dict):
-        inner = ", ".join("..." if arg is Ellipsis else type_text(arg) for arg in args)
-        return f"{origin.__name__}[{inner}]"
-    return "null" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
-
-
-def _choices(annotation: Any) -> Iterator[tuple[str, str]]:
-    """What a value or its parts may be, each with its meaning."""
-    for option in schemas.members(annotation):
-        if isinstance(option, type) and issubclass(option, Enum):
-            docs = schemas.attribute_docs(option)
-            yield from ((show(member.value), docs[member.name]) for member in option if member.name in docs)
-        for inner in typing.get_args(option):
-            if is_dataclass(inner):  # a list or mapping of sections
-                yield from schemas.attribute_docs(inner).items()
+@functools.cache
+def docs(schema: type) -> dict[str, str]:
+    """The docstrings below the fields of a class and of its bases, by field; "" is the class itself."""
+    found = {"": ""}
+    for base in reversed(schema.__mro__[:-1]):
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except (OSError, TypeError, SyntaxError):  # no source
+            continue
+        assert isinstance(body, ast.ClassDef)
+        found[""] = ast.get_docstring(body) or ""
+        for statement, below in pairwise(body.body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr):
+                text = ast.literal_eval(below.value)
+                found[ast.unparse(statement.target)] = " ".join(text.split())
+    return found
 
 
 def _wrapped(text: str, indent: str, width: int) -> list[str]:

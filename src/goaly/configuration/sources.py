@@ -1,9 +1,10 @@
 """Where settings come from: a YAML file, perhaps based on others, and `key=value` overrides, merged by OmegaConf.
 
-The schema's own defaults lie beneath both, so that `${train.lr}` refers to a value whether or not anyone wrote it down.
+The schema's own defaults lie beneath both, so `${trainer.threads}` refers to a value even if no file sets it.
 """
 
 import re
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,63 +14,54 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from goaly.configuration.schema import join, show
+from goaly.configuration.schema import Key, join, keys, members
+from goaly.configuration.values import default_values
+from goaly.configuration.wording import show
 
 OVERRIDE = "override"
 DEFAULT = "default"
 BASE = "base"
 """The key by which a file names another one, relative to itself, whose keys it starts from."""
+YAML_WORDS = {True: ("on", "yes", "true"), False: ("off", "no", "false")}
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-
-
-class _Broken:
-    """Stands where a value could not be resolved; its problem is already told."""
-
-
-BROKEN = _Broken()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """All settings as plain values, who wrote them, and what was wrong in the reading.
+    """All settings as plain values, their sources, and the problems of reading them.
 
-    `texts` holds the overrides as they were typed, `written` the values that could not be resolved.
+    `texts` holds the overrides as they were typed; `unresolved` are the keys whose `${…}` has no value.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    written: dict[str, Any] = field(default_factory=dict)
+    unresolved: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
     def source(self, path: str) -> str:
         """Who wrote the value at `path`: the file, an override, or the schema's default."""
-        while path:
-            if path in self.sources:
-                return self.sources[path]
+        while path and path not in self.sources:
             path = path.rpartition(".")[0]
-        return DEFAULT
+        return self.sources.get(path, DEFAULT)
 
-    def blame(self, path: str, value: Any, complaint: str) -> str:
-        """One problem's line: key, value, what would be right, and who wrote it."""
-        return f"{path}={show(value)}: {complaint} ({self.source(path)})"
+    def blame(self, line: str) -> str:
+        """The problem's line, with the source of its value if it begins with `key=value`."""
+        key = re.match(r"[^=:\s]+(?==)", line)
+        return f"{line} ({self.source(key[0])})" if key else line
 
 
-def read(
-    file: str | Path | None,
-    overrides: Sequence[str],
-    defaults: dict[str, Any],
-    *,
-    mappings: set[str],
-    sections: set[str],
-) -> Given:
-    """Merge defaults, the file's bases, the file and the overrides.
+def read(file: str | Path | None, overrides: Sequence[str], schema: type) -> Given:
+    """Merge the schema's defaults, the file's bases, the file and the overrides.
 
-    The value that a file or an override gives for one of `mappings` (keys whose value is a dict) replaces the one
-    before instead of joining it; one of `sections` with nothing below it in the file is as good as not written.
+    The value that a file or an override gives for a key whose value is a mapping replaces the one before instead of
+    joining it; a section with nothing below it in the file is as good as not written.
     """
+    found = list(keys(schema))
+    mappings = {key.path for key in found if isinstance(key.default, dict)}
+    sections = {key.path for key in found if key.section is not None and type(None) not in members(key.annotation)}
     given = Given()
-    tree = OmegaConf.create(defaults)
+    tree = OmegaConf.create(default_values(schema))
     if file is not None:
         for source, content in _with_bases(Path(file), given):
             written = _without_empty(content, "", sections)
@@ -82,8 +74,27 @@ def read(
     assert isinstance(tree, DictConfig)
     for override in overrides:
         _apply(tree, override, given, mappings)
-    given.values.update(_resolve(tree, "", given))
+    given.values.update(_without_empty(_resolve(tree, "", given), "", sections))
+    for key in found:
+        _read_as_typed(key, given)
     return given
+
+
+def _read_as_typed(key: Key, given: Given) -> None:
+    """Put back what was written where YAML read a word or text as something else: `off` as false, `007` as 7."""
+    *outer, name = key.path.split(".")
+    section: Any = given.values
+    for part in outer:
+        section = section.get(part) if isinstance(section, dict) else None
+    if not isinstance(section, dict) or name not in section:
+        return
+    value, text, kinds = section[name], given.texts.get(key.path), members(key.annotation)
+    words = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
+    if isinstance(value, bool) and bool not in kinds:
+        section[name] = next((word for word in (text, *YAML_WORDS[value]) if word in words), value)
+    takes_text = (str in kinds or Path in kinds) and type(value) not in kinds
+    if text is not None and takes_text and not isinstance(value, str) and (value is not None or text == ""):
+        section[name] = text
 
 
 def _with_bases(file: Path, given: Given) -> list[tuple[str, dict[Any, Any]]]:
@@ -106,7 +117,7 @@ def _read_file(file: Path, given: Given) -> dict[Any, Any]:
     try:
         written = OmegaConf.load(file)
     except OSError as error:
-        given.problems.append(f"--config={file}: can't be read: {error.strerror or error}")
+        given.problems.append(f"--config={file}: cannot be read: {error.strerror or error}")
         return {}
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         given.problems.append(f"--config={file}: is not sound YAML: {_one_line(error)}")
@@ -129,7 +140,7 @@ def _apply(tree: DictConfig, override: str, given: Given, mappings: set[str]) ->
     path, equals, text = override.partition("=")
     path = path.strip()
     if not equals or not _DOTTED.fullmatch(path):
-        given.problems.append(f"{override}: an override is written key=value, such as train.threads=1 ({OVERRIDE})")
+        given.problems.append(f"{override}: an override is written key=value, such as trainer.threads=1 ({OVERRIDE})")
         return
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))  # `${…}` stays as written
@@ -137,7 +148,7 @@ def _apply(tree: DictConfig, override: str, given: Given, mappings: set[str]) ->
         OmegaConf.update(tree, path, parsed["value"], merge=path not in mappings)
     except (YAMLError, OmegaConfBaseException) as error:
         why = getattr(error, "problem", None) or _one_line(error)
-        given.problems.append(f"{path}={show(text)}: can't be set: {why} ({OVERRIDE})")
+        given.problems.append(f"{path}={show(text)}: cannot be set: {why} ({OVERRIDE})")
         return
     given.sources[path] = OVERRIDE
     if "${" not in text:
@@ -163,14 +174,13 @@ def _resolve(node: DictConfig | ListConfig, path: str, given: Given) -> Any:
                 value = _resolve(value, inner, given)
         except MissingMandatoryValue:
             continue
-        except RecursionError:
-            given.problems.append(f"{inner}: refers to itself ({given.source(inner)})")
-            value = BROKEN
-        except OmegaConfBaseException as error:
-            raw: Any = OmegaConf.to_container(node)
-            given.written[inner] = raw[name]
-            given.problems.append(given.blame(inner, raw[name], _one_line(error)))
-            value = BROKEN
+        except (RecursionError, OmegaConfBaseException) as error:
+            cycle = isinstance(error, RecursionError)
+            written: Any = None if cycle else OmegaConf.to_container(node)[name]  # type: ignore[index]
+            line = f"{inner}: refers to itself" if cycle else f"{inner}={show(written)}: {_one_line(error)}"
+            given.problems.append(f"{line} ({given.source(inner)})")
+            given.unresolved.add(inner)
+            continue
         found[name] = value
     return list(found.values()) if isinstance(node, ListConfig) else found
 

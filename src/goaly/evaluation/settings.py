@@ -1,76 +1,73 @@
-"""What a policy is measured on, and how: the same settings for a run and for `apps/eval`."""
+"""Evaluation settings, the same for a run and for `apps/eval`."""
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from goaly.configuration.schema import KnownWords
+from goaly.configuration.settings import PositiveInt, settings
+from goaly.configuration.values import idle
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Split
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings, source_problems
 from goaly.reward.settings import RewardSettings
 
 HELD_OUT = "held_out"
-"""The name of the one set of an evaluation that names none."""
+"""Name of the only set where `sets` is empty."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSet(KnownWords):
-    """Problems to measure a policy on: of a task, of files, or the held-out share of `prompts`."""
+@settings
+class EvaluationSet:
+    """Problems of an evaluation: of a task, of files, or the held-out share of `prompts`."""
 
     task: str | None = None
-    """The built-in task that makes the problems; of those that a run trains on, only held-out ones are asked."""
+    """The built-in task that makes the problems. Only held-out problems are asked, if the run trains on the task."""
     arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
-    """The addition task, where `task` is arithmetic."""
+    """The addition task, if `task` is arithmetic."""
     files: tuple[str, ...] = ()
-    """JSONL or Parquet files in the form of `prompts.files`; every problem in them may be asked. Without `task` and
+    """JSONL or Parquet files in the format of `prompts.files`; any problem in them may be asked. Without `task` and
     `files` the set is the held-out share of `prompts`."""
-    prompts: int | Literal["all"] = "all"
-    """How many problems are asked, each once: "all" that files have, or a number. A task needs a number."""
-    samples_per_prompt: int = 1
-    """Answers sampled to each problem. pass@k needs at least k of them."""
+    prompts: PositiveInt | Literal["all"] = "all"
+    """Number of problems, each of which is asked once; "all": all problems of the files. A task needs a number."""
+    samples_per_prompt: PositiveInt = 1
+    """Answers sampled for each problem. pass@k needs at least k of them."""
     pass_at: tuple[int, ...] = ()
-    """Which pass@k are reported beside pass@1; empty: every power of two up to `samples_per_prompt`, and that itself.
-    avg@n, the mean reward, is over all n samples."""
+    """Values of k for which pass@k is reported, beside pass@1; empty: the powers of two up to `samples_per_prompt`, and
+    `samples_per_prompt` itself. avg@n, the mean reward, is over all n samples."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """What is sampled differently than `sampling` says, such as `{temperature: 0.6, top_p: 0.95, max_tokens: 512}`."""
+    """Keys of `sampling` that differ for this set, such as `{temperature: 0.6, top_p: 0.95, max_tokens: 512}`."""
     verifier: str | None = None
-    """Function that scores the answers, as `package.module:function`; null: `reward.verifier`. It runs in
-    `reward.workers` processes of its own, under the limits of `reward`."""
+    """Function that scores the answers, as `package.module:function`; null is `reward.verifier`. It runs in
+    `reward.workers` processes of its own, with the limits of `reward`."""
 
     @property
     def count(self) -> int | None:
-        """How many problems are asked; None is all."""
+        """The number of problems; None is all."""
         return None if self.prompts == "all" else self.prompts
 
     def source(self, prompts: PromptSettings) -> tuple[PromptSettings, Split]:
-        """Where the problems come from, and which of its splits is asked, in a run that trains on `prompts`."""
+        """The source of the problems and the split of it that is asked, in a run that trains on `prompts`."""
         if self.files:
             return PromptSettings(task=None, files=self.files, held_out_fraction=0.0), Split.TRAIN
         if self.task is None:
             return prompts, Split.HELD_OUT
-        fraction = prompts.held_out_fraction  # the split is the problem's own: what is held out is so for every task
+        fraction = prompts.held_out_fraction  # a problem's split depends on the problem and the fraction alone
         source = PromptSettings(task=self.task, arithmetic=self.arithmetic, held_out_fraction=fraction)
         return source, Split.HELD_OUT if fraction > 0 else Split.TRAIN
 
     def sampled(self, sampling: SamplingSettings) -> SamplingSettings:
-        """How the answers are sampled, where `sampling` says so for all others."""
+        """The sampling parameters of this set, if `sampling` has those of all others."""
         return replace(sampling, **self.sampling)
 
     def problems(self, prefix: str) -> list[str]:
-        """What can't work, a line each. `prefix` is the section's dotted path with its dot."""
+        """One line for each setting that cannot work. `prefix` is the set's path with its dot."""
         found = []
         if self.task is not None or self.files:
             found += source_problems(self.task, self.files, self.arithmetic, prefix)
         elif self.arithmetic != ArithmeticSettings():
-            found += self.arithmetic.idle(f"{prefix}arithmetic.", f"{prefix}task is null")
-        if self.count is not None and self.count < 1:
-            found.append(f'{prefix}prompts={self.prompts}: must be at least 1, or "all"')
+            found += idle(self.arithmetic, f"{prefix}arithmetic.", f"{prefix}task is null")
         if self.task is not None and self.count is None:
             found.append(f"{prefix}prompts=all: must be a number where {prefix}task makes problems without end")
-        if self.samples_per_prompt < 1:
-            found.append(f"{prefix}samples_per_prompt={self.samples_per_prompt}: must be at least 1")
         for k in self.pass_at:
             if not 1 <= k <= self.samples_per_prompt:
                 found.append(
@@ -82,20 +79,20 @@ class EvaluationSet(KnownWords):
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class EvaluationSettings:
-    """How the policy is measured: on a held-out share of `prompts`, or on `sets`."""
+    """Problems on which the policy is evaluated: the held-out share of `prompts`, or `sets`."""
 
-    prompts: int = 256
-    """How many held-out prompts are asked, each once, where there are no `sets`."""
-    samples_per_prompt: int = 1
-    """Answers sampled to each of them."""
+    prompts: PositiveInt = 256
+    """Number of held-out prompts, each of which is asked once, if there are no `sets`."""
+    samples_per_prompt: PositiveInt = 1
+    """Answers sampled for each of them."""
     temperature: float | None = None
     """Their sampling temperature; 0 decodes greedily, null is `sampling.temperature`."""
     sets: dict[str, EvaluationSet] = field(default_factory=dict)
     """Named sets instead, such as `{aime: {files: [aime.jsonl], samples_per_prompt: 16, pass_at: [8]}, held_out:
-    {prompts: 256}}`. The first one is that of `pass_at_1_before` and
-    `pass_at_1_after` in `summary.json`. Each has these keys:"""
+    {prompts: 256}}`. `pass_at_1_before` and `pass_at_1_after` in `summary.json` are those of the first set. Each set
+    has these keys:"""
 
     @property
     def named(self) -> dict[str, EvaluationSet]:
@@ -108,32 +105,28 @@ class EvaluationSettings:
 
     @property
     def verifiers(self) -> tuple[str, ...]:
-        """The verifiers that sets bring along."""
+        """The verifiers that sets name."""
         return tuple(dict.fromkeys(one.verifier for one in self.named.values() if one.verifier is not None))
 
     def key(self, name: str) -> str:
-        """The dotted path of a set's keys, with its dot, below this section's."""
+        """The path of a set's keys below this section's, with its dot."""
         return f"sets.{name}." if self.sets else ""
 
     def problems(self, prefix: str) -> list[str]:
-        """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `evaluation.`."""
+        """One line for each setting that cannot work. `prefix` is the section's path with its dot, `evaluation.`."""
         found = []
-        for name in ("prompts", "samples_per_prompt"):
-            if getattr(self, name) < 1:
-                found.append(f"{prefix}{name}={getattr(self, name)}: must be at least 1")
         for name in self.sets:
             if not re.fullmatch(r"[\w-]+", name):
                 found.append(f"{prefix}sets: {name!r} must be a name of letters, digits, _ and -")
-        default = EvaluationSettings()
-        for name in ("prompts", "samples_per_prompt", "temperature") if self.sets else ():
-            if (value := getattr(self, name)) != getattr(default, name):
-                found.append(f"{prefix}{name}={value}: has no effect, {prefix}sets have their own")
+        if self.sets:
+            why = f"{prefix}sets have their own"
+            found += idle(self, prefix, why, "prompts", "samples_per_prompt", "temperature")
         return found
 
     def problems_beside(
         self, prefix: str, prompts: PromptSettings, sampling: SamplingSettings, max_context: int
     ) -> list[str]:
-        """What can't work beside a run's `prompts` and `sampling`, in so many tokens of context, a line each."""
+        """One line for each setting that cannot work with a run's `prompts`, `sampling` and context length."""
         if self.problems(prefix) or any(one.problems("") for one in self.sets.values()):
             return []  # the sections' own
         found = []
@@ -145,14 +138,10 @@ class EvaluationSettings:
 
 
 def _sampling_problems(one: EvaluationSet, key: str, sampling: SamplingSettings, max_context: int) -> list[str]:
-    from goaly.configuration.build import Builder  # imports OmegaConf, which `--help` can do without
-    from goaly.configuration.sources import Given
+    from goaly.configuration.check import check  # imports pydantic, which `--help` does not need
 
-    known = {name: getattr(sampling, name) for name in vars(sampling)}
-    builder = Builder(SamplingSettings, Given())
-    builder.section(SamplingSettings, known | one.sampling, key)
-    written = [problem for problem in builder.problems if re.split(r"[=:]", problem)[0].split(".")[-1] in one.sampling]
-    found = [problem.removesuffix(" (default)") for problem in written]
+    _, problems = check(SamplingSettings, asdict(sampling) | one.sampling, key)
+    found = [problem for problem in problems if re.split(r"[=:]", problem)[0].split(".")[-1] in one.sampling]
     longest = one.sampling.get("max_tokens")
     if not found and longest is not None and longest >= max_context:
         found.append(f"{key}.max_tokens={longest}: must leave room for a prompt in a context of {max_context} tokens")
@@ -166,15 +155,15 @@ def _source_problems(one: EvaluationSet, key: str, prompts: PromptSettings) -> l
     trained = {Path(file).resolve() for files in of_training for file in files}
     if both := sorted(file for file in one.files if Path(file).resolve() in trained):
         return [
-            f"{key}files: {', '.join(both)} must not be a file of `prompts`, which is trained on; a set without "
-            "`task` and `files` asks its held-out share"
+            f"{key}files: {', '.join(both)} must not be a file of `prompts`, on which the run trains; a set without "
+            "`task` and `files` asks the held-out share of `prompts`"
         ]
     source, split = one.source(prompts)
     if (why := unreadable(source)) is not None:
         return [f"{'prompts.' if source is prompts else key}files: {why}"]
     if source is not prompts:
         why = empty_split(source, split)
-        return [] if why is None else [f"{key}prompts={one.prompts}: must be problems that are there: {why}"]
+        return [] if why is None else [f"{key}prompts={one.prompts}: there is no such problem: {why}"]
     if one.count is None and not _is_of_files(prompts):
         return [f"{key}prompts=all: must be a number where a task of `prompts` makes problems without end"]
     why = "it holds out none" if prompts.held_out_fraction == 0 else empty_split(source, split)

@@ -1,96 +1,86 @@
-"""What a generator replica is made of, and how it samples unless a request says otherwise."""
+"""Settings of the generator replicas, and the default sampling parameters of requests."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib.metadata import PackageNotFoundError, version
-from math import inf
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from goaly.configuration.schema import KnownWords
+from annotated_types import Ge, Gt, Le, MinLen
+
+from goaly.configuration.settings import NonNegativeInt, PositiveFloat, PositiveInt, Share, settings
 
 PREPACKED = (
-    "vLLM's own models prepack their linear layers on CPU, so no weight update can reach them; "
-    'use engine "torchtitan" in a run that trains'
+    "vLLM's own models prepack their linear layers on CPU, so weight updates cannot reach them; "
+    'use the engine "torchtitan" in a run that trains'
 )
 
 FLIP_UNDER_GRAPHS = (
-    "must be copy where decode steps are recorded as CUDA graphs, which would go on with the old memory; "
+    "must be copy where decode steps are recorded as CUDA graphs, which would still read the old memory; "
     "or set generator.cuda_graphs=false"
 )
 
 
-@dataclass(kw_only=True)
-class GeneratorSettings(KnownWords):
+@settings
+class GeneratorSettings:
     """A vLLM engine in each generator process."""
 
-    replicas: int = 1
-    """How many engines generate side by side."""
+    replicas: PositiveInt = 1
+    """Number of engines that generate in parallel."""
 
-    tp: int = 1
+    tp: PositiveInt = 1
     """Tensor-parallel processes of one replica."""
 
     engine: Literal["torchtitan", "native"] = "torchtitan"
-    """Which model definition runs inside vLLM: "torchtitan" (the trainer's own) or "native" (vLLM's; in a run that
-    trains for Qwen3 on GPUs, on CPU only for weights that never change)."""
+    """Model definition inside vLLM: "torchtitan" (the trainer's own) or "native" (vLLM's). A run that trains supports
+    "native" for Qwen3 on GPUs; on CPU its weights cannot change."""
 
-    max_running: int = 128
-    """How many requests a replica decodes at once; more wait."""
+    max_running: PositiveInt = 128
+    """Most requests that a replica decodes at once; more wait."""
 
-    max_context: int = 1024
-    """Most tokens of a prompt and its answer together; an answer that gets there ends as if by its token limit."""
+    max_context: Annotated[int, Ge(2)] = 1024
+    """Most tokens of a prompt and its answer together; an answer that reaches it ends as at its token limit."""
 
     max_step_tokens: int = 4096
     """Most tokens that one engine step computes; on GPUs a longer prompt is prefilled in parts."""
 
-    kv_cache_gib: float = 0.5
+    kv_cache_gib: PositiveFloat = 0.5
     """Memory of the key-value cache of each process, in GiB."""
 
     on_update: Literal["recompute", "keep", "drain"] = "recompute"
-    """What happens to running requests when new weights come: "recompute" fills their key-value cache anew under the
-    new weights, "keep" goes on with the old one, "drain" lets them end first and applies the weights then."""
+    """Running requests under new weights: "recompute" computes their key-value cache again, "keep" keeps the old cache,
+    "drain" waits for them to finish before it applies the weights."""
 
     prefix_caching: bool = True
-    """Compute the prompt that the samples of a group share only once."""
+    """Compute the shared prompt of a group's samples only once."""
 
     cuda_graphs: bool = True
-    """Record decode steps as CUDA graphs; without effect on CPU."""
+    """Record decode steps as CUDA graphs; no effect on CPU."""
 
-    threads: int = 1
+    threads: PositiveInt = 1
     """CPU threads of each process."""
 
-    start_minutes: float = 30.0
-    """Most minutes that a replica may take to start: to load the model and to catch up with the weights. One that takes
-    longer is killed; at the start of the run that ends the run, later another replacement is tried. Raise it for models
-    that load slowly."""
+    start_minutes: PositiveFloat = 30.0
+    """Time limit for the start of a replica: to load the model and to catch up with the weights. A replica that takes
+    longer is killed: at the start of the run this ends the run, later it starts another one. Raise it for models that
+    load slowly."""
 
     seed: int = 0
-    """Seeds the sampling of requests that bring no seed of their own; replica i uses seed + i."""
+    """Seeds the sampling of requests without a seed of their own; replica i uses seed + i."""
 
     def problems(self, prefix: str, *, device: str | None = None, updates: bool = True) -> list[str]:
-        """One line for each setting that can't work on `device` (vLLM's own), with weight updates or without."""
-        problems = [
-            f"{prefix}{key}={getattr(self, key)}: must be at least 1"
-            for key in ("replicas", "tp", "max_running", "threads")
-            if getattr(self, key) < 1
-        ]
-        if self.max_context < 2:
-            problems.append(f"{prefix}max_context={self.max_context}: must be at least 2, a prompt and an answer")
+        """One line for each setting that cannot work on `device` (null: vLLM's own), with weight updates or without."""
+        problems = []
         if self.max_step_tokens < self.max_running:
             problems.append(
-                f"{prefix}max_step_tokens={self.max_step_tokens}: must be at least max_running ({self.max_running}), "
-                "for each running request decodes one token a step"
+                f"{prefix}max_step_tokens={self.max_step_tokens}: must be at least {prefix}max_running="
+                f"{self.max_running}, because each running request decodes one token in a step"
             )
-        problems += [
-            f"{prefix}{key}={getattr(self, key)}: must be positive"
-            for key in ("kv_cache_gib", "start_minutes")
-            if not getattr(self, key) > 0
-        ]
         if self.engine == "native" and updates and (device or vllm_device()) == "cpu":
             problems.append(f'{prefix}engine="native": {PREPACKED}')
         return problems
 
     def model_problems(self, prefix: str, model: str, shape: "ModelShape", *, device: str | None = None) -> list[str]:
-        """One line for each reason why this model, which `model` names in messages, can't be served on `device`."""
+        """One line for each reason why `device` cannot serve this model; `model` is its name in messages."""
         problems = []
         if self.max_context > shape.max_context:
             problems.append(
@@ -99,18 +89,18 @@ class GeneratorSettings(KnownWords):
         if (device or vllm_device()) == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
             known = ", ".join(map(str, CPU_HEAD_DIMS))
             problems.append(
-                f"{model}: has attention heads of dimension {shape.head_dim}, must be one of {known} on CPU, where "
+                f"{model}: has attention heads of dimension {shape.head_dim}, must be one of {known} on CPU, because "
                 "vLLM's attention has no others"
             )
         return problems
 
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""The head dimensions that vLLM's attention on CPU has kernels for (`tests/characterization` compares them)."""
+"""Head dimensions for which vLLM's attention on CPU has kernels (`tests/characterization` compares them)."""
 
 
 class ModelShape(Protocol):
-    """What a generator needs to know about a model."""
+    """The part of a model's shape that a generator needs."""
 
     @property
     def head_dim(self) -> int:
@@ -124,7 +114,7 @@ class ModelShape(Protocol):
 
 
 def vllm_device() -> str:
-    """What the installed vLLM computes on: its CPU build is another package, or says so in its version."""
+    """Device of the installed vLLM: its CPU build is another package, or has "cpu" in its version."""
     try:
         return "cpu" if "cpu" in version("vllm") else "cuda"
     except PackageNotFoundError:
@@ -143,95 +133,85 @@ NEUTRAL: Mapping[str, Any] = {
     "logit_bias": None,
     "allowed_token_ids": None,
 }
-"""The parameters that change the distribution which tokens are drawn from, each with the value that leaves it as the
-model gives it. A parameter that is not here decides only where an answer ends, or which draw is made."""
+"""The parameters that change the distribution of tokens, each with the value that keeps the model's distribution. All
+others only decide where an answer ends, or the random draw."""
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
-"""vLLM raises a lower one to the first without an error, and refuses a higher one than the second."""
+"""vLLM silently raises a lower temperature to the first, and refuses one above the second."""
 
 
-@dataclass(kw_only=True)
+Penalty = Annotated[float, Ge(-2), Le(2)]
+
+
+@settings
 class SamplingSettings:
     """How answers are sampled."""
 
     temperature: float = 1.0
     """Logits are divided by it; 0 decodes greedily. In a run that trains it must be `trainer.temperature`."""
 
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens with at least this probability; 1 is all of them. Evaluations only: in a
-    run that trains it must be 1."""
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Sample from the smallest set of tokens with at least this probability; 1 is all tokens. For evaluations: it must
+    be 1 in a run that trains."""
 
-    top_k: int = -1
-    """Sample from so many of the likeliest tokens; -1 is all of them. Evaluations only: in a run that trains it must be
-    -1."""
+    top_k: Literal[-1] | PositiveInt = -1
+    """Sample from so many of the most likely tokens; -1 is all tokens. For evaluations: it must be -1 in a run that
+    trains."""
 
-    min_p: float = 0.0
-    """Sample from the tokens with at least this share of the likeliest token's probability; 0 is all of them.
-    Evaluations only: in a run that trains it must be 0."""
+    min_p: Share = 0.0
+    """Sample from the tokens with at least this share of the most likely token's probability; 0 is all tokens. For
+    evaluations: it must be 0 in a run that trains."""
 
-    presence_penalty: float = 0.0
-    """What is subtracted from the logit of a token that the answer has already, from -2 to 2. Evaluations only: in a
-    run that trains it must be 0."""
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logit of each token that is in the answer already. For evaluations: it must be 0 in a run
+    that trains."""
 
-    frequency_penalty: float = 0.0
-    """What is subtracted from a token's logit for each time that the answer has it already, from -2 to 2. Evaluations
-    only: in a run that trains it must be 0."""
+    frequency_penalty: Penalty = 0.0
+    """Subtracted from a token's logit once for each time that it is in the answer already. For evaluations: it must be
+    0 in a run that trains."""
 
-    repetition_penalty: float = 1.0
-    """Divides the logit of a token that prompt or answer have already; above 1 it becomes less likely. Evaluations
-    only: in a run that trains it must be 1."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divides the logit of each token that is in the prompt or the answer already; above 1 such tokens become less
+    likely. For evaluations: it must be 1 in a run that trains."""
 
-    max_tokens: int = 256
+    max_tokens: PositiveInt = 256
     """Most tokens of one answer."""
 
-    min_tokens: int = 0
-    """Fewest tokens of one answer: until then no stop token can be drawn, and no stop string ends it. Evaluations only:
-    in a run that trains it must be 0, for without its stop tokens the distribution is another one."""
+    min_tokens: NonNegativeInt = 0
+    """Fewest tokens of one answer: before, no stop token is drawn and no stop string ends it. For evaluations: it must
+    be 0 in a run that trains, because forbidding stop tokens changes the distribution."""
 
-    stop: list[str] = field(default_factory=list)
-    """Texts that end an answer, such as `["\\n\\n"]`. The tokens that write such a text stay in the answer, whole."""
+    stop: list[Annotated[str, MinLen(1)]] = field(default_factory=list)
+    """Texts that end an answer, such as `["\\n\\n"]`. The tokens that contain such a text stay in the answer."""
 
-    stop_token_ids: list[int] | None = None
-    """Tokens that end an answer, instead of the model's own; null: those that its `generation_config.json` and its
-    tokenizer name."""
+    stop_token_ids: list[NonNegativeInt] | None = None
+    """Tokens that end an answer, instead of the model's own; null: those in the model's `generation_config.json` and in
+    its tokenizer."""
 
     def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that can't work."""
-        problems = []
-
-        def need(key: str, holds: bool, must: str) -> None:
-            if not holds:
-                problems.append(f"{prefix}{key}={getattr(self, key)}: must be {must}")
-
-        need(
-            "temperature",
-            self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature <= HIGHEST_TEMPERATURE,
-            f"0 (greedy), or at least {LOWEST_TEMPERATURE} and at most {HIGHEST_TEMPERATURE}",
-        )
-        need("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        need("top_k", self.top_k == -1 or self.top_k >= 1, "at least 1, or -1 for all tokens")
-        need("min_p", 0 <= self.min_p <= 1, "at least 0 and at most 1")
-        need("presence_penalty", -2 <= self.presence_penalty <= 2, "at least -2 and at most 2")
-        need("frequency_penalty", -2 <= self.frequency_penalty <= 2, "at least -2 and at most 2")
-        need("repetition_penalty", 0 < self.repetition_penalty < inf, "a number above 0")
-        need("max_tokens", self.max_tokens >= 1, "at least 1")
-        need("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"at least 0 and at most {prefix}max_tokens")
-        need("stop", all(self.stop), "a list of texts that are not empty")
-        need("stop_token_ids", all(token >= 0 for token in self.stop_token_ids or ()), "a list of ids of at least 0")
-        return problems
+        """One line for each setting that cannot work. `prefix` is the section's path with its dot, `sampling.`."""
+        found = []
+        if self.temperature != 0 and not LOWEST_TEMPERATURE <= self.temperature <= HIGHEST_TEMPERATURE:
+            found.append(
+                f"{prefix}temperature={self.temperature}: must be 0 (greedy), or at least {LOWEST_TEMPERATURE} and at "
+                f"most {HIGHEST_TEMPERATURE}"
+            )
+        if self.min_tokens > self.max_tokens:
+            found.append(f"{prefix}min_tokens={self.min_tokens}: must be at most {prefix}max_tokens={self.max_tokens}")
+        return found
 
     def training_problems(self, prefix: str, trainer: str, temperature: float) -> list[str]:
-        """One line for each setting that makes the sampled distribution another than the trained one, which is over
-        all tokens at `temperature`, the setting that `trainer` names."""
+        """One line for each setting that makes the sampled distribution differ from the trained one: all tokens, at
+        `temperature`, which is the setting `trainer`."""
         problems = []
         if self.temperature != temperature:
             problems.append(
-                f"{prefix}temperature={self.temperature}: must be {trainer} ({temperature}), or what is trained is not "
-                "what was sampled"
+                f"{prefix}temperature={self.temperature}: must be {trainer} ({temperature}), or the run trains another "
+                "distribution than it samples"
             )
         for key in (key for key in vars(self) if key in NEUTRAL and key != "temperature"):
             if (value := getattr(self, key)) != NEUTRAL[key]:
                 problems.append(
-                    f"{prefix}{key}={value}: must be {NEUTRAL[key]} in a run that trains: the trainer's "
-                    "log-probabilities are those of the distribution over all tokens"
+                    f"{prefix}{key}={value}: must be {NEUTRAL[key]} in a run that trains, because the "
+                    "trainer's log-probabilities are over all tokens"
                 )
         return problems

@@ -11,9 +11,10 @@ from typing import Literal
 
 import torch
 
+from goaly.configuration.settings import AtLeastOne, NonNegativeFloat, PositiveFloat, Share
 from goaly.losses.kl import BinaryDivergence, binary_divergence
 from goaly.losses.tokens import LossOutput, Tokens
-from goaly.registry import AtLeastOne, NotNegative, Positive, Registry, Share
+from goaly.registry import Registry
 
 PolicyLoss = Callable[..., torch.Tensor | LossOutput]
 """A function of `Tokens`; its keyword-only parameters are its options."""
@@ -54,7 +55,7 @@ def traits(name: str) -> LossTraits:
 
 @loss("ppo")
 def ppo(
-    tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2, dual_clip: AtLeastOne | None = None
+    tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NonNegativeFloat = 0.2, dual_clip: AtLeastOne | None = None
 ) -> LossOutput:
     """Clipped surrogate: `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, where A < 0 at most `-dual_clip A`."""
     output = clipped(tokens.ratio_P, tokens.advantages_P, clip_low, clip_high)
@@ -69,25 +70,25 @@ def ppo(
 
 
 @loss("grpo")
-def grpo(tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 1.0) -> LossOutput:
+def grpo(tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NonNegativeFloat = 1.0) -> LossOutput:
     """PPO's surrogate with room above for data several versions old; the group's advantage makes it GRPO."""
     return clipped(tokens.ratio_P, tokens.advantages_P, clip_low, clip_high)
 
 
 @loss("dr_grpo", aggregation="sequence_sum")
-def dr_grpo(tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> LossOutput:
+def dr_grpo(tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NonNegativeFloat = 0.2) -> LossOutput:
     """PPO's surrogate over a constant length, for advantages without standard deviation (`group_mean`)."""
     return clipped(tokens.ratio_P, tokens.advantages_P, clip_low, clip_high)
 
 
 @loss("dapo")
-def dapo(tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.28) -> LossOutput:
+def dapo(tokens: Tokens, *, clip_low: Share = 0.2, clip_high: NonNegativeFloat = 0.28) -> LossOutput:
     """PPO's surrogate with more room above, as a mean over tokens."""
     return clipped(tokens.ratio_P, tokens.advantages_P, clip_low, clip_high)
 
 
 @loss("cispo")
-def cispo(tokens: Tokens, *, clip_low: Share = 1.0, clip_high: NotNegative = 4.0) -> LossOutput:
+def cispo(tokens: Tokens, *, clip_low: Share = 1.0, clip_high: NonNegativeFloat = 4.0) -> LossOutput:
     """`-stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p`: the weight is clipped, every token has a gradient."""
     ratio_P = tokens.ratio_P.detach()
     weight_P = ratio_P.clamp(1 - clip_low, 1 + clip_high)
@@ -99,14 +100,14 @@ def cispo(tokens: Tokens, *, clip_low: Share = 1.0, clip_high: NotNegative = 4.0
 
 
 @loss("gspo", aggregation="sequence_mean", ratio="sequence")
-def gspo(tokens: Tokens, *, clip_low: Share = 3e-4, clip_high: NotNegative = 4e-4) -> LossOutput:
+def gspo(tokens: Tokens, *, clip_low: Share = 3e-4, clip_high: NonNegativeFloat = 4e-4) -> LossOutput:
     """PPO's surrogate with one ratio a sequence: the geometric mean of its tokens' ratios."""
     ratio_P = tokens.sequence_mean(tokens.logprobs_P - tokens.proximal_logprobs_P).exp()
     return clipped(ratio_P, tokens.advantages_P, clip_low, clip_high)
 
 
 @loss("gspo_token", aggregation="sequence_mean", ratio="sequence")
-def gspo_token(tokens: Tokens, *, clip_low: Share = 3e-4, clip_high: NotNegative = 4e-4) -> LossOutput:
+def gspo_token(tokens: Tokens, *, clip_low: Share = 3e-4, clip_high: NonNegativeFloat = 4e-4) -> LossOutput:
     """GSPO's ratio and clip, with the gradient of each token's own log-prob: for advantages that differ by token."""
     mean_P = tokens.sequence_mean(tokens.logprobs_P.detach() - tokens.proximal_logprobs_P)
     ratio_P = (mean_P + tokens.logprobs_P - tokens.logprobs_P.detach()).exp()
@@ -114,7 +115,7 @@ def gspo_token(tokens: Tokens, *, clip_low: Share = 3e-4, clip_high: NotNegative
 
 
 @loss("sapo", aggregation="sequence_mean")
-def sapo(tokens: Tokens, *, positive: Positive = 1.0, negative: Positive = 1.05) -> torch.Tensor:
+def sapo(tokens: Tokens, *, positive: PositiveFloat = 1.0, negative: PositiveFloat = 1.05) -> torch.Tensor:
     """`-4 / t sigmoid(t (r - 1)) A`: a soft gate instead of a clip; t is `positive` where A > 0, else `negative`."""
     temperature_P = torch.where(tokens.advantages_P > 0, positive, negative)
     gate_P = (temperature_P * (tokens.ratio_P - 1)).sigmoid() * 4 / temperature_P
@@ -128,7 +129,9 @@ def reinforce(tokens: Tokens) -> torch.Tensor:
 
 
 @loss("dppo")
-def dppo(tokens: Tokens, *, divergence: BinaryDivergence = "total_variation", threshold: Positive = 0.15) -> LossOutput:
+def dppo(
+    tokens: Tokens, *, divergence: BinaryDivergence = "total_variation", threshold: PositiveFloat = 0.15
+) -> LossOutput:
     """`-r A`, masked where the probability has moved further than the threshold in A's direction.
 
     The divergence is that of two outcomes: this token or another.

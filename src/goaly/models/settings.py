@@ -1,24 +1,23 @@
 """Which model is trained and sampled."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from goaly.configuration.schema import KnownWords
+from goaly.configuration.settings import settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings(KnownWords):
+@settings
+class ModelSettings:
     """The model that trainer, generator and reference share at the start."""
 
     path: str = ""
     """A Hugging Face folder: config.json, safetensors, tokenizer files. Families: Qwen3 (dense) and Llama 3."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the model computes in. In bfloat16 the trainer keeps float32 parameters and casts them for each pass; a
-    reference keeps bfloat16 ones, and weights travel as bfloat16 (`weights.transfer_dtype`)."""
+    """Number format of the model's computations. In bfloat16 the trainer keeps float32 parameters and casts them for
+    each pass; a reference keeps bfloat16 ones, and weights travel as bfloat16 (`weights.transfer_dtype`)."""
 
     def problems(self, prefix: str) -> list[str]:
-        """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `model.`."""
+        """One line for each setting that cannot work. `prefix` is the section's path with its dot, such as `model.`."""
         if not self.path:
             return [f"{prefix}path: is not set, must be a Hugging Face folder"]
         if not (Path(self.path) / "config.json").is_file():

@@ -6,9 +6,12 @@ The folder loads in plain transformers. Its weights are random, from the given s
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, MultipleOf
+
+from goaly.configuration.settings import PositiveInt, settings
 
 if TYPE_CHECKING:
     import torch
@@ -31,43 +34,36 @@ CHAT_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class TinyModel:
     """The size of a tiny Qwen3."""
 
-    dim: int = 96
+    dim: PositiveInt = 96
     """Width of the residual stream."""
-    layers: int = 3
+    layers: PositiveInt = 3
     """Transformer blocks."""
-    heads: int = 4
+    heads: PositiveInt = 4
     """Attention heads."""
-    kv_heads: int = 2
+    kv_heads: PositiveInt = 2
     """Key-value heads, shared among the attention heads."""
-    head_dim: int = 32
+    head_dim: Annotated[int, Ge(8), MultipleOf(8)] = 32
     """Width of a head."""
-    hidden_dim: int = 256
+    hidden_dim: PositiveInt = 256
     """Width inside the feed-forward network."""
-    max_context: int = 512
+    max_context: PositiveInt = 512
     """Most tokens of a sequence."""
     rope_theta: float = 10_000.0
     """Base of the rotary position embedding."""
     tied: bool = False
     """Use the embedding as the output layer too."""
     seed: int = 0
-    """Of the random weights."""
+    """Seeds the random weights."""
 
     def problems(self, prefix: str) -> list[str]:
-        """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `tiny.`."""
-        found = [
-            f"{prefix}{name}={getattr(self, name)}: must be at least 1"
-            for name in ("dim", "layers", "heads", "kv_heads", "head_dim", "hidden_dim", "max_context")
-            if getattr(self, name) < 1
-        ]
-        if not found and self.heads % self.kv_heads:
-            found.append(f"{prefix}heads={self.heads}: must be a multiple of kv_heads={self.kv_heads}")
-        if self.head_dim % 8:
-            found.append(f"{prefix}head_dim={self.head_dim}: must be a multiple of 8")
-        return found
+        """One line for each setting that cannot work. `prefix` is the section's path with its dot, such as `tiny.`."""
+        if self.heads % self.kv_heads:
+            return [f"{prefix}heads={self.heads}: must be a multiple of {prefix}kv_heads={self.kv_heads}"]
+        return []
 
 
 def write_tiny_model(folder: str | Path, size: TinyModel | None = None) -> Path:

@@ -1,118 +1,98 @@
-"""Where prompts come from, and how they are split."""
+"""Sources of prompts and of supervised documents, and their chat templates."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from goaly.configuration.schema import KnownWords, changed, show
+from annotated_types import Gt, Le, MinLen
+
+from goaly.configuration.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Share, ShareBelowOne, settings
+from goaly.configuration.values import idle
 
 FILE_KINDS = (".jsonl", ".parquet")
 TASK_NAMES = ("arithmetic",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class ArithmeticSettings:
     """The built-in addition task."""
 
-    min_digits: int = 2
+    min_digits: PositiveInt = 2
     """Fewest digits of a number."""
     max_digits: int = 12
     """Most digits of a number."""
     weight_power: float = 1.5
-    """A number of digits d is drawn with weight 1 / d ** weight_power: the higher, the rarer long problems are."""
+    """A length of d digits is drawn with weight 1 / d ** weight_power: a higher power makes long problems rarer."""
 
     def problems(self, prefix: str) -> list[str]:
-        """What can't work, a line each. `prefix` is the section's dotted path with its dot."""
-        found = []
-        if self.min_digits < 1:
-            found.append(f"{prefix}min_digits={self.min_digits}: must be at least 1")
+        """One line for each combination that cannot work. `prefix` is the section's path with its dot."""
         if self.max_digits < self.min_digits:
-            found.append(f"{prefix}max_digits={self.max_digits}: must be at least min_digits={self.min_digits}")
-        return found
-
-    def idle(self, prefix: str, why: str) -> list[str]:
-        """A line for each key that is set although nothing uses it, because of `why`."""
-        return [f"{prefix}{key}={show(value)}: has no effect, {why}" for key, value in changed(self).items()]
+            return [f"{prefix}max_digits={self.max_digits}: must be at least {prefix}min_digits={self.min_digits}"]
+        return []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class SourceSettings:
     """One of several sources of prompts."""
 
-    name: str
-    """What its prompts carry as their source; metrics are reported by it."""
-    weight: float = 1.0
-    """Its share of the prompts, in proportion to the other sources' weights."""
+    name: Annotated[str, MinLen(1)]
+    """Name of the source: its prompts carry it, and metrics are reported by it."""
+    weight: NonNegativeFloat = 1.0
+    """Its share of the prompts, relative to the other sources' weights."""
     task: str | None = None
-    """The built-in task that makes its prompts; null when they come from `files`."""
+    """The built-in task that makes its prompts; null if they come from `files`."""
     arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
-    """The addition task, where `task` is arithmetic."""
+    """The addition task, if `task` is arithmetic."""
     files: tuple[str, ...] = ()
     """JSONL or Parquet files of prompts."""
 
     def problems(self, prefix: str) -> list[str]:
-        """What can't work, a line each. `prefix` is the section's dotted path with its dot."""
-        found = source_problems(self.task, self.files, self.arithmetic, prefix)
-        if not self.name:
-            found.append(f"{prefix}name={self.name}: must not be empty")
-        if not 0 <= self.weight < float("inf"):
-            found.append(f"{prefix}weight={self.weight}: must be a number of at least 0")
-        return found
+        """One line for each setting that cannot work. `prefix` is the section's path with its dot."""
+        return source_problems(self.task, self.files, self.arithmetic, prefix)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class CurriculumSettings:
-    """Weighs sources by how much the policy can learn from them: by p * (1 - p), p being the recent pass rate. A sample
-    passes at a reward of 1 or more; a source of which none ever gets so much stays at the floor."""
+    """Multiplies the weight of each source by 4 * p * (1 - p), where p is its recent pass rate: most for sources that
+    half of the samples pass. A sample passes with a reward of 1 or more."""
 
-    floor: float = 0.1
-    """Least factor of a source's weight, where 1 is that of a source that every other sample passes."""
-    half_life_samples: float = 512.0
-    """A sample counts half as much in its source's pass rate as soon as so many newer ones finished."""
-
-    def problems(self, prefix: str) -> list[str]:
-        """What can't work, a line each. `prefix` is the section's dotted path with its dot."""
-        found = []
-        if not 0 < self.floor <= 1:
-            found.append(f"{prefix}floor={self.floor}: must be above 0 and at most 1")
-        if not 0 < self.half_life_samples < float("inf"):
-            found.append(f"{prefix}half_life_samples={self.half_life_samples}: must be a number above 0")
-        return found
+    floor: Annotated[float, Gt(0), Le(1)] = 0.1
+    """Lower bound of that factor, which is at most 1."""
+    half_life_samples: PositiveFloat = 512.0
+    """Number of newer samples of the source after which a sample counts half in its pass rate."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class PromptSettings:
-    """Where prompts come from: a built-in task, files, or several such sources."""
+    """Source of the prompts: a built-in task, files, or several such sources."""
 
     task: str | None = "arithmetic"
-    """The built-in task that makes the prompts; null when they come from `files` or `sources`."""
+    """The built-in task that makes the prompts; null if they come from `files` or `sources`."""
     arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
-    """The addition task, where `task` is arithmetic."""
+    """The addition task, if `task` is arithmetic."""
     files: tuple[str, ...] = ()
-    """JSONL or Parquet files of prompts: `messages` or `prompt` in each record, what the verifier needs (`answer`), and
-    the `tools` that the policy may call; other columns become the prompt's metadata."""
+    """JSONL or Parquet files of prompts. Each record has `messages` or `prompt`, perhaps an `answer` for the verifier
+    and `tools` that the policy may call; other columns become the prompt's metadata."""
     sources: tuple[SourceSettings, ...] = ()
-    """Several sources and their shares, such as `[{name: sums, task: arithmetic}, {name: own, files: [a.jsonl]}]`. A
-    script may change the shares while the run goes on: `run.prompts.set_weights({"own": 2})`."""
+    """Several sources and their weights, such as `[{name: sums, task: arithmetic}, {name: own, files: [a.jsonl]}]`. A
+    script may change the weights during the run: `run.prompts.set_weights({"own": 2})`."""
     curriculum: CurriculumSettings | None = None
-    """Let the policy's pass rates move the shares of `sources`."""
-    held_out_fraction: float = 0.1
-    """Share of the problems that is never trained on: evaluations draw from it. A hash of what the user asks decides
-    (or of the column `split_key`, where records have one), so that supervised training with the same share holds out
-    the same problems."""
+    """Adapt the shares of `sources` to the policy's pass rates; null keeps them."""
+    held_out_fraction: ShareBelowOne = 0.1
+    """Share of the problems that is never trained on, for evaluations. A hash of the user's messages decides (or of the
+    column `split_key`, if a record has one), so supervised training with the same fraction holds out the same
+    problems."""
     seed: int = 0
-    """Decides which prompts come, and in which order."""
+    """Seeds the choice and the order of prompts."""
 
     def problems(self, prefix: str) -> list[str]:
-        """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `prompts.`."""
+        """One line for each setting that cannot work. `prefix` is the section's path with its dot, `prompts.`."""
         if self.sources:
             found = self._mixture_problems(prefix)
         else:
             found = source_problems(self.task, self.files, self.arithmetic, prefix)
         if self.curriculum is not None and len(self.sources) < 2:
             found.append(f"{prefix}curriculum: needs at least two {prefix}sources to choose between")
-        if not 0 <= self.held_out_fraction < 1:
-            found.append(f"{prefix}held_out_fraction={self.held_out_fraction}: must be at least 0 and below 1")
         return found
 
     def _mixture_problems(self, prefix: str) -> list[str]:
@@ -121,7 +101,7 @@ class PromptSettings:
             found.append(f"{prefix}task={self.task}: must be null where {prefix}sources are given")
         if self.files:
             found.append(f"{prefix}files: must be empty where {prefix}sources are given")
-        found += self.arithmetic.idle(f"{prefix}arithmetic.", f"{prefix}sources have their own")
+        found += idle(self.arithmetic, f"{prefix}arithmetic.", f"{prefix}sources have their own")
         names = [source.name for source in self.sources]
         if double := sorted({name for name in names if names.count(name) > 1}):
             found.append(f"{prefix}sources: each must have a name of its own; more than one is {', '.join(double)}")
@@ -131,8 +111,8 @@ class PromptSettings:
 
 
 def source_problems(task: str | None, files: tuple[str, ...], arithmetic: ArithmeticSettings, prefix: str) -> list[str]:
-    """What can't work about a choice between a task and files."""
-    found = [] if task is not None else arithmetic.idle(f"{prefix}arithmetic.", f"{prefix}task is null")
+    """One line for each reason why this task or these files cannot be a source of problems."""
+    found = [] if task is not None else idle(arithmetic, f"{prefix}arithmetic.", f"{prefix}task is null")
     if task is None and not files:
         found.append(f"{prefix}files=[]: must name at least one file where {prefix}task is null")
     if task is not None and files:
@@ -143,72 +123,63 @@ def source_problems(task: str | None, files: tuple[str, ...], arithmetic: Arithm
         if not name.endswith(FILE_KINDS):
             found.append(f"{prefix}files: {name} must end in {' or '.join(FILE_KINDS)}")
         elif not Path(name).is_file():
-            found.append(f"{prefix}files: {name} is not there")
+            found.append(f"{prefix}files: {name} does not exist")
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class ChatSettings:
-    """How chats become text: by the chat template of the model's folder, unless this says otherwise."""
+    """The chat template that turns chats into text."""
 
     template_file: str | None = None
-    """A Jinja file that is used instead of the folder's chat template."""
+    """A Jinja file with the chat template; null is the template in the model's folder."""
     template_args: dict[str, Any] = field(default_factory=dict)
-    """What the template is given beside the chat, such as `{enable_thinking: false}` for Qwen3."""
+    """More arguments of the template, such as `{enable_thinking: false}` for Qwen3."""
 
     def problems(self, prefix: str) -> list[str]:
-        """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `chat.`."""
+        """One line for each setting that cannot work. `prefix` is the section's path with its dot, such as `chat.`."""
         found = []
         if self.template_file is not None and not Path(self.template_file).is_file():
-            found.append(f"{prefix}template_file={self.template_file}: is not there, must be a Jinja file")
+            found.append(f"{prefix}template_file={self.template_file}: does not exist, must be a Jinja file")
         for name in ("messages", "tools", "documents", "add_generation_prompt"):
             if name in self.template_args:
-                found.append(f"{prefix}template_args.{name}: must have another name, the chat itself gives it")
+                found.append(
+                    f"{prefix}template_args.{name}: must have another name, this argument is set from the chat"
+                )
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisedSettings(KnownWords):
-    """What supervised training imitates: a built-in task's demonstrations, or the documents of files."""
+@settings
+class SupervisedSettings:
+    """Documents of supervised training: demonstrations of a built-in task, or those of files."""
 
     task: str | None = None
-    """A built-in task whose demonstrations are imitated; null when documents come from `files`."""
+    """The built-in task that makes the demonstrations; null if documents come from `files`."""
     arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
-    """The addition task, where `task` is arithmetic."""
-    forgotten_carry_rate: float = 0.0
-    """Share of the carries that the addition task's demonstrations forget. Above one half, imitation makes a policy
-    whose likeliest answer is wrong: that carries count is then left to RL."""
+    """The addition task, if `task` is arithmetic."""
+    forgotten_carry_rate: Share = 0.0
+    """Share of the carries that demonstrations of the addition task forget. Above one half, the most likely answer of
+    the trained policy is wrong, and RL has to teach it to carry."""
     files: tuple[str, ...] = ()
-    """JSONL or Parquet files: each record has `messages` (a chat; its assistant messages are trained), or `prompt` and
-    `completion`."""
+    """JSONL or Parquet files. Each record has `messages` (a chat, whose assistant messages are trained), or `prompt`
+    and `completion`."""
     template: Literal["chat", "plain"] = "chat"
-    """How `prompt` and `completion` are written: as a user's and the assistant's message, or as they are."""
-    held_out_fraction: float = 0.1
-    """Share of the problems that is never imitated: those that `prompts.held_out_fraction` of the same value holds out,
-    of a task and of files alike. Set it to that value of the RL run that follows; to 0 where none does."""
+    """Write `prompt` and `completion` as messages of the user and the assistant (`chat`), or as they are (`plain`)."""
+    held_out_fraction: ShareBelowOne = 0.1
+    """Share of the problems that is never trained on: the same problems as in a run with this
+    `prompts.held_out_fraction`. Set it to the value of the RL run that follows, or to 0 if none does."""
     seed: int = 0
-    """Decides the order of the documents."""
-    row_length: int = 512
+    """Seeds the order of the documents."""
+    row_length: PositiveInt = 512
     """Tokens of a packed row; no document is split."""
-    rows_per_step: int = 4
+    rows_per_step: PositiveInt = 4
     """Packed rows of one optimizer step."""
     too_long: Literal["refuse", "skip"] = "refuse"
-    """What becomes of a file's document that is longer than a row."""
+    """A document of a file that is longer than a row is an error (`refuse`) or left out (`skip`)."""
 
     def problems(self, prefix: str) -> list[str]:
-        """What can't work, a line each. `prefix` is the section's dotted path with its dot, such as `data.`."""
+        """One line for each setting that cannot work. `prefix` is the section's path with its dot, such as `data.`."""
         found = source_problems(self.task, self.files, self.arithmetic, prefix)
-        if self.task is None and self.forgotten_carry_rate:
-            rate = f"{prefix}forgotten_carry_rate={self.forgotten_carry_rate}"
-            found.append(f"{rate}: has no effect, {prefix}task is null")
-        for name in ("template", "too_long") if self.task is not None else ():
-            if name in (given := changed(self)):
-                found.append(f"{prefix}{name}={given[name]}: has no effect, documents come from {prefix}task")
-        if not 0 <= self.forgotten_carry_rate <= 1:
-            found.append(f"{prefix}forgotten_carry_rate={self.forgotten_carry_rate}: must be at least 0 and at most 1")
-        if not 0 <= self.held_out_fraction < 1:
-            found.append(f"{prefix}held_out_fraction={self.held_out_fraction}: must be at least 0 and below 1")
-        for name in ("row_length", "rows_per_step"):
-            if getattr(self, name) < 1:
-                found.append(f"{prefix}{name}={getattr(self, name)}: must be at least 1")
-        return found
+        if self.task is None:
+            return found + idle(self, prefix, f"{prefix}task is null", "forgotten_carry_rate")
+        return found + idle(self, prefix, f"documents come from {prefix}task", "template", "too_long")

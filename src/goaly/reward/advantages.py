@@ -19,13 +19,13 @@ Invariants
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from goaly.registry import Must, Registry, Share
+from goaly.configuration.settings import NonNegativeFloat, Share
+from goaly.registry import Registry
 from goaly.reward.scored import Scored
 from goaly.trajectory import Trajectory
 
@@ -45,7 +45,6 @@ Estimator = Callable[..., Tensor | Sequence[Tensor] | Estimate]
 F = TypeVar("F", bound=Estimator)
 
 ESTIMATORS: Registry[Estimator] = Registry("advantage")
-Epsilon = Annotated[float, Must("be a number of at least 0", lambda value: 0 <= value < inf)]
 
 
 def needs_values(estimator: F) -> F:
@@ -67,7 +66,7 @@ def needs(name: str) -> tuple[str, ...]:
 
 @ESTIMATORS.register("group")
 @compares_groups
-def group(batch: Scored, *, epsilon: Epsilon = 1e-6) -> Tensor:
+def group(batch: Scored, *, epsilon: NonNegativeFloat = 1e-6) -> Tensor:
     """Distance from the group's mean in standard deviations (population)."""
     centred_S = batch.centred(batch.totals_S)
     return _quotient(centred_S, batch.group_mean(centred_S.square()).sqrt() + epsilon)
@@ -89,7 +88,7 @@ def rloo(batch: Scored) -> Tensor:
 
 
 @ESTIMATORS.register("reinforce_pp")
-def reinforce_pp(batch: Scored, *, gamma: Share = 1.0, epsilon: Epsilon = 1e-6) -> list[Tensor]:
+def reinforce_pp(batch: Scored, *, gamma: Share = 1.0, epsilon: NonNegativeFloat = 1e-6) -> list[Tensor]:
     """The discounted reward from each trained token on, normalized over all trained tokens of the batch."""
     values = []
     for sample, rewards_T in zip(batch.samples, batch.rewards, strict=True):
@@ -101,7 +100,7 @@ def reinforce_pp(batch: Scored, *, gamma: Share = 1.0, epsilon: Epsilon = 1e-6) 
 
 @ESTIMATORS.register("reinforce_pp_baseline")
 @compares_groups
-def reinforce_pp_baseline(batch: Scored, *, epsilon: Epsilon = 1e-6) -> list[Tensor]:
+def reinforce_pp_baseline(batch: Scored, *, epsilon: NonNegativeFloat = 1e-6) -> list[Tensor]:
     """Distance from the group's mean, normalized over all trained tokens of the batch."""
     centred_S = batch.centred(batch.totals_S)
     values = [value.expand(len(sample)) for sample, value in zip(batch.samples, centred_S, strict=True)]
@@ -109,7 +108,7 @@ def reinforce_pp_baseline(batch: Scored, *, epsilon: Epsilon = 1e-6) -> list[Ten
 
 
 @ESTIMATORS.register("process")
-def process(batch: Scored, *, epsilon: Epsilon = 1e-6) -> list[Tensor]:
+def process(batch: Scored, *, epsilon: NonNegativeFloat = 1e-6) -> list[Tensor]:
     """The rewards from each step on, in standard deviations from the mean of all steps of the group.
 
     A step is a trained turn and everything up to the next one, so a reward in between belongs to it.

@@ -139,7 +139,8 @@ class RoutedPolicy:
         wanted = self._sampling.changed(sampling or Sampling()).changed(_sampling(changes))
         if trained and not self._evaluation:
             _refuse_another_distribution(wanted, self._sampling)
-        _refuse_impossible_values(wanted)
+        if wanted != self._sampling:
+            _refuse_impossible_values(wanted)
         prompt = tuple(prompt_tokens)
         room = self._max_context - len(prompt)
         if room < 1:
@@ -202,9 +203,11 @@ def _sampling(changes: dict[str, Any]) -> Sampling:
 
 def _refuse_impossible_values(wanted: Sampling) -> None:
     """Raise EpisodeError for values that the section `sampling` refuses; vLLM silently changes some of them."""
+    from goaly.configuration.check import check  # imports pydantic
+
     given = {key.name: value for key in fields(SamplingSettings) if (value := getattr(wanted, key.name)) is not None}
     given.setdefault("max_tokens", max(1, wanted.min_tokens or 0))
-    if problems := SamplingSettings(**given).problems(""):
+    if problems := check(SamplingSettings, given)[1]:
         raise EpisodeError("; ".join(problems))
 
 

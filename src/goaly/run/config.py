@@ -1,9 +1,10 @@
-"""The settings of a run: each stage's own, side by side, and what only their combination can get wrong."""
+"""The settings of a run: those of each stage, and the checks of their combination."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from goaly.backlog.settings import BacklogSettings
-from goaly.configuration.schema import changed
+from goaly.configuration.settings import PositiveInt, settings
+from goaly.configuration.values import idle
 from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings, SamplingSettings
 from goaly.losses.settings import LossSettings
@@ -18,71 +19,70 @@ from goaly.train.settings import CriticSettings, ReferenceSettings, TrainerSetti
 from goaly.weights.settings import WeightSettings
 
 
-@dataclass(kw_only=True)
+@settings
 class RunConfig:
     """An RL run."""
 
-    steps: int
+    steps: PositiveInt
     """Training steps, each on one batch: the run ends after so many policy versions."""
 
     run_dir: str = "runs/{time}"
-    """The run's folder; `{time}` becomes the start time. A folder that holds a run already is refused."""
+    """The run's folder; `{time}` becomes the start time. A folder of another run is refused."""
 
     model: ModelSettings
     """The model that the run starts from."""
 
     prompts: PromptSettings = field(default_factory=PromptSettings)
-    """Where prompts come from."""
+    """Sources of prompts."""
 
     chat: ChatSettings = field(default_factory=ChatSettings)
-    """How prompts become text."""
+    """Chat template that turns prompts into text."""
 
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
-    """How episodes run."""
+    """Rollout workers, which run the episodes."""
 
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
-    """How the policy is sampled."""
+    """Inference engines that sample the policy."""
 
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    """How answers are sampled, unless an episode asks otherwise."""
+    """Sampling parameters of answers, unless an episode sets its own."""
 
     reward: RewardSettings = field(default_factory=RewardSettings)
-    """How finished sequences are judged."""
+    """Verifier of finished sequences."""
 
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
-    """What rewards say about tokens."""
+    """Advantages of tokens, computed from rewards."""
 
     backlog: BacklogSettings = field(default_factory=BacklogSettings)
-    """How far generation runs ahead, and what a batch is."""
+    """Batches, and how far generation runs ahead of training."""
 
     loss: LossSettings = field(default_factory=LossSettings)
-    """What the trainer minimizes."""
+    """Loss that the trainer minimizes."""
 
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
-    """How the policy is trained."""
+    """Processes and optimizer of the trainer."""
 
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)
-    """The model of the KL term; it runs only where `loss.kl_coef` or
-    `advantages.kl_coef` is not 0."""
+    """Model of the KL term; it is started only if `loss.kl_coef` or `advantages.kl_coef` is above 0."""
 
     critic: CriticSettings | None = None
-    """The model whose values advantages are taken over; null where they are not. `critic: {}` has the defaults."""
+    """Model that predicts values, for advantages that use them; null is none. `critic: {}` has the defaults."""
 
     weights: WeightSettings = field(default_factory=WeightSettings)
-    """How new weights reach the generators."""
+    """Transfer of new weights to the generators."""
 
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    """How the policy is measured, before and after."""
+    """Evaluation of the policy before and after training."""
 
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
-    """What the run records and shows."""
+    """Records and progress display of the run."""
 
     hosts: HostSettings = field(default_factory=HostSettings)
-    """Which hosts and cores its processes use."""
+    """Hosts, GPUs and cores of the run's processes."""
 
     @property
     def uses_reference(self) -> bool:
-        """Whether anything asks for the reference model's log-probs."""
+        """Whether the loss or the advantages use the reference model's log-probs."""
         return self.loss.kl_coef > 0 or self.advantages.kl_coef > 0
 
     @property
@@ -91,12 +91,9 @@ class RunConfig:
         return min(self.generator.max_context, self.backlog.row_length)
 
     def problems(self, prefix: str) -> list[str]:
-        """What only the combination of stages can get wrong, a line each."""
-        found = []
-        if self.steps < 1:
-            found.append(f"{prefix}steps={self.steps}: must be at least 1")
+        """One line for each combination of sections that cannot work."""
         sampling = self.sampling
-        found += sampling.training_problems(
+        found = sampling.training_problems(
             f"{prefix}sampling.", f"{prefix}trainer.temperature", self.trainer.temperature
         )
         if sampling.max_tokens >= self.max_context:
@@ -109,7 +106,7 @@ class RunConfig:
         if self.trainer.minibatches > self.backlog.groups_per_step:
             found.append(
                 f"{prefix}trainer.minibatches={self.trainer.minibatches}: must be at most "
-                f"{prefix}backlog.groups_per_step={self.backlog.groups_per_step}, for groups stay whole"
+                f"{prefix}backlog.groups_per_step={self.backlog.groups_per_step}, because groups are not split"
             )
         found += self._training_problems(prefix)
         found += self._idle_problems(prefix)
@@ -135,22 +132,21 @@ class RunConfig:
         return found
 
     def _idle_problems(self, prefix: str) -> list[str]:
-        """What was set and has no effect."""
+        """One line for each setting that has no effect."""
         found, loss = [], self.loss
         oldest = None if self.backlog.problems("") else self.backlog.max_age
-        no_reference = f"has no effect, {prefix}loss.kl_coef and {prefix}advantages.kl_coef are 0"
-        no_critic = f"has no effect, there is no section {prefix}critic"
-        for key, value in changed(self.reference).items() if not self.uses_reference else ():
-            found.append(f"{prefix}reference.{key}={value}: {no_reference}")
+        no_reference = f"{prefix}loss.kl_coef and {prefix}advantages.kl_coef are 0"
+        no_critic = f"{prefix}critic is null"
+        found += [] if self.uses_reference else idle(self.reference, f"{prefix}reference.", no_reference)
         absent = {"reference": no_reference} if not self.uses_reference else {}
         wants_critic = self.critic is not None or self.advantages.problems("") or self.advantages.uses_values
         absent |= {} if wants_critic else {"critic": no_critic}
         for role in (role for role in self.hosts.bind if role in absent):
-            found.append(f"{prefix}hosts.bind.{role}={self.hosts.bind[role]}: {absent[role]}")
+            found.append(f"{prefix}hosts.bind.{role}={self.hosts.bind[role]}: has no effect, {absent[role]}")
         if loss.max_age is not None and oldest is not None and loss.max_age >= oldest:
             found.append(
-                f"{prefix}loss.max_age={loss.max_age}: has no effect, {prefix}backlog lets no token become more than "
-                f"{oldest} versions old"
+                f"{prefix}loss.max_age={loss.max_age}: has no effect, {prefix}backlog bounds the age of tokens to "
+                f"{oldest} versions"
             )
         if (
             loss.kl_coef > 0
@@ -195,29 +191,29 @@ class RunConfig:
             return []
         if self.critic is None:
             return [
-                f"{prefix}critic=null: must be a section, because {prefix}advantages.name={name} is over a critic's "
+                f"{prefix}critic=null: must be a section, because {prefix}advantages.name={name} uses a critic's "
                 f"values; `critic: {{}}` has the defaults"
             ]
         return [
-            f"{prefix}advantages.name={name}: must be one over a critic's values, such as gae, because there is a "
-            f"section {prefix}critic, or nothing uses them"
+            f"{prefix}advantages.name={name}: must be gae, or another that uses a critic's values, because "
+            f"{prefix}critic is set"
         ]
 
     def _signal_problems(self, prefix: str) -> list[str]:
         if not self.backlog.dynamic_sampling or self.advantages.problems("") or self.advantages.compares_groups:
             return []
-        from goaly.reward.advantages import ESTIMATORS  # imports torch, which `--help` can do without
+        from goaly.reward.advantages import ESTIMATORS  # imports torch, which `--help` does not need
 
         fit = [name for name in ESTIMATORS.names if AdvantageSettings(name=name).compares_groups]
         return [
             f"{prefix}backlog.dynamic_sampling=true: must be false where {prefix}advantages.name is "
             f"{self.advantages.name}, which also learns from groups of equal rewards; {', '.join(fit)} do not, nor "
-            "does your own with @compares_groups"
+            "do functions of your own with @compares_groups"
         ]
 
     def _shape_problems(self, prefix: str) -> list[str]:
         from goaly.errors import ConfigError
-        from goaly.models.spec import architecture, read_config  # imports torch, which `--help` can do without
+        from goaly.models.spec import architecture, read_config  # imports torch, which `--help` does not need
 
         found = []
         for whose, (path, degrees) in self._folders().items():
@@ -230,26 +226,26 @@ class RunConfig:
                 continue
             for key, tp in degrees.items():
                 for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
-                    if tp > 0 and count % tp:
+                    if count % tp:
                         found.append(f"{prefix}{key}={tp}: must divide the {whose}'s {count} {what}")
             if whose == "model":
                 found += self.generator.model_problems(f"{prefix}generator.", f"{prefix}model.path={path}", shape)
         return found + self._chat_problems(prefix) + self._flip_problems(prefix)
 
     def _chat_problems(self, prefix: str) -> list[str]:
-        from goaly.prompts.tokenizer import chat_problems  # imports jinja, which `--help` can do without
+        from goaly.prompts.tokenizer import chat_problems  # imports jinja, which `--help` does not need
 
         return [] if self.model.problems("") else chat_problems(self.chat, self.model.path, f"{prefix}chat.")
 
     def _folders(self) -> dict[str, tuple[str, dict[str, int]]]:
-        """By section, each folder that a model is read from, and the tensor-parallel degrees it is divided by."""
+        """Each folder of a model, by section, with the tensor-parallel degrees that must divide the model's heads."""
         folders = {"model": (self.model.path, {"trainer.tp": self.trainer.tp, "generator.tp": self.generator.tp})}
         others = {"critic": self.critic, "reference": self.reference if self.uses_reference else None}
-        for section, settings in others.items():
-            if settings is not None:
-                whose = "model" if settings.path is None else section
-                path = self.model.path if settings.path is None else settings.path
-                folders.setdefault(whose, (path, {}))[1][f"{section}.tp"] = settings.tp
+        for section, other in others.items():
+            if other is not None:
+                whose = "model" if other.path is None else section
+                path = self.model.path if other.path is None else other.path
+                folders.setdefault(whose, (path, {}))[1][f"{section}.tp"] = other.tp
         return folders
 
     def _flip_problems(self, prefix: str) -> list[str]:

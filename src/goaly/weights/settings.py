@@ -1,10 +1,12 @@
 """Settings of the weight path."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Literal
+from typing import Annotated, Literal
 
-from goaly.configuration.schema import KnownWords
+from annotated_types import Ge
+
+from goaly.configuration.settings import PositiveFloat, PositiveInt, settings
 
 NO_TORCHSTORE = (
     "the package torchstore is not installed; install it (github.com/meta-pytorch/torchstore) or use auto, shm or rdma"
@@ -12,11 +14,11 @@ NO_TORCHSTORE = (
 MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightSettings(KnownWords):
+@settings
+class WeightSettings:
     """How published weights are kept and moved."""
 
-    slots: int = 3
+    slots: Annotated[int, Ge(2)] = 3
     """How many versions the trainer's ranks keep in memory, which takes slots x the size of the weights. With 3,
     readers may hold two different versions while the trainer writes the next. The trainer never waits for a reader: if
     readers hold all slots, those of the oldest version lose their lease and copy a newer one. Raise it if readers take
@@ -27,10 +29,10 @@ class WeightSettings(KnownWords):
     `model.dtype`, in which generators and a refreshed reference compute, so that nothing is lost. Set float32 for
     readers that need the exact float32 parameters of a bfloat16 model, at twice the bytes."""
 
-    copy_threads: int = 1
+    copy_threads: PositiveInt = 1
     """Parallel copies when a rank publishes or pulls, each with as many threads as torch uses in that process."""
 
-    bucket_mib: float = 8.0
+    bucket_mib: PositiveFloat = 8.0
     """Size in MiB of the buckets in which weights are staged, sealed and sent over the network. Raise it where each
     transfer is costly, as with TorchStore; readers on other hosts need 4 buckets of memory for each trainer rank."""
 
@@ -43,7 +45,7 @@ class WeightSettings(KnownWords):
     apply: Literal["copy", "flip"] = "copy"
     """How a generator puts fetched weights in place between two decode steps: "copy" copies them into its parameters;
     "flip" makes the parameters use the fetched memory, which takes about a microsecond for each parameter. Both need
-    the weights' memory twice. Recorded CUDA graphs don't see a flip."""
+    the weights' memory twice. Recorded CUDA graphs do not see a flip."""
 
     def of_model(self, dtype: str) -> "WeightSettings":
         """The settings with `dtype`, in which the model computes, as the default of `transfer_dtype`."""
@@ -55,14 +57,7 @@ class WeightSettings(KnownWords):
         return int(self.bucket_mib * MIB)
 
     def problems(self, prefix: str) -> list[str]:
-        """The settings that can't work, a line each."""
-        found = []
-        if self.slots < 2:
-            found.append(f"{prefix}slots={self.slots}: must be at least 2, one to read and one to write")
-        if self.copy_threads < 1:
-            found.append(f"{prefix}copy_threads={self.copy_threads}: must be at least 1")
-        if self.bucket_mib <= 0:
-            found.append(f"{prefix}bucket_mib={self.bucket_mib}: must be positive")
+        """One line for each setting that cannot work here. `prefix` is the section's path with its dot."""
         if self.transport == "torchstore" and find_spec("torchstore") is None:
-            found.append(f"{prefix}transport=torchstore: {NO_TORCHSTORE}")
-        return found
+            return [f"{prefix}transport=torchstore: {NO_TORCHSTORE}"]
+        return []

@@ -15,6 +15,7 @@ from goaly.backlog.admission import Admission, Ticket
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
+from goaly.configuration.check import check
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Trajectory
 from tests import virtual_time
@@ -224,21 +225,18 @@ def test_a_run_of_known_length_admits_no_more_than_it_trains():
 
 
 def test_settings_that_cannot_work_are_listed_with_their_keys():
-    broken = BacklogSettings(groups_per_step=0, max_staleness=-1)
-    assert broken.problems("backlog.") == [
+    assert check(BacklogSettings, {"groups_per_step": 0, "max_staleness": -1}, "backlog")[1] == [
         "backlog.groups_per_step=0: must be at least 1",
         "backlog.max_staleness=-1: must be at least 0",
     ]
     assert BacklogSettings().problems("backlog.") == []
-    broken = BacklogSettings(
-        group_size=1, length_correction="inverse_propensity", max_length_weight=0.5, dynamic_sampling=True,
-        max_no_signal_share=1.0,
-    )  # fmt: skip
-    assert broken.problems("backlog.") == [
+    shares = {"max_length_weight": 0.5, "max_no_signal_share": 1.0}
+    combined = {"group_size": 1, "length_correction": "inverse_propensity", "dynamic_sampling": True}
+    assert check(BacklogSettings, {**shares, **combined}, "backlog")[1] == [
+        "backlog.max_length_weight=0.5: must be at least 1",
+        "backlog.max_no_signal_share=1.0: must be above 0 and below 1",
         "backlog.length_correction=inverse_propensity: must be none where backlog.order is windowed, which leaves "
         "nothing to correct",
-        "backlog.max_length_weight=0.5: must be a number of at least 1",
-        "backlog.max_no_signal_share=1.0: must be above 0 and below 1",
         "backlog.group_size=1: must be at least 2 where backlog.dynamic_sampling is on, or no group has a signal",
     ]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from goaly.configuration.check import check
 from goaly.evaluation.result import EvalResult, Evaluation
 from goaly.evaluation.sets import ProblemSets
 from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
@@ -110,11 +111,13 @@ def test_only_the_pass_at_k_that_is_asked_for_is_reported_and_always_pass_at_1()
 
 
 def test_settings_of_sets_that_cannot_work_are_told_with_their_keys(tmp_path: Path) -> None:
-    one = EvaluationSet(prompts=0, samples_per_prompt=2, pass_at=(0, 4), verifier="nowhere", arithmetic=ONE_DIGIT)
+    assert check(EvaluationSet, {"prompts": 0}, "evaluation.sets.one")[1] == [
+        "evaluation.sets.one.prompts=0: must be at least 1, or all"
+    ]
+    one = EvaluationSet(samples_per_prompt=2, pass_at=(0, 4), verifier="nowhere", arithmetic=ONE_DIGIT)
     assert problems(one=one) == [
         "evaluation.sets.one.arithmetic.min_digits=1: has no effect, evaluation.sets.one.task is null",
         "evaluation.sets.one.arithmetic.max_digits=1: has no effect, evaluation.sets.one.task is null",
-        'evaluation.sets.one.prompts=0: must be at least 1, or "all"',
         "evaluation.sets.one.pass_at=[0, 4]: 0 must be at least 1 and at most evaluation.sets.one.samples_per_prompt=2",
         "evaluation.sets.one.pass_at=[0, 4]: 4 must be at least 1 and at most evaluation.sets.one.samples_per_prompt=2",
         "evaluation.sets.one.verifier=nowhere: must be package.module:function",
@@ -127,7 +130,7 @@ def test_settings_of_sets_that_cannot_work_are_told_with_their_keys(tmp_path: Pa
         "evaluation.prompts=3: has no effect, evaluation.sets have their own",
         "evaluation.temperature=0.5: has no effect, evaluation.sets have their own",
     ]
-    assert EvaluationSettings(prompts=0, samples_per_prompt=0).problems("evaluation.") == [
+    assert check(EvaluationSettings, {"prompts": 0, "samples_per_prompt": 0}, "evaluation")[1] == [
         "evaluation.prompts=0: must be at least 1",
         "evaluation.samples_per_prompt=0: must be at least 1",
     ]
@@ -173,7 +176,7 @@ def test_what_a_set_and_the_rest_of_a_run_get_wrong_together_is_told(tmp_path: P
     assert told.startswith(f"evaluation.sets.own.files: {bad}, line 1: not JSON")
     (tmp_path / "none.jsonl").touch()
     (told,) = problems(own=EvaluationSet(files=(str(tmp_path / "none.jsonl"),)))
-    assert told.startswith("evaluation.sets.own.prompts=all: must be problems that are there")
+    assert told.startswith("evaluation.sets.own.prompts=all: there is no such problem")
     own = EvaluationSet(prompts=4, sampling={"temperature": "hot", "topp": 1})
     topp, hot = sorted(problems(own=own), reverse=True)
     assert topp.startswith("evaluation.sets.own.sampling.topp=1: unknown key; did you mean")

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 
+from goaly.configuration.check import check
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings, SamplingSettings, vllm_device
 
@@ -25,13 +26,13 @@ def test_the_defaults_can_work():
         ({"max_running": 0}, "generator.max_running=0: must be at least 1"),
         ({"threads": 0}, "generator.threads=0: must be at least 1"),
         ({"max_context": 1}, "generator.max_context=1: must be at least 2"),
-        ({"max_step_tokens": 8}, "generator.max_step_tokens=8: must be at least max_running (128)"),
-        ({"kv_cache_gib": 0.0}, "generator.kv_cache_gib=0.0: must be positive"),
-        ({"start_minutes": 0.0}, "generator.start_minutes=0.0: must be positive"),
+        ({"max_step_tokens": 8}, "generator.max_step_tokens=8: must be at least generator.max_running=128"),
+        ({"kv_cache_gib": 0.0}, "generator.kv_cache_gib=0.0: must be above 0"),
+        ({"start_minutes": 0.0}, "generator.start_minutes=0.0: must be above 0"),
     ],
 )
 def test_each_impossible_setting_is_one_line_with_its_key(change, line):
-    (problem,) = GeneratorSettings(**change).problems("generator.")
+    (problem,) = check(GeneratorSettings, change, "generator")[1]
     assert problem.startswith(line)
 
 
@@ -80,13 +81,18 @@ def test_the_installed_build_of_vllm_says_what_it_computes_on(monkeypatch, insta
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("min_tokens", 257),
-        ("stop", ["a", ""]),
-        ("stop_token_ids", [3, -1]),
     ],
 )
 def test_impossible_sampling_is_one_line_with_its_key(key, value):
-    (problem,) = SamplingSettings(**{key: value}).problems("sampling.")
+    (problem,) = check(SamplingSettings, {key: value}, "sampling")[1]
     assert problem.startswith(f"sampling.{key}={value}: must be ")
+
+
+def test_an_impossible_stop_is_named_by_its_place_in_the_list():
+    assert check(SamplingSettings, {"stop": ["a", ""], "stop_token_ids": [3, -1]}, "sampling")[1] == [
+        'sampling.stop.1="": must be a non-empty text',
+        "sampling.stop_token_ids.1=-1: must be at least 0",
+    ]
 
 
 @pytest.mark.parametrize(

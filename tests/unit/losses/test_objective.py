@@ -2,10 +2,13 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from goaly.configuration.check import check
+from goaly.configuration.values import plain
 from goaly.errors import SchemaError
 from goaly.losses.objective import Likelihood, PolicyObjective, finish
 from goaly.losses.policy import LOSSES
@@ -395,72 +398,72 @@ def test_a_missing_column_is_named_with_what_the_batch_holds():
 
 
 @pytest.mark.parametrize(
-    ("settings", "problem"),
+    ("given", "problem"),
     [
         (
-            LossSettings(name="pop"),
+            dict(name="pop"),
             "name=pop: there is no such loss; known are ppo, grpo, dr_grpo, dapo, cispo, gspo, gspo_token, sapo, "
             "reinforce, dppo, and your own as package.module:function",
         ),
         (
-            LossSettings(name="sapo", options={"clip_high": 0.3}),
+            dict(name="sapo", options={"clip_high": 0.3}),
             "options.clip_high=0.3: the loss sapo does not take it, its options are positive, negative; ppo, grpo, "
-            "dr_grpo, dapo, cispo, gspo, gspo_token would",
+            "dr_grpo, dapo, cispo, gspo, gspo_token take it",
         ),
-        (LossSettings(options={"clip_low": 2}), "options.clip_low=2: must be between 0 and 1"),
-        (LossSettings(options={"clip_low": "x"}), "options.clip_low=x: must be a number"),
-        (LossSettings(name="ppo", options={"dual_clip": 0.5}), "options.dual_clip=0.5: must be at least 1"),
+        (dict(options={"clip_low": 2}), "options.clip_low=2: must be between 0 and 1"),
+        (dict(options={"clip_low": "x"}), "options.clip_low=x: must be a number"),
+        (dict(name="ppo", options={"dual_clip": 0.5}), "options.dual_clip=0.5: must be at least 1, or null"),
         (
-            LossSettings(name="dppo", options={"divergence": "js"}),
+            dict(name="dppo", options={"divergence": "js"}),
             "options.divergence=js: must be one of total_variation, kl",
         ),
-        (LossSettings(name="dr_grpo"), "constant_length: is not set, the aggregation sequence_sum needs it"),
-        (LossSettings(constant_length=9), "constant_length=9: has no effect, the aggregation is token_mean"),
-        (LossSettings(importance_cap=0, proximal="trainer"), "importance_cap=0: must be a number above 0, or null"),
+        (dict(name="dr_grpo"), "constant_length: is not set, the aggregation sequence_sum needs it"),
+        (dict(constant_length=9), "constant_length=9: has no effect, the aggregation is token_mean"),
+        (dict(importance_cap=0, proximal="trainer"), "importance_cap=0: must be above 0, or null"),
         (
-            LossSettings(importance_cap=math.inf, proximal="trainer"),
-            "importance_cap=inf: must be a number above 0, or null",
+            dict(importance_cap=math.inf, proximal="trainer"),
+            "importance_cap=inf: must be a finite number, or null",
         ),
         (
-            LossSettings(name="gspo", proximal="trainer"),
+            dict(name="gspo", proximal="trainer"),
             "importance=token: must be sequence or geometric, because with loss.proximal=trainer the weight goes with "
             "the ratio, and the loss gspo has one ratio a sequence",
         ),
         (
-            LossSettings(importance="sequence"),
+            dict(importance="sequence"),
             "importance=sequence: has no effect, with loss.proximal=sampler the weight is 1",
         ),
         (
-            LossSettings(importance_cap=5.0),
+            dict(importance_cap=5.0),
             "importance_cap=5.0: has no effect, with loss.proximal=sampler the weight is 1",
         ),
-        (LossSettings(rejections=(NONE_LEFT, NONE_LEFT)), "rejections.1: ratio by token is there already"),
+        (dict(rejections=(NONE_LEFT, NONE_LEFT)), "rejections.1: ratio by token is there already"),
         (
-            LossSettings(importance_floor=0.5),
+            dict(importance_floor=0.5),
             "importance_floor=0.5: has no effect, with loss.proximal=sampler the weight is 1",
         ),
         (
-            LossSettings(proximal="trainer", importance_floor=2.0),
+            dict(proximal="trainer", importance_floor=2.0),
             "importance_floor=2.0: must be below loss.importance_cap=2.0",
         ),
-        (LossSettings(importance_floor=0, proximal="trainer"), "importance_floor=0: must be a number above 0, or null"),
+        (dict(importance_floor=0, proximal="trainer"), "importance_floor=0: must be above 0, or null"),
         (
-            LossSettings(rejections=(Rejection(measure="ratio", level="token", high=3.0),)),
+            dict(rejections=(Rejection(measure="ratio", level="token", high=3.0),)),
             "rejections.0.policy=proximal: has no effect, with loss.proximal=sampler the proximal policy is the "
             "sampler itself; current compares the policy that is trained",
         ),
-        (LossSettings(entropy_coef=-1.0), "entropy_coef=-1.0: must be a number of at least 0"),
-        (LossSettings(max_age=-1), "max_age=-1: must be at least 0, or null"),
-        (LossSettings(denominator="after"), "denominator=after: has no effect, nothing is left out"),
-        (LossSettings(kl_coef=-1.0), "kl_coef=-1.0: must be a number of at least 0"),
-        (LossSettings(kl_coef=math.inf), "kl_coef=inf: must be a number of at least 0"),
-        (LossSettings(kl_estimator="k1"), "kl_estimator=k1: has no effect, loss.kl_coef is 0"),
+        (dict(entropy_coef=-1.0), "entropy_coef=-1.0: must be at least 0"),
+        (dict(max_age=-1), "max_age=-1: must be at least 0, or null"),
+        (dict(denominator="after"), "denominator=after: has no effect, nothing is left out"),
+        (dict(kl_coef=-1.0), "kl_coef=-1.0: must be at least 0"),
+        (dict(kl_coef=math.inf), "kl_coef=inf: must be a finite number"),
+        (dict(kl_estimator="k1"), "kl_estimator=k1: has no effect, loss.kl_coef is 0"),
     ],
 )
-def test_settings_that_can_not_work_or_have_no_effect_are_refused(settings: LossSettings, problem: str):
-    assert settings.problems("loss.") == [f"loss.{problem}"]
-    with pytest.raises(ValueError, match="loss"):
-        PolicyObjective(settings)
+def test_settings_that_can_not_work_or_have_no_effect_are_refused(given: dict[str, Any], problem: str):
+    assert check(LossSettings, plain(given), "loss")[1] == [f"loss.{problem}"]
+    with pytest.raises(ValueError, match=r"[Ll]oss"):
+        PolicyObjective(LossSettings(**given))
 
 
 def test_a_rejection_needs_bounds_in_order():
@@ -477,7 +480,7 @@ def test_a_rejection_needs_bounds_in_order():
 @pytest.mark.parametrize("measure", ["ratio", "k2", "k3", "binary_kl"])
 def test_a_bound_that_rejects_nothing_or_all_is_refused(measure):
     def problems(low: float | None, high: float | None) -> list[str]:
-        return Rejection(measure=measure, level="token", low=low, high=high).problems("r.")
+        return check(Rejection, {"measure": measure, "level": "token", "low": low, "high": high}, "r")[1]
 
     assert problems(1e-4, 0.5) == []
     for bound in (0.0, -1.0):
@@ -489,6 +492,6 @@ def test_a_bound_that_rejects_nothing_or_all_is_refused(measure):
 
 
 def test_the_help_of_the_setting_names_every_loss():
-    from goaly.configuration.schema import attribute_docs
+    from goaly.configuration.help import docs
 
-    assert all(name in attribute_docs(LossSettings)["name"] for name in LOSSES.names)
+    assert all(name in docs(LossSettings)["name"] for name in LOSSES.names)

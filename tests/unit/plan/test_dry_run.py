@@ -21,8 +21,7 @@ GRPO = Path(__file__).parents[3] / "configs" / "grpo" / "tiny.yaml"
 def run_config(model: Path, *overrides: str, bind: dict[str, list[int]] | None = None) -> RunConfig:
     arguments = [f"--config={GRPO}", f"model.path={model}", *overrides]
     config = load(RunConfig, arguments, prog="test", description="").config
-    config.hosts.bind = bind or {}
-    return config
+    return replace(config, hosts=replace(config.hosts, bind=bind or {}))
 
 
 def rows(config: RunConfig) -> dict[str, tuple[str, ...]]:
@@ -73,13 +72,13 @@ def test_a_dry_run_refuses_what_does_not_fit_the_cluster(tiny_model_folder: Path
 
 def test_an_offloaded_reference_takes_no_room_on_the_gpu_that_it_shares(tiny_model_folder: Path):
     config = run_config(tiny_model_folder, "loss.kl_coef=0.1", "hosts.reference.share_with=trainer")
-    config.reference = replace(config.reference, refresh_every=1)
+    config = replace(config, reference=replace(config.reference, refresh_every=1))
     trainers = held_on_gpu(config)["trainer"]
-    config.hosts.imagine = ImaginedCluster(gpus=2, gpu_gib=trainers * 1.01)
-    config.generator.kv_cache_gib = trainers / 2
+    hosts = replace(config.hosts, imagine=ImaginedCluster(gpus=2, gpu_gib=trainers * 1.01))
+    config = replace(config, hosts=hosts, generator=replace(config.generator, kv_cache_gib=trainers / 2))
     with pytest.raises(ConfigError, match=r"hosts\.reference\.share_with=trainer: together they need"):
         describe(config)
-    config.reference = replace(config.reference, offload=True)
+    config = replace(config, reference=replace(config.reference, offload=True))
     assert rows(config)["reference"][:2] == rows(config)["trainer"][:2] == ("host-0", "0")
     assert "parameters on the CPU" in describe(config)
     assert "prefetch on the CPU" in describe(config)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from goaly.configuration.check import check
 from goaly.prompts.curriculum import Curriculum, Passes
 from goaly.prompts.mixture import Mixture, held_out, prompt_mixture
 from goaly.prompts.settings import ArithmeticSettings, CurriculumSettings, PromptSettings, SourceSettings
@@ -155,21 +156,15 @@ def test_what_is_learnt_moves_the_shares_on_top_of_the_weights() -> None:
 
 
 def test_settings_tell_the_problems_of_sources() -> None:
-    broken = PromptSettings(
-        sources=(source("a", 2, 0.0), SourceSettings(name="a", weight=-1.0)),
-        curriculum=CurriculumSettings(floor=0.0),
-    )
-    assert broken.problems("prompts.") == [
+    zero = {"name": "a", "weight": 0.0, "task": "arithmetic"}
+    broken = {"sources": [zero, {"name": "a", "weight": -1.0}], "curriculum": {"floor": 0.0}}
+    assert check(PromptSettings, broken, "prompts")[1] == [
+        "prompts.sources.1.weight=-1.0: must be at least 0",
+        "prompts.curriculum.floor=0.0: must be above 0 and at most 1",
+        "prompts.sources.1.files=[]: must name at least one file where prompts.sources.1.task is null",
         "prompts.task=arithmetic: must be null where prompts.sources are given",
         "prompts.sources: each must have a name of its own; more than one is a",
     ]
-    assert broken.sources[1].problems("prompts.sources.1.") == [
-        "prompts.sources.1.files=[]: must name at least one file where prompts.sources.1.task is null",
-        "prompts.sources.1.weight=-1.0: must be a number of at least 0",
-    ]
     assert PromptSettings(curriculum=CurriculumSettings()).problems("prompts.") == [
         "prompts.curriculum: needs at least two prompts.sources to choose between"
-    ]
-    assert CurriculumSettings(floor=0.0).problems("prompts.curriculum.") == [
-        "prompts.curriculum.floor=0.0: must be above 0 and at most 1"
     ]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from goaly.configuration.check import check
 from goaly.prompts.mixture import held_out
 from goaly.prompts.prompt import Message, Prompt, Split, split_of
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings
@@ -104,11 +105,11 @@ def test_a_bad_record_is_refused_with_its_place(tmp_path: Path, line: str, said:
 
 
 def test_settings_tell_all_their_problems() -> None:
-    settings = PromptSettings(task="sums", files=("a.txt", "b.jsonl"), held_out_fraction=1.0)
-    assert settings.problems("prompts.") == [
+    given = {"task": "sums", "files": ["a.txt", "b.jsonl"], "held_out_fraction": 1.0}
+    assert check(PromptSettings, given, "prompts")[1] == [
+        "prompts.held_out_fraction=1.0: must be at least 0 and below 1",
         "prompts.task=sums: must be null where prompts.files are given",
         "prompts.task=sums: must be one of arithmetic",
         "prompts.files: a.txt must end in .jsonl or .parquet",
-        "prompts.files: b.jsonl is not there",
-        "prompts.held_out_fraction=1.0: must be at least 0 and below 1",
+        "prompts.files: b.jsonl does not exist",
     ]

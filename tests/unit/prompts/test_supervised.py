@@ -191,7 +191,7 @@ def test_supervised_settings_without_effect_are_told() -> None:
     of_files = SupervisedSettings(files=("gone.jsonl",), arithmetic=digits, forgotten_carry_rate=0.5)
     assert of_files.problems("data.") == [
         "data.arithmetic.max_digits=3: has no effect, data.task is null",
-        "data.files: gone.jsonl is not there",
+        "data.files: gone.jsonl does not exist",
         "data.forgotten_carry_rate=0.5: has no effect, data.task is null",
     ]
     assert SupervisedSettings(task="arithmetic", arithmetic=digits, template="plain").problems("data.") == [

@@ -305,8 +305,8 @@ def test_template_settings_that_cannot_work_are_listed_with_their_keys(folder: P
     assert chat_problems(ChatSettings(), "/nowhere", "chat.") == []
     wrong = ChatSettings(template_file="/nowhere", template_args={"tools": []})
     assert wrong.problems("chat.") == [
-        "chat.template_file=/nowhere: is not there, must be a Jinja file",
-        "chat.template_args.tools: must have another name, the chat itself gives it",
+        "chat.template_file=/nowhere: does not exist, must be a Jinja file",
+        "chat.template_args.tools: must have another name, this argument is set from the chat",
     ]
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from goaly.configuration.check import check
 from goaly.reward.advantages import ESTIMATORS, Estimate, gae, needs_values, rewards_of_steps, to_go
 from goaly.reward.estimate import estimate, penalize_divergence, penalize_overlong, spread
 from goaly.reward.scored import Scored, scored
@@ -340,39 +341,38 @@ def test_settings_that_can_not_work_are_refused_with_the_known_names():
         estimate(groups([0.0, 1.0]), AdvantageSettings(name="gea"))
     assert AdvantageSettings(name="rloo", options={"epsilon": 0.1}, kl_estimator="k3").problems("advantages.") == [
         "advantages.options.epsilon=0.1: the advantage rloo does not take it, it has no options; group, reinforce_pp, "
-        "reinforce_pp_baseline, process would",
+        "reinforce_pp_baseline, process take it",
         "advantages.kl_estimator=k3: has no effect, advantages.kl_coef is 0",
     ]
-    assert AdvantageSettings(options={"epsilon": -1.0}, kl_coef=-1).problems("advantages.") == [
-        "advantages.options.epsilon=-1.0: must be a number of at least 0",
-        "advantages.kl_coef=-1: must be a number of at least 0",
+    assert check(AdvantageSettings, {"options": {"epsilon": -1.0}, "kl_coef": -1}, "advantages")[1] == [
+        "advantages.kl_coef=-1: must be at least 0",
+        "advantages.options.epsilon=-1.0: must be at least 0",
     ]
-    assert AdvantageSettings(options={"epsilon": inf}, kl_coef=inf).problems("advantages.") == [
-        "advantages.options.epsilon=inf: must be a number of at least 0",
-        "advantages.kl_coef=inf: must be a number of at least 0",
+    assert check(AdvantageSettings, {"options": {"epsilon": inf}, "kl_coef": inf}, "advantages")[1] == [
+        "advantages.kl_coef=inf: must be a finite number",
+        "advantages.options.epsilon=inf: must be a finite number",
     ]
     assert AdvantageSettings(name="gae", options={"lam": 1.5, "normalize": 1}).problems("advantages.") == [
         "advantages.options.lam=1.5: must be between 0 and 1",
         "advantages.options.normalize=1: must be true or false",
     ]
-    assert OverlongSettings(limit=4, buffer=4, penalty=0).problems("o.") == [
+    assert check(OverlongSettings, {"limit": 4, "buffer": 4, "penalty": 0}, "o")[1] == [
+        "o.penalty=0: must be above 0",
         "o.limit=4: must be above o.buffer=4",
-        "o.penalty=0: must be a number above 0",
     ]
-    assert OverlongSettings(limit=4, buffer=0).problems("o.") == ["o.buffer=0: must be at least 1"]
+    assert check(OverlongSettings, {"limit": 4, "buffer": 0}, "o")[1] == ["o.buffer=0: must be at least 1"]
 
 
 def test_the_help_of_the_setting_names_every_estimator():
-    from goaly.configuration.schema import attribute_docs
+    from goaly.configuration.help import docs
 
-    assert all(name in attribute_docs(AdvantageSettings)["name"] for name in ESTIMATORS.names)
+    assert all(name in docs(AdvantageSettings)["name"] for name in ESTIMATORS.names)
 
 
 def test_reward_settings_that_cannot_work_are_listed_with_their_keys():
-    broken = RewardSettings(verifier="no function", workers=0, time_limit_seconds=0.0)
-    assert broken.problems("reward.") == [
-        "reward.verifier=no function: must be package.module:function",
+    assert check(RewardSettings, {"verifier": "no function", "workers": 0, "time_limit_seconds": 0.0}, "reward")[1] == [
         "reward.workers=0: must be at least 1",
-        "reward.time_limit_seconds=0.0: must be a time above 0",
+        "reward.time_limit_seconds=0.0: must be above 0",
+        "reward.verifier=no function: must be package.module:function",
     ]
     assert RewardSettings().problems("reward.") == []

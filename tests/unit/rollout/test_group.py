@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped, State
+from goaly.configuration.check import check
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward.verifiers import Unscored
@@ -298,7 +299,7 @@ async def test_an_episode_encodes_texts_and_continues_its_chat_with_the_prompts_
 
 
 def test_settings_that_cannot_work_are_listed_with_their_keys():
-    assert RolloutSettings(workers=0).problems("rollout.") == ["rollout.workers=0: must be at least 1"]
+    assert check(RolloutSettings, {"workers": 0}, "rollout")[1] == ["rollout.workers=0: must be at least 1"]
 
 
 @pytest.mark.parametrize("error", [ExceptionGroup("several", [ValueError("first"), ValueError("second")])])

@@ -10,6 +10,7 @@ from test_episode import completion
 from test_group import PROMPT, TICKET, FakeQueue, FakeSampler, ask_once, runner
 
 from goaly.backlog.admission import Ticket
+from goaly.configuration.check import check
 from goaly.errors import EpisodeError
 from goaly.prompts.prompt import Prompt
 from goaly.rollout import limits
@@ -306,12 +307,13 @@ async def test_a_log_probability_that_is_not_a_number_fails_its_own_group_only()
 
 
 def test_time_limits_that_cannot_work_are_named():
-    assert RolloutSettings(episode_seconds=0, group_seconds=-1.0, blocked_seconds=INF).problems("rollout.") == [
-        "rollout.episode_seconds=0: must be a time above 0, or null for no limit",
-        "rollout.group_seconds=-1.0: must be a time above 0, or null for no limit",
-        "rollout.blocked_seconds=inf: must be a time above 0, or null for no limit",
+    given = {"episode_seconds": 0, "group_seconds": -1.0, "blocked_seconds": INF}
+    assert check(RolloutSettings, given, "rollout")[1] == [
+        "rollout.episode_seconds=0: must be above 0, or null",
+        "rollout.group_seconds=-1.0: must be above 0, or null",
+        "rollout.blocked_seconds=inf: must be a finite number, or null",
     ]
-    assert RolloutSettings(episode_seconds=None, blocked_seconds=None).problems("rollout.") == []
+    assert check(RolloutSettings, {"episode_seconds": None, "blocked_seconds": None}, "rollout")[1] == []
 
 
 async def test_a_score_that_nobody_waits_for_any_more_is_cancelled_at_the_hub():

@@ -93,8 +93,8 @@ async def test_where_the_context_has_less_room_the_fewest_tokens_are_no_more_tha
         ({"temperature": 3.0}, r"temperature=3\.0: must be 0"),
         ({"top_p": 0.0}, r"top_p=0\.0: must be above 0 and at most 1"),
         ({"max_tokens": 0}, "max_tokens=0: must be at least 1"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9: must be at least 0 and at most max_tokens"),
-        ({"top_k": 0, "min_p": 2.0}, "top_k=0: must be .*; min_p=2.0: must be at least 0"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9: must be at most max_tokens=8"),
+        ({"top_k": 0, "min_p": 2.0}, "top_k=0: must be .*; min_p=2.0: must be between 0 and 1"),
     ],
 )
 async def test_a_value_that_the_settings_would_refuse_is_refused_from_an_episode_too(changes, said):

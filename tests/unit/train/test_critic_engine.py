@@ -11,6 +11,7 @@ import torch
 
 from goaly.backlog.batch import build_batch
 from goaly.backlog.settings import BacklogSettings
+from goaly.configuration.check import check
 from goaly.models.attention import document_masks
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
@@ -258,8 +259,7 @@ def test_what_is_not_finite_names_the_critic(engine):
 
 
 def test_settings_that_can_not_work_are_refused_with_their_key():
-    broken = CriticSettings(epochs=0, value_clip=0.0, max_grad_norm=-1.0)
-    assert broken.problems("critic.") == [
+    assert check(CriticSettings, {"epochs": 0, "value_clip": 0.0, "max_grad_norm": -1.0}, "critic")[1] == [
         "critic.epochs=0: must be at least 1",
         "critic.value_clip=0.0: must be above 0, or null",
         "critic.max_grad_norm=-1.0: must be above 0, or null",

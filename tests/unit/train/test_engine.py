@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from goaly.configuration.check import check
 from goaly.errors import ConfigError
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
@@ -200,12 +201,11 @@ def test_what_can_not_work_is_refused_with_its_key(engine):
         engine(TrainerSettings(fsdp=2))
     with pytest.raises(ValueError, match="denominator=0"):
         engine().forward_backward([], PolicyObjective(LOSS), 0)
-    assert TrainerSettings(tp=2, compile=True, temperature=0, schedule=ScheduleSettings(decay="linear")).problems(
-        "trainer."
-    ) == [
+    given = {"tp": 2, "compile": True, "temperature": 0, "schedule": {"decay": "linear"}}
+    assert check(TrainerSettings, given, "trainer")[1] == [
         "trainer.temperature=0: must be above 0",
-        "trainer.compile=true: works on one rank, trainer.fsdp * trainer.tp is 2",
         "trainer.schedule.total_steps: is not set, trainer.schedule.decay=linear needs it",
+        "trainer.compile=true: works on one rank, trainer.fsdp * trainer.tp is 2",
     ]
 
 

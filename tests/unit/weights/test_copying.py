@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from goaly.configuration.check import check
 from goaly.errors import WeightsError
 from goaly.weights.copying import Copier
 from goaly.weights.layout import in_dtype, region
@@ -111,9 +112,8 @@ def test_a_gpu_whose_memory_no_device_can_read_is_refused(monkeypatch: pytest.Mo
 
 def test_settings_that_cannot_work_are_named() -> None:
     assert WeightSettings().problems("weights.") == []
-    wrong = WeightSettings(slots=1, copy_threads=0, bucket_mib=0)
-    assert wrong.problems("weights.") == [
-        "weights.slots=1: must be at least 2, one to read and one to write",
+    assert check(WeightSettings, {"slots": 1, "copy_threads": 0, "bucket_mib": 0}, "weights")[1] == [
+        "weights.slots=1: must be at least 2",
         "weights.copy_threads=0: must be at least 1",
-        "weights.bucket_mib=0: must be positive",
+        "weights.bucket_mib=0: must be above 0",
     ]
