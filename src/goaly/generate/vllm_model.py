@@ -2,7 +2,7 @@
 
 The class builds the modules that the trainer trains (`models/spec.py` reads them from the Hugging Face folder), with
 vLLM's paged attention as their inner attention. Parameters have torchtitan's names, and their live tensors can be
-overwritten between two decode steps. Import it after `models.spec.prepare_torchtitan`.
+overwritten between two decode steps. Import it after `prepare_torchtitan` of `models/spec.py`.
 
 vLLM refuses the model if a parameter was not loaded from the folder. With tp > 1 a rank holds exactly the slices that
 `named_tensors` declares, which weight updates fill.
