@@ -7,19 +7,25 @@ starts groups of episodes as fast as the staleness bound admits them, `train` tu
 versions. `max_staleness=0` makes the same two loops synchronous.
 """
 
+from __future__ import annotations
+
 import asyncio
+from typing import TYPE_CHECKING
 
 from goaly.config import Loaded, run_cli
-from goaly.prompts.prompt import Prompt
-from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.run.config import RunConfig
-from goaly.run.launch import launch
-from goaly.run.run import Run
-from goaly.trajectory import Trajectory
+
+if TYPE_CHECKING:  # `--help` does not wait for torch
+    from goaly.prompts.prompt import Prompt
+    from goaly.rollout.episode import EpisodeContext
+    from goaly.run.run import Run
+    from goaly.trajectory import Trajectory
 
 
 async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
     """Ask the policy once and score its answer."""
+    from goaly.rollout.episode import Episode
+
     question = context.render(prompt)
     answer = await context.policy.sample(question)
     score = await context.reward(prompt, answer.text)
@@ -55,6 +61,8 @@ async def grpo(run: Run) -> None:
 
 def main(loaded: Loaded[RunConfig]) -> int:
     """Run GRPO with this config."""
+    from goaly.run.launch import launch
+
     return launch(loaded, episode, grpo)
 
 

@@ -7,19 +7,25 @@ how a run learns. What a token was worth is not told by other answers to the sam
 model that learns what reward to expect from each token on. So a prompt needs one sample only.
 """
 
+from __future__ import annotations
+
 import asyncio
+from typing import TYPE_CHECKING
 
 from goaly.config import Loaded, run_cli
-from goaly.prompts.prompt import Prompt
-from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.run.config import RunConfig
-from goaly.run.launch import launch
-from goaly.run.run import Run
-from goaly.trajectory import Trajectory
+
+if TYPE_CHECKING:  # `--help` does not wait for torch
+    from goaly.prompts.prompt import Prompt
+    from goaly.rollout.episode import EpisodeContext
+    from goaly.run.run import Run
+    from goaly.trajectory import Trajectory
 
 
 async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
     """Ask the policy once and score its answer."""
+    from goaly.rollout.episode import Episode
+
     question = context.render(prompt)
     answer = await context.policy.sample(question)
     score = await context.reward(prompt, answer.text)
@@ -59,6 +65,8 @@ async def ppo(run: Run) -> None:
 
 def main(loaded: Loaded[RunConfig]) -> int:
     """Run PPO with this config."""
+    from goaly.run.launch import launch
+
     return launch(loaded, episode, ppo, critic=True)
 
 
