@@ -1,26 +1,26 @@
-"""What an update of the weights costs, against plain copies of the same bytes by as many processes and threads.
+"""Measures updates of the weights against plain copies of the same bytes by as many processes and threads.
 
     python -m bench.weights [--gb X[,Y…] | --model NAME] [--src fsdp=2] [--dst tp=2,replicas=2]
                             [--transport …] [--json FILE]
 
 With `--gb` the weights are matrices of one shape in float32, with `--model` a known model's parameters in bfloat16.
 
-Trainer ranks and reader ranks are processes of their own, over a real store. Each update, in turns: all trainer ranks
-stage (`stage`), then copy the same bytes within their memory (`memcpy`); all readers pull, then copy theirs; all
-readers apply, in both modes. Then one update as in a run, whose readers wait for the version: `publish_to_applied` is
-from the start of the staging to the last reader's apply, `committed_to_applied` from the end of the staging. All are
-medians.
+Each trainer rank and each reader rank is a process, over a real store. Every update has these parts, in turn: all
+trainer ranks stage (`stage`), then copy the same bytes within their memory (`memcpy`); all readers pull, then copy
+theirs; all readers apply, in both modes. Then follows an update as in a run, whose readers wait for the version:
+`publish_to_applied` is the time from the start of the staging to the last reader's apply, `committed_to_applied` the
+time from the end of the staging. All numbers are medians.
 
-With `--transport rdma` the readers count as being on another host, and pull over Monarch's RDMABuffer, TCP where there
-is no such hardware; in turns with it the same bytes are read with RDMABuffer alone and over a plain socket.
+With `--transport rdma` the readers count as processes of another host and pull over Monarch's RDMABuffer, or TCP
+without such hardware. In alternation, the same bytes are read with RDMABuffer alone and over a plain socket.
 
-With `--transport torchstore`, an update by shared memory and TorchStore's put and get of the same state dict, in turns:
-`update` is from the start of the publish to the last reader's apply, `blocked` what of it keeps trainer or reader from
-their work (the publish, and the apply), `torchstore` the slowest rank's put and the slowest reader's get. TorchStore
-has to be installed. With `--keys N` the same bytes are in at least N matrices.
+`--transport torchstore` alternates an update over shared memory with TorchStore's put and get of the same state dict:
+`update` is the time from the start of the publish to the last reader's apply, `blocked` its part in which trainer or
+reader can't work (the publish and the apply), `torchstore` the slowest rank's put plus the slowest reader's get.
+TorchStore must be installed. `--keys N` divides the same bytes into at least N matrices.
 
-A reader that has columns of a matrix copies a piece of each row: slower than a plain copy, the more so the shorter the
-rows. `--row-kib` is their length: 8 as of an 8B model's attention output in bfloat16, 4 as of a 0.6B model's.
+A reader of a matrix's columns copies a piece of each row, which is slower than a plain copy, the more so the shorter
+the rows are. `--row-kib` is the rows' length: 8 for an 8B model's attention output in bfloat16, 4 for a 0.6B model's.
 """
 
 import argparse
@@ -47,16 +47,16 @@ from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
 
 ELEMENTS = 1 << 21
-"""Of the largest matrix; all are smaller where that would make fewer than `--keys`."""
+"""Elements of a matrix; fewer if that would make fewer than `--keys` matrices."""
 WARM_UPDATES = 1
 LEAD_SECONDS = 0.02
-"""All ranks of a measurement begin this long after it is announced to them, at the same moment."""
+"""All ranks of a measurement begin at the same moment, this long after the call."""
 ELSEWHERE = "another host"
 MODES = ("copy", "flip")
 
 
 class Bench:
-    """The processes, and what they measured."""
+    """The processes, and their measurements."""
 
     def __init__(self, trainer: Any, replicas: list[Any], store_mesh: Any, host: str | None = None):
         self._trainer = trainer
@@ -66,18 +66,18 @@ class Bench:
         self.taken: dict[str, list[float]] = {}
 
     async def open(self, mode: str) -> None:
-        """All ranks over a store of their own, in this apply mode."""
+        """Connect all ranks to a new store, in this apply mode."""
         settings = WeightSettings(apply=mode)
         store = self._store_mesh.spawn(f"store_{mode}", WeightStore, settings)
         await self._trainer.write_to.call(store, settings)
         await asyncio.gather(*(replica.read_from.call(store, settings, self._host) for replica in self._replicas))
 
     async def close(self) -> None:
-        """No rank writes or reads any more."""
+        """Disconnect all ranks."""
         await asyncio.gather(*(mesh.leave.call() for mesh in (*self._replicas, self._trainer)))
 
     async def updates(self, mode: str, count: int) -> None:
-        """Measure so many updates."""
+        """Measure this many updates."""
         for version in range(2 * (count + WARM_UPDATES)):
             taken = await (self._in_turns(version, mode) if version % 2 else self._as_in_a_run(version))
             if version >= 2 * WARM_UPDATES:
@@ -104,7 +104,7 @@ class Bench:
         return {"publish_to_applied": applied - at, "committed_to_applied": applied - max(ends)}
 
     async def beside_rdmabuffer(self, count: int) -> float:
-        """In turns: a pull, the same bytes with RDMABuffer alone, and over a socket; the bytes that a reader gets."""
+        """Alternate a pull with reads of the same bytes by RDMABuffer alone and by a socket; a reader's bytes."""
         readers = [replica.slice(procs=rank) for replica in self._replicas for rank in range(len(replica))]
         fetched, served = 0, []
         for version in range(count + WARM_UPDATES):
@@ -124,7 +124,7 @@ class Bench:
         return fetched
 
     async def beside_torchstore(self, mode: str, count: int) -> None:
-        """In turns: an update, and the same state dict through TorchStore."""
+        """Alternate an update with the same state dict through TorchStore."""
         for version in range(count + WARM_UPDATES):
             put = max(await self._all([self._trainer], "put"))
             got = max(await self._all(self._replicas, "get"))
@@ -136,7 +136,7 @@ class Bench:
                 self._note(**{f"update_{mode}": update, f"blocked_{mode}": blocked, f"torchstore_{mode}": put + got})
 
     def ratio(self, name: str, over: str) -> float:
-        """The median of one over the other, each measured right after the other."""
+        """The median ratio of two measurements that were taken in turn."""
         return median(a / b for a, b in zip(self.taken[name], self.taken[over], strict=False))
 
     def _note(self, **seconds: float) -> None:
@@ -150,7 +150,7 @@ class Bench:
 
 
 async def measure(parameters: tuple[Parameter, ...], dtype: torch.dtype, given: argparse.Namespace) -> dict[str, Any]:
-    """Everything with these weights, by name: seconds, and ratios."""
+    """All measurements with these weights, by name: milliseconds and ratios."""
     (axis, ranks), tp, replicas = next(iter(given.src.items())), given.dst["tp"], given.dst["replicas"]
     sizes = [ranks, *([tp] * replicas)]
     meshes = [this_host().spawn_procs(per_host={"procs": size}, bootstrap=_one_thread) for size in sizes]
@@ -216,7 +216,7 @@ async def _beside_torchstore(bench: Bench, writers: Any, count: int) -> dict[str
 
 
 def _matrices(gb: float, keys: int, row_kib: int) -> tuple[Parameter, ...]:
-    """As many matrices as make so many bytes; tensor parallelism divides them by rows and by columns in turn."""
+    """Matrices of this size together; tensor parallelism divides them by rows and by columns in turn."""
     columns = row_kib * 256
     shape = [ELEMENTS // columns, columns]
     while (count := round(gb * 1e9 / (shape[0] * shape[1] * 4))) < keys and min(shape) > 8:
@@ -233,7 +233,7 @@ def _one_thread() -> None:
 
 
 def _axes(known: dict[str, int]) -> Callable[[str], dict[str, int]]:
-    """A parser of `axis=size,…`; what is not given has these sizes."""
+    """A parser of `axis=size,…`; axes that are not given have these sizes."""
 
     def parse(text: str) -> dict[str, int]:
         given = {axis: int(size) for axis, _, size in (part.partition("=") for part in text.split(","))}

@@ -1,4 +1,4 @@
-"""One process of `bench.weights`: a rank of the trainer or of a replica, and what it measures of itself."""
+"""One process of `bench.weights`: a rank of the trainer or of a replica, which measures itself."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from goaly.weights.settings import WeightSettings
 from goaly.weights.subscriber import Subscriber
 
 CHUNK, IN_FLIGHT = 8 << 20, 4
-"""How RDMABuffer alone is used: buffers of this size, so many at a time."""
+"""Reads with RDMABuffer alone use buffers of this size, so many at a time."""
 
 
 class Rank(Actor):
@@ -67,13 +67,13 @@ class Rank(Actor):
 
     @concurrent_endpoint
     async def leave(self) -> None:
-        """Be neither."""
+        """Close the publisher or subscriber."""
         while self._roles:
             await self._roles.pop().close()
 
     @concurrent_endpoint
     async def publish(self, version: int, at: float) -> tuple[float, float]:
-        """Stage at that moment; seconds, and when it ended."""
+        """Stage at that moment; its seconds, and the time of its end."""
         await _until(at)
         started = time.monotonic()
         await self._publisher.publish(version)
@@ -86,7 +86,7 @@ class Rank(Actor):
 
     @concurrent_endpoint
     async def pull(self, at: float) -> float:
-        """Fetch what was leased; seconds."""
+        """Fetch the leased version; seconds."""
         await _until(at)
         started = time.monotonic()
         assert await self._subscriber.prefetch(self._version)
@@ -102,7 +102,7 @@ class Rank(Actor):
 
     @concurrent_endpoint
     async def follow(self) -> float:
-        """All of it, as a generator does; when it ended."""
+        """Wait for, fetch and apply the next version, as a generator does; the time of its end."""
         self._version = await self._subscriber.newest(self._version)
         assert await self._subscriber.prefetch(self._version)
         self._subscriber.apply()
@@ -110,7 +110,7 @@ class Rank(Actor):
 
     @concurrent_endpoint
     async def take(self, at: float) -> tuple[float, float]:
-        """Ask for the next version, fetch it, put it in place; seconds, and those of the last."""
+        """Wait for, fetch and apply the next version; seconds, and those of the apply."""
         await _until(at)
         started = time.monotonic()
         self._version = await self._subscriber.newest(self._version)
@@ -122,7 +122,7 @@ class Rank(Actor):
 
     @concurrent_endpoint
     async def memcpy(self, at: float) -> float:
-        """Copy as many bytes within this process, in a thread as the others do; seconds."""
+        """Copy as many bytes within this process, in a thread as the others; seconds."""
         await _until(at)
 
         def copy() -> float:
@@ -134,12 +134,12 @@ class Rank(Actor):
 
     @concurrent_endpoint
     async def fetched_bytes(self) -> int:
-        """How many bytes a pull over the network reads: whole buckets."""
+        """Bytes that a pull over the network reads, in whole buckets."""
         return sum(buffer.nbytes for source in self._subscriber._sources for buffer in source._stretches.values())
 
     @concurrent_endpoint
     async def serve(self, size: int) -> tuple[list[Any], int]:
-        """Offer that many bytes as RDMA buffers, and on a socket; the buffers and the port."""
+        """Serve that many bytes as RDMA buffers and on a socket; the buffers and the port."""
         from monarch.rdma import RDMABuffer
 
         self._served = torch.ones(size, dtype=torch.uint8)

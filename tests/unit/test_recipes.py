@@ -14,7 +14,7 @@ from apps.sft.config import SftConfig
 from goaly.config import load, to_yaml
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.policy import LOSSES
-from goaly.plan.dry_run import describe, needs
+from goaly.plan.dry_run import describe, memory_by_role
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.config import RunConfig
 from goaly.run.placement import processes
@@ -74,7 +74,7 @@ def test_a_reference_is_refreshed_only_where_there_is_one_and_from_the_policy_al
     file = CONFIGS / "grpo" / "tiny.yaml"
     with_reference = ("loss.kl_coef=0.1", "reference.refresh_every=3")
     frozen, refreshed = (
-        needs(run_config(file, tiny_model_folder, *overrides))["reference"][0]
+        memory_by_role(run_config(file, tiny_model_folder, *overrides))["reference"][0]
         for overrides in (with_reference[:1], with_reference)
     )
     assert refreshed == 2 * frozen
@@ -100,7 +100,7 @@ def test_the_plan_counts_a_reference_and_the_travelling_weights_in_the_models_co
             "generator.kv_cache_gib=0.001",
             *overrides,
         )
-        return {part.split(" ")[0]: float(part.split(" ")[-2]) for part in needs(config)[role][1].split(", ")}
+        return {part.split(" ")[0]: float(part.split(" ")[-2]) for part in memory_by_role(config)[role][1].split(", ")}
 
     count = 25.6 * 2**30
     with pytest.MonkeyPatch.context() as patched:
@@ -147,7 +147,7 @@ def test_the_plan_of_a_run_with_a_critic_says_where_it_goes(tiny_model_folder: P
     config = run_config(CONFIGS / "ppo" / "tiny.yaml", tiny_model_folder, "critic.fsdp=2")
     (place,) = [place for place in processes(config) if place.name == "critic"]
     assert (place.role, place.count, place.threads) == ("critic", 2, 1)
-    assert 0 < needs(config)["critic"][0] < needs(config)["trainer"][0]
+    assert 0 < memory_by_role(config)["critic"][0] < memory_by_role(config)["trainer"][0]
     table = describe(config)
     assert re.search(r"\ncritic.1 +\S+ +- +0 +1 ", table)
     assert re.search(r"\ntrainer +\S+ +- +0 +1 ", table)

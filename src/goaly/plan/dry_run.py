@@ -20,7 +20,7 @@ NOT_HELD = ("ring", "activations", f"parameters{ON_CPU}", f"prefetch{ON_CPU}")
 """Memory that a rank needs elsewhere than on its GPU, or only for a while."""
 
 
-def needs(config: RunConfig) -> dict[str, tuple[float, str]]:
+def memory_by_role(config: RunConfig) -> dict[str, tuple[float, str]]:
     """By role, the GiB that a rank needs, and their purposes."""
     in_words = {
         role: (sum(parts.values()) / GIB, ", ".join(f"{part} {size / GIB:.3f} GiB" for part, size in parts.items()))
@@ -95,7 +95,7 @@ def describe(config: RunConfig) -> str:
         raise ConfigError([f"hosts.imagine=null: {needed}"])
     places = placed(config, one_host(this_machine()) if hosts.imagine is None else imagined(hosts.imagine))
     rows = [("process", "host", "GPU", "cores", "threads", "GiB", "what for")]
-    memory = needs(config)
+    memory = memory_by_role(config)
     for each in processes(config):
         gib, what_for = memory[each.role]
         for rank, one in enumerate(places[each.name].ranks):
