@@ -357,7 +357,7 @@ configs = st.builds(
 
 @settings(deadline=None)
 @given(configs)
-def test_the_written_config_reads_back_as_the_same_config(tmp_path_factory, config: Config):
+def test_the_written_config_reads_back_as_the_same_config(tmp_path_factory, config: Config):  # CF-2
     file = tmp_path_factory.getbasetemp() / "roundtrip.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
     assert read("--config", str(file)) == config

@@ -46,7 +46,7 @@ def test_a_name_and_a_path_find_their_functions(registry: Registry):
         ),
     ],
 )
-def test_what_can_not_be_found_lists_what_is_known(registry: Registry, name: str, problem: str):
+def test_what_can_not_be_found_lists_what_is_known(registry: Registry, name: str, problem: str):  # RY-2
     found = [line.replace(" -> None", "") for line in registry.problems("x.", name, {})]
     assert found == [f"x.name={name}: {problem}"]
 

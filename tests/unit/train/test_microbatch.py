@@ -10,7 +10,7 @@ from tests.unit.train.batches import documents, pack
 
 @settings(max_examples=40, deadline=None)
 @given(count=st.integers(1, 12), rows=st.integers(1, 5), multiple=st.sampled_from([1, 2, 8]), seed=st.integers(0, 99))
-def test_every_trained_token_keeps_its_past_its_columns_and_its_cell(
+def test_every_trained_token_keeps_its_past_its_columns_and_its_cell(  # MB-1
     count: int, rows: int, multiple: int, seed: int
 ):  # MB-1
     packed = pack(documents(count, seed=seed, longest=20), rows=rows, row_length=240)

@@ -46,7 +46,7 @@ def test_tied_weights_are_filled_once_by_the_name_that_is_published_and_stay_tie
 
 
 @pytest.mark.parametrize("mode", ["copy", "flip"])
-def test_what_is_fetched_is_not_seen_before_it_is_applied(mode: str) -> None:
+def test_what_is_fetched_is_not_seen_before_it_is_applied(mode: str) -> None:  # WD-2
     model = Tied()
     destination = filled(model, mode, {"head.weight", "norm"})
     for version in (1.0, 2.0, 3.0):

@@ -199,7 +199,7 @@ def test_what_one_rank_holds_twice_is_not_divided() -> None:
     assert share([(held, held)]) == ((held,),)
 
 
-def test_a_plan_spreads_what_was_not_shared_over_its_holders() -> None:
+def test_a_plan_spreads_what_was_not_shared_over_its_holders() -> None:  # WL-3
     layout = shards_of("w", torch.float32, (1024, 1024), (), (), ())
     assert [(copy.source, copy.offset, copy.shape) for copy in plan([layout, layout], layout)] == [
         (0, (0, 0), (512, 1024)),
