@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from goaly.reward import advantages
-from goaly.reward.scored import Scored
+from goaly.reward.advantages import Scored
 
 
 @advantages.compares_groups

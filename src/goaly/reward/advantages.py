@@ -26,8 +26,45 @@ from torch import Tensor
 
 from goaly.configuration.settings import NonNegativeFloat, Share
 from goaly.registry import Registry
-from goaly.reward.scored import Scored
 from goaly.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The samples of a batch, in order, and their rewards after shaping."""
+
+    samples: tuple[Trajectory, ...]
+    rewards: tuple[Tensor, ...]
+    """The rewards of each sample's tokens, f64 `[T]`, after shaping."""
+    groups_S: Tensor
+    """The number of each sample's group, ascending."""
+    values: tuple[Tensor, ...] | None = None
+    """A critic's value of each token, f64 `[T]`, 0 where it is not trained; None without `@needs_values`."""
+
+    @property
+    def totals_S(self) -> Tensor:
+        """Each sample's reward, f64."""
+        return torch.stack([rewards_T.sum() for rewards_T in self.rewards])
+
+    def group_mean(self, values_S: Tensor) -> Tensor:
+        """For each sample the mean of its group."""
+        return self._group_sum(values_S) / self.group_size_S
+
+    def centred(self, values_S: Tensor) -> Tensor:
+        """Each sample's distance from its group's mean; exactly 0 if all values of the group are equal."""
+        centred_S = values_S - self.group_mean(values_S)
+        first_S = values_S[torch.searchsorted(self.groups_S, self.groups_S)]
+        unequal_S = self._group_sum((values_S != first_S).double()) > 0
+        return torch.where(unequal_S, centred_S, 0.0)
+
+    @property
+    def group_size_S(self) -> Tensor:
+        """For each sample the number of samples in its group."""
+        return torch.bincount(self.groups_S)[self.groups_S]
+
+    def _group_sum(self, values_S: Tensor) -> Tensor:
+        groups = int(self.groups_S[-1]) + 1
+        return values_S.new_zeros(groups).index_add(0, self.groups_S, values_S)[self.groups_S]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from goaly.losses import kl
-from goaly.reward.advantages import ESTIMATORS, Estimate
-from goaly.reward.scored import Scored, scored
+from goaly.reward.advantages import ESTIMATORS, Estimate, Scored
 from goaly.reward.settings import AdvantageSettings, OverlongSettings
 from goaly.trajectory import Group
 
@@ -73,3 +72,15 @@ def spread(trained_T: Tensor, value: Tensor) -> Tensor:
 
 def _on_trained(batch: Scored, values: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [spread(sample.tokens["trained"], value) for sample, value in zip(batch.samples, values, strict=True)]
+
+
+def scored(groups: Sequence[Group], values: Sequence[Tensor] | None = None) -> Scored:
+    """The samples of these groups with their rewards, and a critic's values."""
+    samples = tuple(sample for group in groups for sample in group.samples)
+    sizes = torch.tensor([len(group.samples) for group in groups])
+    return Scored(
+        samples=samples,
+        rewards=tuple(sample.tokens["rewards"].double() for sample in samples),
+        groups_S=torch.arange(len(groups)).repeat_interleave(sizes),
+        values=None if values is None else tuple(values_T.double() for values_T in values),
+    )

@@ -6,7 +6,8 @@ from bench import controls
 from goaly.generate.request import Finish
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward import advantages
-from goaly.reward.scored import Scored, scored
+from goaly.reward.advantages import Scored
+from goaly.reward.estimate import scored
 from goaly.rollout.episode import Episode
 from goaly.rollout.policy import Completion
 from goaly.trajectory import Group, Trajectory

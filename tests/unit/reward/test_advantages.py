@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goaly.configuration.check import check
-from goaly.reward.advantages import ESTIMATORS, Estimate, gae, needs_values, rewards_of_steps, to_go
-from goaly.reward.estimate import estimate, penalize_divergence, penalize_overlong, spread
-from goaly.reward.scored import Scored, scored
+from goaly.reward.advantages import ESTIMATORS, Estimate, Scored, gae, needs_values, rewards_of_steps, to_go
+from goaly.reward.estimate import estimate, penalize_divergence, penalize_overlong, scored, spread
 from goaly.reward.settings import AdvantageSettings, OverlongSettings, RewardSettings
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
 
