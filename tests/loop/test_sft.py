@@ -129,9 +129,7 @@ def test_two_ranks_train_what_one_trains(trained: Path, tmp_path: Path) -> None:
         f"output={output}",
         "steps=6",
         *(
-            f"tiny.{name}={getattr(TINY, name)}"
-            for name in TINY.__slots__
-            if name not in ("seed", "tied", "rope_theta")
+            f"tiny.{name}={value}" for name, value in vars(TINY).items() if name not in ("seed", "tied", "rope_theta")
         ),
         "data.task=arithmetic",
         "data.arithmetic.min_digits=1",
@@ -159,17 +157,12 @@ def test_two_ranks_train_what_one_trains(trained: Path, tmp_path: Path) -> None:
 
 
 def test_settings_that_cannot_work_together_are_told_together(tmp_path: Path) -> None:
-    broken = config(
-        tmp_path,
-        steps=0,
-        tiny=None,
-        trainer=TrainerSettings(fsdp=3, minibatches=2),
-        checkpoint_every=5,
-    )
+    with pytest.raises(ConfigError, match=r"^SftConfig\.steps=0: must be at least 1$"):
+        config(tmp_path, steps=0)
+    broken = config(tmp_path, tiny=None, trainer=TrainerSettings(fsdp=3, minibatches=2), checkpoint_every=5)
     assert broken.problems("") == [
-        "steps=0: must be at least 1",
         "model: set it, or tiny, and not both",
         "data.rows_per_step=2: must be a multiple of trainer.fsdp=3",
-        "trainer.minibatches=2: must be 1 in a supervised run, where data.rows_per_step says how large a step is",
-        "checkpoint_every=5: must be 0 where there are several ranks",
+        "trainer.minibatches=2: must be 1 in a supervised run; data.rows_per_step is the size of a step",
+        "checkpoint_every=5: must be 0 with several ranks",
     ]
