@@ -58,7 +58,8 @@ check: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyrefly check --summarize-errors
-	$(RUN) -m pytest -q tests/unit/test_docs.py tests/unit/test_imports.py tests/unit/test_invariant_labels.py
+	$(RUN) -m pytest -q tests/unit/test_docs.py tests/unit/test_imports.py tests/unit/test_invariant_labels.py \
+		tests/unit/test_documented_keys.py
 
 clean:
 	rm -rf $(VENV) $(PEER) mutants .pytest_cache .ruff_cache .hypothesis

@@ -150,7 +150,7 @@ def settled(config: "RunConfig") -> dict[str, Any]:
 
     Without what is at its default: a new setting that changes nothing where nobody sets it leaves old runs valid.
     """
-    from goaly.configuration.values import default_values, plain
+    from goaly.config.schema import default_values, plain
 
     decided = _without(plain(config), default_values(type(config)))
     return {key: value for key, value in decided.items() if key not in WHERE_NOT_WHAT}

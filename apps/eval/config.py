@@ -3,8 +3,8 @@
 from dataclasses import field
 from typing import Literal
 
-from goaly.configuration.settings import settings
-from goaly.configuration.values import idle
+from goaly.config.settings import settings
+from goaly.config.wording import idle
 from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings

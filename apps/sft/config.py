@@ -2,7 +2,7 @@
 
 from dataclasses import field
 
-from goaly.configuration.settings import NonNegativeInt, PositiveInt, settings
+from goaly.config.settings import NonNegativeInt, PositiveInt, settings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel
 from goaly.prompts.settings import ChatSettings, SupervisedSettings

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from goaly.configuration.wording import show
+from goaly.config.wording import show
 from goaly.dotted_path import function_at
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -106,8 +106,8 @@ def _complaint(annotation: Any, value: Any) -> str | None:
     """What the value must be; None if it is."""
     from pydantic import ValidationError
 
-    from goaly.configuration.check import faults
-    from goaly.configuration.schema import adapter
+    from goaly.config.check import faults
+    from goaly.config.schema import adapter
 
     try:
         adapter(annotation).validate_python(value)

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goaly.config import Loaded, exit_code, load, to_yaml
-from goaly.configuration.help import help_text
-from goaly.configuration.settings import PositiveInt
-from goaly.configuration.settings import settings as settings_class
-from goaly.configuration.values import default_values, plain
+from goaly.config.help import help_text
+from goaly.config.schema import default_values, plain
+from goaly.config.settings import PositiveInt
+from goaly.config.settings import settings as settings_class
 from goaly.errors import ConfigError
 
 

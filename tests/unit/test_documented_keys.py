@@ -12,7 +12,7 @@ import pytest
 
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
-from goaly.configuration.schema import keys
+from goaly.config.schema import keys
 from goaly.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]

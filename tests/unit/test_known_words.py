@@ -9,8 +9,8 @@ import pytest
 
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
-from goaly.configuration.schema import hints
-from goaly.configuration.settings import settings
+from goaly.config.schema import hints
+from goaly.config.settings import settings
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.reward.settings import AdvantageSettings
 from goaly.run.config import RunConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from goaly.configuration.settings import NonNegativeFloat
+from goaly.config.settings import NonNegativeFloat
 from goaly.registry import Registry
 
 KNOWN = "known are plain, and your own as package.module:function"

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from goaly.configuration.settings import AtLeastOne, NonNegativeInt, PositiveInt, settings
-from goaly.configuration.values import idle
+from goaly.config.settings import AtLeastOne, NonNegativeInt, PositiveInt, settings
+from goaly.config.wording import idle
 
 
 @settings

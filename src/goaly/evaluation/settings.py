@@ -5,8 +5,8 @@ from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from goaly.configuration.settings import PositiveInt, settings
-from goaly.configuration.values import idle
+from goaly.config.settings import PositiveInt, settings
+from goaly.config.wording import idle
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Split
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings, source_problems
@@ -138,7 +138,7 @@ class EvaluationSettings:
 
 
 def _sampling_problems(one: EvaluationSet, key: str, sampling: SamplingSettings, max_context: int) -> list[str]:
-    from goaly.configuration.check import check  # imports pydantic, which `--help` does not need
+    from goaly.config.check import check  # imports pydantic, which `--help` does not need
 
     _, problems = check(SamplingSettings, asdict(sampling) | one.sampling, key)
     found = [problem for problem in problems if re.split(r"[=:]", problem)[0].split(".")[-1] in one.sampling]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from annotated_types import Ge, Gt, Le, MinLen
 
-from goaly.configuration.settings import NonNegativeInt, PositiveFloat, PositiveInt, Share, settings
+from goaly.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Share, settings
 
 PREPACKED = (
     "vLLM's own models prepack their linear layers on CPU, so weight updates cannot reach them; "

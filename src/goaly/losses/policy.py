@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from goaly.configuration.settings import AtLeastOne, NonNegativeFloat, PositiveFloat, Share
+from goaly.config.settings import AtLeastOne, NonNegativeFloat, PositiveFloat, Share
 from goaly.losses.kl import BinaryDivergence, binary_divergence
 from goaly.losses.tokens import LossOutput, Tokens
 from goaly.registry import Registry

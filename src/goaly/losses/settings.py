@@ -3,8 +3,8 @@
 from dataclasses import field
 from typing import Any, Literal
 
-from goaly.configuration.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, settings
-from goaly.configuration.values import idle
+from goaly.config.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, settings
+from goaly.config.wording import idle
 
 Importance = Literal["token", "sequence", "geometric"]
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from goaly.configuration.settings import settings
+from goaly.config.settings import settings
 
 
 @settings

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, MultipleOf
 
-from goaly.configuration.settings import PositiveInt, settings
+from goaly.config.settings import PositiveInt, settings
 
 if TYPE_CHECKING:
     import torch

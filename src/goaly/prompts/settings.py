@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Le, MinLen
 
-from goaly.configuration.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Share, ShareBelowOne, settings
-from goaly.configuration.values import idle
+from goaly.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Share, ShareBelowOne, settings
+from goaly.config.wording import idle
 
 FILE_KINDS = (".jsonl", ".parquet")
 TASK_NAMES = ("arithmetic",)

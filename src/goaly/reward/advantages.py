@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from goaly.configuration.settings import NonNegativeFloat, Share
+from goaly.config.settings import NonNegativeFloat, Share
 from goaly.registry import Registry
 from goaly.trajectory import Trajectory
 

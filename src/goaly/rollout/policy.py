@@ -203,7 +203,7 @@ def _sampling(changes: dict[str, Any]) -> Sampling:
 
 def _refuse_impossible_values(wanted: Sampling) -> None:
     """Raise EpisodeError for values that the section `sampling` refuses; vLLM silently changes some of them."""
-    from goaly.configuration.check import check  # imports pydantic
+    from goaly.config.check import check  # imports pydantic
 
     given = {key.name: value for key in fields(SamplingSettings) if (value := getattr(wanted, key.name)) is not None}
     given.setdefault("max_tokens", max(1, wanted.min_tokens or 0))

@@ -1,6 +1,6 @@
 """How many processes run episodes, how many episodes each runs at once, and for how long."""
 
-from goaly.configuration.settings import PositiveFloat, PositiveInt, settings
+from goaly.config.settings import PositiveFloat, PositiveInt, settings
 
 
 @settings

@@ -3,8 +3,8 @@
 from dataclasses import field
 
 from goaly.backlog.settings import BacklogSettings
-from goaly.configuration.settings import PositiveInt, settings
-from goaly.configuration.values import idle
+from goaly.config.settings import PositiveInt, settings
+from goaly.config.wording import idle
 from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings, SamplingSettings
 from goaly.losses.settings import LossSettings

@@ -3,7 +3,7 @@
 from dataclasses import field
 from typing import Literal
 
-from goaly.configuration.settings import AtLeastOne, NonNegativeInt, PositiveFloat, PositiveInt, settings
+from goaly.config.settings import AtLeastOne, NonNegativeInt, PositiveFloat, PositiveInt, settings
 
 ROLES = ("hub", "trainer", "reference", "critic", "generator", "rollout")
 COMPUTING = ("trainer", "reference", "critic", "generator")

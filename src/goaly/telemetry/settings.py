@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from goaly.configuration.settings import settings
+from goaly.config.settings import settings
 
 
 @settings

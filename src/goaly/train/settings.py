@@ -3,7 +3,7 @@
 from dataclasses import field, replace
 from typing import Literal
 
-from goaly.configuration.settings import (
+from goaly.config.settings import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -12,7 +12,7 @@ from goaly.configuration.settings import (
     ShareBelowOne,
     settings,
 )
-from goaly.configuration.values import idle
+from goaly.config.wording import idle
 from goaly.models.settings import ModelSettings
 
 NEEDS_GPU = "needs a GPU: shapes of the CPU's packed attention change with the documents"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from goaly.configuration.settings import PositiveFloat, PositiveInt, settings
+from goaly.config.settings import PositiveFloat, PositiveInt, settings
 
 NO_TORCHSTORE = (
     "the package torchstore is not installed; install it (github.com/meta-pytorch/torchstore) or use auto, shm or rdma"

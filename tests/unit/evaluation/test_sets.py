@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from goaly.configuration.check import check
+from goaly.config.check import check
 from goaly.evaluation.result import EvalResult, Evaluation
 from goaly.evaluation.sets import ProblemSets
 from goaly.evaluation.settings import EvaluationSet, EvaluationSettings

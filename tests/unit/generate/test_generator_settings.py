@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 
-from goaly.configuration.check import check
+from goaly.config.check import check
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings, SamplingSettings, vllm_device
 

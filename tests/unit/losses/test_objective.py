@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from goaly.configuration.check import check
-from goaly.configuration.values import plain
+from goaly.config.check import check
+from goaly.config.schema import plain
 from goaly.errors import SchemaError
 from goaly.losses.objective import Likelihood, PolicyObjective, finish
 from goaly.losses.policy import LOSSES
@@ -492,6 +492,6 @@ def test_a_bound_that_rejects_nothing_or_all_is_refused(measure):
 
 
 def test_the_help_of_the_setting_names_every_loss():
-    from goaly.configuration.help import docs
+    from goaly.config.help import docs
 
     assert all(name in docs(LossSettings)["name"] for name in LOSSES.names)

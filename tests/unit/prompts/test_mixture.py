@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.configuration.check import check
+from goaly.config.check import check
 from goaly.prompts.curriculum import Curriculum, Passes
 from goaly.prompts.mixture import Mixture, held_out, prompt_mixture
 from goaly.prompts.settings import ArithmeticSettings, CurriculumSettings, PromptSettings, SourceSettings

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped, State
-from goaly.configuration.check import check
+from goaly.config.check import check
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward.verifiers import Unscored

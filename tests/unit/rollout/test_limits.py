@@ -10,7 +10,7 @@ from test_episode import completion
 from test_group import PROMPT, TICKET, FakeQueue, FakeSampler, ask_once, runner
 
 from goaly.backlog.admission import Ticket
-from goaly.configuration.check import check
+from goaly.config.check import check
 from goaly.errors import EpisodeError
 from goaly.prompts.prompt import Prompt
 from goaly.rollout import limits

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.configuration.check import check
+from goaly.config.check import check
 from goaly.errors import ConfigError
 from goaly.run.cluster import Cluster, Gpu, Host, imagined, one_host
 from goaly.run.placement import IMPORTS, RANKS, Placed, Processes, place

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from goaly.configuration.check import check
+from goaly.config.check import check
 from goaly.errors import ConfigError
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection

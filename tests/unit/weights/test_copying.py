@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from goaly.configuration.check import check
+from goaly.config.check import check
 from goaly.errors import WeightsError
 from goaly.weights.copying import Copier
 from goaly.weights.layout import in_dtype, region

@@ -36,15 +36,15 @@ def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -
     """The config that these arguments describe; ConfigError with every problem, SystemExit(0) after `--help`."""
     line, problems = _parse(argv)
     if line.help:
-        from goaly.configuration.help import help_text
+        from goaly.config.help import help_text
 
         sys.stdout.write(help_text(schema, prog=prog, description=description))
         raise SystemExit(0)
     # OmegaConf and pydantic take 0.5 s to import, which `--help` need not wait for.
-    from goaly.configuration.check import check
-    from goaly.configuration.schema import keys
-    from goaly.configuration.sources import read
-    from goaly.configuration.wording import type_words
+    from goaly.config.check import check
+    from goaly.config.schema import keys
+    from goaly.config.sources import read
+    from goaly.config.wording import type_words
 
     for key in keys(schema):
         type_words(key.annotation)  # a field of a type that no YAML can hold is our bug: it raises here
@@ -88,7 +88,7 @@ def to_yaml(config: object) -> str:
     """The config with every key, as YAML that loads as the same config."""
     from omegaconf import OmegaConf
 
-    from goaly.configuration.values import plain
+    from goaly.config.schema import plain
 
     return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 

@@ -14,9 +14,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from goaly.configuration.schema import Key, join, keys, members
-from goaly.configuration.values import default_values
-from goaly.configuration.wording import show
+from goaly.config.schema import Key, default_values, join, keys, members
+from goaly.config.wording import show
 
 OVERRIDE = "override"
 DEFAULT = "default"

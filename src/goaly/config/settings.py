@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from goaly.configuration.schema import STRICT, adapter
+from goaly.config.schema import STRICT, adapter
 from goaly.errors import ConfigError
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def settings(cls: type[T]) -> type[T]:
             return unchecked(self)
         from pydantic_core import ArgsKwargs, ValidationError
 
-        from goaly.configuration.check import faults
+        from goaly.config.check import faults
 
         try:
             adapter(made).validator.validate_python(ArgsKwargs((), given), self_instance=self)

@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from goaly.configuration.schema import adapter, hints, join, keys, members, section_of
-from goaly.configuration.wording import bounds_words, show, type_words
+from goaly.config.schema import adapter, hints, join, keys, members, section_of
+from goaly.config.wording import bounds_words, show, type_words
 
 OUT_OF_BOUNDS = {
     "greater_than",

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from itertools import pairwise
 
-from goaly.configuration.schema import Key, keys, members
-from goaly.configuration.values import plain
-from goaly.configuration.wording import show, type_words
+from goaly.config.schema import Key, keys, members, plain
+from goaly.config.wording import show, type_words
 
 FLAGS = (
     ("--config FILE", "a YAML file with any of the keys below"),

@@ -1,11 +1,13 @@
-"""The keys of a settings class, with their types and defaults."""
+"""The keys of a settings class with their types and defaults, and its values as those of a YAML file."""
 
 import dataclasses
 import functools
+import re
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 if typing.TYPE_CHECKING:
@@ -101,3 +103,32 @@ def section_of(annotation: Any) -> type | None:
 def join(path: str, name: object) -> str:
     """`name` below `path`; the root's path is empty."""
     return f"{path}.{name}" if path else str(name)
+
+
+def plain(value: Any) -> Any:
+    """A config as the plain values of a YAML file that reads back as the same config."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, str):
+        # OmegaConf reads `${` as a reference unless an odd number of backslashes stands before it.
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    return value
+
+
+def default_values(schema: type) -> dict[str, Any]:
+    """The schema's defaults as plain values, without the keys that have none."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(schema):
+        has_default, default = field_default(field)
+        section = section_of(hints(schema)[field.name])
+        if has_default:
+            values[field.name] = plain(default)
+        elif section is not None:
+            values[field.name] = default_values(section)
+    return values

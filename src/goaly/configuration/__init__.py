@@ -1,1 +1,0 @@
-"""How settings are read, checked and explained; `goaly/config.py` is the door."""
