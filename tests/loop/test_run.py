@@ -88,7 +88,7 @@ def test_ctrl_c_stops_a_run_cleanly(launch: Launch) -> None:
     assert run.wait() == 130
     summary = run.summary()
     assert summary["status"] == "interrupted"
-    assert summary["admitted"] == summary["trained"] + summary["rejected"] + summary["failed"]  # RN-3
+    assert summary["admitted"] == summary["trained"] + summary["rejected"] + summary["failed"]  # RN-2
     assert (run.folder / "trace.json").exists()
     assert gone_within(children) == []
     assert orphaned_within(before) == set()
@@ -132,7 +132,7 @@ def test_a_killed_trainer_ends_the_run_with_an_error_that_names_it(launch: Launc
     children = list(run.processes())
     run.kill("trainer")
     assert run.wait() == 1
-    assert "trainer died" in run.text()  # RN-2
+    assert "trainer died" in run.text()  # RN-1
     assert "Traceback" not in run.text()
     assert run.summary()["status"] == "failed"
     assert gone_within(children) == []

@@ -92,7 +92,7 @@ class Generator(Actor):
         follower = WeightFollower(subscriber, self._engine_loop, announcements)
         if rank == 0:
             await self._catch_up(follower)  # GE-1
-        self._following = vital_task(follower.run(), "weight follower")
+        self._following = vital_task(follower.run(), "weight follower")  # GE-4
         return self._engine_loop.version
 
     @concurrent_endpoint

@@ -69,7 +69,7 @@ class WeightFollower:
         return True
 
     async def _prefetch(self, version: int, lent: Lease | None = None) -> bool:
-        ready = await self._versions.prefetch(version, lent)
+        ready = await self._versions.prefetch(version, lent)  # FO-4
         return ready if self._link is None else await _in_thread(self._link.all_agree, ready)  # FO-1
 
 

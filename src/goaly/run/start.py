@@ -1,11 +1,10 @@
-"""Brings the actors of a run up, and takes them down.
+"""Brings the actors of a run up, and takes them down. Every task belongs to the script's TaskGroup or to the run's.
 
 Invariants
-    RN-1  Every task has an owner: the script's TaskGroup, or the run's.
-    RN-2  The death of an actor that is not replaced ends the run with a RunFailed that names it.
-    RN-3  However the block is left, every admitted group is accounted for, `summary.json` is written, and the run's
+    RN-1  The death of an actor that is not replaced ends the run with a RunFailed that names it.
+    RN-2  However the block is left, every admitted group is accounted for, `summary.json` is written, and the run's
           processes are stopped.
-    RN-4  The policy is saved without the script's help (SV-1): after the last step, or when the block is left. An
+    RN-3  The policy is saved without the script's help (SV-1): after the last step, or when the block is left. An
           interrupt before the last step saves nothing.
 """
 
@@ -71,17 +70,17 @@ async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) ->
 
     def on_failure(actor: str, report: str) -> None:
         if actor in actors and not ("generators" in closers and run.generators.lost(actor, report)):
-            run.lost(actor, report)  # RN-2
+            run.lost(actor, report)  # RN-1
 
     hosts = Hosts(config.hosts, run_dir, on_failure, trace=config.telemetry.trace)
     status = "failed"
     try:
-        async with asyncio.TaskGroup() as owned:  # RN-1
+        async with asyncio.TaskGroup() as owned:
             watch = owned.create_task(run.alive())
             await _bring_up(run, hosts, episode, actors, closers)
             supervision = owned.create_task(run.generators.supervise())
             yield run
-            await run.trainer.save_newest()  # RN-4: if the script ended before the last step
+            await run.trainer.save_newest()  # RN-3: if the script ended before the last step
             supervision.cancel()
             watch.cancel()
             status = "finished"
@@ -92,7 +91,7 @@ async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) ->
         try:
             await _save_policy(run, status)
         finally:
-            await _take_down(run, hosts, status, closers)
+            await _take_down(run, hosts, status, closers)  # RN-2
 
 
 async def _bring_up(run: Run, hosts: Hosts, episode: EpisodeFunction, actors: set[str], closers: Closers) -> None:
@@ -272,7 +271,7 @@ class _Stages:
 
 
 async def _save_policy(run: Run, status: str) -> None:
-    """Save the newest policy of a run that failed or was interrupted (RN-4)."""
+    """Save the newest policy of a run that failed or was interrupted (RN-3)."""
     trainer = getattr(run, "trainer", None)
     if trainer is None or "trainer" in run.lost_actors or not trainer.has_unsaved:
         return

@@ -1,4 +1,4 @@
-"""A trained policy is on disk before anything else can fail (SV-1, SV-2, RN-4), on a trainer of fakes."""
+"""A trained policy is on disk before anything else can fail (SV-1, SV-2, RN-3), on a trainer of fakes."""
 
 import asyncio
 import json
