@@ -176,7 +176,7 @@ class Laboratory:
         for number, question in enumerate(questions):
             self._generator.add(str(number), question, self._sampling)
         ended: dict[str, Sample] = {}
-        while self._generator.under_way:
+        while self._generator.running:
             ended |= dict(self._generator.step())
         return [ended[str(number)] for number in range(len(questions))]
 

@@ -51,6 +51,7 @@ def main(job: dict[str, Any]) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     torch.set_num_threads(job["threads"])
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    # pyrefly: ignore[missing-attribute]
     tokenizer.padding_side = "left"
     records = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
     batch = job["groups_per_step"] * job["group_size"]

@@ -135,6 +135,7 @@ class Rank(Actor):
     @concurrent_endpoint
     async def fetched_bytes(self) -> int:
         """Bytes that a pull over the network reads, in whole buckets."""
+        # pyrefly: ignore[missing-attribute]
         return sum(buffer.nbytes for source in self._subscriber._sources for buffer in source._stretches.values())
 
     @concurrent_endpoint

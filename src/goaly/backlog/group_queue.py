@@ -304,7 +304,7 @@ class GroupQueue:
                     f"{where}: {len(sample)} tokens don't fit into backlog.row_length={self._settings.row_length}"
                 )
 
-    def _queue_waits(self, tickets: list[int]) -> dict[str, float]:
+    def _queue_waits(self, tickets: Sequence[int]) -> dict[str, float]:
         now = time.time_ns()
         waits = []
         for ticket in tickets:

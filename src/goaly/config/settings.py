@@ -38,6 +38,7 @@ def settings(cls: type[T]) -> type[T]:
     cls.__pydantic_config__ = STRICT  # type: ignore[attr-defined]
     made = dataclass(frozen=True, kw_only=True)(cls)
     unchecked = made.__init__
+    # pyrefly: ignore[bad-argument-type]
     required = [field for field in dataclasses.fields(made) if field.default is field.default_factory is MISSING]
 
     def __init__(self: Any, **given: Any) -> None:

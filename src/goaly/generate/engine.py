@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,10 @@ class Engine:
         self._version = 0
         self._requests: dict[str, _Running] = {}
         self._names: dict[str, str] = {}
-        overrides: dict[str, Any] = {"gpu_memory_utilization": FREE_ENOUGH} if on_cuda else {}
+        overrides: dict[str, Any] = {"compilation_config": {}}
+        if on_cuda:
+            overrides["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+            overrides["gpu_memory_utilization"] = FREE_ENOUGH
         if settings.engine == "torchtitan":
             prepare_torchtitan()
             from goaly.generate import vllm_model
@@ -137,7 +140,6 @@ class Engine:
             block_size=None if on_cuda else CPU_BLOCK_TOKENS,
             enable_prefix_caching=settings.prefix_caching,
             enforce_eager=not (on_cuda and settings.cuda_graphs),
-            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if on_cuda else {},
             logprobs_mode="processed_logprobs",
             async_scheduling=False,  # EN-1
             disable_log_stats=True,
@@ -146,7 +148,7 @@ class Engine:
         self._vllm = LLMEngine.from_engine_args(arguments)
         if settings.tp > 1:
             _unlink_message_queues()
-        self._core: Any = self._vllm.engine_core
+        self._core = cast(Any, self._vllm.engine_core)  # its class in one process has more than the declared one
         self._scheduler = self._core.engine_core.scheduler
         self._supported_tasks = self._vllm.get_supported_tasks()
         self._vocabulary = self._vllm.model_config.get_vocab_size()
@@ -203,11 +205,13 @@ class Engine:
             request.wrote(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), self._version)  # EN-1
             finish = None if output.finish_reason is None else FINISHES[output.finish_reason]
             stop = None if finish is Finish.STOP else request.stopped_by(output.new_token_ids)
-            if stop is not None and finish is None:
-                stopped.append(output.request_id)
-            if stop is not None or finish is not None:
+            if stop is not None:
+                if finish is None:
+                    stopped.append(output.request_id)
+                finish = Finish.STOP
+            if finish is not None:
                 self._forget(output.request_id)
-                ended.append((request.name, request.sample(finish if stop is None else Finish.STOP, stop)))
+                ended.append((request.name, request.sample(finish, stop)))
         if stopped:
             self._core.abort_requests(stopped)  # the same on every rank: all ranks sample the same tokens
         return ended
@@ -288,7 +292,7 @@ class Engine:
         return self._vllm.model_executor.driver_worker.worker.get_model()
 
     def _device(self) -> str:
-        return self._vllm.vllm_config.device_config.device.type
+        return cast(torch.device, self._vllm.vllm_config.device_config.device).type
 
 
 def _parameters(sampling: Sampling) -> SamplingParams:

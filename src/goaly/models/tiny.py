@@ -161,5 +161,5 @@ def _weights(size: TinyModel) -> "dict[str, torch.Tensor]":
     return weights
 
 
-def _write_json(path: Path, content: dict[str, object]) -> None:
+def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

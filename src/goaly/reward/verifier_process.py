@@ -68,7 +68,7 @@ class VerifierProcess:
             raise
         if not isinstance(answer, Ready):
             await child.kill()
-            raise VerifierError(f"verifier {verifier} can't be used: {answer.why}")
+            raise VerifierError(f"verifier {verifier} can't be used: {answer.why}")  # pyrefly: ignore[missing-attribute]
         return child
 
     async def send(self, pairs: Sequence[tuple[Prompt, str]]) -> None:

@@ -281,7 +281,7 @@ class Judge:
 
     def stats(self) -> RewardStats:
         """The statistics so far, summed over all verifiers."""
-        stats = [asdict(pool.stats()) for pool in self._pools.values()]
+        stats: list[dict[str, Any]] = [asdict(pool.stats()) for pool in self._pools.values()]
         return RewardStats(**{key: sum(each[key] for each in stats) for key in stats[0]})
 
     async def close(self) -> None:

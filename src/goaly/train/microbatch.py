@@ -73,5 +73,5 @@ def microbatch(rows: TensorDict, *, multiple_of: int = 1) -> Microbatch:
         predicting_P=at_P - 1,
         targets_P=tokens_T[at_P],
         cells_P=cells_P,
-        columns=columns,
+        columns=columns,  # pyrefly: ignore[bad-argument-type]
     )

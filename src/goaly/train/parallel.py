@@ -101,7 +101,7 @@ def build_parallel(
         dp_rank=0 if dp_group is None else dist.get_rank(dp_group),
         dp_ranks=trainer.fsdp,
         dp_group=dp_group,
-        leads=trainer.tp == 1 or parallel_dims.get_mesh("tp").get_local_rank() == 0,
+        leads=parallel_dims is None or trainer.tp == 1 or parallel_dims.get_mesh("tp").get_local_rank() == 0,
         token_multiple=trainer.tp,
     )
 

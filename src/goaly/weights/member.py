@@ -7,7 +7,7 @@ and refuses its calls; when a writer can't be registered for other hosts, the st
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -56,7 +56,7 @@ class BackgroundTasks:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
-    def every(self, seconds: float, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def every(self, seconds: float, call: Callable[[], Awaitable[None]]) -> None:
         """Call this every so many seconds, also after a failure."""
 
         async def repeat() -> None:

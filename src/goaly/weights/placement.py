@@ -79,9 +79,12 @@ def shards_of(
     runs: list[list[Run]] = [[(0, size)] for size in global_shape]
     for axis in _in_order(name, mesh_shape, placements):
         ranks, rank, placement = mesh_shape[axis], coordinate[axis], placements[axis]
+        # pyrefly: ignore[missing-attribute]
         strides = [runs[placement.dim]]
         if isinstance(placement, _StridedShard) and not _is_outer(axis, mesh_shape, placements):
+            # pyrefly: ignore[bad-argument-type]
             strides = _chunks(runs[placement.dim], placement.split_factor)
+        # pyrefly: ignore[missing-attribute]
         runs[placement.dim] = _joined(run for stride in strides for run in _chunks(stride, ranks)[rank])
     placed = [_placed(dim_runs) for dim_runs in runs]
     shards = [
