@@ -105,11 +105,11 @@ def test_every_problem_is_told_at_once_with_key_value_remedy_and_source(yaml_fil
         "--verbose: unknown flag; known are --config FILE, --dry-run, --help, and key=value",
         "nonsense: an override is written key=value, such as trainer.threads=1 (override)",
         "name: missing, must be text",
-        f"seed=[1]: must be an integer or null ({file})",
-        f"lengths.1=x: must be an integer ({file})",
-        f"train.optimizer.lr=fast: must be a number ({file})",
-        f"train.checkpointing=half: must be true or false or one of full, selective ({file})",
-        f"train.thread=2: unknown key; did you mean train.threads? ({file})",
+        f"seed=[1]: must be an integer or null ({file}:1)",
+        f"lengths.1=x: must be an integer ({file}:6)",
+        f"train.optimizer.lr=fast: must be a number ({file}:4)",
+        f"train.checkpointing=half: must be true or false or one of full, selective ({file}:5)",
+        f"train.thread=2: unknown key; did you mean train.threads? ({file}:3)",
         "reference.lr=-1.0: must be positive (override)",
     ]
 
@@ -311,8 +311,8 @@ def test_a_problem_in_a_base_names_that_file(tmp_path: Path):
     (tmp_path / "deep.yaml").write_text("name: x\nseed: x\nlengths: x\n")
     (tmp_path / "top.yaml").write_text("base: deep.yaml\nlengths: y\n")
     assert problems("--config", str(tmp_path / "top.yaml")) == [
-        f"seed=x: must be an integer or null ({tmp_path / 'deep.yaml'})",
-        f"lengths=y: must be a list, each an integer ({tmp_path / 'top.yaml'})",
+        f"seed=x: must be an integer or null ({tmp_path / 'deep.yaml'}:2)",
+        f"lengths=y: must be a list, each an integer ({tmp_path / 'top.yaml'}:2)",
     ]
 
 

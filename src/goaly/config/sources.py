@@ -5,14 +5,15 @@ The schema's own defaults lie beneath both, so `${trainer.threads}` refers to a 
 
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MappingNode, SequenceNode, YAMLError
 
 from goaly.config.schema import Key, default_values, join, keys, members
 from goaly.config.wording import show
@@ -39,7 +40,7 @@ class Given:
     problems: list[str] = field(default_factory=list)
 
     def source(self, path: str) -> str:
-        """Who wrote the value at `path`: the file, an override, or the schema's default."""
+        """The origin of the value at `path`: `file:line`, an override, or the schema's default."""
         while path and path not in self.sources:
             path = path.rpartition(".")[0]
         return self.sources.get(path, DEFAULT)
@@ -64,10 +65,9 @@ def read(file: str | Path | None, overrides: Sequence[str], schema: type) -> Giv
     if file is not None:
         for source, content in _with_bases(Path(file), given):
             written = _without_empty(content, "", sections)
-            own = Given()
-            _note_sources(written, "", source, own)
-            given.sources.update(own.sources)
-            for path in mappings & own.sources.keys():
+            origins = dict(_origins(yaml.compose(Path(source).read_text("utf-8")), "", source)) if written else {}
+            given.sources.update(origins)
+            for path in mappings & origins.keys():
                 OmegaConf.update(tree, path, {}, merge=False)
             tree = OmegaConf.merge(tree, OmegaConf.create(written))
     assert isinstance(tree, DictConfig)
@@ -154,12 +154,13 @@ def _apply(tree: DictConfig, override: str, given: Given, mappings: set[str]) ->
         given.texts[path] = text.strip()
 
 
-def _note_sources(values: Any, path: str, source: str, given: Given) -> None:
-    if path:
-        given.sources[path] = source
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    for name, value in items:
-        _note_sources(value, join(path, name), source, given)
+def _origins(node: Any, path: str, file: str) -> Iterator[tuple[str, str]]:
+    """Each key and list item below this YAML node, with its `file:line`."""
+    items = [(key.value, key, value) for key, value in node.value] if isinstance(node, MappingNode) else []
+    items += [(i, value, value) for i, value in enumerate(node.value)] if isinstance(node, SequenceNode) else []
+    for name, place, value in items:
+        yield join(path, name), f"{file}:{place.start_mark.line + 1}"
+        yield from _origins(value, join(path, name), file)
 
 
 def _resolve(node: DictConfig | ListConfig, path: str, given: Given) -> Any:
