@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 async def evaluation(config: EvalConfig) -> "dict[str, list[Answered]]":
-    """Ask the policy the problems of every set, and judge what it says."""
+    """Sample the policy's answers to the problems of every set, and score them."""
     from goaly.evaluation.result import ask
     from goaly.evaluation.sets import ProblemSets
     from goaly.generate.request import Sampling
@@ -46,7 +46,7 @@ async def evaluation(config: EvalConfig) -> "dict[str, list[Answered]]":
 
 @asynccontextmanager
 async def policy(config: EvalConfig) -> "AsyncIterator[SampleFunction]":
-    """The policy's engine, as a function that samples."""
+    """A function that samples from the policy, by an engine in this process."""
     from apps.eval.quiet import hushed
 
     with hushed():
@@ -66,7 +66,7 @@ async def policy(config: EvalConfig) -> "AsyncIterator[SampleFunction]":
 
 @asynccontextmanager
 async def judge(config: EvalConfig) -> "AsyncIterator[Verifier]":
-    """The verifier, in processes of its own."""
+    """The verifier, which runs in child processes."""
     from goaly.reward.verifiers import Judge
 
     pool = Judge(config.reward, config.evaluation.verifiers)
@@ -78,7 +78,7 @@ async def judge(config: EvalConfig) -> "AsyncIterator[Verifier]":
 
 
 def results_of(config: EvalConfig, answered: "Mapping[str, list[Answered]]") -> "dict[str, EvalResult]":
-    """The result of every set, and of its parts by `by`."""
+    """The result of every set, and with `by` those of its parts."""
     from goaly.evaluation.result import summaries_by, summary, warn_of_long_prompts
 
     results = {}
@@ -93,7 +93,7 @@ def results_of(config: EvalConfig, answered: "Mapping[str, list[Answered]]") -> 
 
 
 def table(results: "Mapping[str, EvalResult]") -> str:
-    """The results as lines of text, a row for each; a score that one does not have is left out there."""
+    """The results as a table, one row for each. A score that a result does not have is shown as `-`."""
     scores = sorted({score for result in results.values() for score in result.scores}, key=_score_order)
     heads = [*scores, "prompts", "length", "p95", "max"]
     width = max(len(name) for name in results) + 2
@@ -113,7 +113,7 @@ def _score_order(score: str) -> tuple[bool, int]:
 
 
 def main(loaded: Loaded[EvalConfig]) -> int:
-    """Evaluate, print a table, and write the JSON file if there is to be one."""
+    """Evaluate, print a table, and write the JSON file if `output` names one."""
     config = loaded.config
     if loaded.dry_run:
         sys.stdout.write(to_yaml(config))

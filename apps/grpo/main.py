@@ -2,9 +2,9 @@
 
     python -m apps.grpo.main --config configs/grpo/tiny.yaml
 
-An episode says how one sample comes about. Two loops that never wait for each other say how a run learns: `collect`
-starts groups of episodes as fast as the staleness bound admits them, `train` turns finished groups into new policy
-versions. `max_staleness=0` makes the same two loops synchronous.
+An episode makes one sample. Two loops, which never wait for each other, make a run: `collect` starts groups of episodes
+as fast as the staleness bound admits them, `train` turns finished groups into new policy versions. With
+`max_staleness=0` the same two loops are synchronous.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def collect(run: Run) -> None:
 
 
 async def train(run: Run) -> None:
-    """Make each batch the next policy version, and let the generators have it at once."""
+    """Train the next policy version on each batch, and publish it to the generators at once."""
     async for batch in run.backlog.batches(run.config.steps):
         if run.reference is not None:
             await run.reference.annotate(batch)
@@ -51,7 +51,7 @@ async def train(run: Run) -> None:
 
 
 async def grpo(run: Run) -> None:
-    """Measure, learn, measure again."""
+    """Evaluate, train, evaluate again."""
     await run.evaluate()
     async with asyncio.TaskGroup() as loops:
         loops.create_task(collect(run))

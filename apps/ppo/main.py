@@ -2,9 +2,9 @@
 
     python -m apps.ppo.main --config configs/ppo/tiny.yaml
 
-As in `apps/grpo/main.py`, an episode says how one sample comes about, and two loops that never wait for each other say
-how a run learns. What a token was worth is not told by other answers to the same prompt, but by a critic: a second
-model that learns what reward to expect from each token on. So a prompt needs one sample only.
+As in `apps/grpo/main.py`, an episode makes one sample, and two loops, which never wait for each other, make a run. The
+baseline of a token's advantage comes not from other answers to the same prompt but from a critic: a second model, which
+learns the expected return from each token on. So a prompt needs only one sample.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def collect(run: Run) -> None:
 
 
 async def train(run: Run) -> None:
-    """Compare each batch with what the critic expected; then both learn from it at once."""
+    """Add the critic's values to each batch, then train the policy and the critic on it at the same time."""
     assert run.critic is not None, "launch refuses a config without a critic"
     async for batch in run.backlog.batches(run.config.steps):
         if run.reference is not None:
@@ -55,7 +55,7 @@ async def train(run: Run) -> None:
 
 
 async def ppo(run: Run) -> None:
-    """Measure, learn, measure again."""
+    """Evaluate, train, evaluate again."""
     await run.evaluate()
     async with asyncio.TaskGroup() as loops:
         loops.create_task(collect(run))

@@ -2,7 +2,7 @@
 
     python -m apps.sft.main --config configs/sft/tiny.yaml
 
-The same call does nothing once its model is there. On several ranks: `torchrun --nproc-per-node 2 -m apps.sft.main …`.
+The same command does nothing if its model exists. On several ranks: `torchrun --nproc-per-node 2 -m apps.sft.main …`.
 """
 
 import os
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve whoever else computes
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would take time from other processes
 
 
 def sft(config: SftConfig, folder: "SftFolder") -> dict[str, Any]:
-    """Train, save the model, and say how it went."""
+    """Train and save the model; a summary."""
     from apps.sft.report import Report
     from goaly.losses.objective import Likelihood
     from goaly.prompts.supervised import row_stream
@@ -57,7 +57,7 @@ def sft(config: SftConfig, folder: "SftFolder") -> dict[str, Any]:
 
 
 def starting_model(config: SftConfig, run: Path) -> ModelSettings:
-    """The model that training starts from; a tiny one is made first."""
+    """The model that training starts from. If the config describes a tiny one, it is made first."""
     if config.model is not None:
         return config.model
     from goaly.models.tiny import write_tiny_model
@@ -71,7 +71,7 @@ def starting_model(config: SftConfig, run: Path) -> ModelSettings:
 
 
 def resume(folder: "SftFolder", engine: "TrainEngine", rows: "RowStream") -> None:
-    """Go on from this config's checkpoint, if an interrupted run left one."""
+    """Continue from this config's checkpoint if an interrupted run left one."""
     state = folder.checkpoint()
     if state is not None:
         engine.load_state_dict(state["engine"])
@@ -84,7 +84,7 @@ def share(batch: "PackedRows", dp_rank: int, dp_ranks: int) -> "PackedRows":
 
 
 def main(loaded: Loaded[SftConfig]) -> int:
-    """Make the model of this config, unless it is there."""
+    """Train the model of this config, unless it exists."""
     config = loaded.config
     if loaded.dry_run:
         sys.stdout.write(to_yaml(config))
@@ -102,7 +102,7 @@ def main(loaded: Loaded[SftConfig]) -> int:
     try:
         summary = sft(config, folder)
     except KeyboardInterrupt:
-        sys.stderr.write("stopped; the same command goes on from the last checkpoint\n")
+        sys.stderr.write("stopped; the same command continues from the last checkpoint\n")
         return INTERRUPTED
     if is_first_rank():
         folder.finish(summary)

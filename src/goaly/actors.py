@@ -27,7 +27,7 @@ def concurrent_endpoint(method: Callable[Concatenate[Any, P], Awaitable[R]]) -> 
 
 
 async def answer_of(call: Awaitable[R]) -> R:
-    """The answer of an actor. What its endpoint raised is raised here as itself, not as Monarch's report of it."""
+    """The answer of an actor. An error of its endpoint is raised unchanged, not as Monarch's report of it."""
     try:
         return await call
     except ActorError as error:
