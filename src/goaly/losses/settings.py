@@ -15,7 +15,7 @@ class Rejection:
 
     measure: Literal["ratio", "log_ratio", "k1", "k2", "k3", "binary_kl"]
     """`ratio` is policy / sampler, `log_ratio` its logarithm; k1, k2, k3 are estimates of KL(sampler || policy);
-    `binary_kl` is the greater of the two KL divergences between the distributions of this token against all others."""
+    `binary_kl` is the KL divergence over two outcomes, this token or any other, in its greater direction."""
     level: Literal["token", "sequence", "sequence_sum", "veto"]
     """`token` judges each token; `sequence` each sequence by the mean of its tokens (the geometric mean of ratios);
     `sequence_sum` by their sum (the product of ratios); `veto` by its worst token."""
@@ -76,14 +76,14 @@ class LossSettings:
     rejections: tuple[Rejection, ...] = ()
     """Rules that leave tokens out, each with these keys:"""
     max_age: NonNegativeInt | None = None
-    """Leave out tokens whose weights are more than so many versions old; null leaves none out."""
+    """Leave out tokens that weights of more than so many versions ago sampled; null leaves none out."""
     mask_truncated: bool = False
     """Leave out answers that the token limit cut off; their rewards still count in their groups. Set it if the limit
     says nothing about the quality of an answer."""
     denominator: Literal["before", "after"] = "before"
     """Whether the aggregation divides by the tokens and sequences before or after some are left out."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL divergence from the reference model in the loss; at 0 no reference is started."""
+    """Weight of the KL divergence from the reference model in the loss; 0 needs no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence at each token."""
     entropy_coef: NonNegativeFloat = 0.0

@@ -53,11 +53,10 @@ class SourceSettings:
 
 @settings
 class CurriculumSettings:
-    """Multiplies the weight of each source by 4 * p * (1 - p), where p is its recent pass rate: most for sources that
-    half of the samples pass. A sample passes with a reward of 1 or more."""
+    """Weights sources by how much the policy can learn from them. A sample passes with a reward of 1 or more."""
 
     floor: Annotated[float, Gt(0), Le(1)] = 0.1
-    """Lower bound of that factor, which is at most 1."""
+    """Lower bound of the factor 4 * p * (1 - p), which is 1 for a source that half of the samples pass."""
     half_life_samples: PositiveFloat = 512.0
     """Number of newer samples of the source after which a sample counts half in its pass rate."""
 
@@ -77,7 +76,8 @@ class PromptSettings:
     """Several sources and their weights, such as `[{name: sums, task: arithmetic}, {name: own, files: [a.jsonl]}]`. A
     script may change the weights during the run: `run.prompts.set_weights({"own": 2})`."""
     curriculum: CurriculumSettings | None = None
-    """Adapt the shares of `sources` to the policy's pass rates; null keeps them."""
+    """Multiply the weight of each of `sources` by 4 * p * (1 - p), where p is its recent pass rate; null keeps the
+    weights."""
     held_out_fraction: ShareBelowOne = 0.1
     """Share of the problems that is never trained on, for evaluations. A hash of the user's messages decides (or of the
     column `split_key`, if a record has one), so supervised training with the same fraction holds out the same

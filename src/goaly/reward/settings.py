@@ -68,8 +68,8 @@ class AdvantageSettings:
     overlong: OverlongSettings | None = None
     """Lowers the reward of long answers; null leaves rewards as they are."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL divergence from the reference model, which is subtracted from each token's reward; at 0 no
-    reference is started."""
+    """Weight of the KL divergence from the reference model, which is subtracted from each token's reward; 0 needs no
+    reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of that divergence at each token."""
 
