@@ -90,8 +90,8 @@ class GeneratorService:
 
     async def stats(self) -> list[GeneratorStats]:
         """The counts of the replicas that answer."""
-        asked = [_unless_dead(handle.stats.call_one()) for handle in self._serving.values()]
-        return [stats for stats in await asyncio.gather(*asked) if stats is not None]
+        answers = [_unless_dead(handle.stats.call_one()) for handle in self._serving.values()]
+        return [stats for stats in await asyncio.gather(*answers) if stats is not None]
 
     async def close(self) -> None:
         """Close the replicas."""

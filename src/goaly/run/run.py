@@ -56,10 +56,10 @@ class Run:
 
     def pass_at_1(self, name: str) -> tuple[float | None, float | None]:
         """pass@1 on this set in the first evaluation before training, and in the last one after a training step."""
-        asked = [(one.policy_version, one.results[name].pass_at_1) for one in self.evaluations if name in one.results]
-        start = self.trainer.start_version if asked else 0
-        before = [value for version, value in asked if version == start]
-        after = [value for version, value in asked if version > start]
+        scores = [(one.policy_version, one.results[name].pass_at_1) for one in self.evaluations if name in one.results]
+        start = self.trainer.start_version if scores else 0
+        before = [value for version, value in scores if version == start]
+        after = [value for version, value in scores if version > start]
         return before[0] if before else None, after[-1] if after else None
 
     @property
@@ -78,9 +78,9 @@ class Run:
         version = self.policy_version
         results = {}
         for one in self.problem_sets.chosen(sets):
-            asked = one.settings
-            rewards = await self.rollouts.rewards(one.prompts, asked.samples_per_prompt, asked.sampling, version)
-            results[one.name] = EvalResult.of(rewards, pass_at=asked.pass_at)
+            settings = one.settings
+            rewards = await self.rollouts.rewards(one.prompts, settings.samples_per_prompt, settings.sampling, version)
+            results[one.name] = EvalResult.of(rewards, pass_at=settings.pass_at)
             if not any(one.name in earlier.results for earlier in self.evaluations):
                 warn_of_long_prompts(one.name, results[one.name])
         evaluation = Evaluation(policy_version=version, results=results)

@@ -119,7 +119,7 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
     """Stage 5: makes policy versions from batches.
 
     Invariants
-        SV-1  The last step's policy is saved before a script can go on. Only the trainer's death or a second Ctrl-C
+        SV-1  The last step's policy is saved before a script continues. Only the trainer's death or a second Ctrl-C
               stops the save: a failing evaluation or an interrupt finds the policy on disk.
         SV-2  A saved policy is the result of whole steps.
     """

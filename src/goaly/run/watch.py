@@ -159,17 +159,17 @@ def tick_of(limit: float) -> float:
 
 async def answered_within(answer: Awaitable[Answer], seconds: float | None) -> Answer | None:
     """The answer; None after so many seconds without one, counted while this event loop runs (PW-3)."""
-    asked = asyncio.ensure_future(answer)
+    call = asyncio.ensure_future(answer)
     ticks = None if seconds is None else math.ceil(seconds / tick_of(seconds))
     try:
-        while not asked.done():
+        while not call.done():
             if ticks == 0:
                 return None
-            await asyncio.wait({asked}, timeout=None if seconds is None else tick_of(seconds))
+            await asyncio.wait({call}, timeout=None if seconds is None else tick_of(seconds))
             ticks = None if ticks is None else ticks - 1
-        return asked.result()
+        return call.result()
     finally:
-        asked.cancel()
+        call.cancel()
 
 
 def child_that_logs_to(log: Path) -> ProcessMark | None:
