@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, NoReturn
 
 from goaly.errors import cause_of
@@ -47,6 +47,29 @@ def import_ahead(modules: Iterable[str]) -> None:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextlib.contextmanager
+def without_the_compiler() -> Iterator[None]:
+    """Import modules whose decorators would load torch's compiler, which costs a process 1.7 s of CPU, without it.
+
+    Their functions lose their marks for the compiler, so code that calls them must not be compiled.
+    """
+    from torch import compiler
+
+    names = () if "torch._dynamo" in sys.modules else ("allow_in_graph", "assume_constant_result", "disable")
+    marks = {name: getattr(compiler, name) for name in names}
+    try:
+        for name in marks:
+            setattr(compiler, name, _unmarked)
+        yield
+    finally:
+        for name, mark in marks.items():
+            setattr(compiler, name, mark)
+
+
+def _unmarked(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
+    return (lambda decorated: decorated) if function is None else function
 
 
 def exit_quickly(code: int) -> NoReturn:

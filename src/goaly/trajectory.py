@@ -24,9 +24,12 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 
 from goaly.errors import SchemaError
+from goaly.process import without_the_compiler
+
+with without_the_compiler():  # goaly compiles no code that uses a TensorDict
+    from tensordict import TensorDict
 
 REQUIRED: dict[str, torch.dtype] = {
     "tokens": torch.int64,

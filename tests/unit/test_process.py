@@ -10,6 +10,7 @@ import pytest
 from monarch.actor import ActorError
 
 from goaly.process import FATAL, FATAL_EXIT_CODE, give_up
+from goaly.run.placement import IMPORTS
 from goaly.run.watch import fatal_reason
 
 
@@ -35,6 +36,19 @@ def test_what_is_imported_ahead_is_never_looked_at_by_the_collector_and_what_is_
         "assert 'fractions' in sys.modules and gc.isenabled() and gc.get_freeze_count() > before\n"
     )
     subprocess.run([sys.executable, "-c", script], timeout=20, check=True)
+
+
+@pytest.mark.parametrize("modules", [("goaly.run.start",), IMPORTS["hub"], IMPORTS["rollout"]])
+def test_controller_hub_and_rollout_workers_do_not_load_the_compiler(modules: tuple[str, ...]) -> None:
+    script = (
+        "import sys, torch\n"
+        "from goaly.process import import_ahead\n"
+        f"import_ahead({modules!r})\n"
+        "assert 'tensordict' in sys.modules and 'torch._dynamo' not in sys.modules\n"
+        "marked = torch.compiler.disable(lambda: 1)\n"
+        "assert marked() == 1 and 'torch._dynamo' in sys.modules, 'the compiler is as it was'\n"
+    )
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
 
 ENDS = {

@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDict
 
 from goaly.errors import EpisodeError
 from goaly.generate.request import Finish
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.policy import Completion, Policy
-from goaly.trajectory import NO_VERSION, Outcome, Trajectory, Turn
+from goaly.trajectory import NO_VERSION, Outcome, TensorDict, Trajectory, Turn
 
 PROMPT, POLICY, ENVIRONMENT = "prompt", "policy", "environment"
 """Authors of turns."""

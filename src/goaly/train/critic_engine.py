@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.sharding import ShardingConfig
@@ -27,7 +26,7 @@ from goaly.train.microbatch import Microbatch, split_rows
 from goaly.train.parallel import Head
 from goaly.train.settings import CriticSettings, TrainerSettings
 from goaly.train.step_metrics import StepMetrics, combine
-from goaly.trajectory import PackedRows
+from goaly.trajectory import PackedRows, TensorDict
 
 
 class CriticEngine(ModelEngine):

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
 from goaly.losses.objective import PROXIMAL, Contribution, Objective
 from goaly.models.settings import ModelSettings
@@ -32,7 +31,7 @@ from goaly.train.microbatch import Microbatch, microbatch, split_rows
 from goaly.train.parallel import Head, build_parallel
 from goaly.train.settings import TrainerSettings
 from goaly.train.step_metrics import COUNT, StepMetrics, combine, greatest, step_metrics, sums
-from goaly.trajectory import PackedRows
+from goaly.trajectory import PackedRows, TensorDict
 
 
 class ModelEngine(ABC):

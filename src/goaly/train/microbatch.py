@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from tensordict import TensorDict
+
+from goaly.trajectory import TensorDict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
