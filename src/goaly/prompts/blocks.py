@@ -11,7 +11,7 @@ Invariants
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -142,12 +142,12 @@ class _Pools(BaseNode[tuple[int, list[Block]]]):
 
 
 class ShuffledFiles(BaseNode[T], Generic[T]):
-    """What `items_of` makes of the files' records, in a random order, for `passes` passes or without end."""
+    """The items that `items_of` makes of each block, in a random order, for `passes` passes or without end."""
 
     def __init__(
         self,
         files: Sequence[str],
-        items_of: Callable[[Place, Record], Sequence[T]],
+        items_of: Callable[[Block], Iterable[T]],
         *,
         order: str,
         passes: int | None = None,
@@ -193,12 +193,7 @@ class ShuffledFiles(BaseNode[T], Generic[T]):
 
     def _read(self, number: int, blocks: Sequence[Block], order: str) -> Sequence[T | "_Failure"]:
         try:
-            items = [
-                item
-                for block in blocks
-                for place, record in read_block(block)
-                for item in self._items_of(place, record)
-            ]
+            items = [item for block in blocks for item in self._items_of(block)]
         except (ValueError, OSError) as error:
             return [_Failure(error)]  # the mapper would raise it with its own traceback as the message
         Random(f"{order}/{number}").shuffle(items)

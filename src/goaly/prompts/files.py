@@ -3,11 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from goaly.prompts.blocks import POOL_BLOCKS, Place, Record, blocks_of, read_block
+from goaly.prompts.blocks import POOL_BLOCKS, Block, Place, Record, blocks_of, read_block
 from goaly.prompts.prompt import Message, Prompt
 
 _OWN_KEYS = ("id", "source", "messages", "prompt", "answer", "tools")
@@ -17,11 +18,22 @@ _MESSAGE_KEYS = {key.name for key in fields(Message)} - {"extra"}
 def read_prompts(files: Sequence[str | Path]) -> tuple[Prompt, ...]:
     """The prompts at the beginning of each file, in order: of a file of one pool, all of them."""
     blocks = [block for file in files for block in blocks_of([str(file)])[:POOL_BLOCKS]]
-    return tuple(prompt_of(place, record) for block in blocks for place, record in read_block(block))
+    return tuple(prompt for block in blocks for prompt in prompts_of(block))
 
 
-def prompt_of(place: Place, record: Record) -> Prompt:
-    """The prompt that a record holds."""
+def prompts_of(block: Block) -> tuple[Prompt, ...]:
+    """The prompts of a block. The checks of the settings and the streams of a run read a small file only once."""
+    status = Path(block.file).stat()
+    return _parsed(block, (status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(maxsize=POOL_BLOCKS)
+def _parsed(block: Block, state: tuple[int, ...]) -> tuple[Prompt, ...]:
+    """`state` changes whenever the content of the file does."""
+    return tuple(_prompt(place, record) for place, record in read_block(block))
+
+
+def _prompt(place: Place, record: Record) -> Prompt:
     messages = read_messages(record, place)
     answer = record.get("answer")
     content = "\x1e".join(message.key for message in messages)

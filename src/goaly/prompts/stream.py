@@ -6,15 +6,15 @@ Invariants
     PS-3  A state of another source, seed or split is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from goaly.prompts.blocks import Place, Record, ShuffledFiles, fingerprint_of
-from goaly.prompts.files import prompt_of
+from goaly.prompts.blocks import Block, ShuffledFiles, fingerprint_of
+from goaly.prompts.files import prompts_of
 from goaly.prompts.prompt import Prompt, Split, split_of
 from goaly.prompts.settings import PromptSettings
 from goaly.prompts.tasks import Task, build_task
@@ -22,6 +22,13 @@ from goaly.prompts.tasks import Task, build_task
 _DRAWS_BEFORE_GIVING_UP = 100_000
 _REPEATS_BEFORE_GIVING_UP = 2_000
 """A task that draws this many known problems in a row counts as exhausted."""
+
+
+def refuse_other(stream: str, identity: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the saved state is not of the stream with this identity."""
+    for key, value in identity.items():
+        if state[key] != value:
+            raise ValueError(f"{stream}: {key} is {value!r}, but the saved state has {state[key]!r}")
 
 
 class TaskPrompts(BaseNode[Prompt]):
@@ -108,16 +115,14 @@ class PromptStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state of the same stream."""
-        for key, value in self._identity().items():
-            if state[key] != value:  # PS-3
-                raise ValueError(f"prompt stream: {key} is {value!r}, but the saved state has {state[key]!r}")
+        refuse_other("prompt stream", self._identity(), state)  # PS-3
         self._prompts.reset(state["prompts"])
         self._position = int(state["position"])
 
-    def _own(self, place: Place, record: Record) -> Sequence[Prompt]:
-        prompt = prompt_of(place, record)
-        self._read += 1
-        return [prompt] if split_of(prompt, self._settings.held_out_fraction) is self._split else []
+    def _own(self, block: Block) -> list[Prompt]:
+        prompts = prompts_of(block)
+        self._read += len(prompts)
+        return [prompt for prompt in prompts if split_of(prompt, self._settings.held_out_fraction) is self._split]
 
     def _identity(self) -> dict[str, Any]:
         return {"source": self._source, "seed": self._settings.seed, "split": str(self._split)}

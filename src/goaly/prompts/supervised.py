@@ -10,7 +10,7 @@ Invariants
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
@@ -19,12 +19,12 @@ import torch
 from torchdata.nodes import BaseNode
 
 from goaly.errors import ConfigError
-from goaly.prompts.blocks import Place, Record, ShuffledFiles, fingerprint_of
+from goaly.prompts.blocks import Block, Place, ShuffledFiles, fingerprint_of, read_block
 from goaly.prompts.documents import ASSISTANT, Document, chat_document, plain_document
 from goaly.prompts.files import read_messages, read_tools
 from goaly.prompts.prompt import SPLIT_KEY, Message, Split, split_key_of, split_of_key
 from goaly.prompts.settings import SupervisedSettings
-from goaly.prompts.stream import TaskPrompts
+from goaly.prompts.stream import TaskPrompts, refuse_other
 from goaly.prompts.tasks import build_task
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.trajectory import PackedRows, pack_rows
@@ -101,13 +101,15 @@ class FileDocuments(ShuffledFiles[Document]):
             )
         return document
 
-    def _shown(self, place: Place, record: Record) -> Sequence[Document]:
-        self._seen += 1
-        if is_held_out(place, record, self._settings.held_out_fraction):
-            self._held_out += 1
-            return []
-        document = _document(record, place, self._settings, self._tokenizer)
-        return [] if self._settings.too_long == "skip" and len(document) > self._settings.row_length else [document]
+    def _shown(self, block: Block) -> Iterator[Document]:
+        for place, record in read_block(block):
+            self._seen += 1
+            if is_held_out(place, record, self._settings.held_out_fraction):
+                self._held_out += 1
+                continue
+            document = _document(record, place, self._settings, self._tokenizer)
+            if self._settings.too_long == "refuse" or len(document) <= self._settings.row_length:
+                yield document
 
 
 class RowStream:
@@ -164,9 +166,7 @@ class RowStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state of the same stream."""
-        for key, value in self._identity().items():
-            if state[key] != value:  # SU-3
-                raise ValueError(f"supervised data: {key} is {value!r}, but the saved state has {state[key]!r}")
+        refuse_other("supervised data", self._identity(), state)  # SU-3
         self._documents.reset(state["documents"])
         self._left = None
         self._position = int(state["position"])
