@@ -33,7 +33,7 @@ RECORDS = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one arm came to."""
+    """The result of one arm."""
 
     arm: str
     gigabytes: float

@@ -1,11 +1,12 @@
-"""How goaly's actors declare endpoints and how their callers get answers, on top of Monarch.
+"""How goaly's actors declare endpoints, how their callers get answers and how requests are cancelled.
 
 `mesh.spawn(name, SomeActor)` returns a handle of type `SomeActor`; `handle.endpoint.call_one(...)` has the type of that
 endpoint's answer. Annotate handles with the actor's class (`queue: TrajectoryQueue`): editors and the type checker then
 follow calls into other processes.
 """
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import monarch.actor
@@ -15,7 +16,7 @@ from monarch.actor import ActorError
 
 from goaly.errors import RunFailed, cause_of, root_cause
 
-__all__ = ["SupervisionError", "answer_of", "ask", "concurrent_endpoint"]
+__all__ = ["NamedTasks", "SupervisionError", "answer_of", "ask", "concurrent_endpoint"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,3 +43,29 @@ async def ask(endpoint: str, call: Awaitable[R]) -> R:
         raise RunFailed(f"{endpoint.partition('.')[0]} died during {endpoint}: {error}") from error
     except ActorError as error:
         raise RunFailed(f"{endpoint} failed: {cause_of(error)}") from error
+
+
+class NamedTasks:
+    """The tasks behind an actor's requests, which another endpoint can cancel by name: Monarch does not tell an actor
+    that the caller of an endpoint was cancelled."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[int | str, asyncio.Task[Any]] = {}
+
+    async def run(self, name: int | str, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Run the work as a task, and return the task once it has ended: done, failed or cancelled."""
+        task = self._tasks[name] = asyncio.create_task(work, name=f"request {name}")
+        try:
+            await asyncio.wait([task])  # Unblocked by the end of the work, or by `cancel`.
+        finally:
+            del self._tasks[name]
+            task.cancel()  # if the endpoint itself is cancelled; does nothing to a task that has ended
+        return task
+
+    async def cancel(self, names: Collection[int | str] | None = None) -> None:
+        """Cancel these tasks, or all, and return when they have ended. Unknown names are ignored."""
+        tasks = [task for name, task in self._tasks.items() if names is None or name in names]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)  # Unblocked by the clean-up of the tasks.

@@ -103,7 +103,7 @@ def _options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _complaint(annotation: Any, value: Any) -> str | None:
-    """What the value must be; None if it is."""
+    """A description of the right values; None if this value is right."""
     from pydantic import ValidationError
 
     from goaly.config.check import faults

@@ -44,7 +44,7 @@ RUN_ENDED = "the run ended"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """What the next batch waits for."""
+    """The groups that the next batch waits for."""
 
     ticket: int | None
     """The oldest running group, which holds the window back; None if no group is running."""
@@ -180,7 +180,7 @@ class GroupQueue:
         return batch.handle
 
     def wait(self) -> Wait:
-        """What the next batch is waiting for now."""
+        """The groups that the next batch is waiting for now."""
         counts = self._ledger.counts()
         return Wait(
             ticket=self._order.oldest_under_way,

@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from monarch.actor import Actor, Endpoint, concurrent_endpoint
+from monarch._src.actor.endpoint import EndpointProperty
+from monarch.actor import Actor
 
+from goaly.actors import concurrent_endpoint
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.reward.settings import AdvantageSettings
@@ -19,7 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _waiting(method: Callable[Concatenate[GroupQueue, P], Awaitable[R]]) -> Endpoint[P, R]:
+def _waiting(method: Callable[Concatenate[GroupQueue, P], Awaitable[R]]) -> EndpointProperty[P, R]:
     """The endpoint of a method that waits."""
 
     @wraps(method)
@@ -29,7 +31,7 @@ def _waiting(method: Callable[Concatenate[GroupQueue, P], Awaitable[R]]) -> Endp
     return concurrent_endpoint(call)
 
 
-def _immediate(method: Callable[Concatenate[GroupQueue, P], R]) -> Endpoint[P, R]:
+def _immediate(method: Callable[Concatenate[GroupQueue, P], R]) -> EndpointProperty[P, R]:
     """The endpoint of a method that returns at once."""
 
     @wraps(method)

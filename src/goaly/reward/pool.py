@@ -1,11 +1,10 @@
 """The actor that scores responses with a `Judge` in the hub process, for `reward.placement=hub`."""
 
-import asyncio
 from collections.abc import Sequence
 
 from monarch.actor import Actor
 
-from goaly.actors import concurrent_endpoint
+from goaly.actors import NamedTasks, concurrent_endpoint
 from goaly.prompts.prompt import Prompt
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifier_process import VerifierError
@@ -18,7 +17,7 @@ class RewardPool(Actor):
     def __init__(self, settings: RewardSettings, verifiers: Sequence[str] = ()):
         """`verifiers` are those that prompts may name in addition to that of `settings`."""
         self._judge = Judge(settings, verifiers)
-        self._named: dict[str, asyncio.Task[float]] = {}
+        self._requests = NamedTasks()
 
     @concurrent_endpoint
     async def start(self) -> int:
@@ -30,12 +29,7 @@ class RewardPool(Actor):
         """The verifier's score of this response; `cancel` ends a request that has a name."""
         if request is None:
             return await self._judge.score(prompt, response)
-        task = self._named[request] = asyncio.create_task(self._judge.score(prompt, response))
-        try:
-            await asyncio.wait([task])  # Unblocked by the score, or by `cancel`.
-        finally:
-            del self._named[request]
-            task.cancel()  # if this endpoint itself is cancelled; does nothing to a task that has ended
+        task = await self._requests.run(request, self._judge.score(prompt, response))
         if task.cancelled():
             raise VerifierError(f"request {request} was cancelled")
         return task.result()
@@ -43,8 +37,7 @@ class RewardPool(Actor):
     @concurrent_endpoint
     async def cancel(self, request: str) -> None:
         """Cancel this request; one that has ended is ignored."""
-        if request in self._named:
-            self._named[request].cancel()
+        await self._requests.cancel([request])
 
     @concurrent_endpoint
     async def stats(self) -> RewardStats:

@@ -10,15 +10,15 @@ Invariants
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 from monarch.actor import Actor
 
-from goaly.actors import answer_of, concurrent_endpoint
+from goaly.actors import NamedTasks, answer_of, concurrent_endpoint
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped
 from goaly.errors import EpisodeError
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from goaly.backlog.queue import TrajectoryQueue
     from goaly.generate.generator import Generator
     from goaly.reward.pool import RewardPool
-
-T = TypeVar("T")
 
 
 def pickled(episode: EpisodeFunction) -> bytes:
@@ -89,7 +87,7 @@ class RolloutWorker(Actor):
         else:
             judge, self._verifiers = _RemoteRewards(rewards, name), None
         self._watchdog = None if settings.blocked_seconds is None else LoopWatchdog(settings.blocked_seconds)
-        self._running: dict[int | str, asyncio.Task[Any]] = {}
+        self._requests = NamedTasks()  # WR-1
         self._runner = GroupRunner(
             cloudpickle.loads(episode),
             name=name,
@@ -122,7 +120,7 @@ class RolloutWorker(Actor):
     @concurrent_endpoint
     async def run_group(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
         """Run the episodes of a group and report it to the queue."""
-        task = await self._ended(ticket.index, self._runner.run(ticket, prompt))
+        task = await self._requests.run(ticket.index, self._runner.run(ticket, prompt))
         if task.cancelled():  # perhaps before its first step, and so without a report
             await self._report(Dropped.failed(ticket.index, CANCELLED))
             return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, seconds=0.0, failed=CANCELLED)
@@ -139,7 +137,7 @@ class RolloutWorker(Actor):
     ) -> list[float | None]:
         """The rewards of `samples` episodes that are not trained; None where the prompt leaves no room for an answer.
         `sampling` overrides sampling values; `cancel` takes the name."""
-        task = await self._ended(name, self._runner.evaluate(prompt, samples, sampling, min_version))
+        task = await self._requests.run(name, self._runner.evaluate(prompt, samples, sampling, min_version))
         if task.cancelled():
             raise EpisodeError(f"{name} was cancelled")
         return task.result()
@@ -147,12 +145,12 @@ class RolloutWorker(Actor):
     @concurrent_endpoint
     async def cancel(self, running: list[int | str]) -> None:
         """End groups by ticket, as failed, and evaluations by name; unknown ones are ignored."""
-        await self._end(running)
+        await self._requests.cancel(running)
 
     @concurrent_endpoint
     async def close(self) -> None:
         """End all groups and evaluations, and flush the journal."""
-        await self._end(list(self._running))
+        await self._requests.cancel()
         self._router.update({})
         if self._verifiers is not None:
             await self._verifiers.close()
@@ -160,23 +158,6 @@ class RolloutWorker(Actor):
         if self._watchdog is not None:
             self._watchdog.stop()
         spans.flush()
-
-    async def _ended(self, key: int | str, episodes: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run these episodes as a task, and return it once it has ended (WR-1)."""
-        task = self._running[key] = asyncio.create_task(episodes, name=f"episodes of {key}")
-        try:
-            await asyncio.wait([task])  # Unblocked by the episodes' end, or by `cancel`.
-        finally:
-            del self._running[key]
-            task.cancel()  # if this endpoint itself is cancelled; does nothing to a task that has ended
-        return task
-
-    async def _end(self, keys: Iterable[int | str]) -> None:
-        tasks = [self._running[key] for key in keys if key in self._running]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)  # Unblocked by the groups' own report to the queue.
 
     async def _report(self, end: Group | Dropped) -> bool:
         return await answer_of(self._queue.report.call_one(end))

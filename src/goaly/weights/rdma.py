@@ -71,7 +71,7 @@ class DeviceSlots:
         self._remote = RemoteSlots.over(self._stretches(slot) if buckets else () for slot in range(slots))
 
     def source(self, host: str) -> Source:
-        """What readers on any host need to reach the slots."""
+        """The description that readers on any host need to reach the slots."""
         return Source(
             layout=self.layout,
             buckets=self.buckets,

@@ -158,7 +158,7 @@ class Ring:
         return cls(source.layout, source.buckets, source.slots, Segment.open(source.handle))
 
     def source(self, host: str, remote: Any | None = None) -> Source:
-        """What readers need to reach the ring."""
+        """The description that readers need to reach the ring."""
         return Source(
             layout=self.layout,
             buckets=self.buckets,

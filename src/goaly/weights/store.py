@@ -75,7 +75,7 @@ class StoreClosed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreState:
-    """What the store holds at one moment."""
+    """The content of the store at one moment."""
 
     newest: int | None
     """The newest committed version."""
@@ -297,7 +297,7 @@ class WeightStore(Actor):
 
     @concurrent_endpoint
     async def state(self) -> StoreState:
-        """What the store holds now."""
+        """The content of the store now."""
         ledger = self._ledger
         sources = [writer.source for writer in self._writers.values() if writer.source is not None]
         return StoreState(

@@ -67,7 +67,7 @@ class StoredSlots:
             self.unseal(slot)
 
     def source(self, host: str) -> Source:
-        """What readers on any host need to reach the slots."""
+        """The description that readers on any host need to reach the slots."""
         return Source(layout=self.layout, buckets=self.buckets, slots=self._slots, host=host, handle=self._stored)
 
     def views(self, slot: int) -> list[torch.Tensor]:

@@ -92,7 +92,7 @@ class SlotWriter(Protocol):
         ...
 
     def source(self, host: str) -> Source:
-        """What readers need to reach the slots."""
+        """The description that readers need to reach the slots."""
         ...
 
     def close(self) -> None:
