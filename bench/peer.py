@@ -68,6 +68,8 @@ class Result:
     """From the start of the command to the goal."""
     goal_step: int | None
     steps: int
+    rewards: list[float]
+    """The mean reward of each step."""
     machine: dict[str, Any]
 
 
@@ -77,7 +79,8 @@ def result_of(side: str, lines: Sequence[Mapping[str, Any]], spawned_at: float, 
     steps = [line for line in lines if "reward" in line]
     ends = [begin, *(step["at"] for step in steps)]
     seconds = [later - earlier for earlier, later in pairwise(ends)][WARM_STEPS:]
-    goal_step = goal_reached([step["reward"] for step in steps])
+    rewards = [step["reward"] for step in steps]
+    goal_step = goal_reached(rewards)
     reached_at = None if goal_step is None else steps[goal_step - 1]["at"]
     return Result(
         side=side,
@@ -87,6 +90,7 @@ def result_of(side: str, lines: Sequence[Mapping[str, Any]], spawned_at: float, 
         total_seconds=None if reached_at is None else reached_at - spawned_at,
         goal_step=goal_step,
         steps=len(steps),
+        rewards=[round(reward, 4) for reward in rewards],
         machine=machine.record(),
     )
 
