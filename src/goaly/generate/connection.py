@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Channel, Port, PortReceiver
 
 from goaly.errors import ReplicaLost, root_cause
-from goaly.generate.request import Request, Sample, Sampling
+from goaly.generate.request import Request, Sample, Sampling, settle
 from goaly.process import vital_task
 
 if TYPE_CHECKING:
@@ -115,9 +115,7 @@ class Connection:
         try:
             self._replica.submit.broadcast(self._name, [request])
         except Exception as error:
-            future = self._futures.pop(request.request_id)
-            if not future.done():
-                future.set_exception(error)  # LI-1
+            settle(self._futures.pop(request.request_id), error)  # LI-1
 
     async def _connect(self, port: Port[Results]) -> None:
         try:
@@ -132,14 +130,11 @@ class Connection:
         while True:
             for request_id, result in await samples.recv():  # unblocked by the replica, or by `close`
                 future = self._futures.get(request_id)
-                if future is None or future.done():
+                if future is None:
                     continue  # cancelled
                 if result is not None:  # a suspect's turn lasts until `submit` or `cancel`
                     del self._futures[request_id]
-                if isinstance(result, Exception):
-                    future.set_exception(result)
-                else:
-                    future.set_result(result)
+                settle(future, result)
 
     def _disconnect(self) -> None:
         unsent = {request.request_id for request in self._unsent}
@@ -149,12 +144,10 @@ class Connection:
     def _end_all(self, error: Exception | None) -> None:
         futures, self._futures, self._unsent = self._futures, {}, []
         for future in futures.values():
-            if future.done():
-                continue
             if error is None:
                 future.cancel()
             else:
-                future.set_exception(error)
+                settle(future, error)
 
 
 class Clients:

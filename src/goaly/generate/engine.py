@@ -65,17 +65,15 @@ class _Running:
     sampling: Sampling
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    stretches: list[tuple[int, int]] = field(default_factory=list)
-    """For each version, in order: the index of its first token, and the version."""
+    versions: list[int] = field(default_factory=list)
     stops: StopStrings | None = None
     """Searches the answer for the request's stop strings; None: it has none."""
 
     def wrote(self, tokens: list[int], logprobs: list[float], version: int) -> None:
         """Add the tokens that a step sampled."""
-        if not self.stretches or self.stretches[-1][1] != version:
-            self.stretches.append((len(self.tokens), version))
         self.tokens += tokens
         self.logprobs += logprobs
+        self.versions += [version] * len(tokens)
 
     def stopped_by(self, tokens: list[int]) -> str | None:
         """The stop string that these newest tokens complete, if they do."""
@@ -85,13 +83,10 @@ class _Running:
 
     def sample(self, finish: Finish, stop: str | None = None) -> Sample:
         """The answer so far."""
-        versions = torch.empty(len(self.tokens), dtype=torch.int32)
-        for start, version in self.stretches:
-            versions[start:] = version
         return Sample(
             tokens=torch.tensor(self.tokens, dtype=torch.int64),
             logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
-            versions=versions,
+            versions=torch.tensor(self.versions, dtype=torch.int32),
             finish=finish,
             stop=stop,
         )

@@ -1,31 +1,37 @@
-"""The thread that owns an engine. It takes commands, steps the engine, and returns samples to the event loop.
+"""The thread that owns an engine: takes commands, steps the engine, and returns samples to the event loop.
 
-The tensor-parallel ranks of a replica each run this loop: rank 0 decides, and sends each round to the others by a
-`Link`.
-
-Only the thread touches the engine once it runs. It sleeps on a condition while there is nothing to do; the other ranks
-block in a receive.
+The tensor-parallel ranks of a replica each run this loop: rank 0 decides (`Scheduler`), and sends each round to the
+others by a `Link`. Only the thread touches the engine once it runs.
 
 Invariants
     LO-1  Every rank's engine gets the same commands in the same order: rank 0 broadcasts a round before it acts on it.
     LO-2  Every submitted request ends once: with a sample, with its own error, or, after `stop`, with `ReplicaLost`.
     LO-3  A failure of the engine, or of a link between ranks, ends the process at once (PR-1), on every rank.
+    CO-1  A request reaches the engine only when the weights are at least of the version that the request asks for.
+    CO-2  In mode `drain`, weights are applied when no request is running, and no request starts before that.
+    CO-3  Requests start in the order in which they came, as many as there is room for. The others wait here and not in
+          the engine, where a weight update would cost time for each of them.
+    CO-4  In one round, weights are applied before the requests that waited for them are added.
 """
 
 import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from goaly.errors import ReplicaLost
-from goaly.generate.request import Finish, GeneratorStats, Sample, Sampling, duplicate_request
-from goaly.generate.scheduler import Add, Apply, Cancel, Command, Scheduler, Stop
+from goaly.generate.request import Finish, GeneratorStats, Request, Sample, Sampling, duplicate_request, settle
 from goaly.process import give_up
+
+if TYPE_CHECKING:
+    from goaly.generate.engine import Engine
 
 Deliver = Callable[[str, Sample | Exception], None]
 """Takes a request's sample or its error, in the event loop."""
@@ -61,20 +67,88 @@ class Link:
         return bool(vote.item())
 
 
-class SteppingEngine(Protocol):
-    """The methods of an engine that the thread calls. `check` is called in the event loop."""
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End these requests."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Decode with the weights of this version, which every rank has prefetched."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the engine's thread."""
+
+
+Command = Request | Cancel | Apply | Stop
+
+
+class Scheduler:
+    """Collects commands, and gives out those of each round."""
+
+    def __init__(self, on_update: str, *, max_running: int):
+        """`on_update` is `generator.on_update`."""
+        self._drains = on_update == "drain"
+        self._max_running = max_running
+        self._version = 0
+        self._update: Apply | None = None
+        self._waiting: dict[str, Request] = {}
+        """In the order in which they came (CO-3)."""
+        self._to_cancel: list[str] = []
+        self._stopping = False
 
     @property
-    def running(self) -> int: ...
-    @property
-    def version(self) -> int: ...
-    def enter_thread(self) -> None: ...
-    def counts(self) -> tuple[int, int]: ...
-    def check(self, name: str, prompt: list[int]) -> None: ...
-    def add(self, name: str, prompt: list[int], sampling: Sampling) -> None: ...
-    def cancel(self, names: list[str]) -> list[tuple[str, Sample]]: ...
-    def step(self) -> list[tuple[str, Sample]]: ...
-    def apply(self, fill: Callable[[], int]) -> int: ...
+    def waiting(self) -> int:
+        """How many requests have not started."""
+        return len(self._waiting)
+
+    def submit(self, command: Command) -> None:
+        """Take a command for a later round. An update replaces an older one that was not applied yet."""
+        match command:
+            case Request(name):
+                self._waiting[name] = command
+            case Cancel(names):
+                self._to_cancel.extend(names)
+            case Apply():
+                self._update = command
+            case Stop():
+                self._stopping = True
+
+    def has_work(self, running: int) -> bool:
+        """Whether a round now would do anything, with so many requests running."""
+        if running > 0 or self._stopping or self._to_cancel:
+            return True
+        return self._update is not None or bool(self._startable(running))
+
+    def next(self, running: int) -> tuple[list[Command], list[str]]:
+        """This round's commands for the engine, and the requests that were cancelled before they started."""
+        if self._stopping:
+            return [Stop()], []
+        commands: list[Command] = []
+        cancelled, self._to_cancel = self._to_cancel, []
+        never_started = [name for name in cancelled if self._waiting.pop(name, None) is not None]
+        if len(never_started) < len(cancelled):
+            commands.append(Cancel(tuple(name for name in cancelled if name not in never_started)))
+        if self._update is not None and not (self._drains and running):  # CO-2
+            commands.append(self._update)  # CO-4
+            self._version = self._update.version
+            self._update = None
+        for request in self._startable(running):
+            del self._waiting[request.request_id]
+            commands.append(request)
+        return commands, never_started
+
+    def _startable(self, running: int) -> list[Request]:
+        if self._drains and self._update is not None:  # CO-2
+            return []
+        ready = (request for request in self._waiting.values() if request.min_version <= self._version)  # CO-1
+        return list(islice(ready, max(0, self._max_running - running)))  # CO-3
 
 
 class EngineLoop:
@@ -82,7 +156,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: SteppingEngine,
+        engine: "Engine",
         *,
         on_update: str,
         max_running: int,
@@ -102,11 +176,7 @@ class EngineLoop:
         self._version = engine.version
         self._version_changed = asyncio.Event()
         self._closed: ReplicaLost | None = None
-        self._tokens = 0
-        self._steps = 0
-        self._updates = 0
-        self._busy_seconds = 0.0
-        self._stall_seconds = 0.0
+        self._stats = GeneratorStats()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -115,35 +185,25 @@ class EngineLoop:
         """The version of the weights that decode, as the event loop knows it."""
         return self._version
 
-    def submit(self, name: str, prompt: list[int], sampling: Sampling, min_version: int, deliver: Deliver) -> None:
+    def submit(self, request: Request, deliver: Deliver) -> None:
         """Start a request. `deliver` is called once, with its sample or its error."""
-        if self._closed is not None:
-            deliver(name, self._closed)
-            return
-        if name in self._requests:
-            deliver(name, duplicate_request(name))
-            return
+        name = request.request_id
         try:
-            self._engine.check(name, prompt)
-        except ValueError as error:
+            if self._closed is not None:
+                raise self._closed
+            if name in self._requests:
+                raise duplicate_request(name)
+            self._engine.check(name, request.prompt)
+        except (ReplicaLost, ValueError) as error:
             deliver(name, error)
             return
         self._requests[name] = deliver
-        self._command(Add(name, prompt, sampling, min_version))
+        self._command(request)
 
     async def generate(self, name: str, prompt: list[int], sampling: Sampling, *, min_version: int = 0) -> Sample:
         """The sample of this request. Cancelling the call cancels the request."""
         future: asyncio.Future[Sample] = self._events.create_future()
-
-        def deliver(_: str, result: Sample | Exception) -> None:
-            if future.done():
-                return
-            if isinstance(result, Exception):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
-
-        self.submit(name, prompt, sampling, min_version, deliver)
+        self.submit(Request(name, prompt, sampling, min_version), lambda _, result: settle(future, result))
         try:
             return await future  # a step, a cancel or `stop` unblocks it (LO-2)
         except asyncio.CancelledError:
@@ -176,16 +236,8 @@ class EngineLoop:
     def stats(self) -> GeneratorStats:
         """Counts since the start."""
         running, waiting = self._engine.counts()
-        return GeneratorStats(
-            version=self._version,
-            running=running,
-            waiting=waiting + self._scheduler.waiting,
-            tokens=self._tokens,
-            steps=self._steps,
-            busy_seconds=self._busy_seconds,
-            updates=self._updates,
-            stall_seconds=self._stall_seconds,
-        )
+        waiting += self._scheduler.waiting
+        return replace(self._stats, version=self._version, running=running, waiting=waiting)
 
     def _command(self, command: Command) -> None:
         with self._work:
@@ -210,7 +262,7 @@ class EngineLoop:
                     return False
                 case Apply():
                     self._apply()
-                case Add(name, prompt, sampling):
+                case Request(name, prompt, sampling):
                     try:
                         self._engine.add(name, prompt, sampling)
                     except ValueError as error:  # the request's own error: it fails alone
@@ -220,10 +272,10 @@ class EngineLoop:
         if self._engine.running:
             started = time.perf_counter()
             ended = self._engine.step()
-            self._busy_seconds += time.perf_counter() - started
-            self._steps += 1
+            self._stats.busy_seconds += time.perf_counter() - started
+            self._stats.steps += 1
             if ended:
-                self._tokens += sum(len(sample.tokens) for _, sample in ended)
+                self._stats.tokens += sum(len(sample.tokens) for _, sample in ended)
                 self._post(self._end, ended)
         return True
 
@@ -240,8 +292,8 @@ class EngineLoop:
     def _apply(self) -> None:
         started = time.perf_counter()
         version = self._engine.apply(self._fill)
-        self._stall_seconds += time.perf_counter() - started
-        self._updates += 1
+        self._stats.stall_seconds += time.perf_counter() - started
+        self._stats.updates += 1
         self._post(self._applied, version)
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:

@@ -12,7 +12,6 @@ Invariants
 """
 
 import asyncio
-import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING
@@ -66,8 +65,7 @@ class Generator(Actor):
         settings = self._settings
         engine = await asyncio.to_thread(Engine, settings, self._model, seed=settings.seed + self._replica)
         engine.enter_thread()  # this thread prefetches updates into the engine's GPU
-        commands = Link() if settings.tp > 1 else None
-        announcements = Link() if settings.tp > 1 else None
+        commands, announcements = (Link(), Link()) if settings.tp > 1 else (None, None)
         loop = partial(
             EngineLoop, engine, on_update=settings.on_update, max_running=settings.max_running, link=commands
         )
@@ -78,7 +76,7 @@ class Generator(Actor):
 
         if self._weight_settings.apply == "flip" and engine.records_graphs:
             raise ConfigError([f"weights.apply=flip: {FLIP_UNDER_GRAPHS}"])
-        rank = int(os.environ["RANK"]) if settings.tp > 1 else 0
+        rank = 0 if commands is None else commands.rank
         subscriber = Subscriber(
             self._store,
             engine.named_tensors(),
@@ -111,8 +109,7 @@ class Generator(Actor):
         The client gets an invalid request's error in place of a sample.
         """
         for request in requests:
-            deliver = partial(self._deliver, client, time.time_ns())
-            self._running().submit(request.request_id, request.prompt, request.sampling, request.min_version, deliver)
+            self._running().submit(request, partial(self._deliver, client, time.time_ns()))
 
     @concurrent_endpoint
     async def isolate(self, client: str, request_id: str) -> None:

@@ -8,6 +8,7 @@ Invariants
 """
 
 from array import array
+from asyncio import Future
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
@@ -172,23 +173,33 @@ def _unpickled(tokens: bytes, logprobs: bytes, versions: bytes, finish: str, sto
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def settle(future: Future[Any], result: object) -> None:
+    """Give a request's future its sample or its error, unless it has ended."""
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+@dataclass(slots=True, kw_only=True)
 class GeneratorStats:
     """A replica's counts since its start."""
 
-    version: int
-    running: int
+    version: int = 0
+    running: int = 0
     """Requests that the engine decodes or prefills."""
-    waiting: int
+    waiting: int = 0
     """Requests that wait for newer weights, or for room in the engine."""
-    tokens: int
+    tokens: int = 0
     """Tokens of the answers that have ended."""
-    steps: int
-    busy_seconds: float
+    steps: int = 0
+    busy_seconds: float = 0.0
     """Time inside engine steps."""
-    updates: int
+    updates: int = 0
     """Weight versions applied."""
-    stall_seconds: float
+    stall_seconds: float = 0.0
     """Time for which decoding stopped to apply weights."""
 
 

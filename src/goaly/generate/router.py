@@ -20,6 +20,7 @@ Invariants
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from goaly.errors import PoisonRequest, ReplicaLost
@@ -40,14 +41,14 @@ MOST_BREAKS = 10
 """After so many in a row, eight minutes after the first, a living replica counts as unreachable."""
 
 
+@dataclass(slots=True, eq=False)
 class _Replica:
     """A serving replica: the connection to it and its running requests."""
 
-    def __init__(self, name: str, connection: Connection):
-        self.name = name
-        self.connection = connection
-        self.requests: set[str] = set()
-        self.lost = False
+    name: str
+    connection: Connection
+    requests: set[str] = field(default_factory=set)
+    lost: bool = False
 
 
 class Router:
@@ -112,8 +113,7 @@ class Router:
     async def _choose(self, session: str | None) -> _Replica:
         while not self._replicas:
             await self._some_replica.wait()  # RO-2: `_open` sets it
-        known = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
-        if known is not None:
+        if session is not None and (known := self._replicas.get(self._sessions.get(session, ""))) is not None:
             return known
         replica = self._least_loaded()
         if session is not None:

@@ -20,6 +20,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from goaly.actors import SupervisionError
@@ -163,16 +164,16 @@ class GeneratorService:
             await self._announce(dict(self._serving))
 
 
+@dataclass(slots=True, eq=False)
 class _Replica:
     """A replica and its replacements."""
 
-    def __init__(self, index: int):
-        self.index = index
-        self.replacements = 0
-        self.served = 0.0
-        """Seconds of serving so far."""
-        self.deaths: list[float] = []
-        """When the recent deaths were, in seconds of serving."""
+    index: int
+    replacements: int = 0
+    served: float = 0.0
+    """Seconds of serving so far."""
+    deaths: list[float] = field(default_factory=list)
+    """When the recent deaths were, in seconds of serving."""
 
     @property
     def name(self) -> str:

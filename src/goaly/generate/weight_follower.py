@@ -12,35 +12,28 @@ Invariants
 """
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from goaly.errors import WritersGone
 from goaly.generate.engine_loop import EngineLoop, Link
 from goaly.weights.ledger import Lease
+
+if TYPE_CHECKING:
+    from goaly.weights.subscriber import Subscriber
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class Versions(Protocol):
-    """The methods of `weights.subscriber.Subscriber` that a follower calls."""
-
-    @property
-    def held(self) -> Lease | None: ...
-    async def newest(self, after: int) -> int: ...
-    async def prefetch(self, version: int, lent: Lease | None = None) -> bool: ...
-    async def release(self) -> None: ...
-    def apply(self) -> int: ...
-
-
 class WeightFollower:
     """Follows the weight store on one rank."""
 
-    def __init__(self, versions: Versions, loop: EngineLoop, link: Link | None):
+    def __init__(self, versions: "Subscriber", loop: EngineLoop, link: Link | None):
         self._versions = versions
         self._loop = loop
         self._link = link
@@ -75,23 +68,14 @@ class WeightFollower:
 
 async def _in_thread(call: Callable[..., T], *arguments: Any) -> T:
     """Run a call that may block until the process is killed, in a thread that does not keep the process alive."""
-    events = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = events.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if answer.done():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(cast(T, result))
+    answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+    answer.set_running_or_notify_cancel()  # from now on a cancelled caller does not cancel it
 
     def run() -> None:
         try:
-            outcome: tuple[T | None, BaseException | None] = (call(*arguments), None)
+            answer.set_result(call(*arguments))
         except BaseException as error:
-            outcome = (None, error)
-        events.call_soon_threadsafe(settle, *outcome)
+            answer.set_exception(error)
 
     threading.Thread(target=run, name="weights-link", daemon=True).start()
-    return await answer
+    return await asyncio.wrap_future(answer)

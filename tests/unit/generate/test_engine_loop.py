@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from goaly.errors import ReplicaLost
-from goaly.generate.engine_loop import EngineLoop
-from goaly.generate.request import Finish, Sample, Sampling
-from goaly.generate.scheduler import Command
+from goaly.generate.engine_loop import Command, EngineLoop
+from goaly.generate.request import Finish, Request, Sample, Sampling
 
 
 class CountingEngine:
@@ -175,7 +174,7 @@ async def test_a_rank_whose_engine_or_link_breaks_ends_its_process(engine, monke
     monkeypatch.setattr("goaly.generate.engine_loop.give_up", give_up)
     engine.breaks = True
     loop = EngineLoop(engine, on_update="keep", max_running=1000, fill=lambda: 1, link=link)
-    loop.submit("one", [1], ENDLESS, 0, lambda name, result: None)
+    loop.submit(Request("one", [1], ENDLESS, 0), lambda name, result: None)
     assert await ended == f"the engine's thread failed: {why}"
     await asyncio.to_thread(loop._thread.join)
 

@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.generate.request import Sampling
-from goaly.generate.scheduler import Add, Apply, Cancel, Command, Scheduler, Stop
+from goaly.generate.engine_loop import Apply, Cancel, Command, Scheduler, Stop
+from goaly.generate.request import Request, Sampling
 
 SAMPLING = Sampling(max_tokens=4)
 
 
-def add(name: str, min_version: int = 0) -> Add:
-    return Add(name, [1, 2], SAMPLING, min_version)
+def add(name: str, min_version: int = 0) -> Request:
+    return Request(name, [1, 2], SAMPLING, min_version)
 
 
 def ask(mode: str, *commands: Command) -> Scheduler:
@@ -91,7 +91,7 @@ def test_every_request_starts_once_or_is_withdrawn_once_and_never_under_older_we
     def play_round(running: int) -> None:
         nonlocal version
         commands, never_started = scheduler.next(running)
-        assert sum(isinstance(command, Add) for command in commands) <= room - running
+        assert sum(isinstance(command, Request) for command in commands) <= room - running
         withdrawn.extend(never_started)
         for command in commands:
             match command:
@@ -99,9 +99,9 @@ def test_every_request_starts_once_or_is_withdrawn_once_and_never_under_older_we
                     assert new > version
                     assert not (mode == "drain" and running)
                     version = new
-                case Add():
+                case Request():
                     assert command.min_version <= version
-                    begun.append(command.name)
+                    begun.append(command.request_id)
 
     for what, value in events:
         if what == "add":
