@@ -21,7 +21,7 @@ Invariants
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,19 +31,11 @@ from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.policy import Completion, Policy
 from goaly.trajectory import NO_VERSION, Outcome, TensorDict, Trajectory, Turn
 
+if TYPE_CHECKING:
+    from goaly.prompts.tokenizer import ChatTokenizer
+
 PROMPT, POLICY, ENVIRONMENT = "prompt", "policy", "environment"
 """Authors of turns."""
-
-
-class RenderMore(Protocol):
-    """Renders the messages after the policy's answer: tool results, the next user message."""
-
-    def __call__(self, messages: Sequence[Message], tokens: Sequence[int], *, as_recorded: bool = False) -> list[int]:
-        """The tokens that extend `tokens`, recorded so far, to the chat `messages`, up to the policy's next answer.
-
-        `messages` is the whole chat, with the policy's answer. Raises EpisodeError if the chat template now renders the
-        recorded part differently; with `as_recorded` it is kept as recorded."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +45,34 @@ class EpisodeContext:
     policy: Policy
     reward: Callable[[Prompt, str], Awaitable[float]]
     """The verifier's score of a response to a prompt."""
-    render: Callable[[Prompt], list[int]]
-    """The tokens of a prompt's messages, up to where the policy's answer begins."""
-    render_more: RenderMore
-    """The tokens that continue a recorded chat, for `.observed()`; see `RenderMore`."""
-    encode: Callable[[str], list[int]]
-    """The tokens of a text, without special tokens, for `.observed()`."""
+    prompt: Prompt
+    """The prompt that this episode answers."""
     sample_index: int
     """The number of this sample of the prompt, from 0."""
-    evaluation: bool = False
-    """Whether this is an evaluation: nothing is trained, and any sampling values are allowed."""
+    chat: "ChatTokenizer"
+    """The model's tokenizer and chat template."""
+
+    @property
+    def evaluation(self) -> bool:
+        """Whether this is an evaluation: nothing is trained, and any sampling values are allowed."""
+        return self.policy.evaluation
+
+    def render(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt's messages, up to where the policy's answer begins."""
+        return self.chat.render(prompt.messages, tools=prompt.tools)
+
+    def render_more(
+        self, messages: Sequence[Message], tokens: Sequence[int], *, as_recorded: bool = False
+    ) -> list[int]:
+        """The tokens that extend `tokens`, recorded so far, to the chat `messages`, up to the policy's next answer.
+
+        `messages` is the whole chat, with the policy's answer. Raises EpisodeError if the chat template now renders the
+        recorded part differently; with `as_recorded` it is kept as recorded."""
+        return self.chat.render_more(messages, tokens, self.prompt.tools, as_recorded=as_recorded)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without special tokens, for `.observed()`."""
+        return self.chat.encode(text)
 
 
 EpisodeFunction = Callable[[Prompt, EpisodeContext], Coroutine[Any, Any, Trajectory]]

@@ -1,4 +1,4 @@
-"""Runs the episodes of one prompt and reports the group to the queue. Asyncio; its neighbours are Protocols.
+"""Runs the episodes of one prompt and reports the group to the queue.
 
 Invariants
     RG-1  `run` reports its ticket exactly once: as a group, as rejected, or as failed, also when it is cancelled.
@@ -9,7 +9,7 @@ Invariants
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -18,11 +18,14 @@ from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped
 from goaly.errors import EpisodeError, first_error
 from goaly.generate.request import Sampling
-from goaly.prompts.prompt import Message, Prompt
+from goaly.generate.router import Router
+from goaly.prompts.prompt import Prompt
+from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction
 from goaly.rollout.limits import EpisodeTimeout, GroupTimeout, TimedOut, within
-from goaly.rollout.policy import ContextFull, PromptFillsContext, RoutedPolicy, Sampler
+from goaly.rollout.policy import ContextFull, Policy, PromptFillsContext
 from goaly.rollout.running import GroupProgress, RunningEpisode, RunningGroup
+from goaly.rollout.settings import RolloutSettings
 from goaly.telemetry.spans import span
 from goaly.trajectory import Group, Trajectory
 
@@ -36,33 +39,6 @@ NO_ROOM = (PromptFillsContext.reason, ContextFull.reason)
 
 Report = Callable[[Group | Dropped], Awaitable[bool]]
 """Tells the queue how a ticket ended; False if a complete group is not trained."""
-
-
-class Chat(Protocol):
-    """Turns messages into tokens, and tokens into text."""
-
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of the chat, up to where the policy's answer begins."""
-        ...
-
-    def render_more(
-        self,
-        messages: Sequence[Message],
-        tokens: Sequence[int],
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        as_recorded: bool = False,
-    ) -> list[int]:
-        """The tokens that extend the recorded `tokens` to the chat of all `messages`."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of the text, without special tokens."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens."""
-        ...
 
 
 class Rewards(Protocol):
@@ -88,39 +64,26 @@ class GroupSummary:
     """Why it was rejected; None if it was not."""
 
 
+@dataclass(kw_only=True, eq=False)
 class GroupRunner:
     """Runs groups of episodes, many at once."""
 
-    def __init__(
-        self,
-        episode: EpisodeFunction,
-        *,
-        name: str,
-        sampler: Sampler,
-        report: Report,
-        rewards: Rewards,
-        chat: Chat,
-        sampling: Sampling,
-        group_size: int,
-        max_context: int,
-        concurrency: int,
-        episode_seconds: float | None = None,
-        group_seconds: float | None = None,
-        record: Callable[[int, Prompt, Trajectory], None] | None = None,
-    ):
-        self._episode = episode
-        self._name = name
-        self._sampler = sampler
-        self._report = report
-        self._rewards = rewards
-        self._chat = chat
-        self._sampling = sampling
-        self._group_size = group_size
-        self._max_context = max_context
-        self._places = asyncio.Semaphore(concurrency)
-        self._episode_seconds = episode_seconds
-        self._group_seconds = group_seconds
-        self._record = record
+    name: str
+    """The first part of the ids of evaluations' requests."""
+    episode: EpisodeFunction
+    settings: RolloutSettings
+    sampler: Router
+    report: Report
+    rewards: Rewards
+    chat: ChatTokenizer
+    sampling: Sampling
+    group_size: int
+    max_context: int
+    record: Callable[[int, Prompt, Trajectory], None] | None = None
+    """Gets each trajectory of a complete group, with its ticket."""
+
+    def __post_init__(self) -> None:
+        self._places = asyncio.Semaphore(self.settings.concurrency)
         self._evaluations = 0
         self._running: dict[int, RunningGroup] = {}
 
@@ -137,20 +100,20 @@ class GroupRunner:
         try:
             group = await self._sample_group(ticket, prompt)
             samples = group.samples
-            if not await self._report(group):
+            if not await self.report(group):
                 rejected = "it came too late, or has no signal"
         except asyncio.CancelledError:
-            await asyncio.shield(asyncio.ensure_future(self._report(Dropped.failed(ticket.index, CANCELLED))))  # RG-1
+            await asyncio.shield(asyncio.ensure_future(self.report(Dropped.failed(ticket.index, CANCELLED))))  # RG-1
             raise
         except ContextFull as error:
             rejected = f"{error.reason}: {error}"
-            await self._report(Dropped.rejected(ticket.index, error.reason))
+            await self.report(Dropped.rejected(ticket.index, error.reason))
         except TimedOut as error:
             failed = f"{error.reason}: {error}"
-            await self._report(Dropped.failed(ticket.index, error.reason))
+            await self.report(Dropped.failed(ticket.index, error.reason))
         except Exception as error:
             failed = f"prompt {prompt.id}: {type(error).__name__}: {error}"
-            await self._report(Dropped.failed(ticket.index, failed))
+            await self.report(Dropped.failed(ticket.index, failed))
         return GroupSummary(
             ticket=ticket.index,
             prompt_id=prompt.id,
@@ -167,8 +130,8 @@ class GroupRunner:
         """The rewards of `samples` episodes that are not trained: 0 for an episode that exceeds its time limit or fills
         the context, None for one whose prompt leaves no room for an answer. `changes` overrides sampling values."""
         self._evaluations += 1
-        sampling = self._sampling.changed(Sampling(**(changes or {})))
-        name = f"{self._name}.evaluation-{self._evaluations}"
+        sampling = self.sampling.changed(Sampling(**(changes or {})))
+        name = f"{self.name}.evaluation-{self._evaluations}"
 
         async def reward(episode: RunningEpisode) -> float | None:
             try:
@@ -185,27 +148,23 @@ class GroupRunner:
 
     async def _sample_group(self, ticket: Ticket, prompt: Prompt) -> Group:
         name, min_version = str(ticket.index), ticket.min_version
-        group = self._group(self._group_size, name=name, sampling=self._sampling, min_version=min_version)
+        group = self._group(self.group_size, name=name, sampling=self.sampling, min_version=min_version)
         self._running[ticket.index] = group
         try:
             async with asyncio.timeout(None) as limit:
-
-                async def sample(episode: RunningEpisode) -> Trajectory:
-                    return await self._run_one(prompt, episode, limit)
-
-                samples = await _all(group, sample)
+                samples = await _all(group, partial(self._run_one, prompt, group_limit=limit))
         except Exception as error:
             if not limit.expired():
                 raise
             raise GroupTimeout(
-                f"the episodes of prompt {prompt.id} exceeded rollout.group_seconds={self._group_seconds}; "
-                f"{group.done} of {self._group_size} were done"
+                f"the episodes of prompt {prompt.id} exceeded rollout.group_seconds={self.settings.group_seconds}; "
+                f"{group.done} of {self.group_size} were done"
             ) from error
         finally:
             del self._running[ticket.index]
-        if self._record is not None:
+        if self.record is not None:
             for trajectory in samples:
-                self._record(ticket.index, prompt, trajectory)
+                self.record(ticket.index, prompt, trajectory)
         return Group(
             ticket=ticket.index,
             prompt_id=prompt.id,
@@ -218,15 +177,15 @@ class GroupRunner:
     def _group(
         self, count: int, *, name: str, sampling: Sampling, min_version: int, evaluation: bool = False
     ) -> RunningGroup:
-        def policy(index: int) -> RoutedPolicy:
-            return RoutedPolicy(
-                self._sampler,
+        def policy(index: int) -> Policy:
+            return Policy(
+                sampler=self.sampler,
                 name=f"{name}.{index}",
                 session=name,
                 sampling=sampling,
                 min_version=min_version,
-                max_context=self._max_context,
-                decode=self._chat.decode,
+                max_context=self.max_context,
+                decode=self.chat.decode,
                 evaluation=evaluation,
             )
 
@@ -236,40 +195,28 @@ class GroupRunner:
         self, prompt: Prompt, running: RunningEpisode, group_limit: asyncio.Timeout | None = None
     ) -> Trajectory:
         async def judge(prompt: Prompt, response: str) -> float:
-            return await running.judged(self._score(prompt, response))
+            with span("reward", prompt=prompt.id):
+                return await running.judged(self.rewards.score(prompt, response))
 
         context = EpisodeContext(
             policy=running.policy,
             reward=judge,
-            render=self._render,
-            render_more=partial(self._render_more, prompt),
-            encode=self._chat.encode,
+            prompt=prompt,
             sample_index=running.sample_index,
-            evaluation=running.policy.evaluation,
+            chat=self.chat,
         )
         async with self._places:  # Unblocked by the end of other episodes.
-            if group_limit is not None and self._group_seconds is not None and group_limit.when() is None:
-                group_limit.reschedule(asyncio.get_running_loop().time() + self._group_seconds)
+            seconds = self.settings.group_seconds
+            if group_limit is not None and seconds is not None and group_limit.when() is None:
+                group_limit.reschedule(asyncio.get_running_loop().time() + seconds)
             with running.under_way():
                 name = f"episode {running.sample_index} of prompt {prompt.id}"
-                trajectory = await within(self._episode_seconds, self._episode(prompt, context), name)
+                trajectory = await within(self.settings.episode_seconds, self.episode(prompt, context), name)
         if not isinstance(trajectory, Trajectory):
             raise EpisodeError(f"the episode returned {type(trajectory).__name__}, must be a Trajectory")
         if trajectory.sample_index == context.sample_index:
             return trajectory
         return replace(trajectory, sample_index=context.sample_index)
-
-    async def _score(self, prompt: Prompt, response: str) -> float:
-        with span("reward", prompt=prompt.id):
-            return await self._rewards.score(prompt, response)
-
-    def _render(self, prompt: Prompt) -> list[int]:
-        return self._chat.render(prompt.messages, tools=prompt.tools)
-
-    def _render_more(
-        self, prompt: Prompt, messages: Sequence[Message], tokens: Sequence[int], *, as_recorded: bool = False
-    ) -> list[int]:
-        return self._chat.render_more(messages, tokens, prompt.tools, as_recorded=as_recorded)
 
 
 async def _all(group: RunningGroup, run: Callable[[RunningEpisode], Coroutine[Any, Any, T]]) -> tuple[T, ...]:

@@ -10,15 +10,18 @@ Invariants
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from goaly.errors import EpisodeError
-from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.request import Finish, Sampling
 from goaly.generate.settings import SamplingSettings
 from goaly.telemetry.spans import span
+
+if TYPE_CHECKING:
+    from goaly.generate.router import Router
 
 
 class ContextFull(EpisodeError):
@@ -55,61 +58,26 @@ class Completion:
     """Whether it may be trained; False if it was sampled with `trained=False`."""
 
 
-class Policy(Protocol):
-    """Samples continuations of tokens."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Policy:
+    """Samples continuations of tokens for one episode."""
 
-    @property
-    def sampling(self) -> Sampling:
-        """How it samples where a call names nothing else."""
-        ...
-
-    async def sample(
-        self, prompt_tokens: Sequence[int], sampling: Sampling | None = None, *, trained: bool = True, **changes: Any
-    ) -> Completion:
-        """One continuation of these tokens, sampled with the run's settings, overridden by those of the call.
-
-        `sample(tokens, max_tokens=8, stop=["\\n"])` changes only these two; the keys are the fields of `Sampling`. With
-        `trained=False` a call may also change the distribution, such as `temperature=0`; record its completion with
-        `Episode.observed`, because `Episode.wrote` refuses it."""
-        ...
-
-
-class Sampler(Protocol):
-    """Answers requests: the router over the generator replicas."""
-
-    async def generate(
-        self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int = 0, session: str | None = None
-    ) -> Sample:
-        """The sample of this request; cancelling the call cancels the request."""
-        ...
-
-
-class RoutedPolicy:
-    """The policy of one episode: its requests carry the ticket's oldest allowed version and prefer one replica."""
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        *,
-        name: str,
-        session: str,
-        sampling: Sampling,
-        min_version: int,
-        max_context: int,
-        decode: Callable[[Sequence[int]], str],
-        evaluation: bool = False,
-    ):
-        self._sampler = sampler
-        self._name = name
-        self._session = session
-        self._sampling = sampling
-        self._evaluation = evaluation
-        self._min_version = min_version
-        self._max_context = max_context
-        self._decode = decode
-        self._requests = 0
-        self._under_way = 0
-        self._ended = False
+    sampler: "Router"
+    name: str
+    """The first part of its requests' ids."""
+    session: str
+    """Requests of one session prefer the same replica."""
+    sampling: Sampling
+    """How it samples where a call names nothing else."""
+    min_version: int
+    """The oldest policy version that may sample its requests."""
+    max_context: int
+    decode: Callable[[Sequence[int]], str]
+    evaluation: bool = False
+    """Whether its episode is part of an evaluation."""
+    _requests: int = field(default=0, init=False)
+    _under_way: int = field(default=0, init=False)
+    _ended: bool = field(default=False, init=False)
 
     @property
     def generating(self) -> bool:
@@ -120,49 +88,39 @@ class RoutedPolicy:
         """Refuse further requests, because the episode has ended (PO-3)."""
         self._ended = True
 
-    @property
-    def sampling(self) -> Sampling:
-        """How it samples where a call names nothing else."""
-        return self._sampling
-
-    @property
-    def evaluation(self) -> bool:
-        """Whether its episode is part of an evaluation."""
-        return self._evaluation
-
     async def sample(
         self, prompt_tokens: Sequence[int], sampling: Sampling | None = None, *, trained: bool = True, **changes: Any
     ) -> Completion:
-        """One continuation of these tokens, sampled with the run's settings, overridden by those of the call."""
+        """One continuation of these tokens, sampled with the run's settings, overridden by those of the call.
+
+        `sample(tokens, max_tokens=8, stop=["\\n"])` changes only these two; the keys are the fields of `Sampling`. With
+        `trained=False` a call may also change the distribution, such as `temperature=0`; record its completion with
+        `Episode.observed`, because `Episode.wrote` refuses it."""
         if self._ended:  # PO-3
-            raise EpisodeError(f"episode {self._name} has ended and can't sample any more")
-        wanted = self._sampling.changed(sampling or Sampling()).changed(_sampling(changes))
-        if trained and not self._evaluation:
-            _refuse_another_distribution(wanted, self._sampling)
-        if wanted != self._sampling:
+            raise EpisodeError(f"episode {self.name} has ended and can't sample any more")
+        wanted = self.sampling.changed(sampling or Sampling()).changed(_sampling(changes))
+        if trained and not self.evaluation:
+            _refuse_another_distribution(wanted, self.sampling)
+        if wanted != self.sampling:
             _refuse_impossible_values(wanted)
         prompt = tuple(prompt_tokens)
-        room = self._max_context - len(prompt)
+        room = self.max_context - len(prompt)
         if room < 1:
             full = ContextFull if self._requests else PromptFillsContext
             raise full(
-                f"{len(prompt)} tokens leave no room in a context of {self._max_context}, the smaller of "
+                f"{len(prompt)} tokens leave no room in a context of {self.max_context}, the smaller of "
                 "generator.max_context and backlog.row_length"
             )
         limits = {"max_tokens": room if wanted.max_tokens is None else min(wanted.max_tokens, room)}  # PO-2
         if wanted.min_tokens is not None:
             limits["min_tokens"] = min(wanted.min_tokens, limits["max_tokens"])
-        request_id = f"{self._name}.{self._requests}"
+        request_id = f"{self.name}.{self._requests}"
         self._requests += 1
         self._under_way += 1
         try:
             with span("generation", request=request_id, prompt_tokens=len(prompt)) as generation:
-                sample = await self._sampler.generate(
-                    request_id,
-                    list(prompt),
-                    replace(wanted, **limits),
-                    self._min_version,
-                    self._session,
+                sample = await self.sampler.generate(
+                    request_id, list(prompt), replace(wanted, **limits), self.min_version, self.session
                 )
                 generation.note(tokens=len(sample.tokens))
         finally:
@@ -175,7 +133,7 @@ class RoutedPolicy:
             logprobs=sample.logprobs,
             versions=sample.versions,
             finish=sample.finish,
-            text=self._decode(sample.tokens.tolist()),
+            text=self.decode(sample.tokens.tolist()),
             stop=sample.stop,
             trained=trained,
         )
@@ -193,7 +151,7 @@ REFUSED = {
 
 
 def _sampling(changes: dict[str, Any]) -> Sampling:
-    known = sorted(field.name for field in fields(Sampling))
+    known = sorted(parameter.name for parameter in fields(Sampling))
     unknown = {key: value for key, value in changes.items() if key not in known}
     if unknown:
         other = f"no such parameter; known are {', '.join(known)}"

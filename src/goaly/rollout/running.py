@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from goaly.reward.verifiers import Unscored
-from goaly.rollout.policy import RoutedPolicy
+from goaly.rollout.policy import Policy
 
 WAITING, GENERATING, JUDGED, OWN_CODE, DONE = (
     "waiting for a place",
@@ -38,7 +38,7 @@ class GroupProgress:
 class RunningEpisode:
     """One running episode of a group."""
 
-    policy: RoutedPolicy
+    policy: Policy
     sample_index: int
     _started: bool = field(default=False, init=False)
     _ended: bool = field(default=False, init=False)

@@ -89,8 +89,9 @@ class RolloutWorker(Actor):
         self._watchdog = None if settings.blocked_seconds is None else LoopWatchdog(settings.blocked_seconds)
         self._requests = NamedTasks()  # WR-1
         self._runner = GroupRunner(
-            cloudpickle.loads(episode),
             name=name,
+            episode=cloudpickle.loads(episode),
+            settings=settings,
             sampler=self._router,
             report=self._report,
             rewards=judge,
@@ -98,9 +99,6 @@ class RolloutWorker(Actor):
             sampling=Sampling.of(sampling, self._chat.stop_token_ids),
             group_size=group_size,
             max_context=max_context,
-            concurrency=settings.concurrency,
-            episode_seconds=settings.episode_seconds,
-            group_seconds=settings.group_seconds,
             record=self._write,
         )
 

@@ -113,9 +113,11 @@ def runner(sampler: FakeSampler, queue: FakeQueue, episode=ask_once, **changes) 
         "sampling": Sampling(max_tokens=20, temperature=0.7),
         "group_size": 3,
         "max_context": 16,
-        "concurrency": 100,
     }
-    return GroupRunner(episode, sampler=sampler, report=queue.report, **{**arguments, **changes})
+    limits = {"concurrency": 100, "episode_seconds": None}
+    limits |= {key: changes.pop(key) for key in ("concurrency", "episode_seconds", "group_seconds") if key in changes}
+    arguments["settings"] = RolloutSettings(**limits)
+    return GroupRunner(episode=episode, sampler=sampler, report=queue.report, **{**arguments, **changes})
 
 
 async def test_a_group_is_all_samples_of_its_prompt_and_goes_to_the_queue():

@@ -9,7 +9,7 @@ from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import NEUTRAL, SamplingSettings
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.episode import Episode
-from goaly.rollout.policy import RoutedPolicy
+from goaly.rollout.policy import Policy
 
 RUN = Sampling.of(SamplingSettings(temperature=0.7, max_tokens=20, stop=["\n\n"]), [1, 2])
 CHANGES = {
@@ -45,11 +45,9 @@ class Recorder:
         )
 
 
-def policy(sampler: Recorder, **changes) -> RoutedPolicy:
+def policy(sampler: Recorder, **changes) -> Policy:
     arguments = {"name": "4.0", "session": "4", "sampling": RUN, "min_version": 0, "max_context": 16}
-    return RoutedPolicy(
-        sampler, decode=lambda tokens: "".join(map(chr, tokens)), **{**arguments, "evaluation": False, **changes}
-    )
+    return Policy(sampler=sampler, decode=lambda tokens: "".join(map(chr, tokens)), **{**arguments, **changes})
 
 
 @pytest.mark.parametrize("as_record", [False, True])
