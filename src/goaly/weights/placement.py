@@ -8,10 +8,11 @@ Invariants
           shard; with uneven sizes, reading `_StridedShard` from left to right would give other rectangles.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
 from math import prod
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
@@ -20,9 +21,6 @@ from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout, Shard
 from goaly.weights.rectangle import Extent, Rectangle, tile
-
-Run = tuple[int, int]
-"""Consecutive indices of one dim: the first one, and how many."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,17 +74,15 @@ def shards_of(
     placements: Sequence[Placement],
 ) -> Layout:
     """The rectangles that the rank at this mesh coordinate holds of a tensor with these placements."""
-    runs: list[list[Run]] = [[(0, size)] for size in global_shape]
+    held = [np.arange(size) for size in global_shape]  # by dim, the indices that this rank has after each axis
     for axis in _in_order(name, mesh_shape, placements):
         ranks, rank, placement = mesh_shape[axis], coordinate[axis], placements[axis]
-        # pyrefly: ignore[missing-attribute]
-        strides = [runs[placement.dim]]
+        assert isinstance(placement, ShardPlacement | _StridedShard)
+        strides = [held[placement.dim]]
         if isinstance(placement, _StridedShard) and not _is_outer(axis, mesh_shape, placements):
-            # pyrefly: ignore[bad-argument-type]
-            strides = _chunks(runs[placement.dim], placement.split_factor)
-        # pyrefly: ignore[missing-attribute]
-        runs[placement.dim] = _joined(run for stride in strides for run in _chunks(stride, ranks)[rank])
-    placed = [_placed(dim_runs) for dim_runs in runs]
+            factor = int(placement.split_factor)
+            strides = [_chunk(strides[0], factor, number) for number in range(factor)]
+        held[placement.dim] = np.concatenate([_chunk(stride, ranks, rank) for stride in strides])
     shards = [
         Shard(
             name=name,
@@ -96,9 +92,9 @@ def shards_of(
             shape=tuple(length for _, length, _ in rectangle),
             start=tuple(start for _, _, start in rectangle),
         )
-        for rectangle in product(*placed)
+        for rectangle in product(*map(_runs, held))
     ]
-    return tuple(shard for shard in shards if shard.elements)
+    return tuple(shards)
 
 
 def _in_order(name: str, mesh_shape: Sequence[int], placements: Sequence[Placement]) -> list[int]:
@@ -122,39 +118,14 @@ def _is_outer(axis: int, mesh_shape: Sequence[int], placements: Sequence[Placeme
     )
 
 
-def _chunks(runs: Sequence[Run], count: int) -> list[list[Run]]:
-    """The runs' indices in `count` chunks as `torch.chunk` makes them: equal, the last ones shorter or empty."""
-    total = sum(length for _, length in runs)
-    size = -(-total // count)
-    return [_taken(runs, min(i * size, total), min((i + 1) * size, total)) for i in range(count)]
+def _chunk(indices: np.ndarray, count: int, number: int) -> np.ndarray:
+    """One of `count` chunks of these indices as `torch.chunk` makes them: equal, the last ones shorter or empty."""
+    size = -(-len(indices) // count)
+    return indices[number * size : (number + 1) * size]
 
 
-def _taken(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
-    """The runs' indices number `begin` to `end - 1`."""
-    taken, position = [], 0
-    for offset, length in runs:
-        first, last = max(begin, position), min(end, position + length)
-        if first < last:
-            taken.append((offset + first - position, last - first))
-        position += length
-    return taken
-
-
-def _joined(runs: Iterable[Run]) -> list[Run]:
-    """The same indices, with adjacent runs joined."""
-    joined: list[Run] = []
-    for offset, length in runs:
-        if joined and sum(joined[-1]) == offset:
-            joined[-1] = (joined[-1][0], joined[-1][1] + length)
-        else:
-            joined.append((offset, length))
-    return joined
-
-
-def _placed(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
-    """Each run as (global offset, length, local offset)."""
-    placed, start = [], 0
-    for offset, length in runs:
-        placed.append((offset, length, start))
-        start += length
-    return placed
+def _runs(indices: np.ndarray) -> list[tuple[int, int, int]]:
+    """Each run of consecutive indices as (global offset, length, local offset)."""
+    breaks = np.flatnonzero(np.diff(indices) != 1) + 1
+    edges = [0, *breaks.tolist(), len(indices)]
+    return [(int(indices[begin]), end - begin, begin) for begin, end in pairwise(edges) if begin < end]
