@@ -16,7 +16,8 @@ import torch
 
 from goaly.errors import ConfigError
 from goaly.models.spec import Architecture
-from goaly.weights.mapping import Naming, Part, Parts, same
+from goaly.weights.layout import Part
+from goaly.weights.mapping import Naming, Parts, same
 from goaly.weights.rectangle import Extent
 
 VOCABULARY_MULTIPLE = 64
@@ -29,12 +30,8 @@ Rows = tuple[int, int]
 def vllm_naming(shape: Architecture, *, tp: int = 1, rank: int = 0) -> Naming:
     """The sources of each parameter of vLLM's own model, on this rank of `tp`; for Qwen3 only."""
     if shape.family != "qwen3":
-        raise ConfigError(
-            [
-                'generator.engine="native": must be "torchtitan" for a Llama model, because vLLM orders its rows '
-                "differently"
-            ]
-        )
+        why = "because vLLM orders its rows differently"
+        raise ConfigError([f'generator.engine="native": must be "torchtitan" for a Llama model, {why}'])
     naming = {"model.norm.weight": same("norm.weight", (shape.dim,))}
     padded = -(-shape.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     begin = min(rank * padded // tp, shape.vocab_size)
@@ -99,14 +96,7 @@ def _rows(name: str, global_shape: Extent, stretches: list[Rows], *, start: int 
     """These row ranges of the tensor, one after another from row `start` on."""
     starts = accumulate((length for _, length in stretches), initial=start)
     return tuple(
-        Part(
-            name=name,
-            global_shape=global_shape,
-            offset=(begin, 0),
-            shape=(length, global_shape[1]),
-            start=(at, 0),
-            dims=(0, 1),
-        )
+        Part(name=name, global_shape=global_shape, offset=(begin, 0), shape=(length, global_shape[1]), start=(at, 0))
         for (begin, length), at in zip(stretches, starts, strict=False)
         if length
     )
@@ -114,13 +104,5 @@ def _rows(name: str, global_shape: Extent, stretches: list[Rows], *, start: int 
 
 def _columns(name: str, global_shape: Extent, columns: Rows) -> Parts:
     begin, length = columns
-    return (
-        Part(
-            name=name,
-            global_shape=global_shape,
-            offset=(0, begin),
-            shape=(global_shape[0], length),
-            start=(0, 0),
-            dims=(0, 1),
-        ),
-    )
+    shape = (global_shape[0], length)
+    return (Part(name=name, global_shape=global_shape, offset=(0, begin), shape=shape, start=(0, 0)),)

@@ -34,20 +34,31 @@ EVEN_ENOUGH = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """One rectangle of a named global tensor, and its place in the local tensors of the rank that holds it."""
+class Part:
+    """A rectangle of the published tensor `name`, and its place in a tensor that is made of it."""
 
     name: str
-    dtype: torch.dtype
     global_shape: Extent
     offset: Extent
     shape: Extent
     start: Extent
-    """The offset in the local tensor, in that tensor's dims."""
+    """Where it begins in the tensor that is made of it, in that tensor's dims."""
+    dims: tuple[int | None, ...] | None = None
+    """For each dim that tensor's dim, or None if it has no such dim; None if all dims are the same."""
+
+    @property
+    def place(self) -> Rectangle:
+        """Its rectangle in the tensor that is made of it."""
+        return (self.start, self.shape) if self.dims is None else along(self.dims, self.start, self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard(Part):
+    """One rectangle of a named global tensor, and its place in the local tensors of the rank that holds it."""
+
+    dtype: torch.dtype
     tensor: str | None = None
     """The local tensor's name, if it differs (`mapping.py`)."""
-    dims: tuple[int | None, ...] | None = None
-    """For each dim the local tensor's dim, or None if it has no such dim; None if all dims are the same."""
 
     @property
     def elements(self) -> int:
@@ -57,12 +68,7 @@ class Shard:
     @property
     def bytes(self) -> int:
         """How many bytes its elements take."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def place(self) -> Rectangle:
-        """Its rectangle in the local tensor."""
-        return (self.start, self.shape) if self.dims is None else along(self.dims, self.start, self.shape)
+        return self.elements * self.dtype.itemsize
 
     def part(self, rectangle: Rectangle) -> "Shard":
         """The part that is this rectangle of the global tensor, which must lie within the shard."""
@@ -161,26 +167,16 @@ def plan(sources: Sequence[Layout], destination: Layout) -> tuple[Copy, ...]:
     """The copies that fill the destination (WL-1); raises a WeightsError that names anything no source holds."""
     found = _held(sources, {shard.name for shard in destination})
     pieces: list[_Piece] = []
-    # The layers of a model repeat the same few rectangles: each is covered once.
-    divisions: dict[tuple[Rectangle, ...], int] = {}
-    division_of = {
-        name: divisions.setdefault(tuple(sorted(held.holders)), len(divisions)) for name, held in found.items()
-    }
-    rectangles_of = list(divisions)
-    covers: dict[tuple[int, Rectangle], tuple[list[tuple[int, Rectangle]], list[Rectangle]]] = {}
     for position, shard in enumerate(destination):
         held = found.get(shard.name)
         if held is None:
             raise WeightsError(f"`{shard.name}` is held by no source; they hold {_some(_names(sources))}")
         _check_same(held.first, shard)
-        problem = (division_of[shard.name], (shard.offset, shard.shape))
-        if problem not in covers:
-            covers[problem] = cover(problem[1], rectangles_of[problem[0]])
-        parts, missing = covers[problem]
+        rectangles = tuple(sorted(held.holders))
+        parts, missing = cover((shard.offset, shard.shape), rectangles)
         if missing:
             offset, shape = missing[0]
             raise WeightsError(f"`{shard.name}`: the {shape} elements at {offset} are held by no source")
-        rectangles = rectangles_of[problem[0]]
         for index, part in parts:
             pieces.append(_Piece(position, part, shard.dtype.itemsize, held.holders[rectangles[index]]))
     copies = [

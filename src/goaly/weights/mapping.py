@@ -16,30 +16,11 @@ Invariants
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from goaly.errors import WeightsError
-from goaly.weights.layout import Layout, Shard
-from goaly.weights.rectangle import Extent, Rectangle, along, common, minus, plus, tile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A rectangle of a tensor that is also a rectangle of the published tensor `name`; `dims` as in `Shard`."""
-
-    name: str
-    global_shape: Extent
-    offset: Extent
-    shape: Extent
-    start: Extent
-    """Where the part begins in the tensor that is made of it, in that tensor's dims."""
-    dims: tuple[int | None, ...]
-
-    @property
-    def place(self) -> Rectangle:
-        """The part's rectangle in the tensor that is made of it."""
-        return along(self.dims, self.start, self.shape)
-
+from goaly.weights.layout import Layout, Part, Shard
+from goaly.weights.rectangle import Extent, common, minus, plus, tile
 
 Parts = tuple[Part, ...]
 Naming = Mapping[str, Parts]
@@ -49,7 +30,7 @@ Naming = Mapping[str, Parts]
 def same(name: str, shape: Extent) -> Parts:
     """All of the tensor `name`."""
     zeros = tuple(0 for _ in shape)
-    return (Part(name=name, global_shape=shape, offset=zeros, shape=shape, start=zeros, dims=tuple(range(len(shape)))),)
+    return (Part(name=name, global_shape=shape, offset=zeros, shape=shape, start=zeros),)
 
 
 def fused(shapes: Mapping[str, Extent], *, dim: int) -> Parts:
@@ -72,7 +53,7 @@ def one_of(name: str, *, index: int, count: int, shape: Extent) -> Parts:
             global_shape=(count, *shape),
             offset=(index, *whole.offset),
             shape=(1, *shape),
-            dims=(None, *whole.dims),
+            dims=(None, *range(len(shape))),
         ),
     )
 
@@ -100,14 +81,15 @@ def renamed(layout: Layout, naming: Naming) -> Layout:
 def _as_part(shard: Shard, part: Part) -> Shard:
     """A shard that lies within a part, as a rectangle of the part's published tensor."""
     within = minus(shard.offset, part.start)
+    dims = part.dims or tuple(range(len(part.shape)))
     return replace(
         shard,
         name=part.name,
         global_shape=part.global_shape,
-        offset=plus(part.offset, tuple(0 if dim is None else within[dim] for dim in part.dims)),
-        shape=tuple(1 if dim is None else shard.shape[dim] for dim in part.dims),
+        offset=plus(part.offset, tuple(0 if dim is None else within[dim] for dim in dims)),
+        shape=tuple(1 if dim is None else shard.shape[dim] for dim in dims),
         tensor=shard.tensor or shard.name,
-        dims=_composed(part.dims, shard.dims),
+        dims=_composed(dims, shard.dims),
     )
 
 

@@ -1,6 +1,6 @@
 """Rectangles of tensors: an offset and a length in each dim."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import combinations
 from math import prod
@@ -37,7 +37,8 @@ def without(rectangle: Rectangle, hole: Rectangle) -> list[Rectangle]:
     return left
 
 
-def cover(rectangle: Rectangle, others: Sequence[Rectangle]) -> tuple[list[tuple[int, Rectangle]], list[Rectangle]]:
+@lru_cache(maxsize=256)  # the layers of a model repeat the same few rectangles
+def cover(rectangle: Rectangle, others: tuple[Rectangle, ...]) -> tuple[list[tuple[int, Rectangle]], list[Rectangle]]:
     """Disjoint parts of the rectangle, each with the index of another that contains it; and the rest."""
     parts: list[tuple[int, Rectangle]] = []
     missing = [rectangle]

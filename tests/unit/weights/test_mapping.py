@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from goaly.errors import WeightsError
-from goaly.weights.layout import Layout, Shard, plan, region, share, view
-from goaly.weights.mapping import Naming, Part, Parts, fused, one_of, renamed, same
+from goaly.weights.layout import Layout, Part, Shard, plan, region, share, view
+from goaly.weights.mapping import Naming, Parts, fused, one_of, renamed, same
 from goaly.weights.placement import check_filled, layout_of, shards_of
 from goaly.weights.publisher import Publisher
 from goaly.weights.rectangle import Extent
@@ -105,7 +105,7 @@ def transposed(parts: Parts, dims: Extent) -> Parts:
         replace(
             part,
             start=tuple(part.start[dim] for dim in dims),
-            dims=tuple(None if dim is None else dims.index(dim) for dim in part.dims),
+            dims=tuple(None if dim is None else dims.index(dim) for dim in part.dims or range(len(dims))),
         )
         for part in parts
     )
