@@ -7,7 +7,9 @@ from monarch.actor import Actor, concurrent_endpoint, this_host, this_proc
 from monarch.spmd import setup_torch_elastic_env_async
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from goaly.weights import Publisher, WeightStore, pull_into
+from goaly.weights.publisher import Publisher
+from goaly.weights.store import WeightStore
+from goaly.weights.subscriber import pull_into
 
 
 class Rank(Actor):

@@ -11,31 +11,6 @@ if await subscriber.prefetch(version):
     subscriber.apply()
 
 version = await pull_into(store, parameters)                   # or all of that, once
+
+They are in `store.py`, `publisher.py` and `subscriber.py`; this file imports nothing, so that settings need no torch.
 """
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from goaly.weights.publisher import Publisher
-    from goaly.weights.settings import WeightSettings
-    from goaly.weights.store import WeightStore
-    from goaly.weights.subscriber import Subscriber, pull_into
-
-__all__ = ["Publisher", "Subscriber", "WeightSettings", "WeightStore", "pull_into"]
-
-_MODULES = {
-    "Publisher": "publisher",
-    "Subscriber": "subscriber",
-    "WeightSettings": "settings",
-    "WeightStore": "store",
-    "pull_into": "subscriber",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import each name's module at its first use: reading settings needs no torch."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

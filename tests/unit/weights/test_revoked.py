@@ -11,7 +11,7 @@ from local_store import LocalStore
 from goaly.errors import WeightsError
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
-from goaly.weights.subscriber import Subscriber
+from goaly.weights.subscriber import Subscriber, pull_into
 
 SETTINGS = WeightSettings(bucket_mib=1e-5)
 
@@ -109,8 +109,6 @@ async def test_a_reader_never_gets_a_version_that_one_rank_abandoned() -> None: 
 async def test_pulling_once_goes_on_to_a_newer_version_where_the_first_was_revoked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from goaly.weights import pull_into
-
     store = LocalStore(SETTINGS)
     writer = Publisher(store, tensors("a"), SETTINGS, rank=0, world=1)
     await within(writer.publish(0))
