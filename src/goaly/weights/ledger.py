@@ -129,16 +129,10 @@ class VersionLedger:
             if self._reserved is None:
                 self._reserved = staging.slot  # ranks that were given this slot before keep it
 
-    def leave(self, rank: int, why: str) -> None:
-        """The rank stages nothing from now on: only a version that it has already staged can still be committed."""
+    def end(self, why: str, *, left: int | None = None) -> None:
+        """Begin no version from now on. Only a version that the rank that `left` has staged can still be committed."""
         self.ended = self.ended or why
-        if self._staging is not None and rank not in self._staging.staged:
-            self.abandon(self._staging.version, why)
-
-    def end(self, why: str) -> None:
-        """Stage nothing from now on, and abandon the version that is being staged."""
-        self.ended = self.ended or why
-        if self._staging is not None:
+        if self._staging is not None and left not in self._staging.staged:
             self.abandon(self._staging.version, why)
 
     def lease(self, reader: int, version: int) -> bool:

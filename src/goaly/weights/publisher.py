@@ -14,7 +14,7 @@ Invariants
 import asyncio
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 
@@ -28,12 +28,8 @@ from goaly.weights.mapping import Naming, renamed
 from goaly.weights.member import Member, SharedTask
 from goaly.weights.placement import layout_of, local
 from goaly.weights.settings import WeightSettings
-from goaly.weights.shared_memory import Ring
 from goaly.weights.store import JoinedWriter, Staged, WeightStore
-from goaly.weights.transport import SlotWriter, slot_writer
-
-if TYPE_CHECKING:
-    from goaly.weights.rdma import RemoteSlots
+from goaly.weights.transport import SegmentHandle, Slots, slot_writer
 
 
 class Publisher(Member):
@@ -62,8 +58,7 @@ class Publisher(Member):
         self._tensors = dict(tensors)
         self._naming = naming or {}
         self._join = SharedTask(self._joined)
-        self._slots: SlotWriter | None = None
-        self._remote: RemoteSlots | None = None
+        self._slots: Slots | None = None
         self._next_slot: int | None = None
 
     async def publish(self, version: int) -> bool:
@@ -92,11 +87,9 @@ class Publisher(Member):
             await self._store.leave_writer.call_one(self._rank)
             await self._copier.run(self._slots.close)
             self._slots = None
-        if self._remote is not None:
-            await asyncio.to_thread(self._remote.drop)
         self._copier.close()
 
-    async def _joined(self) -> SlotWriter:
+    async def _joined(self) -> Slots:
         """Join the store; this rank's slots."""
         dtype = None if self._settings.transfer_dtype is None else getattr(torch, self._settings.transfer_dtype)
         layout = in_dtype(renamed(layout_of(self._tensors), self._naming), dtype)
@@ -105,32 +98,33 @@ class Publisher(Member):
         )  # unblocked by the other ranks' first publish
         pieces, buckets = cut(joined.layout, self._settings.bucket_bytes, joined.needs)
 
-        def create() -> SlotWriter:
+        def create() -> Slots:
             if self._slots is None:  # kept by this object also if the caller is cancelled: `close` frees it
                 self._slots = slot_writer(self._settings.transport, pieces, buckets, joined.slots, self._gpu)
             return self._slots
 
         slots = await self._copier.run(create)
         await self._store.offer.call_one(self._rank, slots.source(self._process.host))
-        if isinstance(slots, Ring):
+        if isinstance(slots.handle, SegmentHandle):
             self._background.start(self._offer_remotely(slots))
         if joined.pulse:
             self._background.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(writer=self._rank))
         return slots
 
-    async def _offer_remotely(self, ring: Ring) -> None:
-        """Register the ring with Monarch's RDMA once a reader needs that."""
+    async def _offer_remotely(self, slots: Slots) -> None:
+        """Register the slots with Monarch's RDMA once a reader needs that."""
         await self._store.wanted_remotely.call_one(self._rank)  # the first reader on another host
         from goaly.weights.rdma import RemoteSlots
 
         try:
-            self._remote = await asyncio.to_thread(RemoteSlots.of, ring)
-            await self._store.offer.call_one(self._rank, ring.source(self._process.host, self._remote))
+            slots.remote = await asyncio.to_thread(RemoteSlots.of, slots)
+            await self._store.offer.call_one(self._rank, slots.source(self._process.host))
         except Exception as error:  # the readers that wait for the offer get the error; readers on this host go on
-            await self._store.offer_failed.call_one(self._rank, cause_of(error))
+            why = f"writer rank {self._rank} can't be reached from other hosts: {cause_of(error)}"
+            await self._store.offer.call_one(self._rank, replace(slots.source(self._process.host), unreachable=why))
             raise
 
-    def _stage(self, slots: SlotWriter, slot: int, version: int) -> None:
+    def _stage(self, slots: Slots, slot: int, version: int) -> None:
         with span("stage", version=version, rank=self._rank) as staging:
             held = {name: local(tensor) for name, tensor in self._tensors.items()}
             views = slots.views(slot)

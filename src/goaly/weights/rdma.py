@@ -1,6 +1,6 @@
 """Slots that readers read without the writer's help: their seals and buckets as Monarch RDMA buffers.
 
-`RemoteSlots` registers a ring in shared memory for readers on other hosts. Without RDMA hardware Monarch carries the
+`RemoteSlots` registers slots for readers on other hosts. Without RDMA hardware Monarch carries the
 same calls over TCP. `DeviceSlots` keeps the slots in the memory of the GPU that has the tensors; between GPUs, weights
 then pass through no host's memory.
 
@@ -12,7 +12,7 @@ Invariants
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,7 @@ from monarch.rdma import RDMABuffer, is_ibverbs_available
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout
-from goaly.weights.shared_memory import Ring
-from goaly.weights.transport import UNSEALED, OnDevice, SlotShape, Source
+from goaly.weights.transport import UNSEALED, OnDevice, Slots, SlotShape, Source
 
 IN_FLIGHT = 4
 """Buckets that are read at a time: enough to keep sender, wire and receiver busy while one is copied out."""
@@ -35,16 +34,11 @@ class RemoteSlots:
     stretches: tuple[tuple[Any, ...], ...]
 
     @classmethod
-    def of(cls, ring: Ring) -> "RemoteSlots":
-        """Register the ring's memory. Blocks on Monarch's manager: do not call it on an event loop."""
-        return cls.over(ring.stretches(slot) if ring.buckets else () for slot in range(ring.slots))
-
-    @classmethod
-    def over(cls, slots: Iterable[Sequence[torch.Tensor]]) -> "RemoteSlots":
-        """Register these stretches of memory, slot by slot."""
+    def of(cls, slots: Slots) -> "RemoteSlots":
+        """Register the slots' memory. Blocks on Monarch's manager: do not call it on an event loop."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="No ibverbs RDMA hardware")
-            return cls(tuple(tuple(RDMABuffer(stretch) for stretch in stretches) for stretches in slots))
+            return cls(tuple(tuple(map(RDMABuffer, slots.stretches(slot))) for slot in range(slots.count)))
 
     def drop(self) -> None:
         """Unregister the memory. Blocks on Monarch's manager: do not call it on an event loop."""
@@ -52,7 +46,7 @@ class RemoteSlots:
             dropping.get()
 
 
-class DeviceSlots:
+class DeviceSlots(Slots):
     """One writer rank's slots in a GPU's memory; their seals are in host memory."""
 
     def __init__(self, layout: Layout, buckets: tuple[range, ...], slots: int, device: torch.device):
@@ -62,43 +56,11 @@ class DeviceSlots:
                 "weights.transport=direct: must be auto, shm or rdma here: this process finds no RDMA device (ibverbs) "
                 "that could read a GPU's memory"
             )
-        self.layout = layout
-        self.buckets = buckets
-        self._shape = SlotShape(layout, buckets)
-        self._memory = [torch.empty(self._shape.bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
-        self._views = [self._shape.views(memory) for memory in self._memory]
-        self._seals = torch.full((slots, len(buckets)), UNSEALED)
-        self._remote = RemoteSlots.over(self._stretches(slot) if buckets else () for slot in range(slots))
-
-    def source(self, host: str) -> Source:
-        """The description that readers on any host need to reach the slots."""
-        return Source(
-            layout=self.layout,
-            buckets=self.buckets,
-            slots=len(self._memory),
-            host=host,
-            handle=OnDevice(bytes=len(self._memory) * self._shape.bytes),
-            remote=self._remote,
-        )
-
-    def views(self, slot: int) -> list[torch.Tensor]:
-        """The slot's shards, each contiguous."""
-        return self._views[slot]
-
-    def unseal(self, slot: int) -> None:
-        """Mark all buckets of the slot as holding no version."""
-        self._seals[slot] = UNSEALED
-
-    def seal(self, slot: int, bucket: int, version: int) -> None:
-        """Mark the bucket as holding this version's shards."""
-        self._seals[slot, bucket] = version
-
-    def close(self) -> None:
-        """Unregister the memory; reads after this fail."""
-        self._remote.drop()
-
-    def _stretches(self, slot: int) -> list[torch.Tensor]:
-        return [self._seals[slot].view(torch.uint8), *self._shape.stretches(self._memory[slot])[1:]]
+        size = SlotShape(layout, buckets).bytes
+        memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(slots)]
+        super().__init__(layout, buckets, memory, OnDevice(bytes=slots * size))
+        self._seals = list(torch.full((slots, len(buckets)), UNSEALED))
+        self.remote = RemoteSlots.of(self)
 
 
 class RemoteReader:
@@ -149,9 +111,6 @@ class RemoteReader:
         finally:
             while coming:  # WX-1
                 self._failed = coming.popleft()[1].exception() or self._failed
-
-    def close(self) -> None:
-        """Do nothing: the buffers are the writer's."""
 
     def _arrived(self, coming: deque[tuple[int, Any]]) -> int:
         bucket, read = coming.popleft()

@@ -20,13 +20,12 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout
-from goaly.weights.transport import UNSEALED, SegmentHandle, SlotShape, Source
+from goaly.weights.transport import SegmentHandle, Slots, SlotShape, Source
 
 logger = logging.getLogger(__name__)
 
@@ -128,20 +127,14 @@ def _populate(mapped: mmap.mmap, advice: int) -> None:
             raise WeightsError(f"{len(mapped)} bytes of shared memory can't be allocated: {error.strerror}") from error
 
 
-class Ring:
-    """The slots of one writer rank, as the writer or a reader on its host sees them."""
+class Ring(Slots):
+    """One writer rank's slots in shared memory, as the writer or a reader on its host sees them."""
 
     def __init__(self, layout: Layout, buckets: tuple[range, ...], slots: int, segment: Segment):
-        self.layout = layout
-        self.buckets = buckets
-        self.slots = slots
+        size = SlotShape(layout, buckets).bytes
+        memory = [segment.tensor(torch.uint8, (size,), slot * size) for slot in range(slots)]
+        super().__init__(layout, buckets, memory, segment.handle)
         self._segment = segment
-        self._shape = SlotShape(layout, buckets)
-        self._slots = [
-            segment.tensor(torch.uint8, (self._shape.bytes,), slot * self._shape.bytes) for slot in range(slots)
-        ]
-        self._views = [self._shape.views(memory) for memory in self._slots]
-        self._seals = [self._shape.seals(memory) for memory in self._slots]
 
     @classmethod
     def create(cls, layout: Layout, buckets: tuple[range, ...], slots: int) -> "Ring":
@@ -157,46 +150,6 @@ class Ring:
         assert isinstance(source.handle, SegmentHandle)
         return cls(source.layout, source.buckets, source.slots, Segment.open(source.handle))
 
-    def source(self, host: str, remote: Any | None = None) -> Source:
-        """The description that readers need to reach the ring."""
-        return Source(
-            layout=self.layout,
-            buckets=self.buckets,
-            slots=self.slots,
-            host=host,
-            handle=self._segment.handle,
-            remote=remote,
-        )
-
-    @property
-    def bytes(self) -> int:
-        """Memory of all slots."""
-        return self._segment.handle.bytes
-
-    def stretches(self, slot: int) -> list[torch.Tensor]:
-        """The slot's memory as bytes: its seals, then each bucket."""
-        return self._shape.stretches(self._slots[slot])
-
-    def views(self, slot: int) -> list[torch.Tensor]:
-        """The slot's shards, each contiguous."""
-        return self._views[slot]
-
-    def view(self, slot: int, shard: int) -> torch.Tensor:
-        """One of them."""
-        return self._views[slot][shard]
-
-    def unseal(self, slot: int) -> None:
-        """Mark all buckets of the slot as holding no version."""
-        self._seals[slot].fill_(UNSEALED)
-
-    def seal(self, slot: int, bucket: int, version: int) -> None:
-        """Mark the bucket as holding this version's shards."""
-        self._seals[slot][bucket] = version
-
-    def seals(self, slot: int) -> list[int]:
-        """The version whose shards each bucket of the slot holds, or `UNSEALED`."""
-        return self._seals[slot].tolist()
-
     def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
         """The buckets, at once: the memory is mapped."""
         yield buckets
@@ -204,3 +157,4 @@ class Ring:
     def close(self) -> None:
         """Accept no further reader; existing mappings stay."""
         self._segment.close()
+        super().close()

@@ -21,7 +21,6 @@ from monarch.actor import Actor
 from goaly.actors import concurrent_endpoint
 from goaly.errors import WeightsError
 from goaly.liveness import ProcessMark, Watch, this_host, watch
-from goaly.process import vital_task
 from goaly.weights.buckets import Needs, distinct
 from goaly.weights.layout import Layout, share
 from goaly.weights.ledger import Lease, VersionLedger
@@ -106,8 +105,6 @@ class _Writer:
     watch: Watch
     source: Source | None = None
     wanted_remotely: bool = False
-    unreachable: str | None = None
-    """Why processes on other hosts can't reach it, or None if they can."""
 
 
 class WeightStore(Actor):
@@ -115,15 +112,13 @@ class WeightStore(Actor):
 
     def __init__(self, settings: WeightSettings | None = None):
         self._slots = (settings or WeightSettings()).slots
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
         self._ledger: VersionLedger | None = None
         self._writers: dict[int, _Writer] = {}
         self._shared: tuple[Layout, ...] = ()
         self._needs: list[tuple[Needs, ...]] = []
-        self._writer_lost: str | None = None
         self._readers: dict[int, _Reader] = {}
         self._joined = 0
-        self._waking: set[asyncio.Task[None]] = set()
 
     # Writers
 
@@ -139,8 +134,8 @@ class WeightStore(Actor):
             self._writers[rank] = _Writer(layout=layout, process=process, watch=watching)
         elif self._writers[rank].process != process:
             raise WeightsError(f"writer rank {rank} has joined already, from {self._writers[rank].process}")
-        await self._wake()
-        await self._until(lambda: len(self._writers) == world or None)  # the other ranks' joins, or a rank's death
+        self._wake()
+        await self._until(self._all_joined)  # the other ranks' joins, or a rank's death
         if not self._shared:
             self._shared = share([self._writers[other].layout for other in range(world)])
             self._needs = [self._needs_at(self._writers[other].process.host) for other in range(world)]
@@ -153,21 +148,15 @@ class WeightStore(Actor):
 
     @concurrent_endpoint
     async def offer(self, rank: int, source: Source) -> None:
-        """Tell the readers where this rank's slots are."""
+        """Tell the readers where this rank's slots are, and how they are reached from other hosts."""
         self._writers[rank].source = source
-        await self._wake()
-
-    @concurrent_endpoint
-    async def offer_failed(self, rank: int, why: str) -> None:
-        """Tell the readers on other hosts that they can't reach this rank's slots."""
-        self._writers[rank].unreachable = f"writer rank {rank} can't be reached from other hosts: {why}"
-        await self._wake()
+        self._wake()
 
     @concurrent_endpoint
     async def wanted_remotely(self, rank: int) -> None:
         """Return once a reader needs this rank's slots over the network; the rank then offers them so."""
         writer = self._writers[rank]
-        await self._until(lambda: writer.wanted_remotely or None, for_writer=False)  # the first such reader
+        await self._until(lambda: writer.wanted_remotely or None)  # the first such reader
 
     @concurrent_endpoint
     async def begin(self, rank: int, version: int) -> int:
@@ -185,21 +174,21 @@ class WeightStore(Actor):
             return None if committed is None else Staged(committed=committed, next_slot=ledger.reserve(rank))
 
         staged = await self._until(recorded)  # the slower ranks' `staged`, or a rank's death
-        await self._wake()
+        self._wake()
         return staged
 
     @concurrent_endpoint
     async def abandon(self, rank: int, version: int, why: str) -> None:
         """Skip a version that this rank can't stage, unless it is committed already."""
         self._require_ledger().abandon(version, f"rank {rank} gave it up: {why}")
-        await self._wake()
+        self._wake()
 
     @concurrent_endpoint
     async def leave_writer(self, rank: int) -> None:
         """The rank publishes no more, so no rank can; a version that it has already staged can still be committed."""
         self._writers[rank].watch.close()
-        self._require_ledger().leave(rank, f"writer rank {rank} has left")
-        await self._wake()
+        self._require_ledger().end(f"writer rank {rank} has left", left=rank)
+        self._wake()
 
     # Readers
 
@@ -230,22 +219,22 @@ class WeightStore(Actor):
                     continue
                 if not needs_remote(source, transport=transport, host=host):
                     sources.append(source)
-                elif (why := self._ledger.ended or writer.unreachable) is not None:
+                elif (why := self._ledger.ended or source.unreachable) is not None:
                     raise WeightsError(f"weights can't be read from another host any more: {why}")
                 elif source.remote is not None:
                     sources.append(source)
                 elif not writer.wanted_remotely:
                     writer.wanted_remotely = True
-                    self._wake_soon()
+                    self._wake()
             return tuple(sources) if len(sources) == len(self._writers) else None
 
-        return await self._until(offered, for_writer=False)  # the writers' first publish, and their offer
+        return await self._until(offered)  # the writers' first publish, and their offer
 
     @concurrent_endpoint
     async def lease_newer(self, reader: int, request: int, after: int) -> Lease | StoreClosed:
         """Wait for a version above `after` and hold it for the reader; first releases what it held before."""
         self._supersede(reader, request)
-        await self._wake()
+        self._wake()
 
         def granted() -> Lease | StoreClosed | None:
             self._check_current(reader, request)
@@ -257,15 +246,14 @@ class WeightStore(Actor):
                 return _lease(ledger, reader, version)
             return None if ledger.ended is None or ledger.may_come(after) else StoreClosed(why=ledger.ended)
 
-        return await self._until(granted, for_writer=False)  # a commit
+        return await self._until(granted)  # a commit
 
     @concurrent_endpoint
     async def lease(self, reader: int, request: int, version: int) -> Lease | None:
         """Hold this version for the reader; None if it is gone."""
         known = self._known(reader)
-        if request < known.request:
-            raise WeightsError(f"reader {known.name} gave up this request")  # WS-3
-        known.request = request
+        known.request = max(known.request, request)
+        self._check_current(reader, request)
         ledger = self._require_ledger()
         return _lease(ledger, reader, version) if ledger.lease(reader, version) else None
 
@@ -279,14 +267,14 @@ class WeightStore(Actor):
         """Free what the reader holds, and end the requests that it made before."""
         if reader in self._readers:
             self._supersede(reader, request)
-            await self._wake()
+            self._wake()
 
     @concurrent_endpoint
     async def leave_reader(self, reader: int) -> None:
         """Remove the reader."""
         if reader in self._readers:
             self._forget(reader)
-            await self._wake()
+            self._wake()
 
     @concurrent_endpoint
     async def pulse(self, *, writer: int | None = None, reader: int | None = None) -> None:
@@ -310,25 +298,16 @@ class WeightStore(Actor):
 
     # Waiting, and the ends of processes
 
-    async def _until(self, ready: Callable[[], Answer | None], *, for_writer: bool = True) -> Answer:
+    async def _until(self, ready: Callable[[], Answer | None]) -> Answer:
         """The answer of `ready`, which is called again after every change until it is not None."""
-        async with self._changed:
-            while True:
-                if for_writer and self._writer_lost is not None:
-                    raise WeightsError(self._writer_lost)  # WS-2
-                answer = ready()
-                if answer is not None:
-                    return answer
-                await self._changed.wait()
+        while (answer := ready()) is None:
+            await self._changed.wait()
+        return answer
 
-    async def _wake(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    def _wake_soon(self) -> None:
-        task = vital_task(self._wake(), "weight store: wake waiting calls")
-        self._waking.add(task)
-        task.add_done_callback(self._waking.discard)
+    def _wake(self) -> None:
+        """Let all waiting calls look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _reader_ended(self, reader: int) -> None:
         ended = self._readers[reader]
@@ -336,13 +315,21 @@ class WeightStore(Actor):
         level = logging.INFO if held is None else logging.WARNING
         logger.log(level, "reader %s (%s) ended, holding %s", ended.name, ended.process, held)
         self._forget(reader)  # WS-1
-        self._wake_soon()
+        self._wake()
 
     def _writer_ended(self, rank: int, process: ProcessMark) -> None:
-        self._writer_lost = f"writer rank {rank} ({process}) ended"
-        logger.warning("%s", self._writer_lost)
-        self._require_ledger().end(self._writer_lost)  # WS-2
-        self._wake_soon()
+        lost = f"writer rank {rank} ({process}) ended"
+        logger.warning("%s", lost)
+        self._require_ledger().end(lost)  # WS-2
+        self._wake()
+
+    def _all_joined(self) -> bool | None:
+        ledger = self._require_ledger()
+        if len(self._writers) == ledger.writers:
+            return True
+        if ledger.ended is not None:
+            raise WeightsError(ledger.ended)
+        return None
 
     def _needs_at(self, host: str) -> tuple[Needs, ...]:
         """The needs of the readers that fetch whole buckets from this host."""
@@ -364,7 +351,7 @@ class WeightStore(Actor):
 
     def _check_current(self, reader: int, request: int) -> None:
         if self._known(reader).request != request:
-            raise WeightsError(f"reader {self._readers[reader].name} gave up this request")
+            raise WeightsError(f"reader {self._readers[reader].name} gave up this request")  # WS-3
 
     def _known(self, reader: int) -> _Reader:
         if reader not in self._readers:

@@ -158,8 +158,6 @@ class Subscriber(Member):
             await self._store.leave_reader.call_one(self._number)
             self._number = None
         self._background.end()
-        for source in self._sources:
-            source.close()
         self._copier.close()
 
     def _release_soon(self, number: int) -> None:

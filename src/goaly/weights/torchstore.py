@@ -24,7 +24,7 @@ import torch
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout
 from goaly.weights.settings import NO_TORCHSTORE
-from goaly.weights.transport import UNSEALED, SlotShape, Source, Stored
+from goaly.weights.transport import Slots, SlotShape, Source, Stored
 
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
@@ -50,84 +50,61 @@ async def stop() -> None:
     await _package().shutdown()
 
 
-class StoredSlots:
-    """One writer rank's slots, as it fills them. It has the memory of one slot, from which each bucket is put."""
+class StoredSlots(Slots):
+    """One writer rank's slots, as it fills them: all have the same memory, from which each bucket is put."""
 
     def __init__(self, layout: Layout, buckets: tuple[range, ...], slots: int):
-        self.layout = layout
-        self.buckets = buckets
-        self._slots = slots
-        shape = SlotShape(layout, buckets)
-        memory = torch.empty(shape.bytes, dtype=torch.uint8)
-        self._views = shape.views(memory)
-        self._seals = torch.full((slots, len(buckets)), UNSEALED)
-        self._stretches = shape.stretches(memory)
-        self._stored = Stored(prefix=f"goaly.{uuid4().hex}", bytes=slots * shape.bytes)
+        size = SlotShape(layout, buckets).bytes
+        stored = Stored(prefix=f"goaly.{uuid4().hex}", bytes=slots * size)
+        super().__init__(layout, buckets, [torch.empty(size, dtype=torch.uint8)] * slots, stored)
+        self._stored = stored
+        self._stretches = self.stretches(0)
         for slot in range(slots):
             self.unseal(slot)
 
-    def source(self, host: str) -> Source:
-        """The description that readers on any host need to reach the slots."""
-        return Source(layout=self.layout, buckets=self.buckets, slots=self._slots, host=host, handle=self._stored)
-
-    def views(self, slot: int) -> list[torch.Tensor]:
-        """Where the shards go, whichever the slot."""
-        return self._views
-
     def unseal(self, slot: int) -> None:
         """Mark all buckets of the slot as holding no version."""
-        self._seals[slot] = UNSEALED
-        self._put_seals(slot)
+        super().unseal(slot)
+        self._put(slot, SEALS)
 
     def seal(self, slot: int, bucket: int, version: int) -> None:
         """Store the bucket, then mark it as holding this version's shards (WT-1)."""
-        self._put(slot, 1 + bucket, self._stretches[1 + bucket])
-        self._seals[slot, bucket] = version
-        self._put_seals(slot)
+        self._put(slot, 1 + bucket)
+        super().seal(slot, bucket, version)
+        self._put(slot, SEALS)
 
     def close(self) -> None:
         """Delete everything from TorchStore; reads after this fail."""
-        stretches = range(len(self._stretches)) if self.buckets else ()
-        keys = [_key(self._stored, slot, stretch) for slot in range(self._slots) for stretch in stretches]
+        stretches = range(len(self._stretches))
+        keys = [_key(self._stored, slot, stretch) for slot in range(self.count) for stretch in stretches]
         asyncio.run(_package().delete_batch(keys))
 
-    def _put_seals(self, slot: int) -> None:
+    def _put(self, slot: int, stretch: int) -> None:
         if self.buckets:
-            self._put(slot, SEALS, self._seals[slot].view(torch.uint8))
-
-    def _put(self, slot: int, stretch: int, held: torch.Tensor) -> None:
-        asyncio.run(_package().put(_key(self._stored, slot, stretch), held))
+            asyncio.run(_package().put(_key(self._stored, slot, stretch), self._stretches[stretch]))
 
 
-class StoredReader:
-    """Another process's slots in TorchStore, read into memory of this process."""
+class StoredReader(Slots):
+    """Another process's slots in TorchStore, all read into the same memory of this process."""
 
     def __init__(self, source: Source):
         assert isinstance(source.handle, Stored)
+        size = SlotShape(source.layout, source.buckets).bytes
+        landing = torch.empty(size, dtype=torch.uint8)  # only the pages that are read into take memory
+        super().__init__(source.layout, source.buckets, [landing] * source.slots, source.handle)
         self._stored = source.handle
-        shape = SlotShape(source.layout, source.buckets)
-        landing = torch.empty(shape.bytes, dtype=torch.uint8)  # only the pages that are read into take memory
-        self._views = shape.views(landing)
-        self._seals = shape.seals(landing)
-        self._stretches = shape.stretches(landing)
-
-    def view(self, slot: int, shard: int) -> torch.Tensor:
-        """Where the shard lands, whichever the slot."""
-        return self._views[shard]
+        self._stretches = self.stretches(0)
 
     def seals(self, slot: int) -> list[int]:
         """The seals, read anew."""
-        if self._seals.numel():
+        if self.buckets:
             self._get(slot, [SEALS])
-        return self._seals.tolist()
+        return super().seals(slot)
 
     def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
         """All of them in one request: TorchStore reads from its volumes in parallel."""
         self._get(slot, [1 + bucket for bucket in buckets])
         yield buckets
-
-    def close(self) -> None:
-        """Do nothing: the entries are the writer's."""
 
     def _get(self, slot: int, stretches: Sequence[int]) -> None:
         wanted = {_key(self._stored, slot, stretch): self._stretches[stretch] for stretch in stretches}

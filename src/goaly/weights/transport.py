@@ -55,6 +55,7 @@ class OnDevice:
     bytes: int
 
 
+Handle = SegmentHandle | Stored | OnDevice
 PLACES = {SegmentHandle: "in shared memory", Stored: "in TorchStore", OnDevice: "in its device's memory"}
 HANDLES = {"torchstore": Stored, "direct": OnDevice}
 """The handle of a writer rank's slots under these transports; under all others it is a `SegmentHandle`."""
@@ -68,36 +69,11 @@ class Source:
     buckets: tuple[range, ...]
     slots: int
     host: str
-    handle: SegmentHandle | Stored | OnDevice
+    handle: Handle
     remote: Any | None = None
     """The slots as processes on other hosts reach them (`rdma.RemoteSlots`), once a reader there needs them."""
-
-
-class SlotWriter(Protocol):
-    """One writer rank's slots, as it fills them. Used by one thread at a time, never by an event loop's."""
-
-    layout: Layout
-    buckets: tuple[range, ...]
-
-    def views(self, slot: int) -> list[torch.Tensor]:
-        """Where the slot's shards go, bucket by bucket. Each bucket is sealed before the next is written."""
-        ...
-
-    def unseal(self, slot: int) -> None:
-        """Mark all buckets of the slot as holding no version."""
-        ...
-
-    def seal(self, slot: int, bucket: int, version: int) -> None:
-        """Mark the bucket as holding this version's shards."""
-        ...
-
-    def source(self, host: str) -> Source:
-        """The description that readers need to reach the slots."""
-        ...
-
-    def close(self) -> None:
-        """Accept no further reader."""
-        ...
+    unreachable: str | None = None
+    """Why processes on other hosts can't reach them."""
 
 
 class SlotReader(Protocol):
@@ -115,10 +91,6 @@ class SlotReader(Protocol):
         """One of the slot's shards. Valid from when `fetch` yields its bucket until `fetch` is resumed."""
         ...
 
-    def close(self) -> None:
-        """Free what this reader holds of it."""
-        ...
-
 
 class SlotShape:
     """Where in a slot's memory its seals and shards lie."""
@@ -133,10 +105,6 @@ class SlotShape:
             end += _round_up(shard.bytes, ALIGNMENT)
         self.bytes = _round_up(max(end, 1), PAGE)
 
-    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The shards in this slot's memory."""
-        return [self.view(index, memory) for index in range(len(self._layout))]
-
     def view(self, index: int, memory: torch.Tensor, begin: int = 0) -> torch.Tensor:
         """A shard, in memory that has the slot's bytes from `begin` on."""
         offset, shard = self._offsets[index] - begin, self._layout[index]
@@ -146,16 +114,77 @@ class SlotShape:
         """The seals in this slot's memory."""
         return memory[: self._seal_bytes].view(torch.int64)
 
-    def stretches(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The bytes of the seals, then those of each bucket."""
-        spans = [self.span(bucket) for bucket in range(len(self._buckets))]
-        return [memory[: self._seal_bytes], *(memory[span.start : span.stop] for span in spans)]
-
     def span(self, bucket: int) -> range:
         """Which of the slot's bytes are a bucket's."""
         is_last = bucket + 1 == len(self._buckets)
         end = self.bytes if is_last else self._offsets[self._buckets[bucket + 1].start]
         return range(self._offsets[self._buckets[bucket].start], end)
+
+
+class Slots:
+    """One writer rank's slots in memory of this process. Used by one thread at a time, never by an event loop's."""
+
+    remote: Any | None = None
+    """The slots as processes on other hosts reach them (`rdma.RemoteSlots`), once they are registered."""
+
+    def __init__(self, layout: Layout, buckets: tuple[range, ...], memory: Sequence[torch.Tensor], handle: Handle):
+        """`memory` has the bytes of each slot."""
+        self.layout = layout
+        self.buckets = buckets
+        self.handle = handle
+        self._shape = SlotShape(layout, buckets)
+        self._memory = memory
+        self._views = [[self._shape.view(index, slot) for index in range(len(layout))] for slot in memory]
+        self._seals = [self._shape.seals(slot) for slot in memory]
+
+    @property
+    def count(self) -> int:
+        """How many slots there are."""
+        return len(self._memory)
+
+    def source(self, host: str) -> Source:
+        """The description that readers need to reach the slots."""
+        return Source(
+            layout=self.layout,
+            buckets=self.buckets,
+            slots=self.count,
+            host=host,
+            handle=self.handle,
+            remote=self.remote,
+        )
+
+    def views(self, slot: int) -> list[torch.Tensor]:
+        """The slot's shards, each contiguous. A writer seals each bucket before it fills the next."""
+        return self._views[slot]
+
+    def view(self, slot: int, shard: int) -> torch.Tensor:
+        """One of them."""
+        return self._views[slot][shard]
+
+    def unseal(self, slot: int) -> None:
+        """Mark all buckets of the slot as holding no version."""
+        self._seals[slot].fill_(UNSEALED)
+
+    def seal(self, slot: int, bucket: int, version: int) -> None:
+        """Mark the bucket as holding this version's shards."""
+        self._seals[slot][bucket] = version
+
+    def seals(self, slot: int) -> list[int]:
+        """The version whose shards each bucket of the slot holds, or `UNSEALED`."""
+        return self._seals[slot].tolist()
+
+    def stretches(self, slot: int) -> list[torch.Tensor]:
+        """The slot's memory as bytes: its seals, then each bucket."""
+        if not self.buckets:
+            return []
+        spans = [self._shape.span(bucket) for bucket in range(len(self.buckets))]
+        seals, memory = self._seals[slot], self._memory[slot]
+        return [seals.view(torch.uint8), *(memory[span.start : span.stop] for span in spans)]
+
+    def close(self) -> None:
+        """Accept no further reader."""
+        if self.remote is not None:
+            self.remote.drop()
 
 
 def over_network(transport: str, reader: str, writer: str) -> bool:
@@ -184,7 +213,7 @@ def needs_remote(source: Source, *, transport: str, host: str) -> bool:
 
 def slot_writer(
     transport: str, layout: Layout, buckets: tuple[range, ...], slots: int, device: torch.device | None = None
-) -> SlotWriter:
+) -> Slots:
     """New slots of this process as a writer rank; `device` is the GPU of its tensors, if any."""
     if transport == "torchstore":
         from goaly.weights.torchstore import StoredSlots

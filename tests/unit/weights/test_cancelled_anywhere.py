@@ -139,8 +139,7 @@ class Protocol(RuleBasedStateMachine):
         """Until the kernel's news of killed processes have come, and what they were cancelled in has run out."""
         alive = {life.mark.pid for *_, life in self.readers}
         actor = self.store.actor
-        async with actor._changed:
-            await actor._changed.wait_for(lambda: all(one.process.pid in alive for one in actor._readers.values()))
+        await actor._until(lambda: all(one.process.pid in alive for one in actor._readers.values()) or None)
         for _ in range(20):
             await asyncio.sleep(0)
 
