@@ -4,6 +4,8 @@ Estimates count parameters, gradients, AdamW's two moments, the weight store's r
 activations of one micro-batch. They leave out the libraries' own memory (0.3-1 GiB a process).
 """
 
+from itertools import groupby
+
 from goaly.config import to_yaml
 from goaly.errors import ConfigError
 from goaly.models.spec import architecture, read_config
@@ -111,10 +113,5 @@ def _cores(cores: tuple[int, ...] | None) -> str:
     """Cores as a list of ranges such as `0-3,8`."""
     if cores is None:
         return "any"
-    runs: list[list[int]] = []
-    for core in cores:
-        if runs and runs[-1][-1] == core - 1:
-            runs[-1].append(core)
-        else:
-            runs.append([core])
+    runs = [[core for _, core in run] for _, run in groupby(enumerate(cores), lambda one: one[1] - one[0])]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

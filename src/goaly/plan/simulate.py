@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 
 from goaly.errors import ConfigError
-from goaly.models.decoder import MODELS, Parameter
+from goaly.models.decoder import MODELS
 from goaly.plan.parallelism import Parallelism
 from goaly.weights.buckets import cut, distinct, needs_of
 from goaly.weights.layout import Copy, Layout, plan, share
@@ -53,18 +53,18 @@ class Cluster:
         return [f"--{name}={size:g}: must be above 0" for name, size in sizes.items() if size <= 0]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """The reads of one generator rank from one trainer rank."""
 
     trainer: int
     generator: int
     in_host: bool
-    bytes: int = 0
+    bytes: int
     """Bytes that move: across hosts, those of whole buckets."""
-    needed: int = 0
+    needed: int
     """Bytes among them that the generator needs."""
-    messages: int = 0
+    messages: int
     """Buckets across hosts, rectangles to copy within one."""
 
 
@@ -187,25 +187,24 @@ def _cut(
 def _links(writers: Sequence[_Writer], copies: Sequence[Copy], generator: int, cluster: Cluster) -> list[Link]:
     """The links of one generator rank."""
     host = cluster.host(len(writers) + generator)
-    links: dict[int, Link] = {}
-    read: set[tuple[int, int]] = set()
+    by_trainer: dict[int, list[Copy]] = defaultdict(list)
     for copy in copies:
-        link = links.get(copy.source)
-        if link is None:
-            in_host = cluster.host(copy.source) == host
-            link = links[copy.source] = Link(trainer=copy.source, generator=generator, in_host=in_host)
-        writer = writers[copy.source]
-        needed = prod(copy.shape) * writer.layout[copy.source_shard].dtype.itemsize
-        bucket = writer.bucket_of[copy.source_shard]
-        link.needed += needed
-        if link.in_host:
-            link.bytes += needed
-            link.messages += 1
-        elif (copy.source, bucket) not in read:
-            read.add((copy.source, bucket))
-            link.bytes += writer.bytes[bucket]
-            link.messages += 1
-    return list(links.values())
+        by_trainer[copy.source].append(copy)
+    links = []
+    for trainer, mine in by_trainer.items():
+        writer, in_host = writers[trainer], cluster.host(trainer) == host
+        needed = sum(prod(copy.shape) * writer.layout[copy.source_shard].dtype.itemsize for copy in mine)
+        buckets = {writer.bucket_of[copy.source_shard] for copy in mine}
+        link = Link(
+            trainer=trainer,
+            generator=generator,
+            in_host=in_host,
+            bytes=needed if in_host else sum(writer.bytes[bucket] for bucket in buckets),
+            needed=needed,
+            messages=len(mine) if in_host else len(buckets),
+        )
+        links.append(link)
+    return links
 
 
 def _timed(work: Callable[[], Answer]) -> tuple[Answer, float]:
@@ -214,12 +213,11 @@ def _timed(work: Callable[[], Answer]) -> tuple[Answer, float]:
     return answer, time.perf_counter() - begun
 
 
-def _sums(links: Sequence[Link], side: str, ranks: int, in_host: bool | None = None) -> list[int]:
-    """Bytes of each rank of one side; of the links within hosts, or across, or both."""
+def _sums(links: Sequence[Link], side: str, ranks: int) -> list[int]:
+    """Bytes of each rank of one side."""
     sums = [0] * ranks
     for link in links:
-        if in_host is None or link.in_host == in_host:
-            sums[getattr(link, side)] += link.bytes
+        sums[getattr(link, side)] += link.bytes
     return sums
 
 
@@ -286,16 +284,6 @@ def parallelism(text: str) -> Parallelism:
     return Parallelism(**sizes)
 
 
-def _problems(
-    parameters: Sequence[Parameter], trainer: Parallelism, generator: Parallelism, cluster: Cluster
-) -> list[str]:
-    return [
-        *trainer.problems("--trainer ", parameters),
-        *generator.problems("--generator ", parameters),
-        *cluster.problems(),
-    ]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, simulate, print the table."""
     parser = argparse.ArgumentParser(prog="python -m goaly.plan.simulate", description=__doc__.split("\n")[0])
@@ -314,7 +302,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cluster = Cluster(ranks_per_host=chosen.ranks_per_host, nic_gbps=chosen.nic_gbps, memory_gbps=chosen.memory_gbps)
     try:
         trainer, generator = parallelism(chosen.trainer), parallelism(chosen.generator)
-        problems = _problems(MODELS[chosen.model].parameters(), trainer, generator, cluster)
+        parameters = MODELS[chosen.model].parameters()
+        problems = [
+            *trainer.problems("--trainer ", parameters),
+            *generator.problems("--generator ", parameters),
+            *cluster.problems(),
+        ]
         if chosen.bucket_mib <= 0:
             problems.append(f"--bucket-mib={chosen.bucket_mib:g}: must be above 0")
         if problems:
