@@ -39,17 +39,23 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json")
 
 
-def load_hf(model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, *, head: bool = True) -> None:
+def load_hf(
+    model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, *, head: bool = True, alone: bool = False
+) -> None:
     """Load the folder's weights into a model, sharded or not, cast to the model's dtype.
 
-    `head=False` does not load the output projection, for models with another head.
+    `head=False` does not load the output projection, for models with another head. Every rank of the process group must
+    call it, unless `alone`.
     """
     adapter = spec.state_dict_adapter(spec.model, None)
     state = model.state_dict()
     kept = {} if head else {name: state.pop(name) for name in list(state) if name.startswith("lm_head.")}
     wanted = adapter.to_hf(state)
     _check_folder(wanted, Path(folder))
-    _read(wanted, adapter, folder, alone=not dist.is_initialized())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        reader = adapter.get_hf_storage_reader(str(folder))
+        dcp.load(wanted, storage_reader=reader, no_dist=alone or not dist.is_initialized())
     model.load_state_dict(adapter.from_hf(wanted) | kept)
 
 
@@ -57,11 +63,7 @@ def native_tensors(spec: "ModelSpec", folder: str | Path) -> dict[str, torch.Ten
     """The folder's whole weights, with the names and layout of torchtitan's `named_parameters`."""
     with torch.device("cpu"):
         model = spec.model.build()
-    adapter = spec.state_dict_adapter(spec.model, None)
-    wanted = adapter.to_hf(model.state_dict())
-    _check_folder(wanted, Path(folder))
-    _read(wanted, adapter, folder, alone=True)
-    model.load_state_dict(adapter.from_hf(wanted))
+    load_hf(model, spec, folder, alone=True)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -89,13 +91,6 @@ def save_hf(
             pass
         if dist.is_initialized():
             dist.barrier()
-
-
-def _read(wanted: dict[str, Any], adapter: Any, folder: str | Path, *, alone: bool) -> None:
-    """Read the folder's tensors into `wanted`, with all ranks unless `alone`."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(wanted, storage_reader=adapter.get_hf_storage_reader(str(folder)), no_dist=alone)
 
 
 def _by_block(model: torch.nn.Module) -> Iterator[dict[str, Any]]:

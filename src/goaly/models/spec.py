@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -122,41 +122,51 @@ def use_local_device() -> torch.device:
 
 def model_spec(folder: str | Path, *, attention: "Module.Config | None" = None) -> "ModelSpec":
     """torchtitan's definition of the folder's model; `attention` replaces the device's default inner attention."""
-    device = prepare_torchtitan()
+    device = prepare_torchtitan().type
+    from torchtitan.protocols.model_spec import ModelSpec
+
     shape = architecture(read_config(folder), where=str(Path(folder) / "config.json"))
     if attention is None:
         from goaly.models.attention import inner_attention
 
-        attention = inner_attention(device.type)
-    build = _qwen3 if shape.family == "qwen3" else _llama3
-    return build(shape, attention, device.type)
-
-
-def _qwen3(shape: Architecture, attention: "Module.Config", device: str) -> "ModelSpec":
-    from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
-    from torchtitan.models.qwen3.model import Qwen3TransformerBlock
-    from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
-    from torchtitan.protocols.model_spec import ModelSpec
-
-    _, rope_class = _layers(device)
-    rope = rope_class.Config(dim=shape.head_dim, max_seq_len=shape.max_context, theta=shape.rope_theta)
+        attention = inner_attention(device)
+    norm, rope = _layers(device)
+    family = _qwen3(shape, rope) if shape.family == "qwen3" else _llama3(shape)
     return ModelSpec(
-        name="qwen3",
+        name=shape.family,
         flavor="",
-        model=_decoder(shape, Qwen3Model.Config, Qwen3TransformerBlock.Config, rope, attention, device),
-        parallelize_fn=parallelize_qwen3,
+        model=_decoder(shape, family, norm, attention),
+        parallelize_fn=family.parallelize,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=Qwen3StateDictAdapter,
+        state_dict_adapter=family.adapter,
     )
 
 
-def _llama3(shape: Architecture, attention: "Module.Config", device: str) -> "ModelSpec":
+class _Family(NamedTuple):
+    """torchtitan's parts of a family's definition."""
+
+    decoder: Any
+    block: Any
+    rope: Any
+    parallelize: Any
+    adapter: Any
+
+
+def _qwen3(shape: Architecture, rope: Any) -> _Family:
+    from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
+    from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+    from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+    angles = rope.Config(dim=shape.head_dim, max_seq_len=shape.max_context, theta=shape.rope_theta)
+    return _Family(Qwen3Model.Config, Qwen3TransformerBlock.Config, angles, parallelize_qwen3, Qwen3StateDictAdapter)
+
+
+def _llama3(shape: Architecture) -> _Family:
     from torchtitan.models.common import ComplexRoPE
     from torchtitan.models.llama3 import Llama3Model, parallelize_llama
     from torchtitan.models.llama3.model import Llama3TransformerBlock
     from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
-    from torchtitan.protocols.model_spec import ModelSpec
 
     rope = ComplexRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_context, theta=shape.rope_theta)
     if shape.rope_scaling:
@@ -168,15 +178,7 @@ def _llama3(shape: Architecture, attention: "Module.Config", device: str) -> "Mo
             high_freq_factor=shape.rope_scaling["high_freq_factor"],
             original_max_position_embeddings=shape.rope_scaling["original_max_position_embeddings"],
         )
-    return ModelSpec(
-        name="llama3",
-        flavor="",
-        model=_decoder(shape, Llama3Model.Config, Llama3TransformerBlock.Config, rope, attention, device),
-        parallelize_fn=parallelize_llama,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=Llama3StateDictAdapter,
-    )
+    return _Family(Llama3Model.Config, Llama3TransformerBlock.Config, rope, parallelize_llama, Llama3StateDictAdapter)
 
 
 def _layers(device: str) -> tuple[Any, Any]:
@@ -190,7 +192,7 @@ def _layers(device: str) -> tuple[Any, Any]:
     return RMSNorm, CosSinRoPE
 
 
-def _decoder(shape: Architecture, decoder: Any, block: Any, rope: Any, attention: Any, device: str) -> Any:
+def _decoder(shape: Architecture, family: _Family, norm_class: Any, attention: "Module.Config") -> Any:
     from torchtitan.models.common import Embedding, Linear
     from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
     from torchtitan.models.common.param_init import skip_param_init
@@ -198,13 +200,11 @@ def _decoder(shape: Architecture, decoder: Any, block: Any, rope: Any, attention
     # Weights always come from the folder, so parameters are not initialized.
     unset = {"weight": skip_param_init, "bias": skip_param_init}
 
-    norm_class, _ = _layers(device)
-
     def norm(width: int) -> Any:
         return norm_class.Config(normalized_shape=width, eps=shape.norm_eps, param_init=unset)
 
     layers = [
-        block(
+        family.block(
             attention_norm=norm(shape.dim),
             ffn_norm=norm(shape.dim),
             attention=make_gqa_config(
@@ -216,7 +216,7 @@ def _decoder(shape: Architecture, decoder: Any, block: Any, rope: Any, attention
                 wo_param_init=unset,
                 inner_attention=dataclasses.replace(attention),
                 fuse_qkv=True,
-                rope=rope,
+                rope=family.rope,
                 qk_norm=norm(shape.head_dim) if shape.qk_norm else None,
             ),
             feed_forward=make_ffn_config(
@@ -225,7 +225,7 @@ def _decoder(shape: Architecture, decoder: Any, block: Any, rope: Any, attention
         )
         for _ in range(shape.layers)
     ]
-    return decoder(
+    return family.decoder(
         dim=shape.dim,
         vocab_size=shape.vocab_size,
         enable_weight_tying=shape.tied,
