@@ -13,13 +13,13 @@ Invariants
 
 import logging
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from goaly.weights.buckets import Needs, needs_of
-from goaly.weights.layout import Layout, Shard, view
+from goaly.weights.layout import Layout, view
 from goaly.weights.mapping import Naming, renamed
 from goaly.weights.placement import check_filled, layout_of
 
@@ -33,8 +33,8 @@ class _Memory:
     name: str
     owners: list[torch.Tensor]
     spare: torch.Tensor
-    flips: bool = False
-    shards: list[Shard] = field(default_factory=list)
+    flips: bool
+    shards: Layout
 
 
 class Destination:
@@ -65,7 +65,7 @@ class Destination:
 
     def allocate(self, published: Container[str]) -> None:
         """Allocate the spares. If several names share memory, the one that is published is filled."""
-        by_name: dict[str, _Memory] = {}
+        memories: list[_Memory] = []
         for names in _by_memory(self._live):
             moved = [name for name in names if self._layouts[name]]
             if not moved:
@@ -73,19 +73,14 @@ class Destination:
             name = next((name for name in moved if self._layouts[name][0].name in published), moved[0])
             owners = list({id(self._live[name]): self._live[name] for name in names}.values())
             with torch.inference_mode(False):
-                spare = torch.empty_like(_plain(owners[0])).zero_()  # allocates its pages now
-            by_name[name] = _Memory(name, owners, spare)
-        self.layout = tuple(shard for name in by_name for shard in self._layouts[name])
-        for shard in self.layout:
-            by_name[shard.tensor or shard.name].shards.append(shard)
-        check_filled({name: self._live[name] for name in by_name}, self.layout)  # WD-3
-        self._memories = list(by_name.values())
-        if self._mode == "flip":
-            for memory in self._memories:
-                memory.flips = _only_owned_by(memory.owners)
-            copied = [memory.name for memory in self._memories if not memory.flips]
-            if copied:
-                logger.warning("%d parameters are copied, because views of them exist: %s", len(copied), copied[:5])
+                spare = torch.empty_like(owners[0].detach()).zero_()  # allocates its pages now
+            flips = self._mode == "flip" and _only_owned_by(owners)
+            memories.append(_Memory(name, owners, spare, flips, self._layouts[name]))
+        self.layout = tuple(shard for memory in memories for shard in memory.shards)
+        check_filled({memory.name: memory.owners[0] for memory in memories}, self.layout)  # WD-3
+        self._memories = memories
+        if self._mode == "flip" and (copied := [memory.name for memory in memories if not memory.flips]):
+            logger.warning("%d parameters are copied, because views of them exist: %s", len(copied), copied[:5])
 
     @property
     def needs(self) -> Needs:
@@ -116,10 +111,10 @@ class Destination:
         copied = [memory for memory in self._memories if not memory.flips]
         with torch.no_grad():
             if copied:
-                torch._foreach_copy_([_plain(memory.owners[0]) for memory in copied], [one.spare for one in copied])
+                torch._foreach_copy_([memory.owners[0].detach() for memory in copied], [one.spare for one in copied])
             for memory in self._memories:
                 if memory.flips:
-                    before = _plain(memory.owners[0])
+                    before = memory.owners[0].detach()
                     for owner in memory.owners:
                         owner.data = memory.spare  # WD-1
                     memory.spare = before
@@ -133,10 +128,6 @@ class Destination:
 def _held(tensor: torch.Tensor) -> torch.Tensor:
     """The object that holds this rank's part of the tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
 
 
 def _by_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:

@@ -170,7 +170,7 @@ def plan(sources: Sequence[Layout], destination: Layout) -> tuple[Copy, ...]:
     for position, shard in enumerate(destination):
         held = found.get(shard.name)
         if held is None:
-            raise WeightsError(f"`{shard.name}` is held by no source; they hold {_some(_names(sources))}")
+            raise WeightsError(f"`{shard.name}` is held by no source; they hold {_some_names(sources)}")
         _check_same(held.first, shard)
         rectangles = tuple(sorted(held.holders))
         parts, missing = cover((shard.offset, shard.shape), rectangles)
@@ -269,10 +269,7 @@ def _check_same(source: Shard, destination: Shard) -> None:
         raise WeightsError(f"`{destination.name}` is {destination.dtype}, its sources are {source.dtype}")
 
 
-def _names(sources: Sequence[Layout]) -> list[str]:
-    return list(dict.fromkeys(shard.name for layout in sources for shard in layout))
-
-
-def _some(names: Sequence[str]) -> str:
+def _some_names(sources: Sequence[Layout]) -> str:
+    names = list(dict.fromkeys(shard.name for layout in sources for shard in layout))
     shown = ", ".join(f"`{name}`" for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"

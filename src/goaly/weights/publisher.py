@@ -1,8 +1,5 @@
 """The trainer rank's side: copy its share of the weights into its slots, and report that to the store.
 
-    publisher = Publisher(store, engine.named_tensors(), settings, rank=rank, world=world)
-    await publisher.publish(policy_version)
-
 All ranks publish the same versions in the same order. The last rank's report commits the version for readers. A publish
 waits for the rank's own copy and for one call of the store, never for a reader.
 
@@ -15,6 +12,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -22,7 +20,7 @@ from goaly.errors import cause_of
 from goaly.liveness import PULSE_SECONDS
 from goaly.telemetry.spans import span
 from goaly.weights.buckets import cut
-from goaly.weights.copying import Pair, gpu_of
+from goaly.weights.copying import gpu_of
 from goaly.weights.layout import in_dtype, view
 from goaly.weights.mapping import Naming, renamed
 from goaly.weights.member import Member, SharedTask
@@ -69,9 +67,7 @@ class Publisher(Member):
             try:
                 if slot is None:
                     slot = await self._store.begin.call_one(self._rank, version)  # the other ranks' `staged`
-                    assert slot is not None
-                staged_in = slot
-                await self._copier.run(lambda: self._stage(slots, staged_in, version))
+                await self._copier.run(partial(self._stage, slots, slot, version))
                 staged: Staged = await self._store.staged.call_one(self._rank, version, slot)  # the other ranks' last
             except BaseException as error:
                 self._store.abandon.broadcast(self._rank, version, repr(error))  # WB-2
@@ -130,9 +126,6 @@ class Publisher(Member):
             views = slots.views(slot)
             slots.unseal(slot)  # WG-1
             for number, bucket in enumerate(slots.buckets):
-                pairs: list[Pair] = []
-                for index in bucket:
-                    pairs.append((views[index], view(held, slots.layout[index])))
-                self._copier.copy(pairs)
+                self._copier.copy([(views[index], view(held, slots.layout[index])) for index in bucket])
                 slots.seal(slot, number, version)
             staging.note(bytes=sum(shard.bytes for shard in slots.layout))

@@ -1,9 +1,5 @@
 """The reader's side: wait for a version, copy the rectangles that it needs, then put them in place.
 
-    version = await subscriber.newest(after=version)     # waits; the version is held until the next `newest`
-    if await subscriber.prefetch(version):                # fills spare memory while the engine goes on
-        subscriber.apply()                                # the engine's thread, between two steps
-
 In a tensor-parallel replica only rank 0 asks for `newest`; it lends its lease to the other ranks' `prefetch`, which
 then make no call of the store. Each rank tells the store which rectangles it needs before that (`join`).
 

@@ -78,6 +78,8 @@ async def test_a_copy_whose_lease_was_revoked_meanwhile_is_discarded_and_a_newer
     assert await within(slow.prefetch(3))
     assert slow.apply() == 3
     assert slow_weights["a"].tolist() == [3.0] * 8
+    with pytest.raises(WeightsError, match="nothing to apply"):  # WU-3
+        slow.apply()
     for member in (slow, other, writer):
         await member.close()
 
