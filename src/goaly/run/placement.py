@@ -7,11 +7,13 @@ Invariants
     PL-4  A placement that does not fit is refused with one line for each problem, which names the settings.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from goaly.errors import ConfigError
-from goaly.run.cluster import POOL, Cluster, Gpu, Host
+from goaly.run.cluster import POOL, Cluster, Gpu
 from goaly.run.config import RunConfig
 from goaly.run.settings import COMPUTING, ROLES, HostSettings, RolePlacement
 from goaly.train.settings import CriticSettings, ReferenceSettings, TrainerSettings
@@ -33,9 +35,8 @@ IMPORTS = {
 }
 """The modules that the actors of a role import. Their processes start with these imports, before actors are spawned."""
 
-
-Free = list[list[Gpu]]
-"""For each host, the GPUs that are free."""
+Device = tuple[int, Gpu]
+"""A GPU, and the index of its host in the cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,9 @@ class Place:
 
     host: str
 
+    host_index: int
+    """The index of the host in the cluster."""
+
     gpu: Gpu | None
     """The GPU that it computes on; None where it has none."""
 
@@ -86,7 +90,7 @@ class Place:
     """The cores that it may use; None for every core."""
 
 
-ANYWHERE = Place(host="", gpu=None, visible=None, cores=None)
+ANYWHERE = Place(host="", host_index=0, gpu=None, visible=None, cores=None)
 """The place of a process that needs no GPU or cores of its own."""
 
 
@@ -100,14 +104,6 @@ class Placed:
     ranks: tuple[Place, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Draw:
-    """The hosts of a mesh of processes, by position, and a GPU for each of its ranks if there are GPUs."""
-
-    seats: range
-    gpus: tuple[Gpu | None, ...]
-
-
 def place(
     processes: Sequence[Processes], settings: HostSettings, cluster: Cluster, gib: Mapping[str, float] | None = None
 ) -> dict[str, Placed]:
@@ -115,41 +111,39 @@ def place(
 
     `gib` has the GPU memory that a rank of each role needs at least. It is checked if a GPU's memory is known.
     """
-    planner = _Planner(processes, settings, cluster, gib or {})
-    placed = planner.place_all()
-    if planner.problems:
-        raise ConfigError(planner.problems)
-    return placed
+    return _Planner(processes, settings, cluster, gib or {}).place_all()
 
 
 class _Planner:
     def __init__(
         self, processes: Sequence[Processes], settings: HostSettings, cluster: Cluster, gib: Mapping[str, float]
     ):
-        self.problems: list[str] = []
         self._settings = settings
         self._cluster = cluster
         self._gib = gib
         self._meshes: dict[str, list[Processes]] = {}
         for each in processes:
             self._meshes.setdefault(each.role, []).append(each)
-        self._free: Free = [list(host.gpus) for host in cluster.hosts]
-        self._drawn: dict[str, list[_Draw]] = {}
+        self._free = [(index, gpu) for index, host in enumerate(cluster.hosts) for gpu in host.gpus]
+        self._placed: dict[str, list[Placed]] = {}
 
     def place_all(self) -> dict[str, Placed]:
-        """The placement of everything that fits. `problems` has a line for each thing that does not."""
-        for role in COMPUTING:
-            if role not in self._meshes and self._settings.of(role) != RolePlacement():
-                self.problems.append(f"hosts.{role}: has no effect, the run has no {role}")
+        """The placement of all processes; ConfigError if something does not fit."""
+        problems = [
+            f"hosts.{role}: has no effect, the run has no {role}"
+            for role in COMPUTING
+            if role not in self._meshes and self._settings.of(role) != RolePlacement()
+        ]
         for role in sorted(self._meshes, key=lambda role: (self._lenders(role), ROLES.index(role))):
-            problem = self._draw(role) if role in COMPUTING else self._seat(role)
-            if problem is not None:
-                self.problems.append(problem)
-        self.problems += [*self._memory_problems(), *self._core_problems()]
+            if (problem := self._place(role)) is not None:
+                problems.append(problem)
+        problems += [*self._memory_problems(), *self._core_problems()]
+        if problems:
+            raise ConfigError(problems)
         return {
-            each.name: Placed(seats=draw.seats, ranks=tuple(self._places(each, draw)))
-            for role, draws in self._drawn.items()
-            for each, draw in zip(self._meshes[role], draws, strict=True)
+            each.name: placed
+            for role, of_role in self._placed.items()
+            for each, placed in zip(self._meshes[role], of_role, strict=True)
         }
 
     def _lenders(self, role: str) -> int:
@@ -157,37 +151,38 @@ class _Planner:
         lender = self._settings.of(role).share_with if role in COMPUTING else None
         return 0 if lender is None else 1 + self._lenders(lender)
 
-    def _seat(self, role: str) -> str | None:
+    def _place(self, role: str) -> str | None:
+        """Place a role; returns the problem if there is one."""
+        if not self._cluster.seats(role):
+            meshes = ", ".join(self._cluster.meshes)
+            return f"hosts.job={self._settings.job}: must have a mesh named {role} or {POOL}, it has {meshes}"
+        return self._place_on_gpus(role) if role in COMPUTING else self._place_in_turns(role)
+
+    def _place_in_turns(self, role: str) -> str | None:
         """Place a role without GPUs on hosts in turns; returns the problem if there is one."""
         seats, meshes = self._cluster.seats(role), self._meshes[role]
-        across = self._settings.rollout.hosts if role == "rollout" else None
-        if not seats:
-            return self._no_hosts(role)
-        if across is not None and across > len(seats):
+        across = (self._settings.rollout.hosts if role == "rollout" else None) or len(seats)
+        if across > len(seats):
             return f"hosts.rollout.hosts={across}: must be at most {len(seats)}, the hosts there are"
-        turns = [index % (across or len(seats)) for index in range(len(meshes))]
-        self._drawn[role] = [
-            _Draw(seats=range(turn, turn + 1), gpus=(None,) * each.count)
-            for turn, each in zip(turns, meshes, strict=True)
-        ]
+        turns = [range(index % across, index % across + 1) for index in range(len(meshes))]
+        self._placed[role] = self._taken(role, meshes, turns, None) or []
         return None
 
-    def _draw(self, role: str) -> str | None:
-        """Place a role with GPUs; returns the problem if there is one."""
-        seats, lender = self._cluster.seats(role), self._settings.of(role).share_with
-        uses_gpus = any(self._cluster.hosts[seat].gpus for seat in seats)
-        if not seats:
-            return self._no_hosts(role)
-        if lender is not None and lender not in self._drawn:
+    def _place_on_gpus(self, role: str) -> str | None:
+        """Place a role with GPUs, if the hosts have any; returns the problem if there is one."""
+        lender = self._settings.of(role).share_with
+        uses_gpus = any(self._cluster.hosts[index].gpus for index in self._cluster.seats(role))
+        if lender is not None and lender not in self._placed:
             absent = lender not in self._meshes
             return f"hosts.{role}.share_with={lender}: must be a role of the run" if absent else None
         if (problem := self._misstated(role, uses_gpus=uses_gpus)) is not None:
             return problem
-        free = (self._free if lender is None else self._lent(lender)) if uses_gpus else None
-        draws = self._fit(role, free)
-        if draws is None:
-            return self._does_not_fit(role, free or [])
-        self._drawn[role] = draws
+        free = self._free if lender is None else _devices(self._placed[lender])
+        placed = self._fit(role, free if uses_gpus else None)
+        if placed is None:
+            return self._does_not_fit(role, free)
+        self._placed[role] = placed
+        self._free = _without(self._free, placed)
         return None
 
     def _misstated(self, role: str, *, uses_gpus: bool) -> str | None:
@@ -229,89 +224,61 @@ class _Planner:
             return None
         return min(len(self._cluster.seats(role)), ranks // self._meshes[role][0].group)
 
-    def _lent(self, lender: str) -> Free:
-        """The GPUs of another role, by host, in the order of its ranks."""
-        lent: Free = [[] for _ in self._cluster.hosts]
-        for draw in self._drawn[lender]:
-            for seat, gpu in zip(self._seats_of_ranks(draw), draw.gpus, strict=True):
-                if gpu is not None:
-                    lent[self._cluster.seats(lender)[seat]].append(gpu)
-        return lent
-
-    def _fit(self, role: str, free: Free | None) -> list[_Draw] | None:
-        """Places for all meshes of a role, taken from the free GPUs. Takes none and returns None if they do not fit."""
+    def _fit(self, role: str, free: Sequence[Device] | None) -> list[Placed] | None:
+        """Places for all meshes of a role, on these GPUs if the hosts have any; None if they do not fit."""
         meshes, count, hosts = self._meshes[role], len(self._cluster.seats(role)), self._hosts(role)
         if hosts is not None:
-            for first in range(count - hosts + 1):
-                if draws := self._take(role, meshes, _parts(meshes, first, hosts), free):
-                    return draws
-            return None
-        taken: list[_Draw] = []
-        left = None if free is None else [list(gpus) for gpus in free]
+            choices = (_parts(meshes, first, hosts) for first in range(count - hosts + 1))
+            return next(filter(None, (self._taken(role, meshes, parts, free) for parts in choices)), None)
+        windows = [range(first, first + n) for n in range(1, count + 1) for first in range(count - n + 1)]
+        placed: list[Placed] = []
         for each in meshes:
-            windows = (range(first, first + n) for n in range(1, count + 1) for first in range(count - n + 1))
-            draws = next(filter(None, (self._take(role, [each], [window], left) for window in windows)), None)
-            if draws is None:
+            left = None if free is None else _without(free, placed)
+            found = next(filter(None, (self._taken(role, [each], [window], left) for window in windows)), None)
+            if found is None:
                 return None
-            taken += draws
-        if free is not None and left is not None:
-            free[:] = left
-        return taken
+            placed += found
+        return placed
 
-    def _take(
-        self, role: str, meshes: Sequence[Processes], parts: Sequence[range], free: Free | None
-    ) -> list[_Draw] | None:
-        """Places for each of these meshes on its part of the hosts. Takes none and returns None if they do not fit."""
-        left = None if free is None else [list(gpus) for gpus in free]
-        hosts, across = self._cluster.seats(role), self._settings.of(role).tp_across_hosts
-        taken = []
+    def _taken(
+        self, role: str, meshes: Sequence[Processes], parts: Sequence[range], free: Sequence[Device] | None
+    ) -> list[Placed] | None:
+        """Places for each of these meshes on its part of the hosts; None if they do not fit."""
+        hosts, placed = self._cluster.seats(role), []
+        left = {host: iter([gpu for at, gpu in free or () if at == host]) for host in hosts}  # PL-2
         for each, part in zip(meshes, parts, strict=True):
             per_host, rest = divmod(each.count, len(part))
-            if rest or (per_host % each.group and not across):  # PL-1, PL-3
+            if rest or (per_host % each.group and not self._settings.of(role).tp_across_hosts):  # PL-1, PL-3
                 return None
-            gpus: list[Gpu | None] = []
-            for seat in part:
-                if left is None:
-                    gpus += [None] * per_host
-                    continue
-                host = hosts[seat]
-                given, left[host] = left[host][:per_host], left[host][per_host:]  # PL-2
-                if len(given) < per_host:
+            ranks: list[Place] = []
+            for host in (hosts[seat] for seat in part):
+                gpus = [None] * per_host if free is None else list(islice(left[host], per_host))
+                if len(gpus) < per_host:
                     return None
-                gpus += given
-            taken.append(_Draw(seats=part, gpus=tuple(gpus)))
-        if free is not None and left is not None:
-            free[:] = left
-        return taken
+                ranks += self._places(role, host, gpus)
+            placed.append(Placed(seats=part, ranks=tuple(ranks)))
+        return placed
 
-    def _seats_of_ranks(self, draw: _Draw) -> list[int]:
-        per_host = len(draw.gpus) // len(draw.seats)
-        return [seat for seat in draw.seats for _ in range(per_host)]  # PL-1
-
-    def _places(self, each: Processes, draw: _Draw) -> Iterator[Place]:
-        hosts, seats = self._cluster.seats(each.role), self._seats_of_ranks(draw)
-        for seat, gpu in zip(seats, draw.gpus, strict=True):
-            host = self._cluster.hosts[hosts[seat]]
+    def _places(self, role: str, index: int, gpus: Sequence[Gpu | None]) -> Iterator[Place]:
+        """The places of ranks with these GPUs on one host."""
+        host, bound = self._cluster.hosts[index], self._settings.bind.get(role)
+        for gpu in gpus:
+            near = None if gpu is None or gpu.node is None or len(host.nodes) < 2 else host.nodes.get(gpu.node)
             # vLLM's ranks access each other's GPUs; all other ranks see only their own.
-            peers = (
-                [gpu] if each.role != "generator" else [g for s, g in zip(seats, draw.gpus, strict=True) if s == seat]
+            seen = tuple(peer.name for peer in (gpus if role == "generator" else [gpu]) if peer is not None)
+            yield Place(
+                host=host.name,
+                host_index=index,
+                gpu=gpu,
+                visible=seen if host.gpus else None,
+                cores=near if bound is None else tuple(bound),
             )
-            visible = tuple(peer.name for peer in peers if peer is not None) if host.gpus else None
-            yield Place(host=host.name, gpu=gpu, visible=visible, cores=self._cores(each.role, host, gpu))
 
-    def _cores(self, role: str, host: Host, gpu: Gpu | None) -> tuple[int, ...] | None:
-        if role in self._settings.bind:
-            return tuple(self._settings.bind[role])
-        return host.nodes.get(gpu.node) if gpu is not None and gpu.node is not None and len(host.nodes) > 1 else None
-
-    def _no_hosts(self, role: str) -> str:
-        meshes = ", ".join(self._cluster.meshes)
-        return f"hosts.job={self._settings.job}: must have a mesh named {role} or {POOL}, it has {meshes}"
-
-    def _does_not_fit(self, role: str, free: Free) -> str:
+    def _does_not_fit(self, role: str, free: Sequence[Device]) -> str:
         setting, ranks, hosts = self._settings.of(role), self._ranks(role), self._hosts(role)
+        counts = Counter(host for host, _ in free)
         seats = dict.fromkeys(self._cluster.seats(role))
-        there = ", ".join(f"{len(free[host])} on {self._cluster.hosts[host].name}" for host in seats if free[host])
+        there = ", ".join(f"{counts[host]} on {self._cluster.hosts[host].name}" for host in seats if counts[host])
         share = f", {ranks / hosts:g} on each of {hosts} hosts in a row" if hosts is not None else ""
         needs = f"{RANKS[role]}={ranks}: needs {ranks} GPUs{share}"
         if setting.share_with is not None:
@@ -319,22 +286,17 @@ class _Planner:
         return f"{needs}, free are {there or 'none'}; use fewer, or share with a role by hosts.{role}.share_with"
 
     def _memory_problems(self) -> Iterator[str]:
-        users: dict[tuple[int, str], list[str]] = {}
-        known: dict[tuple[int, str], Gpu] = {}
-        for role, draws in self._drawn.items():
-            for draw in draws:
-                for seat, gpu in zip(self._seats_of_ranks(draw), draw.gpus, strict=True):
-                    if gpu is not None and gpu.gib is not None:
-                        device = (self._cluster.seats(role)[seat], gpu.name)
-                        known[device] = gpu
-                        users.setdefault(device, []).append(role)
+        users: dict[Device, list[str]] = {}
+        for role, placed in self._placed.items():
+            for device in _devices(placed):
+                users.setdefault(device, []).append(role)
         told = set()
-        for (host, name), roles in users.items():
-            needed, has = sum(self._gib.get(role, 0.0) for role in roles), known[host, name].gib or 0.0
-            if needed <= has or tuple(roles) in told:
+        for (host, gpu), roles in users.items():
+            needed = sum(self._gib.get(role, 0.0) for role in roles)
+            if gpu.gib is None or needed <= gpu.gib or tuple(roles) in told:
                 continue
             told.add(tuple(roles))
-            where = f"GPU {name} of {self._cluster.hosts[host].name} has {has:.1f} GiB"
+            where = f"GPU {gpu.name} of {self._cluster.hosts[host].name} has {gpu.gib:.1f} GiB"
             if len(roles) == 1:
                 yield f"{RANKS[roles[0]]}={self._ranks(roles[0])}: a rank needs {needed:.1f} GiB at least, {where}"
             else:
@@ -344,13 +306,24 @@ class _Planner:
                 yield f"{key}: together they need {needed:.1f} GiB at least ({parts}), {where}"
 
     def _core_problems(self) -> Iterator[str]:
-        for role, draws in self._drawn.items():
+        for role, placed in self._placed.items():
             bound = self._settings.bind.get(role, [])
-            for index in dict.fromkeys(self._cluster.seats(role)[seat] for draw in draws for seat in draw.seats):
+            for index in dict.fromkeys(place.host_index for each in placed for place in each.ranks):
                 host = self._cluster.hosts[index]
                 if missing := [core for core in bound if host.cores and core not in host.cores]:
                     yield f"hosts.bind.{role}={bound}: {host.name} has no core {missing[0]} for this run"
                     break
+
+
+def _devices(placed: Iterable[Placed]) -> list[Device]:
+    """The GPUs of these ranks, in their order."""
+    return [(place.host_index, place.gpu) for each in placed for place in each.ranks if place.gpu is not None]
+
+
+def _without(devices: Iterable[Device], placed: Iterable[Placed]) -> list[Device]:
+    """The devices that these ranks do not use."""
+    used = set(_devices(placed))
+    return [device for device in devices if device not in used]
 
 
 def _parts(meshes: Sequence[Processes], first: int, hosts: int) -> list[range]:
