@@ -207,7 +207,7 @@ async def _beside_torchstore(bench: Bench, writers: Any, count: int) -> dict[str
         await bench.open(mode)
         await bench.beside_torchstore(mode, count)
         await bench.close()
-    await torchstore.stop()
+    await torchstore.close()
     return {
         f"torchstore_over_{name}_{mode}": bench.ratio(f"torchstore_{mode}", f"{name}_{mode}")
         for name in ("update", "blocked")

@@ -12,19 +12,27 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch._src.actor.endpoint import EndpointProperty
-from monarch.actor import ActorError
+from monarch.actor import ActorError, ProcMesh
 
 from goaly.errors import RunFailed, cause_of, root_cause
 
-__all__ = ["NamedTasks", "SupervisionError", "answer_of", "ask", "concurrent_endpoint"]
+__all__ = ["NamedTasks", "SupervisionError", "answer_of", "ask", "concurrent_endpoint", "spawn"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+SomeActor = TypeVar("SomeActor")
 
 
 def concurrent_endpoint(method: Callable[Concatenate[Any, P], Awaitable[R]]) -> EndpointProperty[P, R]:
     """Monarch's `concurrent_endpoint`, which returns `Any`, with the types of Monarch's `endpoint`."""
     return monarch.actor.concurrent_endpoint(method)
+
+
+def spawn(mesh: ProcMesh, name: str, actor: Callable[P, SomeActor], *args: P.args, **kwargs: P.kwargs) -> SomeActor:
+    """Spawn an actor of this class in each process of the mesh. The type checker sees the constructor's arguments,
+    which `ProcMesh.spawn` hides from it."""
+    untyped: Callable[..., SomeActor] = mesh.spawn
+    return untyped(name, actor, *args, **kwargs)
 
 
 async def answer_of(call: Awaitable[R]) -> R:

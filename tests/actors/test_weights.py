@@ -181,7 +181,7 @@ def transport(request: pytest.FixtureRequest, meshes: list[Any]) -> Iterator[str
     pytest.importorskip("torchstore")
     asyncio.run(torchstore.start(meshes[0]))
     yield request.param
-    asyncio.run(torchstore.stop())
+    asyncio.run(torchstore.close())
 
 
 async def joined_with_store(

@@ -66,15 +66,10 @@ class Hosts:
         if self._settings.job == "local":
             return one_host(await asyncio.to_thread(this_machine))
         names = [name for name in (POOL, *ROLES) if self._mesh(name) is not None]
-        surveys = await asyncio.gather(*(self._survey(name) for name in names))
-        found: dict[str, Host] = {}
-        for machines in surveys:
-            found.update(machines)
+        surveys = dict(zip(names, await asyncio.gather(*map(self._survey, names)), strict=True))
+        found = {machine: host for machines in surveys.values() for machine, host in machines}
         numbers = {machine: number for number, machine in enumerate(found)}
-        meshes = {
-            name: tuple(numbers[machine] for machine, _ in machines)
-            for name, machines in zip(names, surveys, strict=True)
-        }
+        meshes = {name: tuple(numbers[machine] for machine, _ in machines) for name, machines in surveys.items()}
         return Cluster(hosts=tuple(found.values()), meshes=meshes)
 
     def spawn(self, processes: Processes, placed: Placed) -> ProcMesh:
@@ -86,14 +81,12 @@ class Hosts:
         if name not in self._meshes:
             hosts = self._mesh(processes.role) or self._mesh(POOL)
             assert hosts is not None, "the placement uses only meshes that the job has"
-            mesh = self._start(name, processes, placed, _part(hosts, placed.seats))
-            self._meshes[name] = mesh
+            mesh = self._meshes[name] = self._start(processes, placed, _part(hosts, placed.seats))
+            ranks = range(processes.count)
+            logs = [log_file(self._run_dir, process_name(name, rank, len(ranks))) for rank in ranks]
+            silent_seconds = self._settings.silent_seconds
             self._watches[name] = MeshWatch(
-                name,
-                mesh,
-                logs=self._logs(processes),
-                silent_seconds=self._settings.silent_seconds,
-                on_lost=self._on_failure,
+                name, mesh, logs=logs, silent_seconds=silent_seconds, on_lost=self._on_failure
             )
         return self._meshes[name]
 
@@ -121,17 +114,11 @@ class Hosts:
     def _mesh(self, name: str) -> HostMesh | None:
         return getattr(self._state, name, None)
 
-    def _start(self, name: str, processes: Processes, placed: Placed, hosts: HostMesh) -> ProcMesh:
+    def _start(self, processes: Processes, placed: Placed, hosts: HostMesh) -> ProcMesh:
         per_host, rest = divmod(len(placed.ranks), len(placed.seats))
         assert not rest, "every host has as many of the ranks as the others (PL-1)"
-        bootstrap = _bootstrap(
-            processes,
-            run_dir=self._run_dir.absolute(),
-            places=placed.ranks,
-            trace=self._trace,
-            module_path=list(sys.path),
-        )
-        return hosts.spawn_procs(per_host={"procs": per_host}, name=name, bootstrap=bootstrap)
+        bootstrap = _bootstrap(processes, placed.ranks, self._run_dir.absolute(), trace=self._trace)
+        return hosts.spawn_procs(per_host={"procs": per_host}, name=processes.name, bootstrap=bootstrap)
 
     async def _survey(self, mesh: str) -> list[tuple[str, Host]]:
         """Each host of a mesh: a unique name, and its GPUs and cores."""
@@ -140,7 +127,7 @@ class Hosts:
         count = math.prod(hosts.sizes.values())
         one_each = Placed(seats=range(count), ranks=(ANYWHERE,) * count)
         processes = Processes(name=f"survey-{mesh}", role="survey", count=count)
-        started = self._start(processes.name, processes, one_each, hosts)
+        started = self._start(processes, one_each, hosts)
         try:
             async with asyncio.timeout(START_SECONDS):
                 answers = await started.spawn("surveyor", ProcessAgent).machine.call()
@@ -158,10 +145,6 @@ class Hosts:
         reasons = self._watches[name].fatal_reasons() if name in self._watches else []
         with contextlib.suppress(RuntimeError):  # the loop is closed: the death is reported after the run's end
             self._loop.call_soon_threadsafe(self._on_failure, name, "\n".join([failure.report(), *reasons]))
-
-    def _logs(self, processes: Processes) -> list[Path]:
-        count = processes.count
-        return [log_file(self._run_dir, process_name(processes.name, rank, count)) for rank in range(count)]
 
 
 def _shut_monarch_down() -> None:
@@ -196,15 +179,9 @@ def _job(kind: str) -> JobTrait:
     return job
 
 
-def _bootstrap(
-    processes: Processes,
-    *,
-    run_dir: Path,
-    places: Sequence[Place],
-    trace: bool,
-    module_path: list[str],
-) -> Callable[[], None]:
+def _bootstrap(processes: Processes, places: Sequence[Place], run_dir: Path, *, trace: bool) -> Callable[[], None]:
     name, threads, imports = processes.name, processes.threads, IMPORTS.get(processes.role, ())
+    module_path = list(sys.path)
 
     def bootstrap() -> None:
         sys.path.extend(path for path in module_path if path not in sys.path)  # includes the folder of a user's script

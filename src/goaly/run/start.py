@@ -13,14 +13,14 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from monarch.actor import ProcMesh
 
-from goaly.actors import ask
+from goaly.actors import ask, spawn
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.errors import RunFailed, root_cause
 from goaly.generate.generator import Generator
@@ -32,7 +32,7 @@ from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.worker import RolloutWorker, pickled
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
-from goaly.run.placement import Placed, Processes, processes
+from goaly.run.placement import processes
 from goaly.run.process_agent import rendezvous
 from goaly.run.run import Run
 from goaly.run.stages import BacklogStage, CriticStage, ReferenceStage, RolloutStage, TrainerStage
@@ -55,21 +55,18 @@ SAVE_SECONDS = 600.0
 
 POLICY_FOLDER = "policy"
 
-SomeActor = TypeVar("SomeActor")
-Arguments = ParamSpec("Arguments")
-Closers = dict[str, Callable[[], Awaitable[None]]]
-"""How to close each stage that is up, by name."""
+HUB_ACTORS = ("store", "rewards", "queue")
 
 
 @asynccontextmanager
 async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) -> AsyncIterator[Run]:
     """A run whose actors are up and whose generators serve the newest policy."""
     run = Run(config, run_dir)
-    closers: Closers = {}
-    actors: set[str] = set()
+    names = {*HUB_ACTORS, *(each.name for each in processes(config))}
 
     def on_failure(actor: str, report: str) -> None:
-        if actor in actors and not ("generators" in closers and run.generators.lost(actor, report)):
+        is_replaced = hasattr(run, "generators") and run.generators.lost(actor, report)
+        if actor in names and not is_replaced:
             run.lost(actor, report)  # RN-1
 
     hosts = Hosts(config.hosts, run_dir, on_failure, trace=config.telemetry.trace)
@@ -77,7 +74,7 @@ async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) ->
     try:
         async with asyncio.TaskGroup() as owned:
             watch = owned.create_task(run.alive())
-            await _bring_up(run, hosts, episode, actors, closers)
+            await _bring_up(run, hosts, episode)
             supervision = owned.create_task(run.generators.supervise())
             yield run
             await run.trainer.save_newest()  # RN-3: if the script ended before the last step
@@ -91,22 +88,87 @@ async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) ->
         try:
             await _save_policy(run, status)
         finally:
-            await _take_down(run, hosts, status, closers)  # RN-2
+            await _take_down(run, hosts, status)  # RN-2
 
 
-async def _bring_up(run: Run, hosts: Hosts, episode: EpisodeFunction, actors: set[str], closers: Closers) -> None:
-    """Bring up every stage of the run. Adds the actors' names to `actors`, and each stage's close to `closers`."""
+async def _bring_up(run: Run, hosts: Hosts, episode: EpisodeFunction) -> None:
+    """Spawn all processes, create the stages from the hub to the generators, and start them all at once."""
     config = run.config
     run.progress.note("starting")
-    planned = {each.name: each for each in processes(config)}
     places = placed(config, await hosts.cluster())  # fails before any process is spawned if something does not fit
-    actors.update(planned)
-    stages = _Stages(run, hosts, planned, places, actors, closers)
+    planned = {each.name: each for each in processes(config)}
+    meshes = {name: hosts.spawn(each, places[name]) for name, each in planned.items()}
 
-    queue, store, rewards = stages.hub()
-    await stages.trainer(queue, store)
-    stages.rollouts(episode, queue, rewards)
-    stages.generators(store)
+    store = spawn(meshes["hub"], "store", WeightStore, config.weights)
+    rewards = None
+    if config.reward.placement == "hub":
+        rewards = spawn(meshes["hub"], "rewards", RewardPool, config.reward, config.evaluation.verifiers)
+    queue = spawn(
+        meshes["hub"],
+        "queue",
+        TrajectoryQueue,
+        config.backlog,
+        config.advantages,
+        dp_ranks=config.trainer.fsdp,
+        pad_token=ChatTokenizer(config.model.path).pad_token,
+        steps=config.steps,
+        minibatches=config.trainer.minibatches,
+    )
+    run.backlog = BacklogStage(queue, run.report_wait)
+
+    policy = (config.trainer, config.model, config.loss, config.weights, store, queue)
+    ranks = spawn(meshes["trainer"], "trainer", PolicyTrainer, *policy)
+    run.trainer = TrainerStage(ranks, run.say, steps=config.steps, folder=run.run_dir / POLICY_FOLDER)
+    if config.uses_reference:
+        frozen = (config.reference, config.trainer, config.model, queue, config.weights, store)
+        run.reference = ReferenceStage(spawn(meshes["reference"], "reference", ReferenceModel, *frozen), run.say)
+    if config.critic is not None:
+        valued = (config.critic, config.trainer, config.model, queue)
+        run.critic = CriticStage(spawn(meshes["critic"], "critic", CriticModel, *valued), run.say)
+
+    workers = [
+        spawn(
+            meshes[f"rollout-{index}"],
+            f"rollout-{index}",
+            RolloutWorker,
+            f"rollout-{index}",
+            config.rollout,
+            pickled(episode),
+            queue=queue,
+            rewards=rewards or config.reward,
+            verifiers=config.evaluation.verifiers,
+            tokenizer=config.model.path,
+            chat=config.chat,
+            sampling=config.sampling,
+            group_size=config.backlog.group_size,
+            max_context=config.max_context,
+            journal=run.run_dir / "rollouts.jsonl" if config.telemetry.journal else None,
+            journal_tokens=config.telemetry.journal_tokens,
+            first_replica=index,
+        )
+        for index in range(config.rollout.workers)
+    ]
+    run.rollouts = RolloutStage(workers, run.say)
+
+    async def spawn_replica(name: str) -> Generator:
+        replica = int(name.split("-")[1])
+        first = f"generator-{replica}"  # a replacement takes the place of the first one
+        mesh = hosts.spawn(dataclasses.replace(planned[first], name=name), places[first])
+        if config.generator.tp > 1:
+            await rendezvous(mesh)
+        return spawn(mesh, name, Generator, config.generator, config.model, store, replica, config.weights)
+
+    run.generators = GeneratorService(
+        replicas=config.generator.replicas,
+        spawn=spawn_replica,
+        kill=hosts.kill,
+        announce=run.rollouts.use,
+        start_minutes=config.generator.start_minutes,
+    )
+
+    await _join("trainer", meshes["trainer"])
+    if config.weights.transport == "torchstore":
+        await torchstore.start(meshes["trainer"])
     starts: dict[str, Coroutine[Any, Any, Any]] = {
         "rollouts": run.rollouts.start(),
         "trainer": run.trainer.start(),
@@ -114,160 +176,23 @@ async def _bring_up(run: Run, hosts: Hosts, episode: EpisodeFunction, actors: se
     }
     if rewards is not None:
         starts["rewards"] = ask("rewards.start", rewards.start.call())
-    if config.uses_reference:
-        starts["reference"] = stages.reference(queue, store)
-    if config.critic is not None:
-        starts["critic"] = stages.critic(queue)
+    for name, stage in (("reference", run.reference), ("critic", run.critic)):
+        if stage is not None:
+            starts[name] = _join_and_start(name, meshes[name], stage)
     await run_all(starts, "starting", run.say)
 
 
-class _Stages:
-    """Spawns the processes of a run, and then the actors of each stage."""
+async def _join_and_start(name: str, mesh: ProcMesh, stage: ReferenceStage | CriticStage) -> None:
+    await _join(name, mesh)
+    await stage.start()
 
-    def __init__(
-        self,
-        run: Run,
-        hosts: Hosts,
-        planned: Mapping[str, Processes],
-        places: Mapping[str, Placed],
-        actors: set[str],
-        closers: Closers,
-    ):
-        self._run = run
-        self._config = run.config
-        self._hosts = hosts
-        self._planned = planned
-        self._places = places
-        self._actors = actors
-        self._closers = closers
-        self._meshes = {name: hosts.spawn(each, places[name]) for name, each in planned.items()}
-        self._tokenizer = ChatTokenizer(run.config.model.path)
 
-    def hub(self) -> tuple[TrajectoryQueue, WeightStore, RewardPool | None]:
-        """The actors of the hub process. The reward pool is None if each rollout worker has its own."""
-        config, mesh = self._config, self._meshes["hub"]
-        store = self._spawn(mesh, "store", WeightStore, config.weights)
-        rewards = None
-        if config.reward.placement == "hub":
-            rewards = self._spawn(mesh, "rewards", RewardPool, config.reward, config.evaluation.verifiers)
-        queue = self._spawn(
-            mesh,
-            "queue",
-            TrajectoryQueue,
-            config.backlog,
-            config.advantages,
-            dp_ranks=config.trainer.fsdp,
-            pad_token=self._tokenizer.pad_token,
-            steps=config.steps,
-            minibatches=config.trainer.minibatches,
-        )
-        self._run.backlog = BacklogStage(queue, self._run.report_wait)
-        self._closers["backlog"] = self._run.backlog.close
-        return queue, store, rewards
-
-    async def trainer(self, queue: TrajectoryQueue, store: WeightStore) -> None:
-        """The trainer's ranks, which can find each other."""
-        config, mesh = self._config, await self._joined("trainer")
-        if config.weights.transport == "torchstore":
-            await torchstore.start(mesh)
-            self._closers["torchstore"] = torchstore.stop
-        ranks = self._spawn(
-            mesh, "trainer", PolicyTrainer, config.trainer, config.model, config.loss, config.weights, store, queue
-        )
-        folder = self._run.run_dir / POLICY_FOLDER
-        self._run.trainer = TrainerStage(ranks, self._run.say, steps=config.steps, folder=folder)
-        self._closers["trainer"] = self._run.trainer.close
-
-    def rollouts(self, episode: EpisodeFunction, queue: TrajectoryQueue, rewards: RewardPool | None) -> None:
-        """The rollout workers, which run the script's episode."""
-        config, run = self._config, self._run
-
-        def spawn_worker(index: int) -> RolloutWorker:
-            name = f"rollout-{index}"
-            return self._spawn(
-                self._meshes[name],
-                name,
-                RolloutWorker,
-                name,
-                config.rollout,
-                pickled(episode),
-                queue=queue,
-                rewards=rewards or config.reward,
-                verifiers=config.evaluation.verifiers,
-                tokenizer=config.model.path,
-                chat=config.chat,
-                sampling=config.sampling,
-                group_size=config.backlog.group_size,
-                max_context=config.max_context,
-                journal=run.run_dir / "rollouts.jsonl" if config.telemetry.journal else None,
-                journal_tokens=config.telemetry.journal_tokens,
-                first_replica=index,
-            )
-
-        run.rollouts = RolloutStage([spawn_worker(index) for index in range(config.rollout.workers)], run.say)
-        self._closers["rollouts"] = run.rollouts.close
-
-    def generators(self, store: WeightStore) -> None:
-        """The generator service, which spawns replicas and replaces those that die."""
-        config, hosts = self._config, self._hosts
-
-        async def spawn_replica(name: str) -> Generator:
-            replica = int(name.split("-")[1])
-            first = f"generator-{replica}"  # a replacement takes the place of the first one
-            mesh = hosts.spawn(dataclasses.replace(self._planned[first], name=name), self._places[first])
-            if config.generator.tp > 1:
-                await rendezvous(mesh)
-            return self._spawn(mesh, name, Generator, config.generator, config.model, store, replica, config.weights)
-
-        self._run.generators = GeneratorService(
-            replicas=config.generator.replicas,
-            spawn=spawn_replica,
-            kill=hosts.kill,
-            announce=self._run.rollouts.use,
-            start_minutes=config.generator.start_minutes,
-        )
-        self._closers["generators"] = self._run.generators.close
-
-    async def reference(self, queue: TrajectoryQueue, store: WeightStore) -> None:
-        """The reference model's ranks, with their model loaded."""
-        config, mesh = self._config, await self._joined("reference")
-        arguments = (config.reference, config.trainer, config.model, queue, config.weights, store)
-        ranks = self._spawn(mesh, "reference", ReferenceModel, *arguments)
-        self._run.reference = ReferenceStage(ranks, self._run.say)
-        self._closers["reference"] = self._run.reference.close
-        await self._run.reference.start()
-
-    async def critic(self, queue: TrajectoryQueue) -> None:
-        """The critic's ranks, with their model built."""
-        config, mesh = self._config, await self._joined("critic")
-        assert config.critic is not None, "the critic is brought up only if the config has one"
-        ranks = self._spawn(mesh, "critic", CriticModel, config.critic, config.trainer, config.model, queue)
-        self._run.critic = CriticStage(ranks, self._run.say)
-        self._closers["critic"] = self._run.critic.close
-        await self._run.critic.start()
-
-    def _spawn(
-        self,
-        mesh: ProcMesh,
-        name: str,
-        actor: Callable[Arguments, SomeActor],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> SomeActor:
-        """Spawn an actor of this class in each process of the mesh. The type checker sees the constructor's arguments,
-        which `ProcMesh.spawn` hides from it."""
-        self._actors.add(name)
-        spawn: Callable[..., SomeActor] = mesh.spawn
-        return spawn(name, actor, *args, **kwargs)
-
-    async def _joined(self, name: str) -> ProcMesh:
-        """The processes of this name, which can form a torch process group."""
-        mesh = self._meshes[name]
-        try:
-            await rendezvous(mesh)
-        except Exception as error:  # Monarch's error, which does not name these processes
-            raise RunFailed(f"{name} did not start: {root_cause(error)}") from error
-        return mesh
+async def _join(name: str, mesh: ProcMesh) -> None:
+    """Let these processes find each other, so that they can form a torch process group."""
+    try:
+        await rendezvous(mesh)
+    except Exception as error:  # Monarch's error, which does not name these processes
+        raise RunFailed(f"{name} did not start: {root_cause(error)}") from error
 
 
 async def _save_policy(run: Run, status: str) -> None:
@@ -285,13 +210,14 @@ async def _save_policy(run: Run, status: str) -> None:
         logger.error("the policy was not saved: %s", str(error) or type(error).__name__)
 
 
-async def _take_down(run: Run, hosts: Hosts, status: str, closers: Closers) -> None:
+async def _take_down(run: Run, hosts: Hosts, status: str) -> None:
     run.progress.note("stopping")
     for first in ("rollouts", "backlog"):  # the workers' cancelled groups are accounted for first
-        await _close(first, closers.pop(first, None))
-    last = closers.pop("torchstore", None)  # the trainer removes its weights from it when it closes
-    await asyncio.gather(*(_close(stage, close) for stage, close in closers.items()))
-    await _close("torchstore", last)
+        await _close(first, getattr(run, first, None))
+    others = ("trainer", "reference", "critic", "generators")
+    await asyncio.gather(*(_close(other, getattr(run, other, None)) for other in others))
+    if run.config.weights.transport == "torchstore":  # the trainer has removed its weights from it
+        await _close("torchstore", torchstore)
     await hosts.stop_all()
     run.metrics.close()
     spans.flush()
@@ -301,19 +227,20 @@ async def _take_down(run: Run, hosts: Hosts, status: str, closers: Closers) -> N
     run.progress.close()
 
 
-async def _close(stage: str, close: Callable[[], Awaitable[None]] | None) -> None:
+async def _close(name: str, stage: Any) -> None:
     try:
         async with asyncio.timeout(CLOSE_SECONDS):
-            if close is not None:
-                await close()
+            if stage is not None:
+                await stage.close()
     except Exception as error:  # a dead stage cannot be closed and need not be
-        logger.info("closing %s: %s", stage, error)
+        logger.info("closing %s: %s", name, error)
 
 
 def write_summary(run: Run, status: str) -> None:
     """Write `summary.json`: the end status, the evaluations, and how many groups ended in each state."""
     before, after = run.pass_at_1(next(iter(run.config.evaluation.named)))
-    counts = run.backlog.final_counts if hasattr(run, "backlog") else {}
+    backlog = getattr(run, "backlog", None)
+    counts = {} if backlog is None else backlog.final_counts
     summary = {
         "status": status,
         "pass_at_1_before": before,
@@ -322,6 +249,6 @@ def write_summary(run: Run, status: str) -> None:
         "seconds": round(time.monotonic() - run.started, 1),
         "policy_version": run.policy_version,
         **{key: counts.get(key) for key in ("admitted", "trained", "rejected", "failed")},
-        "reasons": run.backlog.final_reasons if hasattr(run, "backlog") else {},
+        "reasons": {} if backlog is None else backlog.final_reasons,
     }
     (run.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

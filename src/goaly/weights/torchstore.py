@@ -37,7 +37,7 @@ SEALS = 0
 
 
 async def start(writers: "ProcMesh") -> None:
-    """Start TorchStore with a volume in each of these processes, whose RANK must be set; `stop` ends it.
+    """Start TorchStore with a volume in each of these processes, whose RANK must be set; `close` ends it.
 
     A program that has already initialized TorchStore must not call this.
     """
@@ -45,7 +45,7 @@ async def start(writers: "ProcMesh") -> None:
     await torchstore.initialize(num_storage_volumes=len(writers), strategy=torchstore.LocalRankStrategy(), mesh=writers)
 
 
-async def stop() -> None:
+async def close() -> None:
     """Shut down what `start` started."""
     await _package().shutdown()
 
