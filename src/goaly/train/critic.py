@@ -5,6 +5,7 @@ or more ranks than the trainer (`resharding.py`).
 """
 
 import time
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from monarch.actor import Actor
@@ -46,19 +47,20 @@ class CriticModel(Actor):
     @concurrent_endpoint
     async def annotate(self, batch: "BatchHandle") -> None:
         """Add `values` to the batch's rows, for all of the trainer's data-parallel ranks."""
-
-        async def values(packed: "PackedRows") -> "Tensor":
-            return await self._thread.run(lambda: self._values(packed, batch.id))
-
         engine = self._thread.engine
+
+        def values(packed: "PackedRows") -> "Awaitable[Tensor]":
+            return self._thread.run(lambda: engine.values(packed.rows), "values", batch=batch.id)
+
         await resharding.annotate(self._queue, batch.id, "values", engine, values, count=self._trainer.fsdp)
 
     @concurrent_endpoint
     async def step(self, batch: "BatchHandle") -> dict[str, float]:
         """Take the optimizer steps of this batch; every rank returns the metrics of the whole batch."""
-        packed = await resharding.rows(self._queue, batch.id, self._thread.engine, count=self._trainer.fsdp)
+        engine = self._thread.engine
+        packed = await resharding.rows(self._queue, batch.id, engine, count=self._trainer.fsdp)
         started = time.monotonic()
-        metrics = await self._thread.run(lambda: self._train(packed, batch.id))
+        metrics = await self._thread.run(lambda: engine.train_steps(packed), "train_critic", batch=batch.id)
         metrics["train_seconds"] = time.monotonic() - started
         return {f"critic/{name}": value for name, value in metrics.items()}
 
@@ -72,11 +74,3 @@ class CriticModel(Actor):
         from goaly.train.critic_engine import CriticEngine
 
         return CriticEngine(self._model, self._settings, self._trainer)
-
-    def _values(self, packed: "PackedRows", batch_id: int) -> "Tensor":
-        with spans.span("values", batch=batch_id):
-            return self._thread.engine.values(packed.rows)
-
-    def _train(self, packed: "PackedRows", batch_id: int) -> dict[str, float]:
-        with spans.span("train_critic", batch=batch_id):
-            return self._thread.engine.train_steps(packed)

@@ -22,15 +22,17 @@ from torchtitan.protocols.sharding import ShardingConfig
 from goaly.losses.value import ValueLoss, explained
 from goaly.models.settings import ModelSettings
 from goaly.train.engine import ModelEngine
-from goaly.train.microbatch import Microbatch, split_rows
+from goaly.train.microbatch import Microbatch
 from goaly.train.parallel import Head
 from goaly.train.settings import CriticSettings, TrainerSettings
-from goaly.train.step_metrics import StepMetrics, combine
+from goaly.train.step_metrics import combine
 from goaly.trajectory import PackedRows, TensorDict
 
 
 class CriticEngine(ModelEngine):
     """A model that predicts the return at each trained token."""
+
+    _not_finite = "critic {} is {} after {} batches"
 
     def __init__(self, model: ModelSettings, critic: CriticSettings, trainer: TrainerSettings):
         """Precision, microbatches and checkpointing are the trainer's."""
@@ -50,24 +52,17 @@ class CriticEngine(ModelEngine):
         The rows hold `values`, computed before the first step, and `returns`.
         """
         parts = packed.split() * self._epochs
-        steps = [self._step(part, last=number == len(parts)) for number, part in enumerate(parts, 1)]
+        steps = [
+            self._step(part, self._loss, part.batch_trained_tokens, last=number == len(parts))  # VE-2
+            for number, part in enumerate(parts, 1)
+        ]
         return explained(combine(steps).metrics)
-
-    def _step(self, part: PackedRows, *, last: bool) -> StepMetrics:
-        microbatches = split_rows(part.rows, self._settings.microbatch_rows)
-        found = self._accumulate(microbatches, self._loss, part.batch_trained_tokens)  # VE-2
-        found.means |= self.optimizer_step(last=last)
-        return found
 
     def _head(self) -> Head:
         return VALUES
 
     def _apply_head(self, hidden_1TD: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, ...]:
         return (self._model.lm_head(hidden_1TD, batch.predicting_P),)  # VE-1
-
-    @property
-    def _name(self) -> str:
-        return "critic"
 
 
 class ValueHead(Linear):

@@ -20,14 +20,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from goaly.losses.objective import PROXIMAL, Contribution, Objective
 from goaly.models.settings import ModelSettings
-from goaly.train.microbatch import Microbatch, microbatch, split_rows
+from goaly.train.microbatch import Microbatch, microbatch
 from goaly.train.parallel import Head, build_parallel
 from goaly.train.settings import TrainerSettings
 from goaly.train.step_metrics import COUNT, StepMetrics, combine, greatest, step_metrics, sums
@@ -40,49 +40,33 @@ class ModelEngine(ABC):
     A frozen model has parameters of its compute type, with `offload` in CPU memory.
     """
 
+    _not_finite: ClassVar[str]
+    """The error of a metric that is not finite, with places for its name, its value and `steps_done`."""
+
     def __init__(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool = True, offload: bool = False):
         self._source = model.path
         self._settings = settings
         assert not (trains and offload), "only a frozen model can be offloaded"
         self._parallel = build_parallel(model, settings, self._head(), trains=trains, offload=offload)
         self._model = self._parallel.model
+        self.dp_rank, self.dp_ranks, self.leads = self._parallel.dp_rank, settings.fsdp, self._parallel.leads
         self.steps_done = 0
         self._optimizer = None
         if trains:
-            from goaly.train.optimizer import build_optimizer
+            from goaly.train.optimizer import ScheduledOptimizer
 
-            self._optimizer = build_optimizer(self._model, settings)
+            self._optimizer = ScheduledOptimizer(self._model, settings)
         else:
             self._model.requires_grad_(False)
 
-    @property
-    def dp_rank(self) -> int:
-        """The number of the share of a batch's rows that this rank trains."""
-        return self._parallel.dp_rank
-
-    @property
-    def dp_ranks(self) -> int:
-        """The number of shares of a batch's rows."""
-        return self._parallel.dp_ranks
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank reports for the tensor-parallel ranks that have the same rows."""
-        return self._parallel.leads
-
     def forward_backward(
         self, microbatches: Iterable[TensorDict], objective: Callable[..., Contribution], denominator: int
-    ) -> dict[str, float]:
+    ) -> StepMetrics:
         """Accumulate gradients; `denominator` is the objective's for the global batch (TE-1).
 
         There must be no gradients before. If the objective counts only the tokens it keeps, all gradients are scaled at
         the end, once the counts of all microbatches and ranks are known.
         """
-        return self._accumulate(microbatches, objective, denominator).metrics
-
-    def _accumulate(
-        self, microbatches: Iterable[TensorDict], objective: Callable[..., Contribution], denominator: int
-    ) -> StepMetrics:
         if denominator < 1:
             raise ValueError(f"denominator={denominator}: must be at least 1; the batch has no trained token")
         parts: list[dict[str, torch.Tensor]] = []
@@ -109,6 +93,15 @@ class ModelEngine(ABC):
         self._optimizer.step(advance=last)
         self.steps_done += last
         return metrics
+
+    def _step(
+        self, part: PackedRows, objective: Callable[..., Contribution], denominator: int, *, last: bool
+    ) -> StepMetrics:
+        """Take the optimizer step of a part of a batch."""
+        microbatches = part.rows.split(self._settings.microbatch_rows)
+        found = self.forward_backward(microbatches, objective, denominator)
+        found.means |= self.optimizer_step(last=last)
+        return found
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters by torchtitan name; read them between steps only."""
@@ -160,7 +153,7 @@ class ModelEngine(ABC):
     def _column(self, rows: TensorDict) -> torch.Tensor:
         """The head's first output at the trained tokens as a column `[R, L]` f32; 0 at all others."""
         parts = []
-        for part in split_rows(rows, self._settings.microbatch_rows):
+        for part in rows.split(self._settings.microbatch_rows):
             batch = self._microbatch(part)
             out = torch.zeros(part.batch_size.numel())
             out[batch.cells_P.cpu()] = self._outputs(batch)[0].float().cpu()
@@ -169,7 +162,7 @@ class ModelEngine(ABC):
         return torch.cat(parts)
 
     def _microbatch(self, rows: TensorDict) -> Microbatch:
-        return microbatch(rows, multiple_of=self._parallel.token_multiple).to(self._parallel.device)
+        return microbatch(rows, multiple_of=self._settings.tp).to(self._parallel.device)
 
     def _divide_by(self, count: float, *, instead_of: int) -> float:
         """Scale the gradients to the denominator `count`, and return the factor; 1 if nothing was counted."""
@@ -192,20 +185,13 @@ class ModelEngine(ABC):
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._model.zero_grad()
-                raise FloatingPointError(f"{self._name} {name} is {value} {self._progress}")  # TE-2
-
-    @property
-    @abstractmethod
-    def _name(self) -> str:
-        """The name of this engine in errors."""
-
-    @property
-    def _progress(self) -> str:
-        return f"after {self.steps_done} batches"
+                raise FloatingPointError(self._not_finite.format(name, value, self.steps_done))  # TE-2
 
 
 class TrainEngine(ModelEngine):
     """The policy, or with `trains=False` a frozen reference: gives the log-probs of the trained tokens."""
+
+    _not_finite = "train {} is {} at policy version {}"
 
     @property
     def policy_version(self) -> int:
@@ -219,14 +205,8 @@ class TrainEngine(ModelEngine):
             for part in others:
                 part.rows[PROXIMAL] = self.logprobs(part.rows)  # TE-6: no step of this batch is done yet
         parts = [first, *others]
-        steps = [self._step(part, objective, last=part is parts[-1]) for part in parts]
+        steps = [self._step(part, objective, objective.denominator(part), last=part is parts[-1]) for part in parts]
         return combine(steps).metrics
-
-    def _step(self, part: PackedRows, objective: Objective, *, last: bool) -> StepMetrics:
-        microbatches = split_rows(part.rows, self._settings.microbatch_rows)
-        found = self._accumulate(microbatches, objective, objective.denominator(part))
-        found.means |= self.optimizer_step(last=last)
-        return found
 
     def logprobs(self, rows: TensorDict) -> torch.Tensor:
         """Log-probs `[R, L]` f32 of the trained tokens; 0 at all others."""
@@ -241,11 +221,3 @@ class TrainEngine(ModelEngine):
         return self._model.lm_head(
             hidden_1TD, batch.predicting_P, batch.targets_P, self._settings.logprob_chunk, self._settings.temperature
         )
-
-    @property
-    def _name(self) -> str:
-        return "train"
-
-    @property
-    def _progress(self) -> str:
-        return f"at policy version {self.policy_version}"

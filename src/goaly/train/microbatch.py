@@ -5,7 +5,6 @@ Invariants
     MB-2  Tokens after the last trained token of a row are dropped: no trained token depends on them.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -42,11 +41,6 @@ class Microbatch:
 
 
 NOT_A_COLUMN = ("tokens", "positions", "trained")
-
-
-def split_rows(rows: TensorDict, microbatch_rows: int) -> Iterator[TensorDict]:
-    """The rows in order, `microbatch_rows` at a time."""
-    return iter(rows.split(microbatch_rows, dim=0))
 
 
 def microbatch(rows: TensorDict, *, multiple_of: int = 1) -> Microbatch:

@@ -8,24 +8,41 @@ import torch
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.distributed.utils import clip_grad_norm_
 
-from goaly.train.settings import ScheduleSettings, TrainerSettings
+from goaly.train.settings import TrainerSettings
 
 ENDLESS = 2**60
 """Total steps of a schedule that never decays."""
 
 
 class ScheduledOptimizer:
-    """One optimizer with its schedule."""
+    """AdamW over all parameters of a model, in its fused form, with torchtitan's warm-up, stable, decay schedule."""
 
-    def __init__(
-        self, optimizers: Any, schedulers: Any, parameters: list[torch.nn.Parameter], settings: TrainerSettings
-    ):
-        self._optimizers = optimizers
-        self._schedulers = schedulers
-        self._parameters = parameters
+    def __init__(self, model: torch.nn.Module, settings: TrainerSettings):
+        adamw, schedule = settings.optimizer, settings.schedule
+        group = ParamGroupConfig(
+            pattern=r".*",
+            optimizer_name="AdamW",
+            optimizer_kwargs={
+                "lr": adamw.lr,
+                "betas": (adamw.beta1, adamw.beta2),
+                "eps": adamw.eps,
+                "weight_decay": adamw.weight_decay,
+            },
+        )
+        optimizers = OptimizersContainer.Config(param_groups=[group], implementation="fused").build(model_parts=[model])
+        constant = schedule.decay == "constant"
+        total = ENDLESS if constant or schedule.total_steps is None else schedule.total_steps
+        self._optimizers: Any = optimizers
+        self._schedulers: Any = LRSchedulersContainer.Config(
+            warmup_steps=schedule.warmup_steps,
+            total_steps=total,
+            decay_ratio=0.0 if constant else None,
+            decay_type="cosine" if schedule.decay == "cosine" else "linear",
+            min_lr_factor=schedule.min_lr_factor,
+        ).build(optimizers=optimizers, training_steps=total)
+        self._parameters = list(model.parameters())
         self._max_grad_norm = settings.max_grad_norm
-        self._last_step = settings.schedule.total_steps if settings.schedule.decay != "constant" else None
-        self._steps = 0
+        self._total_steps = total
 
     @property
     def lr(self) -> float:
@@ -38,22 +55,15 @@ class ScheduledOptimizer:
         return float(clip_grad_norm_(self._parameters, limit, foreach=True))
 
     def step(self, *, advance: bool = True) -> None:
-        """Take an optimizer step and zero the gradients; with `advance`, step the schedule too."""
+        """Take an optimizer step and zero the gradients; with `advance`, step the schedule too, until it ends."""
         self._optimizers.step()
         self._optimizers.zero_grad()
-        if not advance:
-            return
-        self._steps += 1
-        if self._last_step is None or self._steps <= self._last_step:
+        if advance and self._schedulers.schedulers[0].last_epoch < self._total_steps:
             self._schedulers.step()
 
     def state_dict(self) -> dict[str, Any]:
         """The moments by parameter name, and the position of the schedule."""
-        return {
-            "moments": self._optimizers.state_dict(),
-            "schedule": self._schedulers.state_dict(),
-            "steps": self._steps,
-        }
+        return {"moments": self._optimizers.state_dict(), "schedule": self._schedulers.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`, with copies of its tensors."""
@@ -64,35 +74,3 @@ class ScheduledOptimizer:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="To get the last learning rate")  # from torchtitan
             self._schedulers.load_state_dict(dict(state["schedule"]))
-        self._steps = state["steps"]
-
-
-def build_optimizer(model: torch.nn.Module, settings: TrainerSettings) -> ScheduledOptimizer:
-    """AdamW over all parameters, in its fused form."""
-    adamw = settings.optimizer
-    group = ParamGroupConfig(
-        pattern=r".*",
-        optimizer_name="AdamW",
-        optimizer_kwargs={
-            "lr": adamw.lr,
-            "betas": (adamw.beta1, adamw.beta2),
-            "eps": adamw.eps,
-            "weight_decay": adamw.weight_decay,
-        },
-    )
-    optimizers = OptimizersContainer.Config(param_groups=[group], implementation="fused").build(model_parts=[model])
-    schedulers = build_schedule(settings.schedule, optimizers)
-    return ScheduledOptimizer(optimizers, schedulers, list(model.parameters()), settings)
-
-
-def build_schedule(schedule: ScheduleSettings, optimizers: Any) -> Any:
-    """torchtitan's warm-up, stable, decay schedule."""
-    constant = schedule.decay == "constant"
-    total = ENDLESS if constant or schedule.total_steps is None else schedule.total_steps
-    return LRSchedulersContainer.Config(
-        warmup_steps=schedule.warmup_steps,
-        total_steps=total,
-        decay_ratio=0.0 if constant else None,
-        decay_type="cosine" if schedule.decay == "cosine" else "linear",
-        min_lr_factor=schedule.min_lr_factor,
-    ).build(optimizers=optimizers, training_steps=total)

@@ -8,6 +8,7 @@ have the compute type gets the plain model, without FSDP hooks and all-gathers. 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,13 +28,10 @@ class ParallelModel:
     spec: Any
     device: torch.device
     dp_rank: int
-    dp_ranks: int
     dp_group: dist.ProcessGroup | None
     """The ranks with different rows; None for a single rank."""
     leads: bool
     """Whether this rank reports for the tensor-parallel ranks that have the same rows."""
-    token_multiple: int
-    """The number of tokens in a microbatch must be a multiple of this."""
 
     def free_gathered(self) -> None:
         """Free the gathered parameters after a forward pass without a backward pass; FSDP would reuse stale ones."""
@@ -65,6 +63,7 @@ def build_parallel(
     _check_ranks(trainer, device)
     if offload and device.type == "cpu":
         raise ConfigError([f"reference.offload=true: {OFFLOAD_NEEDS_GPU}"])
+    from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import CompileConfig, TrainingConfig
     from torchtitan.tools.utils import set_default_dtype
 
@@ -75,7 +74,7 @@ def build_parallel(
     wrapped = trainer.ranks > 1 or settings.dtype != kept or offload
     parallelism, parallel_dims = _layout(trainer) if wrapped else (None, None)
     if wrapped:
-        spec.model.update_from_config(config=_TitanConfig(parallelism=parallelism))
+        spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     head.install(spec.model)
     with torch.device("meta"), set_default_dtype(getattr(torch, kept)):
         model = spec.model.build()
@@ -83,9 +82,20 @@ def build_parallel(
     compile_config = CompileConfig(enable=trainer.compile, components=["model"])
     checkpointing = _activation_checkpointing(trainer)
     if wrapped:
-        # FSDP casts parameters of another type for each pass.
-        training = TrainingConfig(dtype=kept, mixed_precision_param=settings.dtype, enable_cpu_offload=offload)
-        _parallelize(model, spec, training, parallelism, parallel_dims, compile_config, checkpointing)
+        spec.parallelize_fn(
+            model,
+            parallel_dims=parallel_dims,
+            # FSDP casts parameters of another type for each pass.
+            training=TrainingConfig(dtype=kept, mixed_precision_param=settings.dtype, enable_cpu_offload=offload),
+            parallelism=parallelism,
+            compile_config=compile_config,
+            ac_config=checkpointing,
+            dump_folder="",
+        )
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # gloo has no scaled reduction, and none is needed: losses are divided by global counts.
+                module.set_force_sum_reduction_for_comms(True)
     else:
         _prepare_alone(model, compile_config, checkpointing)
     model.to_empty(device="cpu" if offload else device)
@@ -99,23 +109,14 @@ def build_parallel(
         spec=spec,
         device=device,
         dp_rank=0 if dp_group is None else dist.get_rank(dp_group),
-        dp_ranks=trainer.fsdp,
         dp_group=dp_group,
         leads=parallel_dims is None or trainer.tp == 1 or parallel_dims.get_mesh("tp").get_local_rank() == 0,
-        token_multiple=trainer.tp,
     )
 
 
 def backends() -> str:
     """The backends of the process groups: NCCL between GPUs, gloo between CPUs."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TitanConfig:
-    """The part of torchtitan's config that `update_from_config` reads."""
-
-    parallelism: Any
 
 
 def _check_ranks(trainer: TrainerSettings, device: torch.device) -> None:
@@ -142,32 +143,6 @@ def _layout(trainer: TrainerSettings) -> tuple[Any, Any]:
     parallel_dims = ParallelDims.from_config(parallelism, trainer.ranks)
     parallel_dims.build_mesh()
     return parallelism, parallel_dims
-
-
-def _parallelize(
-    model: Any,
-    spec: Any,
-    training: Any,
-    parallelism: Any,
-    parallel_dims: Any,
-    compile_config: Any,
-    checkpointing: Any,
-) -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    spec.parallelize_fn(
-        model,
-        parallel_dims=parallel_dims,
-        training=training,
-        parallelism=parallelism,
-        compile_config=compile_config,
-        ac_config=checkpointing,
-        dump_folder="",
-    )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # gloo has no scaled reduction, and none is needed: losses are divided by global counts.
-            module.set_force_sum_reduction_for_comms(True)
 
 
 def _prepare_alone(model: Any, compile_config: Any, checkpointing: Any) -> None:

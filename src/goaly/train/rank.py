@@ -5,11 +5,13 @@ Invariants
 """
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from goaly.telemetry import spans
 from goaly.train.settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -43,9 +45,14 @@ class RankThread(Generic[Engine]):
         await self.run(lambda: _join(settings))
         self._engine = await self.run(make)
 
-    async def run(self, call: Callable[[], Result]) -> Result:
-        """Run `call` on the thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+    async def run(self, call: Callable[[], Result], span: str | None = None, **about: int) -> Result:
+        """Run `call` on the thread, as a span of this name."""
+
+        def recorded() -> Result:
+            with contextlib.nullcontext() if span is None else spans.span(span, **about):
+                return call()
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, recorded)
 
     def close(self) -> None:
         """Stop the thread after its current call."""

@@ -10,6 +10,7 @@ Invariants
 
 import asyncio
 import dataclasses
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from monarch.actor import Actor
@@ -84,14 +85,14 @@ class ReferenceModel(Actor):
         Returns the policy version of the reference's weights; None if the reference is never refreshed.
         """
 
-        async def logprobs(packed: "PackedRows") -> "Tensor":
-            return await self._thread.run(lambda: self._logprobs(packed, batch.id))
+        engine, key = self._thread.engine, "reference_logprobs"
+
+        def logprobs(packed: "PackedRows") -> "Awaitable[Tensor]":
+            return self._thread.run(lambda: engine.logprobs(packed.rows), "reference", batch=batch.id)
 
         async with self._one_batch_at_a_time:  # RF-1
             version = await self._refreshed_for(batch.id)
-            await resharding.annotate(
-                self._queue, batch.id, "reference_logprobs", self._thread.engine, logprobs, count=self._shares
-            )
+            await resharding.annotate(self._queue, batch.id, key, engine, logprobs, count=self._shares)
             return version
 
     @concurrent_endpoint
@@ -122,7 +123,3 @@ class ReferenceModel(Actor):
         from goaly.train.engine import TrainEngine
 
         return TrainEngine(self._model, self._settings, trains=False, offload=self._offload)
-
-    def _logprobs(self, packed: "PackedRows", batch_id: int) -> "Tensor":
-        with spans.span("reference", batch=batch_id):
-            return self._thread.engine.logprobs(packed.rows)

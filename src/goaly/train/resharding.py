@@ -9,8 +9,8 @@ Invariants
     SH-2  The parts of a batch (one optimizer step each) hold the same groups on any number of ranks.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from goaly.backlog.queue import TrajectoryQueue
     from goaly.train.engine import ModelEngine
     from goaly.trajectory import PackedRows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """The rows of one data-parallel rank of the trainer."""
-
-    number: int
-    packed: "PackedRows"
-    dealt: bool
-    """False for a dummy (SH-1)."""
 
 
 async def annotate(
@@ -41,34 +31,35 @@ async def annotate(
     count: int,
 ) -> None:
     """Compute a column from the rows of a batch and add it; the queue holds the rows in `count` shares."""
-    async for share in _shares(queue, batch_id, engine, count):
-        column_RL = await compute(share.packed)
-        if share.dealt and engine.leads:
-            await queue.annotate.call_one(batch_id, share.number, key, column_RL)
+    async for number, packed in _shares(queue, batch_id, engine, count):
+        column_RL = await compute(packed)
+        if number is not None and engine.leads:
+            await queue.annotate.call_one(batch_id, number, key, column_RL)
 
 
 async def rows(queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", *, count: int) -> "PackedRows":
     """All rows of this rank as one share; no token of a dummy is trained."""
-    dealt = [share async for share in _shares(queue, batch_id, engine, count)]
-    return _joined([share.packed if share.dealt else _untrained(share.packed) for share in dealt])
-
-
-async def _shares(queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", count: int) -> AsyncIterator[Share]:
-    for first in range(0, count, engine.dp_ranks):
-        number = first + engine.dp_rank
-        dealt = number < count
-        packed = await queue.rows.call_one(batch_id, number if dealt else 0)
-        yield Share(number=number, packed=packed, dealt=dealt)  # SH-1
-
-
-def _joined(shares: Sequence["PackedRows"]) -> "PackedRows":
     import torch
 
+    shares = [
+        _untrained(packed) if number is None else packed
+        async for number, packed in _shares(queue, batch_id, engine, count)
+    ]
     first = shares[0]
     sizes = [part.rows for part in first.parts] or [len(first.rows)]
     by_part = zip(*(share.rows.split(sizes) for share in shares), strict=True)  # SH-2
     parts = tuple(replace(part, rows=part.rows * len(shares)) for part in first.parts)
     return replace(first, rows=torch.cat([rows for of_part in by_part for rows in of_part]), parts=parts)
+
+
+async def _shares(
+    queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", count: int
+) -> AsyncIterator[tuple[int | None, "PackedRows"]]:
+    """The share of this rank in each round, by number; None and a dummy where it has none (SH-1)."""
+    for first in range(0, count, engine.dp_ranks):
+        number = first + engine.dp_rank
+        dealt = number < count
+        yield number if dealt else None, await queue.rows.call_one(batch_id, number if dealt else 0)
 
 
 def _untrained(packed: "PackedRows") -> "PackedRows":

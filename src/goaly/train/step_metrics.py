@@ -49,8 +49,11 @@ def sums(part: Contribution, loss: torch.Tensor, tokens: int) -> dict[str, torch
 
 
 def greatest(part: Contribution) -> dict[str, torch.Tensor]:
-    """The maxima of this microbatch."""
-    return {name: _greatest(values_P) for name, values_P in part.maximum.items()}
+    """The maxima of this microbatch; -inf without a trained token."""
+    return {
+        name: values_P.detach().amax() if len(values_P) else values_P.new_tensor(-math.inf)
+        for name, values_P in part.maximum.items()
+    }
 
 
 def step_metrics(summed: Mapping[str, float], maxima: dict[str, float]) -> StepMetrics:
@@ -62,8 +65,3 @@ def step_metrics(summed: Mapping[str, float], maxima: dict[str, float]) -> StepM
         if name not in (TOKENS, COUNT)
     }
     return StepMetrics(tokens=tokens, means=means, maxima=maxima)
-
-
-def _greatest(values_P: torch.Tensor) -> torch.Tensor:
-    """The greatest value; -inf if there is none."""
-    return values_P.detach().amax() if len(values_P) else values_P.new_tensor(-math.inf)

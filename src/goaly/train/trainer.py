@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from goaly.backlog.queue import TrajectoryQueue
     from goaly.losses.objective import Objective
     from goaly.train.engine import TrainEngine
-    from goaly.trajectory import PackedRows
     from goaly.weights.publisher import Publisher
     from goaly.weights.store import WeightStore
 
 
 class PolicyTrainer(Actor):
-    """One rank of the trainer. The constructor is cheap; `start` builds the engine."""
+    """One rank of the trainer. The constructor is cheap; `start` builds the engine and the objective."""
+
+    _objective: "Objective"
 
     def __init__(
         self,
@@ -52,7 +53,6 @@ class PolicyTrainer(Actor):
         self._store = store
         self._queue = queue
         self._thread: RankThread[TrainEngine] = RankThread("train")
-        self._objective: Objective | None = None
         self._publisher: Publisher | None = None
         self._parameters_at_rest = asyncio.Lock()
 
@@ -83,7 +83,10 @@ class PolicyTrainer(Actor):
         rows = await self._queue.rows.call_one(batch.id, engine.dp_rank)
         started = time.monotonic()
         async with self._parameters_at_rest:  # PT-1
-            metrics = await self._thread.run(lambda: self._train(rows, batch.id))
+            version = engine.policy_version
+            metrics = await self._thread.run(
+                lambda: engine.train_step(rows, self._objective), "train", version=version, batch=batch.id
+            )
         seconds = time.monotonic() - started
         return metrics | {
             "rows_seconds": started - asked,
@@ -123,9 +126,3 @@ class PolicyTrainer(Actor):
         from goaly.train.engine import TrainEngine
 
         return TrainEngine(self._model, self._settings)
-
-    def _train(self, rows: "PackedRows", batch_id: int) -> dict[str, float]:
-        engine = self._thread.engine
-        assert self._objective is not None, "start builds engine and objective together"
-        with spans.span("train", version=engine.policy_version, batch=batch_id):
-            return engine.train_step(rows, self._objective)

@@ -19,7 +19,6 @@ from goaly.reward.settings import AdvantageSettings
 from goaly.train import resharding
 from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine
-from goaly.train.microbatch import split_rows
 from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.trajectory import Group, Outcome, PackedRows, Part, Trajectory, token_data
 from tests.unit.train.batches import Document, documents, pack
@@ -61,7 +60,7 @@ def judged(count: int, *, seed: int = 0) -> list[Document]:
 
 
 def gradients(engine: CriticEngine, packed: PackedRows, microbatch_rows: int) -> dict[str, torch.Tensor]:
-    engine.forward_backward(split_rows(packed.rows, microbatch_rows), engine._loss, packed.batch_trained_tokens)
+    engine.forward_backward(packed.rows.split(microbatch_rows), engine._loss, packed.batch_trained_tokens)
     found = {name: parameter.grad for name, parameter in engine._model.named_parameters()}
     engine._optimizer._optimizers.zero_grad()
     return found

@@ -13,7 +13,6 @@ from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings
 from goaly.train.engine import TrainEngine
-from goaly.train.microbatch import split_rows
 from goaly.train.settings import OptimizerSettings, ReferenceSettings, ScheduleSettings, TrainerSettings
 from goaly.trajectory import PackedRows
 from tests.unit.train.batches import VOCABULARY, documents, pack
@@ -43,7 +42,7 @@ def gradients(
     engine: TrainEngine, packed: PackedRows, microbatch_rows: int, loss: LossSettings = LOSS
 ) -> dict[str, torch.Tensor]:
     objective = PolicyObjective(loss)
-    engine.forward_backward(split_rows(packed.rows, microbatch_rows), objective, objective.denominator(packed))
+    engine.forward_backward(packed.rows.split(microbatch_rows), objective, objective.denominator(packed))
     found = {name: parameter.grad for name, parameter in engine._model.named_parameters()}
     engine._optimizer._optimizers.zero_grad()
     return found
@@ -69,7 +68,7 @@ def test_counting_what_is_kept_divides_gradient_and_loss_by_that_count(engine):
     found = {}
     for count in ("before", "after"):
         objective = PolicyObjective(LossSettings(rejections=(REJECTION,), denominator=count))
-        metrics = made.forward_backward(split_rows(packed.rows, 1), objective, objective.denominator(packed))
+        metrics = made.forward_backward(packed.rows.split(1), objective, objective.denominator(packed)).metrics
         found[count] = metrics, {name: parameter.grad for name, parameter in made._model.named_parameters()}
         made._optimizer._optimizers.zero_grad()
     (before, gradients_before), (after, gradients_after) = found["before"], found["after"]

@@ -65,7 +65,7 @@ def test_a_batch_in_one_part_is_one_step_to_the_last_bit(engine):
     whole = batch()
     assert whole.split() == [whole]
     metrics = trained.train_step(whole, objective)
-    expected = by_hand.forward_backward(whole.rows.split(1), objective, whole.batch_trained_tokens)
+    expected = by_hand.forward_backward(whole.rows.split(1), objective, whole.batch_trained_tokens).metrics
     assert metrics == expected | by_hand.optimizer_step()
     assert_equal(parameters(trained), parameters(by_hand))
 
@@ -78,7 +78,7 @@ def test_two_parts_are_two_steps_each_over_its_own_tokens_and_sequences(engine, 
     steps = []
     for rows, sequences in ((whole.rows[:2], 4), (whole.rows[2:], 2)):
         count = sequences if loss.aggregation == "sequence_mean" else int(rows["trained"].sum())
-        found = by_hand.forward_backward(rows.split(1), objective, count)
+        found = by_hand.forward_backward(rows.split(1), objective, count).metrics
         found |= {"grad_norm": by_hand._optimizer.clip()}
         by_hand._optimizer._optimizers.step()
         by_hand._optimizer._optimizers.zero_grad()

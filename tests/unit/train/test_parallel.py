@@ -14,7 +14,6 @@ from goaly.models.settings import ModelSettings
 from goaly.run.process_agent import lasting_port
 from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine
-from goaly.train.microbatch import split_rows
 from goaly.train.parallel import _layout
 from goaly.train.rank import _join
 from goaly.train.settings import CriticSettings, OptimizerSettings, TrainerSettings
@@ -59,8 +58,8 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
         engine._optimizer._optimizers.zero_grad()
         objective = PolicyObjective(loss)
         found = engine.forward_backward(
-            split_rows(rows, settings.microbatch_rows), objective, objective.denominator(batch)
-        )
+            rows.split(settings.microbatch_rows), objective, objective.denominator(batch)
+        ).metrics
         metrics |= {f"{name}/{metric}": value for metric, value in found.items()}
         gradients |= {f"{name}/{key}": whole(parameter.grad) for key, parameter in engine._model.named_parameters()}
     metrics |= engine.optimizer_step()
