@@ -12,25 +12,16 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
-from goaly.generate.request import PromptTooLong
+from goaly.generate.request import PromptTooLong, Sample, Sampling
 from goaly.prompts.prompt import PASS_REWARD, Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 
 
-class Answer(Protocol):
-    """The tokens of a sampled answer."""
-
-    @property
-    def tokens(self) -> Any:
-        """One-dimensional, with the stop token."""
-        ...
-
-
-SampleFunction = Callable[[list[int], Any], Awaitable[Answer]]
+SampleFunction = Callable[[list[int], Sampling], Awaitable[Sample]]
 Verifier = Callable[[Prompt, str], Awaitable[float]]
 
 
@@ -101,8 +92,6 @@ class EvalResult:
     ) -> "EvalResult":
         """The result of these rewards: a list for each prompt, all of the same length. None (no room for an answer)
         counts as 0. `pass_at` lists the k of pass@k; empty is the powers of two and the number of samples."""
-        if not rewards or not rewards[0]:
-            raise ValueError("an evaluation needs at least one prompt and one sample")
         samples = len(rewards[0])
         if any(len(group) != samples for group in rewards):
             raise ValueError(f"every prompt must have {samples} samples, as the first one has")
@@ -172,7 +161,7 @@ async def ask(
     prompts: Sequence[Prompt],
     verify: Verifier,
     samples_per_prompt: int,
-    sampling: Any,
+    sampling: Sampling,
 ) -> list[Answered]:
     """Sample every prompt `samples_per_prompt` times, all at once, and verify each answer as it arrives."""
 
@@ -181,7 +170,7 @@ async def ask(
             answer = await sample(tokens, sampling)
         except PromptTooLong:
             return None
-        written = [int(token) for token in answer.tokens]
+        written = answer.tokens.tolist()
         return len(written), await verify(prompt, tokenizer.decode(written))
 
     rendered = [tokenizer.render(prompt.messages, tools=prompt.tools) for prompt in prompts]
@@ -216,8 +205,4 @@ def summaries_by(answered: Sequence[Answered], column: str, pass_at: Sequence[in
 
 
 def _ks(samples: int, asked: Sequence[int]) -> list[int]:
-    return (
-        sorted({1, *asked})
-        if asked
-        else sorted({samples, *(1 << power for power in range(samples.bit_length()) if 1 << power <= samples)})
-    )
+    return sorted({1, *asked} if asked else {samples, *(1 << power for power in range(samples.bit_length()))})

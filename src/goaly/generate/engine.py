@@ -83,13 +83,7 @@ class _Running:
 
     def sample(self, finish: Finish, stop: str | None = None) -> Sample:
         """The answer so far."""
-        return Sample(
-            tokens=torch.tensor(self.tokens, dtype=torch.int64),
-            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
-            versions=torch.tensor(self.versions, dtype=torch.int32),
-            finish=finish,
-            stop=stop,
-        )
+        return Sample.of(self.tokens, self.logprobs, self.versions, finish, stop)
 
 
 class Engine:
@@ -99,7 +93,8 @@ class Engine:
         on_cuda = torch.cuda.is_available()
         self._settings = settings
         self._model_folder = model.path
-        self._version = 0
+        self.version = 0
+        """The policy version of the weights that the next step uses."""
         self._requests: dict[str, _Running] = {}
         self._names: dict[str, str] = {}
         overrides: dict[str, Any] = {"compilation_config": {}}
@@ -149,11 +144,6 @@ class Engine:
         self._vocabulary = self._vllm.model_config.get_vocab_size()
 
     @property
-    def version(self) -> int:
-        """The policy version of the weights that the next step uses."""
-        return self._version
-
-    @property
     def running(self) -> int:
         """How many requests have not ended."""
         return len(self._requests)
@@ -197,7 +187,7 @@ class Engine:
         ended, stopped = [], []
         for output in self._core.get_output().outputs:
             request = self._requests[output.request_id]
-            request.wrote(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), self._version)  # EN-1
+            request.wrote(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), self.version)  # EN-1
             finish = None if output.finish_reason is None else FINISHES[output.finish_reason]
             stop = None if finish is Finish.STOP else request.stopped_by(output.new_token_ids)
             if stop is not None:
@@ -216,14 +206,14 @@ class Engine:
         version = fill()
         match self._settings.on_update:
             case "keep":
-                self._version = version  # the restarted requests are added under it
+                self.version = version  # the restarted requests are added under it
                 self._restart_waiting()
             case "recompute":
                 self._vllm.reset_prefix_cache(reset_running_requests=True)  # EN-2, EN-3
             case "drain":
                 if not self._vllm.reset_prefix_cache():
                     raise AssertionError("weights were applied in mode `drain` while requests were running")
-        self._version = version
+        self.version = version
         return version
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
@@ -252,7 +242,7 @@ class Engine:
         self._vllm.engine_core.shutdown()
 
     def _add(self, request: _Running) -> None:
-        salt = f"version {self._version}" if self._settings.on_update == "keep" else None  # EN-2
+        salt = f"version {self.version}" if self._settings.on_update == "keep" else None  # EN-2
         inputs = self._vllm.input_processor
         try:
             core_request = inputs.process_inputs(

@@ -173,17 +173,13 @@ class EngineLoop:
         self._work = threading.Condition()
         self._events = asyncio.get_running_loop()
         self._requests: dict[str, Deliver] = {}
-        self._version = engine.version
+        self.version = engine.version
+        """The version of the weights that decode, as the event loop knows it."""
         self._version_changed = asyncio.Event()
         self._closed: ReplicaLost | None = None
         self._stats = GeneratorStats()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    @property
-    def version(self) -> int:
-        """The version of the weights that decode, as the event loop knows it."""
-        return self._version
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         """Start a request. `deliver` is called once, with its sample or its error."""
@@ -221,11 +217,11 @@ class EngineLoop:
 
     async def version_at_least(self, version: int) -> int:
         """Wait until the engine decodes with at least this version; the version it has then."""
-        while self._version < version:
+        while self.version < version:
             if self._closed is not None:
                 raise self._closed
             await self._version_changed.wait()  # each apply, and `stop`, sets it
-        return self._version
+        return self.version
 
     async def stop(self) -> None:
         """End the thread; running requests fail."""
@@ -237,7 +233,7 @@ class EngineLoop:
         """Counts since the start."""
         running, waiting = self._engine.counts()
         waiting += self._scheduler.waiting
-        return replace(self._stats, version=self._version, running=running, waiting=waiting)
+        return replace(self._stats, version=self.version, running=running, waiting=waiting)
 
     def _command(self, command: Command) -> None:
         with self._work:
@@ -286,7 +282,7 @@ class EngineLoop:
         if self._link is not None:
             self._link.send(commands)  # LO-1
         if never_started:
-            self._post(self._end, [(name, _empty_sample()) for name in never_started])
+            self._post(self._end, [(name, Sample.of([], [], [], Finish.CANCELLED)) for name in never_started])
         return commands
 
     def _apply(self) -> None:
@@ -306,7 +302,7 @@ class EngineLoop:
                 deliver(name, result)
 
     def _applied(self, version: int) -> None:
-        self._version = version
+        self.version = version
         self._wake_version_waiters()
 
     def _close(self) -> None:
@@ -319,12 +315,3 @@ class EngineLoop:
     def _wake_version_waiters(self) -> None:
         changed, self._version_changed = self._version_changed, asyncio.Event()
         changed.set()
-
-
-def _empty_sample() -> Sample:
-    return Sample(
-        tokens=torch.empty(0, dtype=torch.int64),
-        logprobs=torch.empty(0, dtype=torch.float32),
-        versions=torch.empty(0, dtype=torch.int32),
-        finish=Finish.CANCELLED,
-    )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from monarch.actor import Actor, Port
 
 from goaly.actors import concurrent_endpoint
-from goaly.errors import ConfigError, ReplicaLost
+from goaly.errors import ConfigError
 from goaly.generate.connection import Clients, Quarantine, Results
 from goaly.generate.engine_loop import EngineLoop, Link
 from goaly.generate.request import GeneratorStats, Request, Sample
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 class Generator(Actor):
     """Samples from the policy. The constructor is cheap; `start` builds the engine."""
 
+    _engine_loop: EngineLoop
+
     def __init__(
         self,
         settings: GeneratorSettings,
@@ -51,7 +53,6 @@ class Generator(Actor):
         self._store = store
         self._replica = replica
         self._weight_settings = weights or WeightSettings()
-        self._engine_loop: EngineLoop | None = None
         self._following: asyncio.Task[None] | None = None
         self._clients = Clients()
         self._quarantine = Quarantine()
@@ -109,7 +110,7 @@ class Generator(Actor):
         The client gets an invalid request's error in place of a sample.
         """
         for request in requests:
-            self._running().submit(request, partial(self._deliver, client, time.time_ns()))
+            self._engine_loop.submit(request, partial(self._deliver, client, time.time_ns()))
 
     @concurrent_endpoint
     async def isolate(self, client: str, request_id: str) -> None:
@@ -130,12 +131,12 @@ class Generator(Actor):
     @concurrent_endpoint
     async def version_at_least(self, version: int) -> int:
         """Wait until weights of at least this version decode; returns their version."""
-        return await self._running().version_at_least(version)
+        return await self._engine_loop.version_at_least(version)
 
     @concurrent_endpoint
     async def stats(self) -> GeneratorStats:
         """Counts since the start."""
-        return self._running().stats()
+        return self._engine_loop.stats()
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -143,15 +144,14 @@ class Generator(Actor):
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
-        if self._engine_loop is not None:
-            await self._engine_loop.stop()
+        await self._engine_loop.stop()
         self._closed.set()
         spans.flush()
 
     def _cancel(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self._quarantine.leave(request_id)
-        self._running().cancel(request_ids)
+        self._engine_loop.cancel(request_ids)
 
     def _deliver(self, client: str, started_ns: int, request_id: str, result: Sample | Exception) -> None:
         self._quarantine.leave(request_id)
@@ -161,13 +161,8 @@ class Generator(Actor):
 
     async def _catch_up(self, follower: WeightFollower) -> None:
         assert self._store is not None
-        while ((await self._store.state.call_one()).newest or 0) > self._running().version:
+        while ((await self._store.state.call_one()).newest or 0) > self._engine_loop.version:
             await follower.catch_up()
-
-    def _running(self) -> EngineLoop:
-        if self._engine_loop is None:
-            raise ReplicaLost("the generator has not been started")
-        return self._engine_loop
 
 
 def _no_weights() -> int:

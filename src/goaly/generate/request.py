@@ -154,6 +154,19 @@ class Sample:
     stop: str | None = None
     """The stop string that ended the answer; None: something else ended it."""
 
+    @classmethod
+    def of(
+        cls, tokens: list[int], logprobs: list[float], versions: list[int], finish: Finish, stop: str | None = None
+    ) -> "Sample":
+        """The sample of these columns."""
+        return cls(
+            tokens=torch.tensor(tokens, dtype=torch.int64),
+            logprobs=torch.tensor(logprobs, dtype=torch.float32),
+            versions=torch.tensor(versions, dtype=torch.int32),
+            finish=finish,
+            stop=stop,
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         # As plain bytes: to pickle three small tensors takes longer than to decode some tokens.
         columns = (self.tokens, self.logprobs, self.versions)

@@ -98,16 +98,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
                 spmd_backend="spmd_types",
             )
             torchtitan_distributed.set_spmd_backend("spmd_types")
-            self._dims = ParallelDims(
-                dp_replicate=1,
-                dp_shard=1,
-                cp=1,
-                tp=self._tp,
-                pp=1,
-                ep=1,
-                world_size=self._tp,
-                spmd_backend="spmd_types",
-            )
+            self._dims = ParallelDims.from_config(parallelism, world_size=self._tp)
             self._context = torchtitan_distributed.get_spmd_context(parallel_dims=self._dims)
             config.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=TrainingConfig()))
         with torch.device("meta"):

@@ -8,11 +8,10 @@ Invariants
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped
@@ -22,9 +21,16 @@ from goaly.generate.router import Router
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction
-from goaly.rollout.limits import EpisodeTimeout, GroupTimeout, TimedOut, within
 from goaly.rollout.policy import ContextFull, Policy, PromptFillsContext
-from goaly.rollout.running import GroupProgress, RunningEpisode, RunningGroup
+from goaly.rollout.running import (
+    EpisodeTimeout,
+    GroupProgress,
+    GroupTimeout,
+    RunningEpisode,
+    RunningGroup,
+    TimedOut,
+    within,
+)
 from goaly.rollout.settings import RolloutSettings
 from goaly.telemetry.spans import span
 from goaly.trajectory import Group, Trajectory
@@ -41,23 +47,13 @@ Report = Callable[[Group | Dropped], Awaitable[bool]]
 """Tells the queue how a ticket ended; False if a complete group is not trained."""
 
 
-class Rewards(Protocol):
-    """Scores responses."""
-
-    async def score(self, prompt: Prompt, response: str) -> float:
-        """The verifier's score of this response."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
     """How a group ended, without its tokens."""
 
     ticket: int
     prompt_id: str
-    seconds: float
     rewards: tuple[float, ...] = ()
-    trained_tokens: int = 0
     failed: str | None = None
     """Why it failed; None if it did not."""
     rejected: str | None = None
@@ -74,7 +70,8 @@ class GroupRunner:
     settings: RolloutSettings
     sampler: Router
     report: Report
-    rewards: Rewards
+    score: Callable[[Prompt, str], Awaitable[float]]
+    """The verifier's score of a response."""
     chat: ChatTokenizer
     sampling: Sampling
     group_size: int
@@ -94,7 +91,6 @@ class GroupRunner:
 
     async def run(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
         """Run the episodes of a group and report how they ended."""
-        began = time.monotonic()
         samples: tuple[Trajectory, ...] = ()
         failed = rejected = None
         try:
@@ -117,9 +113,7 @@ class GroupRunner:
         return GroupSummary(
             ticket=ticket.index,
             prompt_id=prompt.id,
-            seconds=time.monotonic() - began,
             rewards=tuple(sample.reward for sample in samples),
-            trained_tokens=sum(sample.trained_tokens for sample in samples),
             failed=failed,
             rejected=rejected,
         )
@@ -196,7 +190,7 @@ class GroupRunner:
     ) -> Trajectory:
         async def judge(prompt: Prompt, response: str) -> float:
             with span("reward", prompt=prompt.id):
-                return await running.judged(self.rewards.score(prompt, response))
+                return await running.judged(self.score(prompt, response))
 
         context = EpisodeContext(
             policy=running.policy,

@@ -1,13 +1,26 @@
-"""The progress of running groups: what each episode is doing now."""
+"""Running episodes: what each is doing now, and its time limit.
 
+Invariants
+    EL-1  `within` ends at most `CANCEL_SECONDS` after its limit or its own cancellation. Work that still runs then is
+          abandoned: a warning is logged, and its result is dropped.
+"""
+
+import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
+from goaly.errors import EpisodeError
 from goaly.reward.verifiers import Unscored
 from goaly.rollout.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 WAITING, GENERATING, JUDGED, OWN_CODE, DONE = (
     "waiting for a place",
@@ -16,6 +29,9 @@ WAITING, GENERATING, JUDGED, OWN_CODE, DONE = (
     "in the episode's own code",
     "done",
 )
+
+CANCEL_SECONDS = 10.0
+"""Time for an episode to clean up after it was cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,3 +115,59 @@ class RunningGroup:
         """The progress of the episodes."""
         doing = Counter(episode.doing for episode in self.episodes)
         return GroupProgress(seconds=time.monotonic() - self._began, doing=dict(doing))
+
+
+class TimedOut(EpisodeError):
+    """An episode or a group exceeded its time limit."""
+
+    reason: ClassVar[str] = "timeout"
+    """The reason of the failure in the run's accounting."""
+
+
+class EpisodeTimeout(TimedOut):
+    """An episode exceeded `rollout.episode_seconds`."""
+
+    reason = "episode_timeout"
+
+
+class GroupTimeout(TimedOut):
+    """A group exceeded `rollout.group_seconds`."""
+
+    reason = "group_timeout"
+
+
+_abandoned: set[asyncio.Task[Any]] = set()
+
+
+async def within(seconds: float | None, work: Coroutine[Any, Any, T], name: str) -> T:
+    """The result or error of the work; EpisodeTimeout if it takes longer than the limit (None: no limit)."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            raise EpisodeTimeout(f"{name} exceeded rollout.episode_seconds={seconds}")
+        if task.cancelled():
+            raise EpisodeError(f"{name} cancelled itself")
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            try:
+                await asyncio.wait([task], timeout=CANCEL_SECONDS)  # EL-1
+            finally:
+                _abandon(task)
+
+
+def _abandon(task: asyncio.Task[Any]) -> None:
+    if task.done():
+        _report_end(task)
+        return
+    logger.warning("%s still runs %g s after it was cancelled, and is abandoned", task.get_name(), CANCEL_SECONDS)
+    _abandoned.add(task)
+    task.add_done_callback(_abandoned.discard)
+    task.add_done_callback(_report_end)
+
+
+def _report_end(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.info("%s ended after it was cancelled: %s: %s", task.get_name(), type(error).__name__, error)

@@ -94,7 +94,7 @@ class RolloutWorker(Actor):
             settings=settings,
             sampler=self._router,
             report=self._report,
-            rewards=judge,
+            score=judge.score,
             chat=self._chat,
             sampling=Sampling.of(sampling, self._chat.stop_token_ids),
             group_size=group_size,
@@ -121,7 +121,7 @@ class RolloutWorker(Actor):
         task = await self._requests.run(ticket.index, self._runner.run(ticket, prompt))
         if task.cancelled():  # perhaps before its first step, and so without a report
             await self._report(Dropped.failed(ticket.index, CANCELLED))
-            return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, seconds=0.0, failed=CANCELLED)
+            return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, failed=CANCELLED)
         return task.result()
 
     @concurrent_endpoint

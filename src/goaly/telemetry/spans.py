@@ -23,7 +23,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from goaly.telemetry.lines import LineFile
@@ -32,27 +31,12 @@ BUFFERED_SPANS = 256
 FLUSH_NANOSECONDS = 1_000_000_000
 
 
-class _NoSpan:
-    """A span while nothing is recorded."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> "_NoSpan":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        return None
-
-    def note(self, **args: Any) -> None:
-        """Ignored."""
-
-
 class Span:
-    """One time interval, recorded when it ends."""
+    """One time interval, recorded when it ends if this process records spans."""
 
     __slots__ = ("_args", "_name", "_recorder", "_start")
 
-    def __init__(self, recorder: "_Recorder", name: str, args: dict[str, Any]):
+    def __init__(self, recorder: "_Recorder | None", name: str, args: dict[str, Any]):
         self._recorder = recorder
         self._name = name
         self._args = args
@@ -61,9 +45,9 @@ class Span:
         self._start = time.time_ns()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._recorder is None:
+            return
         if kind is not None:
             self._args["error"] = kind.__name__  # SP-2
         thread = threading.current_thread()
@@ -106,7 +90,6 @@ class _Recorder:
 
 
 _recorder: _Recorder | None = None
-_NO_SPAN = _NoSpan()
 
 
 def configure(run_dir: str | Path | None, process: str) -> None:
@@ -119,10 +102,9 @@ def configure(run_dir: str | Path | None, process: str) -> None:
         _recorder = _Recorder(Path(run_dir), process)
 
 
-def span(name: str, **args: Any) -> Span | _NoSpan:
+def span(name: str, **args: Any) -> Span:
     """A context manager that records how long its body took, with these arguments (numbers, strings)."""
-    recorder = _recorder
-    return _NO_SPAN if recorder is None else Span(recorder, name, args)
+    return Span(_recorder, name, args)
 
 
 def record(name: str, start_ns: int, stop_ns: int, **args: Any) -> None:

@@ -6,6 +6,7 @@ from math import comb
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,7 +88,7 @@ class Adder:
         first, second = self._tokenizer.decode(tokens).removesuffix("=").split("+")
         self._asked += first == "99"
         text = "|0" if first == "99" and self._asked % 2 else work_out(first, second)
-        return Wrote([*self._tokenizer.encode(text), *self._tokenizer.stop_token_ids])
+        return Wrote(torch.tensor([*self._tokenizer.encode(text), *self._tokenizer.stop_token_ids]))
 
 
 async def test_an_evaluation_asks_every_prompt_and_judges_the_texts(tokenizer: ChatTokenizer) -> None:

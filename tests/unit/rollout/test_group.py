@@ -93,10 +93,9 @@ class FakeQueue:
         return self.open
 
 
-class Rewards:
-    async def score(self, prompt: Prompt, response: str) -> float:
-        await asyncio.sleep(0)
-        return float(response == "ok")
+async def score(prompt: Prompt, response: str) -> float:
+    await asyncio.sleep(0)
+    return float(response == "ok")
 
 
 async def ask_once(prompt: Prompt, context: EpisodeContext) -> Trajectory:
@@ -108,7 +107,7 @@ async def ask_once(prompt: Prompt, context: EpisodeContext) -> Trajectory:
 def runner(sampler: FakeSampler, queue: FakeQueue, episode=ask_once, **changes) -> GroupRunner:
     arguments = {
         "name": "rollout-0",
-        "rewards": Rewards(),
+        "score": score,
         "chat": Characters(),
         "sampling": Sampling(max_tokens=20, temperature=0.7),
         "group_size": 3,
@@ -123,8 +122,9 @@ def runner(sampler: FakeSampler, queue: FakeQueue, episode=ask_once, **changes) 
 async def test_a_group_is_all_samples_of_its_prompt_and_goes_to_the_queue():
     sampler, queue, written = FakeSampler(), FakeQueue(), []
     summary = await runner(sampler, queue, record=lambda *entry: written.append(entry)).run(TICKET, PROMPT)
-    assert (summary.rewards, summary.trained_tokens, summary.failed, summary.rejected) == ((1.0,) * 3, 6, None, None)
+    assert (summary.rewards, summary.failed, summary.rejected) == ((1.0,) * 3, None, None)
     group = queue.groups[0]
+    assert sum(sample.trained_tokens for sample in group.samples) == 6
     assert (group.ticket, group.prompt_id, group.source) == (4, "q1", "sums")
     assert [sample.sample_index for sample in group.samples] == [0, 1, 2]
     assert group.samples[0].tokens["sampler_versions"].tolist() == [-1, -1, -1, 2, 2]
@@ -132,18 +132,17 @@ async def test_a_group_is_all_samples_of_its_prompt_and_goes_to_the_queue():
 
 
 async def test_a_group_counts_its_responses_that_got_zero_because_the_verifier_did_not_score_them():
-    class Failing:
-        scores = iter([Unscored("error"), 0.0, Unscored("timeout"), 1.0, Unscored("error"), 0.0])
+    scores = iter([Unscored("error"), 0.0, Unscored("timeout"), 1.0, Unscored("error"), 0.0])
 
-        async def score(self, prompt: Prompt, response: str) -> float:
-            return next(self.scores)
+    async def failing(prompt: Prompt, response: str) -> float:
+        return next(scores)
 
     async def judged_twice(prompt: Prompt, context: EpisodeContext) -> Trajectory:
         first = await context.reward(prompt, "")
         return Episode(prompt, context.render(prompt)).finish(first + await context.reward(prompt, ""))
 
     queue = FakeQueue()
-    await runner(FakeSampler(), queue, judged_twice, rewards=Failing()).run(TICKET, PROMPT)
+    await runner(FakeSampler(), queue, judged_twice, score=failing).run(TICKET, PROMPT)
     (group,) = queue.groups
     assert (group.verifier_errors, group.verifier_timeouts) == (2, 1)
 

@@ -37,7 +37,7 @@ class FakeWorker:
         self.run_group = endpoint(self._run_group)
 
     async def _run_group(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
-        return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, seconds=1.0, **self._ends.pop(0))
+        return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, **self._ends.pop(0))
 
 
 COMPLETED, FAILED, REJECTED = {"rewards": (1.0,)}, {"failed": "episode_timeout: …"}, {"rejected": TOO_LONG}

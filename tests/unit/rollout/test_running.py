@@ -13,10 +13,9 @@ from goaly.backlog.admission import Ticket
 from goaly.config.check import check
 from goaly.errors import EpisodeError
 from goaly.prompts.prompt import Prompt
-from goaly.rollout import limits
+from goaly.rollout import running
 from goaly.rollout.episode import Episode, EpisodeContext
-from goaly.rollout.limits import CANCEL_SECONDS, within
-from goaly.rollout.running import DONE, GENERATING, JUDGED, OWN_CODE, WAITING, GroupProgress
+from goaly.rollout.running import CANCEL_SECONDS, DONE, GENERATING, JUDGED, OWN_CODE, WAITING, GroupProgress, within
 from goaly.rollout.settings import RolloutSettings
 from goaly.rollout.worker import _RemoteRewards
 from goaly.trajectory import Trajectory
@@ -80,9 +79,9 @@ def test_an_episode_that_swallows_its_cancellation_is_abandoned_and_frees_its_pl
         assert asyncio.get_running_loop().time() == pytest.approx(60 + CANCEL_SECONDS)  # EL-1
         assert queue.reports == [("fail", 4, "episode_timeout")]
         assert (await second).rewards == (1.0,)  # RG-3
-        assert len(limits._abandoned) == 1
+        assert len(running._abandoned) == 1
         await asyncio.sleep(1000)
-        assert not limits._abandoned
+        assert not running._abandoned
         assert [request for request, *_ in sampler.asked] == ["5.0.0"]  # PO-3
 
     virtual_time.run(main())
@@ -208,16 +207,15 @@ async def test_what_each_episode_is_doing_can_be_told_at_any_time():
         await context.reward(prompt, "fine")
         return await never(prompt, context)
 
-    class Rewards:
-        async def score(self, prompt: Prompt, response: str) -> float:
-            return await asyncio.Future() if response == "hangs" else 1.0
+    async def score(prompt: Prompt, response: str) -> float:
+        return await asyncio.Future() if response == "hangs" else 1.0
 
     class Sampler(FakeSampler):
         async def generate(self, request_id, *arguments):
             self.hangs = request_id == "4.2.0"
             return await super().generate(request_id, *arguments)
 
-    group = runner(Sampler(pauses=0), FakeQueue(), episode, rewards=Rewards(), group_size=5, concurrency=4)
+    group = runner(Sampler(pauses=0), FakeQueue(), episode, score=score, group_size=5, concurrency=4)
     task = asyncio.create_task(group.run(TICKET, PROMPT))
     for _ in range(20):
         await asyncio.sleep(0)
