@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from goaly.dotted_path import function_at
-from goaly.reward.frames import Ready, Refused, Score, encode, read
+from goaly.reward.frames import Refused, encode, read
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,7 +33,7 @@ def main(verifier: str, parent_pid: int) -> None:
         except Exception as error:
             replies.write(encode(Refused(_describe(error))))
             return
-        replies.write(encode(Ready()))
+        replies.write(encode(None))
         replies.flush()
         while (pairs := read(requests)) is not None:
             for prompt, response in pairs:
@@ -41,12 +41,12 @@ def main(verifier: str, parent_pid: int) -> None:
                 replies.flush()
 
 
-def _judge(function: Callable[[Any, str], float], prompt: Any, response: str) -> Score | Refused:
+def _judge(function: Callable[[Any, str], float], prompt: Any, response: str) -> float | Refused:
     try:
         value = float(function(prompt, response))
     except Exception as error:
         return Refused(_describe(error))
-    return Score(value) if math.isfinite(value) else Refused(f"it returned {value}, must be a finite number")
+    return value if math.isfinite(value) else Refused(f"it returned {value}, must be a finite number")
 
 
 def _describe(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """Length-prefixed pickled messages over the pipes between a pool and its verifier processes.
 
-To the child: `list[tuple[Prompt, str]]`, to be scored in order. From the child: one `Ready` or `Refused` when it has
-started, then one `Score` or `Refused` for each pair. Both ends are trusted and on one host, so pickle is safe.
+To the child: `list[tuple[Prompt, str]]`, to be scored in order. From the child: None when the verifier is imported, or
+a `Refused`; then a score or a `Refused` for each pair. Both ends are trusted and on one host, so pickle is safe.
 """
 
 import pickle
@@ -11,18 +11,6 @@ from typing import Any, BinaryIO
 
 _HEADER = struct.Struct("!I")
 HEADER_BYTES = _HEADER.size
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The verifier is imported and takes requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """The verifier's score of one response."""
-
-    value: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from goaly.errors import GoalyError
 from goaly.prompts.prompt import Prompt
-from goaly.reward.frames import HEADER_BYTES, Ready, Refused, Score, body_length, decode, encode
+from goaly.reward.frames import HEADER_BYTES, Refused, body_length, decode, encode
 
 START_LIMIT_SECONDS = 60.0
 """Longest time for a process to start and import its verifier."""
@@ -59,16 +60,15 @@ class VerifierProcess:
         )
         try:
             async with asyncio.timeout(START_LIMIT_SECONDS):
-                answer = await child._read()
+                started = await child._read()
+            if isinstance(started, Refused):
+                raise VerifierError(f"verifier {verifier} can't be used: {started.why}")
         except TimeoutError:
             await child.kill()
             raise VerifierError(f"verifier {verifier}: importing it took over {START_LIMIT_SECONDS:.0f} s") from None
         except BaseException:
             await child.kill()
             raise
-        if not isinstance(answer, Ready):
-            await child.kill()
-            raise VerifierError(f"verifier {verifier} can't be used: {answer.why}")  # pyrefly: ignore[missing-attribute]
         return child
 
     async def send(self, pairs: Sequence[tuple[Prompt, str]]) -> None:
@@ -79,7 +79,7 @@ class VerifierProcess:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise VerifierDied("the verifier's process is gone") from error
 
-    async def reply(self, limit_seconds: float, caller: asyncio.Future[float]) -> Score | Refused:
+    async def reply(self, limit_seconds: float, caller: asyncio.Future[float]) -> float | Refused:
         """The next reply; TimeoutError if it is late, or if it comes later than `GONE_SECONDS` after the caller has
         gone.
 
@@ -106,7 +106,7 @@ class VerifierProcess:
         self._requests.close()
         await self._process.wait()  # unblocked by the kernel
 
-    async def _read(self) -> Score | Refused | Ready:
+    async def _read(self) -> Any:
         try:
             header = await self._replies.readexactly(HEADER_BYTES)
             return decode(await self._replies.readexactly(body_length(header)))

@@ -58,18 +58,16 @@ class Unscored(float):
         return Unscored, (self.cause,)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RewardStats:
     """Counts of a pool."""
 
-    scores: int
+    scores: int = 0
     """Responses that got a score from the verifier."""
-    timeouts: int
-    errors: int
-    replaced: int
+    timeouts: int = 0
+    errors: int = 0
+    replaced: int = 0
     """Processes that were killed or died, and were replaced."""
-    busy_seconds: float
-    """Time spent on scoring, summed over the processes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,9 +89,8 @@ class VerifierPool:
         self._tasks: list[asyncio.Task[None]] = []
         self._closed: VerifierError | None = None
         self._seconds_per_score = MESSAGE_SECONDS
-        self._scores = self._timeouts = self._errors = self._replaced = 0
+        self._stats = RewardStats()
         self._errors_in_a_row = 0
-        self._busy_seconds = 0.0
 
     async def start(self) -> int:
         """Start the processes, and return their number once all are ready; raises if the verifier can't be imported."""
@@ -118,13 +115,7 @@ class VerifierPool:
 
     def stats(self) -> RewardStats:
         """The statistics so far."""
-        return RewardStats(
-            scores=self._scores,
-            timeouts=self._timeouts,
-            errors=self._errors,
-            replaced=self._replaced,
-            busy_seconds=self._busy_seconds,
-        )
+        return replace(self._stats)
 
     async def close(self) -> None:
         """Kill the processes; pending scores fail."""
@@ -140,7 +131,7 @@ class VerifierPool:
                 child = child or await self._replacement(requests)
                 if child is not None and not await self._judged(child, requests):
                     await child.kill()
-                    self._replaced += 1
+                    self._stats.replaced += 1
                     child = await self._replacement([])
         finally:
             if child is not None:
@@ -182,9 +173,9 @@ class VerifierPool:
                 if isinstance(reply, Refused):
                     self._failed(request, reply.why)
                 else:
-                    self._scores += 1
+                    self._stats.scores += 1
                     self._errors_in_a_row = 0
-                    _resolve(request, reply.value)
+                    _resolve(request, reply)
         except TimeoutError:  # RW-1
             self._spent(time.monotonic() - started)
             self._ran_out(waiting.popleft())
@@ -212,18 +203,17 @@ class VerifierPool:
     def _refuse_all(self, requests: list[_Request], why: str) -> None:
         for request in requests:
             if not request.score.done():
-                self._errors += 1
+                self._stats.errors += 1
                 _refuse(request, VerifierError(f"prompt {request.prompt.id}: {why}"))  # RW-2
         self._under_way.difference_update(requests)
 
     def _spent(self, seconds: float) -> None:
-        self._busy_seconds += seconds
         self._seconds_per_score += 0.1 * (seconds - self._seconds_per_score)
 
     def _ran_out(self, request: _Request) -> None:
         if request.score.done():
             return  # RW-4: its caller has gone
-        self._timeouts += 1
+        self._stats.timeouts += 1
         limit = self._settings.time_limit_seconds
         logger.warning("prompt %s: the verifier exceeded reward.time_limit_seconds=%g", request.prompt.id, limit)
         if self._settings.on_time_limit == "zero":
@@ -233,7 +223,7 @@ class VerifierPool:
             _refuse(request, RewardTimeout(why))
 
     def _failed(self, request: _Request, why: str) -> None:
-        self._errors += 1
+        self._stats.errors += 1
         self._errors_in_a_row += 1
         error = VerifierError(f"prompt {request.prompt.id}: verifier {self._settings.verifier}: {why}")
         if self._settings.on_error == "fail":
