@@ -17,8 +17,6 @@ Invariants
 
 from dataclasses import dataclass
 
-from goaly.backlog.settings import BacklogSettings
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
@@ -37,11 +35,7 @@ class Admission:
     groups_per_step: int
     max_staleness: int
     steps: int | None = None
-
-    @classmethod
-    def of(cls, settings: BacklogSettings, steps: int | None = None) -> "Admission":
-        """The admission rule of these settings, in a run of `steps` training steps; None for an endless run."""
-        return cls(settings.groups_per_step, settings.max_staleness, steps)
+    """Training steps of the run; None for an endless run."""
 
     def is_open(self, position: int, policy_version: int) -> bool:
         """Whether a ticket at this position may be admitted now (AD-1)."""

@@ -30,7 +30,7 @@ from goaly.backlog.batch import Batch, BatchHandle, add_advantages, build_batch
 from goaly.backlog.distribution import KnownStep, LengthDistribution, SourceShares
 from goaly.backlog.group_statistics import NO_SIGNAL, GroupStatistics
 from goaly.backlog.ledger import Dropped, Ledger, State
-from goaly.backlog.order import order_of
+from goaly.backlog.order import Order
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed, SchemaError
 from goaly.reward.settings import AdvantageSettings
@@ -81,8 +81,8 @@ class GroupQueue:
         self._dp_ranks = dp_ranks
         self._pad_token = pad_token
         self._minibatches = minibatches
-        self._admission = Admission.of(settings, steps)
-        self._order = order_of(settings)
+        self._admission = Admission(settings.groups_per_step, settings.max_staleness, steps)
+        self._order = Order.of(settings)
         self._ledger = Ledger()
         self._distribution = LengthDistribution(settings)
         self._statistics = GroupStatistics(settings)

@@ -17,60 +17,25 @@ Invariant of completion order
     WO-5  Finished tickets are delivered in the order in which they finished.
 """
 
-from collections.abc import Sequence
-from itertools import islice
-from typing import Protocol
-
 from goaly.backlog.settings import BacklogSettings
 
 
-class Order(Protocol):
+class Order:
     """Running and finished tickets, and the order of delivery."""
 
-    def admit(self, index: int) -> None:
-        """Ticket `index` is under way. Indices only go up."""
-        ...
-
-    def finish(self, index: int) -> None:
-        """Its group is complete."""
-        ...
-
-    def drop(self, index: int) -> None:
-        """It will never be delivered."""
-        ...
-
-    def ready(self, count: int) -> bool:
-        """Whether `take(count)` would succeed."""
-        ...
-
-    @property
-    def oldest_under_way(self) -> int | None:
-        """The oldest running ticket; None if there is none."""
-        ...
-
-    @property
-    def finished(self) -> int:
-        """The number of finished tickets that were not delivered yet."""
-        ...
-
-    def take(self, count: int) -> Sequence[int] | None:
-        """The next `count` tickets in delivery order; None if there are fewer (WO-4)."""
-        ...
-
-
-def order_of(settings: BacklogSettings) -> Order:
-    """The order that the settings ask for."""
-    return WindowedOrder(settings.window) if settings.order == "windowed" else CompletionOrder()
-
-
-class WindowedOrder:
-    """Running and finished tickets, oldest first."""
-
-    def __init__(self, window: int):
-        if window < 1:
+    def __init__(self, window: int | None):
+        """`window` is that of windowed FIFO; None is completion order."""
+        if window is not None and window < 1:
             raise ValueError(f"window={window}: must be at least 1")
         self._window = window
-        self._open: dict[int, bool] = {}  # index -> finished; insertion order is the order of admission
+        self._open: dict[int, bool] = {}
+        """Whether each ticket has finished, in the order of admission. In completion order a ticket moves to the end
+        when it finishes."""
+
+    @classmethod
+    def of(cls, settings: BacklogSettings) -> "Order":
+        """The order that the settings ask for."""
+        return cls(settings.window if settings.order == "windowed" else None)
 
     def admit(self, index: int) -> None:
         """Ticket `index` is under way. Indices only go up."""
@@ -80,6 +45,8 @@ class WindowedOrder:
     def finish(self, index: int) -> None:
         """Its group is complete."""
         assert self._open[index] is False, f"ticket {index} finished twice"
+        if self._window is None:
+            del self._open[index]  # WO-5
         self._open[index] = True
 
     def drop(self, index: int) -> None:
@@ -91,7 +58,7 @@ class WindowedOrder:
         return self._choose(count) is not None
 
     def take(self, count: int) -> list[int] | None:
-        """The next `count` tickets in delivery order; None if the window has fewer (WO-4)."""
+        """The next `count` tickets in delivery order; None if there are fewer (WO-4)."""
         chosen = self._choose(count)
         for index in chosen or ():
             del self._open[index]
@@ -99,17 +66,20 @@ class WindowedOrder:
 
     @property
     def oldest_under_way(self) -> int | None:
-        """The oldest running ticket, which holds the window back."""
+        """The oldest running ticket, which holds a window back; None if there is none."""
         return next((index for index, done in self._open.items() if not done), None)
 
     @property
     def finished(self) -> int:
-        """How many tickets have finished and were not delivered yet."""
+        """The number of finished tickets that were not delivered yet."""
         return sum(self._open.values())
 
     def _choose(self, count: int) -> list[int] | None:
+        if self._window is None:
+            chosen = [index for index, done in self._open.items() if done][:count]
+            return chosen if len(chosen) == count else None
         remaining = list(self._open.items())
-        chosen: list[int] = []
+        chosen = []
         while len(chosen) < count:
             if not remaining:
                 return None
@@ -119,50 +89,3 @@ class WindowedOrder:
                 return None
             chosen.append(remaining.pop(place)[0])
         return chosen
-
-
-class CompletionOrder:
-    """Finished tickets in the order in which they finished; none waits for a running one."""
-
-    def __init__(self) -> None:
-        self._under_way: set[int] = set()
-        self._finished: dict[int, None] = {}  # in the order of finishing
-
-    def admit(self, index: int) -> None:
-        """Ticket `index` is under way."""
-        self._under_way.add(index)
-
-    def finish(self, index: int) -> None:
-        """Its group is complete."""
-        self._under_way.remove(index)
-        self._finished[index] = None
-
-    def drop(self, index: int) -> None:
-        """It will never be delivered."""
-        if index in self._finished:
-            del self._finished[index]  # WO-2
-        else:
-            self._under_way.remove(index)
-
-    def ready(self, count: int) -> bool:
-        """Whether `take(count)` would give them."""
-        return len(self._finished) >= count
-
-    def take(self, count: int) -> list[int] | None:
-        """The `count` tickets that finished first; None if there are fewer (WO-4, WO-5)."""
-        if not self.ready(count):
-            return None
-        chosen = list(islice(self._finished, count))
-        for index in chosen:
-            del self._finished[index]
-        return chosen
-
-    @property
-    def oldest_under_way(self) -> int | None:
-        """The oldest running ticket."""
-        return min(self._under_way, default=None)
-
-    @property
-    def finished(self) -> int:
-        """How many tickets have finished and were not delivered yet."""
-        return len(self._finished)

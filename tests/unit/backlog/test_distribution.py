@@ -19,7 +19,7 @@ from goaly.backlog.distribution import (
     total_variation,
     wasserstein,
 )
-from goaly.backlog.order import order_of
+from goaly.backlog.order import Order
 from goaly.backlog.settings import BacklogSettings
 
 SHORT, LONG = 4, 512
@@ -32,7 +32,7 @@ def followed(
 
     Tickets finish in this order, and batches are formed as soon as they can be.
     """
-    order, distribution, metrics = order_of(config), LengthDistribution(config), []
+    order, distribution, metrics = Order.of(config), LengthDistribution(config), []
     for index in range(len(lengths)):
         order.admit(index)
         distribution.admit(index)

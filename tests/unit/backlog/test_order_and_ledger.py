@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goaly.backlog.ledger import Ledger, State
-from goaly.backlog.order import CompletionOrder, WindowedOrder
+from goaly.backlog.order import Order
 
 
-def order_of(window: int, admitted: int, finished: list[int]) -> WindowedOrder:
-    order = WindowedOrder(window)
+def order_of(window: int, admitted: int, finished: list[int]) -> Order:
+    order = Order(window)
     for index in range(admitted):
         order.admit(index)
     for index in finished:
@@ -51,11 +51,11 @@ def test_of_the_deliverable_the_oldest_goes_first_whenever_it_finished():
 
 def test_a_window_below_one_is_refused():
     with pytest.raises(ValueError, match="window=0: must be at least 1"):
-        WindowedOrder(0)
+        Order(0)
 
 
 def test_completion_order_gives_the_first_to_finish_and_waits_for_none_under_way():
-    order = CompletionOrder()
+    order = Order(None)
     for index in range(5):
         order.admit(index)
     for index in (3, 1, 4):
