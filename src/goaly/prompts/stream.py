@@ -17,7 +17,7 @@ from goaly.prompts.blocks import Block, ShuffledFiles, fingerprint_of
 from goaly.prompts.files import prompts_of
 from goaly.prompts.prompt import Prompt, Split, split_of
 from goaly.prompts.settings import PromptSettings
-from goaly.prompts.tasks import Task, build_task
+from goaly.prompts.tasks.arithmetic import Arithmetic
 
 _DRAWS_BEFORE_GIVING_UP = 100_000
 _REPEATS_BEFORE_GIVING_UP = 2_000
@@ -34,7 +34,7 @@ def refuse_other(stream: str, identity: Mapping[str, Any], state: Mapping[str, A
 class TaskPrompts(BaseNode[Prompt]):
     """A task's problems, without end: number i depends on the seed, the split and i only."""
 
-    def __init__(self, task: Task, held_out_fraction: float, seed: int, split: Split):
+    def __init__(self, task: Arithmetic, held_out_fraction: float, seed: int, split: Split):
         super().__init__()
         self._task = task
         self._held_out_fraction = held_out_fraction
@@ -87,7 +87,7 @@ class PromptStream:
             self._prompts: BaseNode[Prompt] = ShuffledFiles(settings.files, self._own, order=order, passes=passes)
             self._source = f"{fingerprint_of(settings.files)} held_out={held_out}"
         else:
-            task = build_task(settings.task, settings.arithmetic)
+            task = Arithmetic(settings.arithmetic)
             self._prompts = TaskPrompts(task, held_out, settings.seed, split)
             self._source = f"{task.fingerprint} held_out={held_out}"
 

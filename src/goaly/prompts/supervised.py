@@ -25,7 +25,7 @@ from goaly.prompts.files import read_messages, read_tools
 from goaly.prompts.prompt import SPLIT_KEY, Message, Split, split_key_of, split_of_key
 from goaly.prompts.settings import SupervisedSettings
 from goaly.prompts.stream import TaskPrompts, refuse_other
-from goaly.prompts.tasks import build_task
+from goaly.prompts.tasks.arithmetic import Arithmetic
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.trajectory import PackedRows, pack_rows
 
@@ -37,8 +37,7 @@ class Demonstrations(BaseNode[Document]):
 
     def __init__(self, settings: SupervisedSettings, tokenizer: ChatTokenizer):
         super().__init__()
-        assert settings.task is not None
-        self._task = build_task(settings.task, settings.arithmetic, forgotten_carry_rate=settings.forgotten_carry_rate)
+        self._task = Arithmetic(settings.arithmetic, forgotten_carry_rate=settings.forgotten_carry_rate)
         self._prompts = TaskPrompts(self._task, settings.held_out_fraction, settings.seed, Split.TRAIN)
         self._settings = settings
         self._tokenizer = tokenizer

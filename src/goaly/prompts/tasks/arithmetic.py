@@ -31,13 +31,8 @@ class Arithmetic:
         self._weights = [digits**-self.settings.weight_power for digits in self._digits]
 
     @property
-    def name(self) -> str:
-        """The `source` of its prompts."""
-        return NAME
-
-    @property
     def fingerprint(self) -> str:
-        """Identifies the settings of the task."""
+        """Identifies the settings of the task; streams refuse to resume with another fingerprint."""
         options = asdict(self.settings) | {"forgotten_carry_rate": self._forgotten_carry_rate}
         return f"{NAME} {sorted(options.items())}"
 
@@ -51,10 +46,6 @@ class Arithmetic:
         """The written-out addition, with the teacher's mistakes."""
         first, second = prompt.messages[-1].content.removesuffix("=").split("+")
         return work_out(first, second, random, self._forgotten_carry_rate)
-
-    def verify(self, prompt: Prompt, response: str) -> float:
-        """1 for the right final answer, else 0."""
-        return verify(prompt, response)
 
 
 def addition(first: int, second: int) -> Prompt:
