@@ -1,10 +1,11 @@
 """The settings of an evaluation."""
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Literal
 
-from goaly.config.settings import settings
-from goaly.config.wording import idle
+from goaly.config.settings import Section, Settings
+from goaly.errors import ConfigError
 from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings
@@ -12,22 +13,23 @@ from goaly.prompts.settings import ChatSettings, PromptSettings
 from goaly.reward.settings import RewardSettings
 
 
-@settings
 class EvalGeneratorSettings(GeneratorSettings):
     """A vLLM engine in this process, whose weights never change."""
 
     def problems(self, prefix: str, *, device: str | None = None, updates: bool = False) -> list[str]:
-        """One line for each setting that cannot work here."""
-        found = super().problems(prefix, device=device, updates=updates)
+        """One line for each setting that cannot work here, where weights are not updated."""
+        return super().problems(prefix, device=device, updates=updates)
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        yield from super()._problems(at)
         for name in ("replicas", "tp"):
             if getattr(self, name) > 1:
-                found.append(f"{prefix}{name}={getattr(self, name)}: must be 1, an evaluation has one process")
-        found += idle(self, prefix, "an evaluation has no other process to wait for", "start_minutes")
-        return found + idle(self, prefix, "the weights never change", "on_update")
+                yield f"{at}{name}={getattr(self, name)}: must be 1, an evaluation has one process"
+        yield from at.idle("an evaluation has no other process to wait for", "start_minutes")
+        yield from at.idle("the weights never change", "on_update")
 
 
-@settings
-class EvalConfig:
+class EvalConfig(Settings):
     """An evaluation."""
 
     path: str
@@ -53,28 +55,23 @@ class EvalConfig:
     output: str | None = None
     """JSON file to write the results to."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each combination of settings that cannot work."""
-        found = idle(self.reward, f"{prefix}reward.", "an evaluation has one process", "placement")
-        found += self.evaluation.problems_beside(
-            f"{prefix}evaluation.", self.prompts, self.sampling, self.generator.max_context
-        )
-        if problems := self.model.problems(""):
-            return found + [line.replace("path=", f"{prefix}path=", 1) for line in problems]
-        from goaly.prompts.tokenizer import chat_problems  # imports jinja, which `--help` does not need
-
-        return found + chat_problems(self.chat, self.model.path, f"{prefix}chat.") + self._shape_problems(prefix)
-
-    def _shape_problems(self, prefix: str) -> list[str]:
-        from goaly.errors import ConfigError
+    def _problems(self, at: Section) -> Iterator[str]:
+        yield from at.reward.idle("an evaluation has one process", "placement")
+        max_context = self.generator.max_context
+        yield from self.evaluation.problems_beside(at.evaluation, self.prompts, self.sampling, max_context)
+        if problems := self.model.problems(str(at)):
+            yield from problems
+            return
         from goaly.models.spec import architecture, read_config  # imports torch, which `--help` does not need
+        from goaly.prompts.tokenizer import chat_problems  # imports jinja
 
-        model = f"{prefix}path={self.path}"
+        yield from chat_problems(self.chat, self.model.path, f"{at}chat.")
         try:
-            shape = architecture(read_config(self.model.path), where=model)
+            shape = architecture(read_config(self.model.path), where=at.path)
         except ConfigError as error:
-            return error.problems
-        return self.generator.model_problems(f"{prefix}generator.", model, shape)
+            yield from error.problems
+        else:
+            yield from self.generator.model_problems(at.generator, at.path, shape)
 
     @property
     def model(self) -> ModelSettings:

@@ -1,8 +1,9 @@
 """The settings of a supervised run."""
 
+from collections.abc import Iterator
 from dataclasses import field
 
-from goaly.config.settings import NonNegativeInt, PositiveInt, settings
+from goaly.config.settings import NonNegativeInt, PositiveInt, Section, Settings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel
 from goaly.prompts.settings import ChatSettings, SupervisedSettings
@@ -10,8 +11,7 @@ from goaly.telemetry.settings import TelemetrySettings
 from goaly.train.settings import TrainerSettings
 
 
-@settings
-class SftConfig:
+class SftConfig(Settings):
     """A supervised run."""
 
     output: str
@@ -33,31 +33,20 @@ class SftConfig:
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     """Records and progress display of the run; a supervised run has no trace and no rollout journal."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each combination of settings that cannot work."""
-        found = []
+    def _problems(self, at: Section) -> Iterator[str]:
         if (self.model is None) == (self.tiny is None):
-            found.append(f"{prefix}model: set it, or {prefix}tiny, and not both")
+            yield f"{at}model: set it, or {at}tiny, and not both"
         if self.data.rows_per_step % self.trainer.fsdp:
-            found.append(
-                f"{prefix}data.rows_per_step={self.data.rows_per_step}: must be a multiple of "
-                f"{prefix}trainer.fsdp={self.trainer.fsdp}"
-            )
+            yield f"{at.data.rows_per_step}: must be a multiple of {at.trainer.fsdp}"
         if self.trainer.minibatches != 1:
-            found.append(
-                f"{prefix}trainer.minibatches={self.trainer.minibatches}: must be 1 in a supervised run; "
-                f"{prefix}data.rows_per_step is the size of a step"
-            )
-        found += self.trainer.device_problems(f"{prefix}trainer.")
+            size = f"{at}data.rows_per_step is the size of a step"
+            yield f"{at.trainer.minibatches}: must be 1 in a supervised run; {size}"
+        yield from self.trainer.device_problems(f"{at}trainer.")
         if self.checkpoint_every and self.trainer.ranks > 1:
-            found.append(f"{prefix}checkpoint_every={self.checkpoint_every}: must be 0 with several ranks")
+            yield f"{at.checkpoint_every}: must be 0 with several ranks"
         if self.tiny is not None and self.data.row_length > self.tiny.max_context:
-            found.append(
-                f"{prefix}data.row_length={self.data.row_length}: must be at most "
-                f"{prefix}tiny.max_context={self.tiny.max_context}"
-            )
+            yield f"{at.data.row_length}: must be at most {at.tiny.max_context}"
         if self.model is not None and not self.model.problems(""):
             from goaly.prompts.tokenizer import chat_problems  # imports jinja, which `--help` does not need
 
-            found += chat_problems(self.chat, self.model.path, f"{prefix}chat.")
-        return found
+            yield from chat_problems(self.chat, self.model.path, f"{at}chat.")

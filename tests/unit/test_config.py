@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import field, replace
 from math import inf
 from pathlib import Path
@@ -16,13 +17,11 @@ from hypothesis import strategies as st
 from goaly.config import Loaded, exit_code, load, to_yaml
 from goaly.config.help import help_text
 from goaly.config.schema import default_values, plain
-from goaly.config.settings import PositiveInt
-from goaly.config.settings import settings as settings_class
+from goaly.config.settings import PositiveInt, Section, Settings
 from goaly.errors import ConfigError
 
 
-@settings_class
-class Optimizer:
+class Optimizer(Settings):
     """The optimizer's numbers."""
 
     lr: float = 1e-3
@@ -32,12 +31,12 @@ class Optimizer:
     mode: Literal["keep", "drain"] = "keep"
     """What happens to running sequences."""
 
-    def problems(self, prefix: str) -> list[str]:
-        return [f"{prefix}lr={self.lr}: must be positive"] if self.lr <= 0 else []
+    def _problems(self, at: Section) -> Iterator[str]:
+        if self.lr <= 0:
+            yield f"{at.lr}: must be positive"
 
 
-@settings_class
-class Train:
+class Train(Settings):
     """How it trains."""
 
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=0.5))
@@ -47,14 +46,12 @@ class Train:
     progress: Literal["on", "off"] = "on"
 
 
-@settings_class
-class Source:
+class Source(Settings):
     file: str
     weight: float = 1.0
 
 
-@settings_class
-class Config:
+class Config(Settings):
     name: str
     """Names the run."""
     seed: int | None = None
@@ -66,8 +63,9 @@ class Config:
     reference: Optimizer | None = None
     extra: Any = None
 
-    def problems(self, prefix: str) -> list[str]:
-        return [f"{prefix}seed={self.seed}: must not be 13"] if self.seed == 13 else []
+    def _problems(self, at: Section) -> Iterator[str]:
+        if self.seed == 13:
+            yield f"{at.seed}: must not be 13"
 
 
 def read(*argv: str) -> Config:
@@ -121,25 +119,24 @@ def test_problems_of_the_root_and_of_nested_sections_carry_their_full_key():
     ]
 
 
-@settings_class
-class Bounded:
+class Bounded(Settings):
     count: PositiveInt = 1
     share: Annotated[float, Gt(0), Lt(1)] | None = None
     twice: int = 2
 
-    def problems(self, prefix: str) -> list[str]:
-        found = [f"{prefix}twice={self.twice}: must be even"] if self.twice % 2 else []
-        return [*found, f"{prefix}twice={self.twice}: must be 2 * {prefix}count={self.count}"]
+    def _problems(self, at: Section) -> Iterator[str]:
+        if self.twice % 2:
+            yield f"{at.twice}: must be even"
+        yield f"{at.twice}: must be 2 * {at.count}"
 
 
-@settings_class
-class Root:
+class Root(Settings):
     steps: PositiveInt
     left: Bounded = field(default_factory=Bounded)
     right: tuple[Bounded, ...] = ()
 
-    def problems(self, prefix: str) -> list[str]:
-        return [f"{prefix}right: takes {prefix}steps={self.steps}", f"{prefix}left: takes {prefix}left.count"]
+    def _problems(self, at: Section) -> Iterator[str]:
+        yield from (f"{at}right: takes {at.steps}", f"{at}left: takes {at}left.count")
 
 
 @pytest.mark.parametrize("steps", ["steps=0", "steps=x", "steps=3", ""])
@@ -387,7 +384,6 @@ def test_help_documents_every_key_with_type_default_and_docstring():
 
 
 def test_docstrings_are_found_in_classes_defined_inside_functions_and_inherited():
-    @settings_class
     class Child(Train):
         own: int = 0
         """Its own."""
@@ -443,8 +439,7 @@ def test_the_exit_code_is_what_main_returns_and_its_errors_pass():
 
 
 def test_a_field_that_no_yaml_can_hold_is_refused_whatever_was_given():
-    @settings_class
-    class Wrong:
+    class Wrong(Settings):
         when: set[int] = field(default_factory=set)
 
     with pytest.raises(TypeError, match="cannot hold"):

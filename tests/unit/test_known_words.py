@@ -10,7 +10,7 @@ import pytest
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
 from goaly.config.schema import hints
-from goaly.config.settings import settings
+from goaly.config.settings import Settings
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.reward.settings import AdvantageSettings
 from goaly.run.config import RunConfig
@@ -94,8 +94,7 @@ def test_all_unknown_words_of_one_section_are_told_at_once():
 
 
 def test_a_truth_value_is_no_number_among_words():
-    @settings
-    class Level:
+    class Level(Settings):
         height: Literal["low", -1] | float | None = None
 
     assert [Level(height=height).height for height in ("low", -1, 0.5, 3, None)] == ["low", -1, 0.5, 3, None]

@@ -7,6 +7,7 @@ import pytest
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
 from goaly.config import load
+from goaly.config.settings import Section
 from goaly.errors import ConfigError
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.spec import architecture, read_config
@@ -219,10 +220,11 @@ def test_a_split_without_a_problem_is_told_before_anything_starts(tmp_path: Path
 def test_a_head_dimension_that_vllm_has_no_cpu_attention_for_is_told_before_anything_starts(tmp_path: Path):
     odd = write_tiny_model(tmp_path / "odd", TinyModel(layers=1, head_dim=24))
     generator = GeneratorSettings(max_context=16)
+    at = Section(generator, "generator.")
     shape = architecture(read_config(str(odd)), where="odd")
-    (told,) = generator.model_problems("generator.", "model.path=odd", shape, device="cpu")
+    (told,) = generator.model_problems(at, "model.path=odd", shape, device="cpu")
     assert told.startswith("model.path=odd: has attention heads of dimension 24, must be one of 32, 64, 80")
-    assert generator.model_problems("generator.", "model.path=odd", shape, device="cuda") == []
+    assert list(generator.model_problems(at, "model.path=odd", shape, device="cuda")) == []
     for found in (refused(odd), evaluation_refused(odd)):
         assert [line for line in found if "attention heads of dimension 24" in line] == found
 

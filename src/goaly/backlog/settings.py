@@ -1,15 +1,14 @@
 """How many groups make a training step, and how far generation may run ahead of training."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from goaly.config.settings import AtLeastOne, NonNegativeInt, PositiveInt, settings
-from goaly.config.wording import idle
+from goaly.config.settings import AtLeastOne, NonNegativeInt, PositiveInt, Section, Settings
 
 
-@settings
-class BacklogSettings:
+class BacklogSettings(Settings):
     """Admission, order and packing of groups on their way from the prompt to the trainer."""
 
     groups_per_step: PositiveInt = 8
@@ -49,23 +48,16 @@ class BacklogSettings:
             return None
         return self.max_staleness + -(-(self.window - 1) // self.groups_per_step)
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each combination that cannot work. `prefix` is the section's path with its dot, `backlog.`."""
-        found = []
+    def _problems(self, at: Section) -> Iterator[str]:
         if self.length_correction != "none" and self.order != "completion":
-            found.append(
-                f"{prefix}length_correction={self.length_correction}: must be none where {prefix}order is "
-                f"{self.order}, which leaves nothing to correct"
+            yield (
+                f"{at.length_correction}: must be none where {at}order is {self.order}, which leaves nothing to correct"
             )
         if self.order == "completion":
-            found += idle(self, prefix, f"{prefix}order is completion", "window")
+            yield from at.idle(f"{at}order is completion", "window")
         if self.length_correction == "none":
-            found += idle(self, prefix, f"{prefix}length_correction is none", "max_length_weight")
+            yield from at.idle(f"{at}length_correction is none", "max_length_weight")
         if not self.dynamic_sampling:
-            found += idle(self, prefix, f"{prefix}dynamic_sampling is off", "max_no_signal_share")
+            yield from at.idle(f"{at}dynamic_sampling is off", "max_no_signal_share")
         if self.dynamic_sampling and self.group_size < 2:
-            found.append(
-                f"{prefix}group_size={self.group_size}: must be at least 2 where {prefix}dynamic_sampling is on, or no "
-                "group has a signal"
-            )
-        return found
+            yield f"{at.group_size}: must be at least 2 where {at}dynamic_sampling is on, or no group has a signal"

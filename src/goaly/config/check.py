@@ -64,24 +64,25 @@ def check(
     for fault in found:
         removed = _remove(values, fault.steps)
         wrong |= {_joined(path, *removed)} if fault.kind != "unknown" else set()
-    of_sections = _section_problems(schema, values, path) if config is None else problems(config, path)
+    of_sections = _section_problems(schema, values, path) if config is None else all_problems(config, path)
     # The defaults of wrong keys stood in for them: leave out lines about those defaults.
     others = (line for line in of_sections if not any(_names(line, key) for key in wrong))
     return config, list(dict.fromkeys([*(fault.line for fault in found), *others]))
 
 
-def problems(settings: Any, path: str = "") -> Iterator[str]:
+def all_problems(settings: Any, path: str = "") -> Iterator[str]:
     """The lines of the `problems` methods of all sections below the settings, then of the settings themselves."""
+    inner: Iterable[tuple[Any, Any]] = ()
     if is_dataclass(settings):
-        inner: Iterable[tuple[Any, Any]] = ((field.name, getattr(settings, field.name)) for field in fields(settings))
+        inner = ((field.name, getattr(settings, field.name)) for field in fields(settings))
     elif isinstance(settings, dict):
         inner = settings.items()
-    else:
-        inner = enumerate(settings) if isinstance(settings, (list, tuple)) else ()
+    elif isinstance(settings, (list, tuple)):
+        inner = enumerate(settings)
     for name, value in inner:
-        yield from problems(value, join(path, name))
-    if is_dataclass(settings) and hasattr(settings, "problems"):
-        yield from settings.problems(f"{path}." if path else "")
+        yield from all_problems(value, join(path, name))
+    if is_dataclass(settings):
+        yield from typing.cast(Any, settings).problems(f"{path}." if path else "")
 
 
 def _names(line: str, key: str) -> bool:
@@ -93,7 +94,7 @@ def _names(line: str, key: str) -> bool:
 def _section_problems(schema: type, values: dict[str, Any], path: str) -> Iterator[str]:
     """The same for all sections that can be built from these values, if the whole cannot."""
     try:
-        yield from problems(_validated(schema, values), path)
+        yield from all_problems(_validated(schema, values), path)
     except ValidationError:
         for name, annotation in hints(schema).items():
             section = section_of(annotation)

@@ -5,7 +5,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from goaly.config.schema import bounded_members, field_default, hints
+from goaly.config.schema import bounded_members, hints
 
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "multiple_of": "a multiple of"}
 
@@ -62,12 +62,3 @@ def _one_type(kind: Any) -> str:
     if kind not in words:
         raise TypeError(f"a config cannot hold {kind!r}")
     return words[kind]
-
-
-def idle(settings: Any, prefix: str, reason: str, *names: str) -> list[str]:
-    """One line for each of these keys (none: of all keys) that is set but has no effect, for this reason."""
-    return [
-        f"{prefix}{field.name}={show(value)}: has no effect, {reason}"
-        for field in dataclasses.fields(settings)
-        if (field.name in names or not names) and field_default(field) != (True, value := getattr(settings, field.name))
-    ]

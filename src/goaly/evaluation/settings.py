@@ -1,23 +1,22 @@
 """Evaluation settings, the same for a run and for `apps/eval`."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from goaly.config.settings import PositiveInt, settings
-from goaly.config.wording import idle
+from goaly.config.settings import PositiveInt, Section, Settings
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Split
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings, source_problems
-from goaly.reward.settings import RewardSettings
+from goaly.reward.settings import verifier_problems
 
 HELD_OUT = "held_out"
 """Name of the only set where `sets` is empty."""
 
 
-@settings
-class EvaluationSet:
+class EvaluationSet(Settings):
     """Problems of an evaluation: of a task, of files, or the held-out share of `prompts`."""
 
     task: str | None = None
@@ -59,28 +58,21 @@ class EvaluationSet:
         """The sampling parameters of this set, if `sampling` has those of all others."""
         return replace(sampling, **self.sampling)
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the set's path with its dot."""
-        found = []
+    def _problems(self, at: Section) -> Iterator[str]:
         if self.task is not None or self.files:
-            found += source_problems(self.task, self.files, self.arithmetic, prefix)
-        elif self.arithmetic != ArithmeticSettings():
-            found += idle(self.arithmetic, f"{prefix}arithmetic.", f"{prefix}task is null")
+            yield from source_problems(self.task, self.files, at)
+        else:
+            yield from at.arithmetic.idle(f"{at}task is null")
         if self.task is not None and self.count is None:
-            found.append(f"{prefix}prompts=all: must be a number where {prefix}task makes problems without end")
+            yield f"{at.prompts}: must be a number where {at}task makes problems without end"
         for k in self.pass_at:
             if not 1 <= k <= self.samples_per_prompt:
-                found.append(
-                    f"{prefix}pass_at={list(self.pass_at)}: {k} must be at least 1 and at most "
-                    f"{prefix}samples_per_prompt={self.samples_per_prompt}"
-                )
+                yield f"{at.pass_at}: {k} must be at least 1 and at most {at.samples_per_prompt}"
         if self.verifier is not None:
-            found += RewardSettings(verifier=self.verifier).problems(prefix)
-        return found
+            yield from verifier_problems(self.verifier, at)
 
 
-@settings
-class EvaluationSettings:
+class EvaluationSettings(Settings):
     """Problems on which the policy is evaluated: the held-out share of `prompts`, or `sets`."""
 
     prompts: PositiveInt = 256
@@ -112,29 +104,24 @@ class EvaluationSettings:
         """The path of a set's keys below this section's, with its dot."""
         return f"sets.{name}." if self.sets else ""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot, `evaluation.`."""
-        found = []
+    def _problems(self, at: Section) -> Iterator[str]:
         for name in self.sets:
             if not re.fullmatch(r"[\w-]+", name):
-                found.append(f"{prefix}sets: {name!r} must be a name of letters, digits, _ and -")
+                yield f"{at}sets: {name!r} must be a name of letters, digits, _ and -"
         if self.sets:
-            why = f"{prefix}sets have their own"
-            found += idle(self, prefix, why, "prompts", "samples_per_prompt", "temperature")
-        return found
+            yield from at.idle(f"{at}sets have their own", "prompts", "samples_per_prompt", "temperature")
 
     def problems_beside(
-        self, prefix: str, prompts: PromptSettings, sampling: SamplingSettings, max_context: int
-    ) -> list[str]:
+        self, at: Section, prompts: PromptSettings, sampling: SamplingSettings, max_context: int
+    ) -> Iterator[str]:
         """One line for each setting that cannot work with a run's `prompts`, `sampling` and context length."""
-        if self.problems(prefix) or any(one.problems("") for one in self.sets.values()):
-            return []  # the sections' own
-        found = []
+        if self.problems("") or any(one.problems("") for one in self.sets.values()):
+            return  # the sections' own
         for name, one in self.named.items():
-            key = f"{prefix}{self.key(name)}"
-            found += _sampling_problems(one, f"{key}sampling" if self.sets else key[:-1], sampling, max_context)
-            found += [] if prompts.problems("") else _source_problems(one, key, prompts)
-        return found
+            key = f"{at}{self.key(name)}"
+            yield from _sampling_problems(one, f"{key}sampling" if self.sets else key[:-1], sampling, max_context)
+            if not prompts.problems("") and (problem := _source_problem(one, key, prompts)) is not None:
+                yield problem
 
 
 def _sampling_problems(one: EvaluationSet, key: str, sampling: SamplingSettings, max_context: int) -> list[str]:
@@ -148,32 +135,26 @@ def _sampling_problems(one: EvaluationSet, key: str, sampling: SamplingSettings,
     return found
 
 
-def _source_problems(one: EvaluationSet, key: str, prompts: PromptSettings) -> list[str]:
+def _source_problem(one: EvaluationSet, key: str, prompts: PromptSettings) -> str | None:
     from goaly.prompts.mixture import empty_split, unreadable
 
     of_training = (prompts.files, *(source.files for source in prompts.sources))
     trained = {Path(file).resolve() for files in of_training for file in files}
     if both := sorted(file for file in one.files if Path(file).resolve() in trained):
-        return [
+        return (
             f"{key}files: {', '.join(both)} must not be a file of `prompts`, on which the run trains; a set without "
             "`task` and `files` asks the held-out share of `prompts`"
-        ]
+        )
     source, split = one.source(prompts)
     if (why := unreadable(source)) is not None:
-        return [f"{'prompts.' if source is prompts else key}files: {why}"]
+        return f"{'prompts.' if source is prompts else key}files: {why}"
     if source is not prompts:
         why = empty_split(source, split)
-        return [] if why is None else [f"{key}prompts={one.prompts}: there is no such problem: {why}"]
-    if one.count is None and not _is_of_files(prompts):
-        return [f"{key}prompts=all: must be a number where a task of `prompts` makes problems without end"]
+        return why and f"{key}prompts={one.prompts}: there is no such problem: {why}"
+    if one.count is None and any(each.task is not None for each in prompts.sources or (prompts,)):
+        return f"{key}prompts=all: must be a number where a task of `prompts` makes problems without end"
     why = "it holds out none" if prompts.held_out_fraction == 0 else empty_split(source, split)
-    if why is None:
-        return []
-    return [
+    return why and (
         f"prompts.held_out_fraction={prompts.held_out_fraction}: must be higher where an evaluation asks held-out "
         f"prompts, or give evaluation.sets problems of their own: {why}"
-    ]
-
-
-def _is_of_files(prompts: PromptSettings) -> bool:
-    return all(source.task is None for source in prompts.sources) if prompts.sources else prompts.task is None
+    )

@@ -1,13 +1,16 @@
 """Settings of the generator replicas, and the default sampling parameters of requests."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen
 
-from goaly.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Share, settings
+from goaly.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings, Share
+
+if TYPE_CHECKING:
+    from goaly.models.spec import Architecture
 
 PREPACKED = (
     "vLLM's own models prepack their linear layers on CPU, so weight updates cannot reach them; "
@@ -20,97 +23,68 @@ FLIP_UNDER_GRAPHS = (
 )
 
 
-@settings
-class GeneratorSettings:
+class GeneratorSettings(Settings):
     """A vLLM engine in each generator process."""
 
     replicas: PositiveInt = 1
     """Number of engines that generate in parallel."""
-
     tp: PositiveInt = 1
     """Tensor-parallel processes of one replica."""
-
     engine: Literal["torchtitan", "native"] = "torchtitan"
     """Model definition inside vLLM: "torchtitan" (the trainer's own) or "native" (vLLM's). A run that trains supports
     "native" for Qwen3 on GPUs; on CPU its weights cannot change."""
-
     max_running: PositiveInt = 128
     """Most requests that a replica decodes at once; more wait."""
-
     max_context: Annotated[int, Ge(2)] = 1024
     """Most tokens of a prompt and its answer together; an answer that reaches it ends as at its token limit."""
-
     max_step_tokens: int = 4096
     """Most tokens that one engine step computes; on GPUs a longer prompt is prefilled in parts."""
-
     kv_cache_gib: PositiveFloat = 0.5
     """Memory of the key-value cache of each process, in GiB."""
-
     on_update: Literal["recompute", "keep", "drain"] = "recompute"
     """Running requests under new weights: "recompute" computes their key-value cache again, "keep" keeps the old cache,
     "drain" waits for them to finish before it applies the weights."""
-
     prefix_caching: bool = True
     """Compute the shared prompt of a group's samples only once."""
-
     cuda_graphs: bool = True
     """Record decode steps as CUDA graphs; no effect on CPU."""
-
     threads: PositiveInt = 1
     """CPU threads of each process."""
-
     start_minutes: PositiveFloat = 30.0
     """Time limit for the start of a replica: to load the model and to catch up with the weights. A replica that takes
     longer is killed: at the start of the run this ends the run, later it starts another one. Raise it for models that
     load slowly."""
-
     seed: int = 0
     """Seeds the sampling of requests without a seed of their own; replica i uses seed + i."""
 
     def problems(self, prefix: str, *, device: str | None = None, updates: bool = True) -> list[str]:
         """One line for each setting that cannot work on `device` (null: vLLM's own), with weight updates or without."""
-        problems = []
-        if self.max_step_tokens < self.max_running:
-            problems.append(
-                f"{prefix}max_step_tokens={self.max_step_tokens}: must be at least {prefix}max_running="
-                f"{self.max_running}, because each running request decodes one token in a step"
-            )
+        found = super().problems(prefix)
         if self.engine == "native" and updates and (device or vllm_device()) == "cpu":
-            problems.append(f'{prefix}engine="native": {PREPACKED}')
-        return problems
+            found.append(f"{prefix}engine=native: {PREPACKED}")
+        return found
 
-    def model_problems(self, prefix: str, model: str, shape: "ModelShape", *, device: str | None = None) -> list[str]:
+    def _problems(self, at: Section) -> Iterator[str]:
+        if self.max_step_tokens < self.max_running:
+            because = "because each running request decodes one token in a step"
+            yield f"{at.max_step_tokens}: must be at least {at.max_running}, {because}"
+
+    def model_problems(
+        self, at: Section, model: str, shape: "Architecture", *, device: str | None = None
+    ) -> Iterator[str]:
         """One line for each reason why `device` cannot serve this model; `model` is its name in messages."""
-        problems = []
         if self.max_context > shape.max_context:
-            problems.append(
-                f"{prefix}max_context={self.max_context}: must be at most the model's context of {shape.max_context}"
-            )
+            yield f"{at.max_context}: must be at most the model's context of {shape.max_context}"
         if (device or vllm_device()) == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
             known = ", ".join(map(str, CPU_HEAD_DIMS))
-            problems.append(
+            yield (
                 f"{model}: has attention heads of dimension {shape.head_dim}, must be one of {known} on CPU, because "
                 "vLLM's attention has no others"
             )
-        return problems
 
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions for which vLLM's attention on CPU has kernels (`tests/characterization` compares them)."""
-
-
-class ModelShape(Protocol):
-    """The part of a model's shape that a generator needs."""
-
-    @property
-    def head_dim(self) -> int:
-        """Width of an attention head."""
-        ...
-
-    @property
-    def max_context(self) -> int:
-        """Most positions that the model knows."""
-        ...
 
 
 def vllm_device() -> str:
@@ -142,76 +116,54 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 Penalty = Annotated[float, Ge(-2), Le(2)]
 
 
-@settings
-class SamplingSettings:
+class SamplingSettings(Settings):
     """How answers are sampled."""
 
     temperature: float = 1.0
     """Logits are divided by it; 0 decodes greedily. In a run that trains it must be `trainer.temperature`."""
-
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Sample from the smallest set of tokens with at least this probability; 1 is all tokens. For evaluations: it must
     be 1 in a run that trains."""
-
     top_k: Literal[-1] | PositiveInt = -1
     """Sample from so many of the most likely tokens; -1 is all tokens. For evaluations: it must be -1 in a run that
     trains."""
-
     min_p: Share = 0.0
     """Sample from the tokens with at least this share of the most likely token's probability; 0 is all tokens. For
     evaluations: it must be 0 in a run that trains."""
-
     presence_penalty: Penalty = 0.0
     """Subtracted from the logit of each token that is in the answer already. For evaluations: it must be 0 in a run
     that trains."""
-
     frequency_penalty: Penalty = 0.0
     """Subtracted from a token's logit once for each time that it is in the answer already. For evaluations: it must be
     0 in a run that trains."""
-
     repetition_penalty: PositiveFloat = 1.0
     """Divides the logit of each token that is in the prompt or the answer already; above 1 such tokens become less
     likely. For evaluations: it must be 1 in a run that trains."""
-
     max_tokens: PositiveInt = 256
     """Most tokens of one answer."""
-
     min_tokens: NonNegativeInt = 0
     """Fewest tokens of one answer: before, no stop token is drawn and no stop string ends it. For evaluations: it must
     be 0 in a run that trains, because forbidding stop tokens changes the distribution."""
-
     stop: list[Annotated[str, MinLen(1)]] = field(default_factory=list)
     """Texts that end an answer, such as `["\\n\\n"]`. The tokens that contain such a text stay in the answer."""
-
     stop_token_ids: list[NonNegativeInt] | None = None
     """Tokens that end an answer, instead of the model's own; null: those in the model's `generation_config.json` and in
     its tokenizer."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot, `sampling.`."""
-        found = []
+    def _problems(self, at: Section) -> Iterator[str]:
         if self.temperature != 0 and not LOWEST_TEMPERATURE <= self.temperature <= HIGHEST_TEMPERATURE:
-            found.append(
-                f"{prefix}temperature={self.temperature}: must be 0 (greedy), or at least {LOWEST_TEMPERATURE} and at "
-                f"most {HIGHEST_TEMPERATURE}"
-            )
+            bounds = f"at least {LOWEST_TEMPERATURE} and at most {HIGHEST_TEMPERATURE}"
+            yield f"{at.temperature}: must be 0 (greedy), or {bounds}"
         if self.min_tokens > self.max_tokens:
-            found.append(f"{prefix}min_tokens={self.min_tokens}: must be at most {prefix}max_tokens={self.max_tokens}")
-        return found
+            yield f"{at.min_tokens}: must be at most {at.max_tokens}"
 
-    def training_problems(self, prefix: str, trainer: str, temperature: float) -> list[str]:
+    def training_problems(self, at: Section, trainer: str, temperature: float) -> Iterator[str]:
         """One line for each setting that makes the sampled distribution differ from the trained one: all tokens, at
         `temperature`, which is the setting `trainer`."""
-        problems = []
         if self.temperature != temperature:
-            problems.append(
-                f"{prefix}temperature={self.temperature}: must be {trainer} ({temperature}), or the run trains another "
-                "distribution than it samples"
-            )
-        for key in (key for key in vars(self) if key in NEUTRAL and key != "temperature"):
-            if (value := getattr(self, key)) != NEUTRAL[key]:
-                problems.append(
-                    f"{prefix}{key}={value}: must be {NEUTRAL[key]} in a run that trains, because the "
-                    "trainer's log-probabilities are over all tokens"
-                )
-        return problems
+            otherwise = "or the run trains another distribution than it samples"
+            yield f"{at.temperature}: must be {trainer} ({temperature}), {otherwise}"
+        because = "because the trainer's log-probabilities are over all tokens"
+        for key, value in vars(self).items():
+            if key != "temperature" and value != NEUTRAL.get(key, value):
+                yield f"{at}{key}={value}: must be {NEUTRAL[key]} in a run that trains, {because}"

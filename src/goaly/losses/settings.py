@@ -1,16 +1,15 @@
 """The loss that the trainer minimizes: its aggregation, its off-policy corrections and its KL term."""
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Any, Literal
 
-from goaly.config.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, settings
-from goaly.config.wording import idle
+from goaly.config.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
 
 Importance = Literal["token", "sequence", "geometric"]
 
 
-@settings
-class Rejection:
+class Rejection(Settings):
     """A rule that leaves tokens out of the loss where the trainer and the sampler disagree about them."""
 
     measure: Literal["ratio", "log_ratio", "k1", "k2", "k3", "binary_kl"]
@@ -32,23 +31,19 @@ class Rejection:
         """Its name in metrics."""
         return f"{self.measure}_{self.level}" + ("_current" if self.policy == "current" else "")
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each combination that cannot work. `prefix` is the rule's path with its dot."""
+    def _problems(self, at: Section) -> Iterator[str]:
         bounds = {name: bound for name in ("low", "high") if (bound := getattr(self, name)) is not None}
+        too_low = {name: bound for name, bound in bounds.items() if bound <= 0}
         if not bounds:
-            return [f"{prefix}high: is not set, and neither is {prefix}low: one is needed"]
-        found = [
-            f"{prefix}{name}={bound}: must be above 0, or null: no {self.measure} is below 0"
-            for name, bound in bounds.items()
-            if self.measure not in ("k1", "log_ratio") and bound <= 0
-        ]
-        if not found and len(bounds) == 2 and bounds["low"] >= bounds["high"]:
-            found.append(f"{prefix}low={self.low}: must be below {prefix}high={self.high}")
-        return found
+            yield f"{at}high: is not set, and neither is {at}low: one is needed"
+        elif too_low and self.measure not in ("k1", "log_ratio"):
+            for name, bound in too_low.items():
+                yield f"{at}{name}={bound}: must be above 0, or null: no {self.measure} is below 0"
+        elif len(bounds) == 2 and bounds["low"] >= bounds["high"]:
+            yield f"{at.low}: must be below {at.high}"
 
 
-@settings
-class LossSettings:
+class LossSettings(Settings):
     """The loss that the trainer minimizes; `docs/algorithms.md` has the formulas."""
 
     name: str = "grpo"
@@ -90,58 +85,41 @@ class LossSettings:
     """Weight of the policy's entropy at each trained token, which is subtracted from the loss. Raise it from 0 (to
     1e-3, say) if the entropy falls before rewards have risen."""
 
-    def options_have_no_effect(self, optimizer_steps: int) -> bool:
-        """Whether the loss's options are without effect in a batch of so many steps, because all ratios are 1."""
-        from goaly.losses.policy import traits  # imports torch, which `--help` does not need
+    def _problems(self, at: Section) -> Iterator[str]:
+        from goaly.losses.policy import LOSSES, traits  # imports torch, which `--help` does not need
 
-        return self.proximal == "trainer" and optimizer_steps == 1 and traits(self.name).bounds_ratio
-
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot, such as `loss.`."""
-        from goaly.losses.policy import LOSSES  # imports torch, which `--help` does not need
-
-        lines = LOSSES.problems(prefix, self.name, self.options)
-        lines += self._aggregation_problems(prefix) + self._correction_problems(prefix)
-        if self.kl_coef == 0:
-            lines += idle(self, prefix, f"{prefix}kl_coef is 0", "kl_estimator")
-        return lines
-
-    def _aggregation_problems(self, prefix: str) -> list[str]:
-        from goaly.losses.policy import traits
-
+        yield from LOSSES.problems(str(at), self.name, self.options)
         aggregation = self.aggregation or traits(self.name).aggregation
         if aggregation == "sequence_sum" and self.constant_length is None:
-            return [f"{prefix}constant_length: is not set, the aggregation sequence_sum needs it"]
-        if aggregation != "sequence_sum" and self.constant_length is not None:
-            return [f"{prefix}constant_length={self.constant_length}: has no effect, the aggregation is {aggregation}"]
-        return []
-
-    def _correction_problems(self, prefix: str) -> list[str]:
-        from goaly.losses.policy import traits
-
-        lines = []
+            yield f"{at}constant_length: is not set, the aggregation sequence_sum needs it"
+        if aggregation != "sequence_sum":
+            yield from at.idle(f"the aggregation is {aggregation}", "constant_length")
         if self.importance == "token" and self.proximal != "sampler" and traits(self.name).ratio == "sequence":
-            lines.append(
-                f"{prefix}importance=token: must be sequence or geometric, because with "
-                f"{prefix}proximal={self.proximal} the weight goes with the ratio, and the loss {self.name} has one "
-                "ratio a sequence"
+            yield (
+                f"{at.importance}: must be sequence or geometric, because with {at.proximal} the weight goes with the "
+                f"ratio, and the loss {self.name} has one ratio a sequence"
             )
         floor, cap = self.importance_floor, self.importance_cap
         if floor is not None and cap is not None and floor >= cap:
-            lines.append(f"{prefix}importance_floor={floor}: must be below {prefix}importance_cap={cap}")
+            yield f"{at.importance_floor}: must be below {at.importance_cap}"
         if self.proximal == "sampler":
-            why = f"with {prefix}proximal=sampler the weight is 1"
-            lines += idle(self, prefix, why, "importance", "importance_cap", "importance_floor")
-        names = [rule.name for rule in self.rejections]
-        for at, rule in enumerate(self.rejections):
-            lines += rule.problems(f"{prefix}rejections.{at}.")
-            if rule.name in names[:at]:
-                lines.append(f"{prefix}rejections.{at}: {rule.measure} by {rule.level} is there already")
-            if rule.policy == "proximal" and self.proximal == "sampler":
-                lines.append(
-                    f"{prefix}rejections.{at}.policy=proximal: has no effect, with {prefix}proximal=sampler the "
-                    "proximal policy is the sampler itself; current compares the policy that is trained"
-                )
+            why = f"with {at.proximal} the weight is 1"
+            yield from at.idle(why, "importance", "importance_cap", "importance_floor")
+        yield from self._rejection_problems(at)
         if self.denominator == "after" and not self.rejections and self.max_age is None and not self.mask_truncated:
-            lines.append(f"{prefix}denominator=after: has no effect, nothing is left out")
-        return lines
+            yield f"{at.denominator}: has no effect, nothing is left out"
+        if self.kl_coef == 0:
+            yield from at.idle(f"{at}kl_coef is 0", "kl_estimator")
+
+    def _rejection_problems(self, at: Section) -> Iterator[str]:
+        names = [rule.name for rule in self.rejections]
+        for number, rule in enumerate(self.rejections):
+            key = f"{at}rejections.{number}"
+            yield from rule.problems(f"{key}.")
+            if rule.name in names[:number]:
+                yield f"{key}: {rule.measure} by {rule.level} is there already"
+            if rule.policy == "proximal" and self.proximal == "sampler":
+                yield (
+                    f"{key}.policy=proximal: has no effect, with {at.proximal} the proximal policy is the sampler "
+                    "itself; current compares the policy that is trained"
+                )

@@ -1,13 +1,13 @@
 """Which model is trained and sampled."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from goaly.config.settings import settings
+from goaly.config.settings import Section, Settings
 
 
-@settings
-class ModelSettings:
+class ModelSettings(Settings):
     """The model that trainer, generator and reference share at the start."""
 
     path: str = ""
@@ -16,10 +16,13 @@ class ModelSettings:
     """Number format of the model's computations. In bfloat16 the trainer keeps float32 parameters and casts them for
     each pass; a reference keeps bfloat16 ones, and weights travel as bfloat16 (`weights.transfer_dtype`)."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot, such as `model.`."""
-        if not self.path:
-            return [f"{prefix}path: is not set, must be a Hugging Face folder"]
-        if not (Path(self.path) / "config.json").is_file():
-            return [f"{prefix}path={self.path}: has no config.json, must be a Hugging Face folder"]
-        return []
+    def _problems(self, at: Section) -> Iterator[str]:
+        yield from folder_problems(self.path, at)
+
+
+def folder_problems(path: str | None, at: Section) -> Iterator[str]:
+    """One line if `at.path` is not a model's folder; null is none."""
+    if path == "":
+        yield f"{at}path: is not set, must be a Hugging Face folder"
+    elif path is not None and not (Path(path) / "config.json").is_file():
+        yield f"{at.path}: has no config.json, must be a Hugging Face folder"

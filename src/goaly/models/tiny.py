@@ -6,12 +6,13 @@ The folder loads in plain transformers. Its weights are random, from the given s
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, MultipleOf
 
-from goaly.config.settings import PositiveInt, settings
+from goaly.config.settings import PositiveInt, Section, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +35,7 @@ CHAT_TEMPLATE = (
 )
 
 
-@settings
-class TinyModel:
+class TinyModel(Settings):
     """The size of a tiny Qwen3."""
 
     dim: PositiveInt = 96
@@ -59,11 +59,9 @@ class TinyModel:
     seed: int = 0
     """Seeds the random weights."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot, such as `tiny.`."""
+    def _problems(self, at: Section) -> Iterator[str]:
         if self.heads % self.kv_heads:
-            return [f"{prefix}heads={self.heads}: must be a multiple of {prefix}kv_heads={self.kv_heads}"]
-        return []
+            yield f"{at.heads}: must be a multiple of {at.kv_heads}"
 
 
 def write_tiny_model(folder: str | Path, size: TinyModel | None = None) -> Path:

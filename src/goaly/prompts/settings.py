@@ -1,20 +1,19 @@
 """Sources of prompts and of supervised documents, and their chat templates."""
 
+from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Le, MinLen
 
-from goaly.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Share, ShareBelowOne, settings
-from goaly.config.wording import idle
+from goaly.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Settings, Share, ShareBelowOne
 
 FILE_KINDS = (".jsonl", ".parquet")
 TASK_NAMES = ("arithmetic",)
 
 
-@settings
-class ArithmeticSettings:
+class ArithmeticSettings(Settings):
     """The built-in addition task."""
 
     min_digits: PositiveInt = 2
@@ -24,15 +23,12 @@ class ArithmeticSettings:
     weight_power: float = 1.5
     """A length of d digits is drawn with weight 1 / d ** weight_power: a higher power makes long problems rarer."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each combination that cannot work. `prefix` is the section's path with its dot."""
+    def _problems(self, at: Section) -> Iterator[str]:
         if self.max_digits < self.min_digits:
-            return [f"{prefix}max_digits={self.max_digits}: must be at least {prefix}min_digits={self.min_digits}"]
-        return []
+            yield f"{at.max_digits}: must be at least {at.min_digits}"
 
 
-@settings
-class SourceSettings:
+class SourceSettings(Settings):
     """One of several sources of prompts."""
 
     name: Annotated[str, MinLen(1)]
@@ -46,13 +42,11 @@ class SourceSettings:
     files: tuple[str, ...] = ()
     """JSONL or Parquet files of prompts."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot."""
-        return source_problems(self.task, self.files, self.arithmetic, prefix)
+    def _problems(self, at: Section) -> Iterator[str]:
+        yield from source_problems(self.task, self.files, at)
 
 
-@settings
-class CurriculumSettings:
+class CurriculumSettings(Settings):
     """Weights sources by how much the policy can learn from them. A sample passes with a reward of 1 or more."""
 
     floor: Annotated[float, Gt(0), Le(1)] = 0.1
@@ -61,8 +55,7 @@ class CurriculumSettings:
     """Number of newer samples of the source after which a sample counts half in its pass rate."""
 
 
-@settings
-class PromptSettings:
+class PromptSettings(Settings):
     """Source of the prompts: a built-in task, files, or several such sources."""
 
     task: str | None = "arithmetic"
@@ -85,50 +78,42 @@ class PromptSettings:
     seed: int = 0
     """Seeds the choice and the order of prompts."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot, `prompts.`."""
-        if self.sources:
-            found = self._mixture_problems(prefix)
-        else:
-            found = source_problems(self.task, self.files, self.arithmetic, prefix)
+    def _problems(self, at: Section) -> Iterator[str]:
+        yield from self._mixture_problems(at) if self.sources else source_problems(self.task, self.files, at)
         if self.curriculum is not None and len(self.sources) < 2:
-            found.append(f"{prefix}curriculum: needs at least two {prefix}sources to choose between")
-        return found
+            yield f"{at}curriculum: needs at least two {at}sources to choose between"
 
-    def _mixture_problems(self, prefix: str) -> list[str]:
-        found = []
+    def _mixture_problems(self, at: Section) -> Iterator[str]:
         if self.task is not None:
-            found.append(f"{prefix}task={self.task}: must be null where {prefix}sources are given")
+            yield f"{at.task}: must be null where {at}sources are given"
         if self.files:
-            found.append(f"{prefix}files: must be empty where {prefix}sources are given")
-        found += idle(self.arithmetic, f"{prefix}arithmetic.", f"{prefix}sources have their own")
+            yield f"{at}files: must be empty where {at}sources are given"
+        yield from at.arithmetic.idle(f"{at}sources have their own")
         names = [source.name for source in self.sources]
         if double := sorted({name for name in names if names.count(name) > 1}):
-            found.append(f"{prefix}sources: each must have a name of its own; more than one is {', '.join(double)}")
+            yield f"{at}sources: each must have a name of its own; more than one is {', '.join(double)}"
         if not any(source.weight for source in self.sources):
-            found.append(f"{prefix}sources: one must have a weight above 0")
-        return found
+            yield f"{at}sources: one must have a weight above 0"
 
 
-def source_problems(task: str | None, files: tuple[str, ...], arithmetic: ArithmeticSettings, prefix: str) -> list[str]:
+def source_problems(task: str | None, files: tuple[str, ...], at: Section) -> Iterator[str]:
     """One line for each reason why this task or these files cannot be a source of problems."""
-    found = [] if task is not None else idle(arithmetic, f"{prefix}arithmetic.", f"{prefix}task is null")
-    if task is None and not files:
-        found.append(f"{prefix}files=[]: must name at least one file where {prefix}task is null")
-    if task is not None and files:
-        found.append(f"{prefix}task={task}: must be null where {prefix}files are given")
+    if task is None:
+        yield from at.arithmetic.idle(f"{at}task is null")
+        if not files:
+            yield f"{at.files}: must name at least one file where {at}task is null"
+    elif files:
+        yield f"{at.task}: must be null where {at}files are given"
     if task is not None and task not in TASK_NAMES:
-        found.append(f"{prefix}task={task}: must be one of {', '.join(TASK_NAMES)}")
+        yield f"{at.task}: must be one of {', '.join(TASK_NAMES)}"
     for name in files:
         if not name.endswith(FILE_KINDS):
-            found.append(f"{prefix}files: {name} must end in {' or '.join(FILE_KINDS)}")
+            yield f"{at}files: {name} must end in {' or '.join(FILE_KINDS)}"
         elif not Path(name).is_file():
-            found.append(f"{prefix}files: {name} does not exist")
-    return found
+            yield f"{at}files: {name} does not exist"
 
 
-@settings
-class ChatSettings:
+class ChatSettings(Settings):
     """The chat template that turns chats into text."""
 
     template_file: str | None = None
@@ -136,21 +121,15 @@ class ChatSettings:
     template_args: dict[str, Any] = field(default_factory=dict)
     """More arguments of the template, such as `{enable_thinking: false}` for Qwen3."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot, such as `chat.`."""
-        found = []
+    def _problems(self, at: Section) -> Iterator[str]:
         if self.template_file is not None and not Path(self.template_file).is_file():
-            found.append(f"{prefix}template_file={self.template_file}: does not exist, must be a Jinja file")
+            yield f"{at.template_file}: does not exist, must be a Jinja file"
         for name in ("messages", "tools", "documents", "add_generation_prompt"):
             if name in self.template_args:
-                found.append(
-                    f"{prefix}template_args.{name}: must have another name, this argument is set from the chat"
-                )
-        return found
+                yield f"{at}template_args.{name}: must have another name, this argument is set from the chat"
 
 
-@settings
-class SupervisedSettings:
+class SupervisedSettings(Settings):
     """Documents of supervised training: demonstrations of a built-in task, or those of files."""
 
     task: str | None = None
@@ -177,9 +156,9 @@ class SupervisedSettings:
     too_long: Literal["refuse", "skip"] = "refuse"
     """A document of a file that is longer than a row is an error (`refuse`) or left out (`skip`)."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot, such as `data.`."""
-        found = source_problems(self.task, self.files, self.arithmetic, prefix)
+    def _problems(self, at: Section) -> Iterator[str]:
+        yield from source_problems(self.task, self.files, at)
         if self.task is None:
-            return found + idle(self, prefix, f"{prefix}task is null", "forgotten_carry_rate")
-        return found + idle(self, prefix, f"documents come from {prefix}task", "template", "too_long")
+            yield from at.idle(f"{at}task is null", "forgotten_carry_rate")
+        else:
+            yield from at.idle(f"documents come from {at}task", "template", "too_long")

@@ -1,14 +1,13 @@
 """The verifier that scores finished sequences, and the advantages that are computed from the rewards."""
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Any, Literal
 
-from goaly.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, settings
-from goaly.config.wording import idle
+from goaly.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Settings
 
 
-@settings
-class RewardSettings:
+class RewardSettings(Settings):
     """The verifier and the child processes that run it."""
 
     verifier: str = "goaly.prompts.tasks.arithmetic:verify"
@@ -30,16 +29,18 @@ class RewardSettings:
     `zero` keeps them, but teaches the policy that the response was wrong. Choose `zero` if responses cause the error
     (they cannot be parsed), `fail` if the verifier does (a service is down)."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot, `reward.`."""
-        module, _, function = self.verifier.partition(":")
-        if not module or not function or not all(part.isidentifier() for part in [*module.split("."), function]):
-            return [f"{prefix}verifier={self.verifier}: must be package.module:function"]
-        return []
+    def _problems(self, at: Section) -> Iterator[str]:
+        yield from verifier_problems(self.verifier, at)
 
 
-@settings
-class OverlongSettings:
+def verifier_problems(verifier: str, at: Section) -> Iterator[str]:
+    """One line if `at.verifier` is not the path of a function."""
+    module, colon, function = verifier.partition(":")
+    if not colon or not all(part.isidentifier() for part in (*module.split("."), function)):
+        yield f"{at.verifier}: must be package.module:function"
+
+
+class OverlongSettings(Settings):
     """Lowers the reward of long answers, linearly over the last tokens before the limit (DAPO's soft punishment)."""
 
     limit: int
@@ -49,15 +50,12 @@ class OverlongSettings:
     penalty: PositiveFloat = 1.0
     """Subtracted from the reward of an answer at the limit or beyond."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each combination that cannot work. `prefix` is the section's path with its dot."""
+    def _problems(self, at: Section) -> Iterator[str]:
         if self.limit <= self.buffer:
-            return [f"{prefix}limit={self.limit}: must be above {prefix}buffer={self.buffer}"]
-        return []
+            yield f"{at.limit}: must be above {at.buffer}"
 
 
-@settings
-class AdvantageSettings:
+class AdvantageSettings(Settings):
     """How the rewards of a batch become the advantages of its tokens; `docs/algorithms.md` has the formulas."""
 
     name: str = "group"
@@ -92,9 +90,9 @@ class AdvantageSettings:
 
         return (("reference_logprobs",) if self.kl_coef > 0 else ()) + needs(self.name)
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot, `advantages.`."""
+    def _problems(self, at: Section) -> Iterator[str]:
         from goaly.reward.advantages import ESTIMATORS  # imports torch, which `--help` does not need
 
-        found = ESTIMATORS.problems(prefix, self.name, self.options)
-        return found + (idle(self, prefix, f"{prefix}kl_coef is 0", "kl_estimator") if self.kl_coef == 0 else [])
+        yield from ESTIMATORS.problems(str(at), self.name, self.options)
+        if self.kl_coef == 0:
+            yield from at.idle(f"{at}kl_coef is 0", "kl_estimator")

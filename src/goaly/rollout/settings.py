@@ -1,10 +1,9 @@
 """How many processes run episodes, how many episodes each runs at once, and for how long."""
 
-from goaly.config.settings import PositiveFloat, PositiveInt, settings
+from goaly.config.settings import PositiveFloat, PositiveInt, Settings
 
 
-@settings
-class RolloutSettings:
+class RolloutSettings(Settings):
     """The rollout workers."""
 
     workers: PositiveInt = 1

@@ -1,112 +1,90 @@
 """Hosts, GPUs and CPU cores of the actors of a run."""
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Literal
 
-from goaly.config.settings import AtLeastOne, NonNegativeInt, PositiveFloat, PositiveInt, settings
+from goaly.config.settings import AtLeastOne, NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
 
 ROLES = ("hub", "trainer", "reference", "critic", "generator", "rollout")
 COMPUTING = ("trainer", "reference", "critic", "generator")
 """Roles whose ranks have a GPU each, if the hosts have GPUs."""
 
 
-@settings
-class RolePlacement:
+class RolePlacement(Settings):
     """Hosts and GPUs of a role that computes: each rank has one GPU, if the hosts have GPUs."""
 
     hosts: PositiveInt | None = None
     """Number of hosts, which get equal parts of the ranks, in order. null: all hosts of the role's own mesh, if
     `hosts.job` has one; else as few hosts as have enough free GPUs (one host, without GPUs). Set it to spread a role
     over more hosts than it needs."""
-
     gpus: PositiveInt | None = None
     """GPUs, and so ranks, of the role on each of these hosts. null: its ranks divided by its hosts. Set it, or `hosts`,
     to check that a run fits the cluster that was sized for it."""
-
     share_with: Literal["trainer", "reference", "critic", "generator"] | None = None
     """A role whose GPUs this role uses too: each of its ranks shares a GPU with one rank of the other role, and both
     must fit into its memory. null: GPUs of its own. Set it if there are fewer GPUs than ranks."""
-
     tp_across_hosts: bool = False
     """Allow a tensor-parallel group to have ranks on several hosts. Its ranks exchange activations at every layer: set
     it only if the network between hosts is as fast as that between GPUs of one host, or if no host can hold the
     model."""
 
 
-@settings
-class WorkerPlacement:
+class WorkerPlacement(Settings):
     """Hosts of the rollout workers, which need no GPU."""
 
     hosts: PositiveInt | None = None
     """Number of hosts, over which the workers are spread evenly. null: all hosts of their mesh."""
 
 
-@settings
-class ImaginedCluster:
+class ImaginedCluster(Settings):
     """A cluster of equal hosts, for which a dry run plans the placement."""
 
     hosts: PositiveInt = 1
     """Number of hosts."""
-
     meshes: dict[str, PositiveInt] = field(default_factory=dict)
     """Number of hosts of each mesh of `hosts.job`, instead of `hosts`, such as
     `{trainer: 2, generator: 2, hub: 1, rollout: 1}`. Set it for a job with a mesh for each role."""
-
     gpus: NonNegativeInt = 0
     """GPUs of each host."""
-
     gpu_gib: PositiveFloat | None = None
     """Memory of each GPU in GiB; null: memory is not checked."""
-
     cores: PositiveInt | None = None
     """CPU cores of each host; null: unknown, and no process is bound to the cores near its GPU."""
-
     numa: PositiveInt = 1
     """NUMA nodes of each host, with equal shares of its cores and GPUs."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot."""
-        found = []
+    def _problems(self, at: Section) -> Iterator[str]:
         if self.cores is not None and self.cores < self.numa:
-            found.append(f"{prefix}numa={self.numa}: must be at most {prefix}cores={self.cores}")
+            yield f"{at.numa}: must be at most {at.cores}"
         for mesh in self.meshes:
             if mesh not in (*ROLES, "hosts"):
-                found.append(f"{prefix}meshes.{mesh}: must be a role ({', '.join(ROLES)}) or hosts")
-        return found
+                yield f"{at}meshes.{mesh}: must be a role ({', '.join(ROLES)}) or hosts"
 
 
-@settings
-class HostSettings:
+class HostSettings(Settings):
     """Hosts, GPUs and CPU cores of each role."""
 
     job: str = "local"
     """Source of the hosts: "local" (this machine), or "package.module:function", a function that returns a Monarch job
     (Slurm, Kubernetes, SSH, ...) with a mesh `hosts` for all roles, or a mesh for each role of the run: hub, trainer,
     generator, rollout, reference, critic. A role without a mesh of its own uses `hosts`."""
-
     trainer: RolePlacement = field(default_factory=RolePlacement)
     """Placement of the trainer's ranks."""
-
     reference: RolePlacement = field(default_factory=RolePlacement)
     """Placement of the reference model's ranks."""
-
     critic: RolePlacement = field(default_factory=RolePlacement)
     """Placement of the critic's ranks."""
-
     generator: RolePlacement = field(default_factory=RolePlacement)
     """Placement of the generators' ranks: replica by replica, `generator.tp` ranks each."""
-
     rollout: WorkerPlacement = field(default_factory=WorkerPlacement)
     """Placement of the rollout workers."""
-
     bind: dict[str, list[int]] = field(default_factory=dict)
     """CPU cores of the processes of each role, such as `{trainer: [0], generator: [1]}`. A role that is not named uses
     all cores, or, on hosts with several NUMA nodes, those of its GPU's node."""
-
     imagine: ImaginedCluster | None = None
     """For `--dry-run`: a cluster for which the placement is planned, such as `{hosts: 4, gpus: 8}`; null is this
     machine. Other runs use the hosts of `job`."""
-
     silent_seconds: AtLeastOne | None = 60.0
     """Seconds without an answer to the controller's heartbeat after which a process counts as lost. It is killed if it
     is on this host; then a generator is replaced, and any other process ends the run. Only a process that is stopped,
@@ -117,19 +95,16 @@ class HostSettings:
         """The placement of a role that computes."""
         return getattr(self, role)
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot, such as `hosts.`."""
-        problems = []
+    def _problems(self, at: Section) -> Iterator[str]:
         if self.job != "local" and ":" not in self.job:
-            problems.append(f'{prefix}job={self.job}: must be "local" or "package.module:function"')
+            yield f'{at.job}: must be "local" or "package.module:function"'
         for role in self.bind:
             if role not in ROLES:
-                problems.append(f"{prefix}bind.{role}: unknown role; roles are {', '.join(ROLES)}")
+                yield f"{at}bind.{role}: unknown role; roles are {', '.join(ROLES)}"
         for role in COMPUTING:
             seen = [role]
             while (lender := self.of(seen[-1]).share_with) in COMPUTING and lender not in seen:
                 seen.append(lender)
             if lender == role:
                 asked = self.of(role).share_with
-                problems.append(f"{prefix}{role}.share_with={asked}: must be a role with GPUs of its own, not {role}'s")
-        return problems
+                yield f"{at}{role}.share_with={asked}: must be a role with GPUs of its own, not {role}'s"

@@ -1,12 +1,12 @@
 """What a run records about itself."""
 
+from collections.abc import Iterator
 from typing import Literal
 
-from goaly.config.settings import settings
+from goaly.config.settings import Section, Settings
 
 
-@settings
-class TelemetrySettings:
+class TelemetrySettings(Settings):
     """Which records a run keeps in its folder, and how it shows its progress. `metrics.jsonl` is always written."""
 
     progress: Literal["auto", "live", "plain", "off"] = "auto"
@@ -21,8 +21,6 @@ class TelemetrySettings:
     journal_tokens: bool = False
     """Also write token ids to the journal: exact, but several times larger."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each combination that cannot work. `prefix` is the section's path with its dot."""
-        if self.journal_tokens and not self.journal:
-            return [f"{prefix}journal_tokens=true: has no effect, {prefix}journal is false"]
-        return []
+    def _problems(self, at: Section) -> Iterator[str]:
+        if not self.journal:
+            yield from at.idle(f"{at}journal is false", "journal_tokens")

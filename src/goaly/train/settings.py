@@ -1,5 +1,6 @@
 """How the models train: layout, optimizer, schedule; the policy, the reference and the critic."""
 
+from collections.abc import Iterator
 from dataclasses import field, replace
 from typing import Literal
 
@@ -8,19 +9,18 @@ from goaly.config.settings import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Section,
+    Settings,
     Share,
     ShareBelowOne,
-    settings,
 )
-from goaly.config.wording import idle
-from goaly.models.settings import ModelSettings
+from goaly.models.settings import folder_problems
 
 NEEDS_GPU = "needs a GPU: shapes of the CPU's packed attention change with the documents"
 OFFLOAD_NEEDS_GPU = "needs a GPU: on a CPU the parameters are in its memory anyway"
 
 
-@settings
-class OptimizerSettings:
+class OptimizerSettings(Settings):
     """AdamW."""
 
     lr: PositiveFloat = 1e-6
@@ -35,8 +35,7 @@ class OptimizerSettings:
     """Decoupled weight decay, on every parameter."""
 
 
-@settings
-class ScheduleSettings:
+class ScheduleSettings(Settings):
     """The learning rate over training steps, each on one batch."""
 
     warmup_steps: NonNegativeInt = 0
@@ -48,23 +47,17 @@ class ScheduleSettings:
     min_lr_factor: Share = 0.0
     """Rate at the end of the decay, as a share of the full rate."""
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each combination that cannot work. `prefix` is the section's path with its dot."""
-        lines = []
+    def _problems(self, at: Section) -> Iterator[str]:
         if self.decay != "constant" and self.total_steps is None:
-            lines.append(f"{prefix}total_steps: is not set, {prefix}decay={self.decay} needs it")
+            yield f"{at}total_steps: is not set, {at.decay} needs it"
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
-            lines.append(
-                f"{prefix}total_steps={self.total_steps}: must be above {prefix}warmup_steps={self.warmup_steps}"
-            )
+            yield f"{at.total_steps}: must be above {at.warmup_steps}"
         if self.decay == "constant":
-            lines += idle(self, prefix, f"{prefix}decay=constant keeps the full rate", "min_lr_factor")
-        return lines
+            yield from at.idle(f"{at.decay} keeps the full rate", "min_lr_factor")
 
 
-@settings
-class TrainerSettings:
-    """The trainer's processes and its optimizer steps."""
+class RanksSettings(Settings):
+    """The ranks of a model."""
 
     fsdp: PositiveInt = 1
     """Ranks over which parameters, gradients and optimizer state are sharded; each trains its own rows."""
@@ -72,6 +65,16 @@ class TrainerSettings:
     """Tensor-parallel ranks that share every row."""
     threads: PositiveInt = 1
     """CPU threads of each rank."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the model."""
+        return self.fsdp * self.tp
+
+
+class TrainerSettings(RanksSettings):
+    """The trainer's processes and its optimizer steps."""
+
     microbatch_rows: PositiveInt = 4
     """Packed rows in one forward and backward pass. Changes memory and speed, not the gradient."""
     minibatches: PositiveInt = 1
@@ -93,24 +96,16 @@ class TrainerSettings:
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     """The learning rate over time."""
 
-    @property
-    def ranks(self) -> int:
-        """Processes of the trainer."""
-        return self.fsdp * self.tp
-
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each combination that cannot work. `prefix` is the section's path with its dot, `trainer.`."""
+    def _problems(self, at: Section) -> Iterator[str]:
         if self.compile and self.ranks > 1:
-            return [f"{prefix}compile=true: works on one rank, {prefix}fsdp * {prefix}tp is {self.ranks}"]
-        return []
+            yield f"{at.compile}: works on one rank, {at}fsdp * {at}tp is {self.ranks}"
 
     def device_problems(self, prefix: str, *, elsewhere: bool = False) -> list[str]:
         """One line for each setting that this machine's devices cannot do; if ranks run `elsewhere`, this torch."""
         return [f"{prefix}compile=true: {NEEDS_GPU}"] if self.compile and not _has_gpu(elsewhere) else []
 
 
-@settings
-class ReferenceSettings:
+class ReferenceSettings(RanksSettings):
     """The frozen model of the KL term; it is started only if the loss or the advantages use it."""
 
     path: str | None = None
@@ -122,38 +117,23 @@ class ReferenceSettings:
     does not fit into GPU memory beside other models. Needs a GPU."""
     fsdp: PositiveInt = 1
     """Ranks, each of which computes its own rows."""
-    tp: PositiveInt = 1
-    """Tensor-parallel ranks that share every row."""
-    threads: PositiveInt = 1
-    """CPU threads of each rank."""
-
-    @property
-    def ranks(self) -> int:
-        """Processes of the reference model."""
-        return self.fsdp * self.tp
 
     def engine_settings(self, trainer: TrainerSettings) -> TrainerSettings:
         """The trainer's settings with this section's keys, and without those that only training needs."""
         own = {key: getattr(self, key) for key in ("fsdp", "tp", "threads")}
         return replace(trainer, compile=False, activation_checkpointing="off", **own)
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot."""
-        found = _path_problems(prefix, self.path)
+    def _problems(self, at: Section) -> Iterator[str]:
+        yield from folder_problems(self.path, at)
         if self.refresh_every is not None and self.path is not None:
-            found.append(
-                f"{prefix}path={self.path}: must be null where {prefix}refresh_every is set: the reference is then an "
-                "earlier policy"
-            )
-        return found
+            yield f"{at.path}: must be null where {at}refresh_every is set: the reference is then an earlier policy"
 
     def device_problems(self, prefix: str, *, elsewhere: bool = False) -> list[str]:
         """One line for each setting that this machine's devices cannot do; if ranks run `elsewhere`, this torch."""
         return [f"{prefix}offload=true: {OFFLOAD_NEEDS_GPU}"] if self.offload and not _has_gpu(elsewhere) else []
 
 
-@settings
-class CriticSettings:
+class CriticSettings(RanksSettings):
     """The model that predicts the value of each token, for advantages that use values (`gae`).
 
     Minibatches, microbatches and activation checkpointing are the trainer's.
@@ -161,12 +141,6 @@ class CriticSettings:
 
     path: str | None = None
     """A Hugging Face folder; null is the model that training starts from. The value head starts at 0."""
-    fsdp: PositiveInt = 1
-    """Ranks over which parameters, gradients and optimizer state are sharded; each trains its own rows."""
-    tp: PositiveInt = 1
-    """Tensor-parallel ranks that share every row."""
-    threads: PositiveInt = 1
-    """CPU threads of each rank."""
     epochs: PositiveInt = 1
     """Passes over each batch, each of `trainer.minibatches` optimizer steps."""
     value_clip: PositiveFloat | None = None
@@ -179,26 +153,16 @@ class CriticSettings:
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     """The learning rate over time."""
 
-    @property
-    def ranks(self) -> int:
-        """Processes of the critic."""
-        return self.fsdp * self.tp
-
     def engine_settings(self, trainer: TrainerSettings) -> TrainerSettings:
         """The trainer's settings with this section's keys."""
         own = {key: getattr(self, key) for key in ("fsdp", "tp", "threads", "max_grad_norm", "optimizer", "schedule")}
         return replace(trainer, compile=False, **own)
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work. `prefix` is the section's path with its dot, `critic.`."""
-        return _path_problems(prefix, self.path)
+    def _problems(self, at: Section) -> Iterator[str]:
+        yield from folder_problems(self.path, at)
 
 
 def _has_gpu(elsewhere: bool) -> bool:
     import torch  # `--help` does not need it
 
     return torch.backends.cuda.is_built() if elsewhere else torch.cuda.is_available()
-
-
-def _path_problems(prefix: str, path: str | None) -> list[str]:
-    return [] if path is None else ModelSettings(path=path).problems(prefix)

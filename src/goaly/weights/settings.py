@@ -1,12 +1,13 @@
 """Settings of the weight path."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from goaly.config.settings import PositiveFloat, PositiveInt, settings
+from goaly.config.settings import PositiveFloat, PositiveInt, Section, Settings
 
 NO_TORCHSTORE = (
     "the package torchstore is not installed; install it (github.com/meta-pytorch/torchstore) or use auto, shm or rdma"
@@ -14,8 +15,7 @@ NO_TORCHSTORE = (
 MIB = 1 << 20
 
 
-@settings
-class WeightSettings:
+class WeightSettings(Settings):
     """How published weights are kept and moved."""
 
     slots: Annotated[int, Ge(2)] = 3
@@ -23,25 +23,20 @@ class WeightSettings:
     readers may hold two different versions while the trainer writes the next. The trainer never waits for a reader: if
     readers hold all slots, those of the oldest version lose their lease and copy a newer one. Raise it if readers take
     longer than slots - 1 publishes for a copy."""
-
     transfer_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Floating-point type that weights are cast to when they are published: float32, bfloat16 or float16; null is
     `model.dtype`, in which generators and a refreshed reference compute, so that nothing is lost. Set float32 for
     readers that need the exact float32 parameters of a bfloat16 model, at twice the bytes."""
-
     copy_threads: PositiveInt = 1
     """Parallel copies when a rank publishes or pulls, each with as many threads as torch uses in that process."""
-
     bucket_mib: PositiveFloat = 8.0
     """Size in MiB of the buckets in which weights are staged, sealed and sent over the network. Raise it where each
     transfer is costly, as with TorchStore; readers on other hosts need 4 buckets of memory for each trainer rank."""
-
     transport: Literal["auto", "shm", "rdma", "direct", "torchstore"] = "auto"
     """How readers reach the trainer's versions. "auto" maps them on the same host and reads them over RDMA (or TCP,
     where there is no such hardware) from others; "shm" and "rdma" allow only one of the two. "direct" keeps the
     versions in the trainer's GPUs, from which the readers' GPUs read them over RDMA without passing through host
     memory. "torchstore" keeps them in TorchStore, for sites that run it; the package must be installed."""
-
     apply: Literal["copy", "flip"] = "copy"
     """How a generator puts fetched weights in place between two decode steps: "copy" copies them into its parameters;
     "flip" makes the parameters use the fetched memory, which takes about a microsecond for each parameter. Both need
@@ -56,8 +51,6 @@ class WeightSettings:
         """The size of a bucket in bytes."""
         return int(self.bucket_mib * MIB)
 
-    def problems(self, prefix: str) -> list[str]:
-        """One line for each setting that cannot work here. `prefix` is the section's path with its dot."""
+    def _problems(self, at: Section) -> Iterator[str]:
         if self.transport == "torchstore" and find_spec("torchstore") is None:
-            return [f"{prefix}transport=torchstore: {NO_TORCHSTORE}"]
-        return []
+            yield f"{at.transport}: {NO_TORCHSTORE}"

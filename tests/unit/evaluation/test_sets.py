@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from goaly.config.check import check
+from goaly.config.settings import Section
 from goaly.evaluation.result import EvalResult, Evaluation
 from goaly.evaluation.sets import ProblemSets
 from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
@@ -36,8 +37,13 @@ def problems(prompts: PromptSettings = TRAINED, **sets: EvaluationSet) -> list[s
     """What is wrong with these sets, in a run."""
     evaluation = EvaluationSettings(sets=sets) if sets else EvaluationSettings()
     own = [line for name, one in sets.items() for line in one.problems(f"evaluation.sets.{name}.")]
-    beside = evaluation.problems_beside("evaluation.", prompts, SamplingSettings(), 512)
-    return evaluation.problems("evaluation.") + own + beside
+    return [*evaluation.problems("evaluation."), *own, *beside(evaluation, prompts)]
+
+
+def beside(evaluation: EvaluationSettings, prompts: PromptSettings) -> list[str]:
+    """The problems of these settings with the rest of a run."""
+    at = Section(evaluation, "evaluation.")
+    return list(evaluation.problems_beside(at, prompts, SamplingSettings(), 512))
 
 
 def test_more_held_out_prompts_than_there_are_are_each_asked_once_and_that_is_told(tmp_path: Path, caplog) -> None:
@@ -134,7 +140,7 @@ def test_settings_of_sets_that_cannot_work_are_told_with_their_keys(tmp_path: Pa
         "evaluation.prompts=0: must be at least 1",
         "evaluation.samples_per_prompt=0: must be at least 1",
     ]
-    cold = EvaluationSettings(temperature=-1.0).problems_beside("evaluation.", TRAINED, SamplingSettings(), 512)
+    cold = beside(EvaluationSettings(temperature=-1.0), TRAINED)
     assert [line.partition(" at least")[0] for line in cold] == ["evaluation.temperature=-1.0: must be 0 (greedy), or"]
 
 
