@@ -20,12 +20,6 @@ def wait_for_all_ranks() -> None:
 
 def join_ranks(config: SftConfig) -> None:
     """Meet the other ranks that torchrun started, if there are any."""
-    import torch
-    import torch.distributed as dist
+    from goaly.train.rank import join
 
-    from goaly.models.spec import use_local_device
-
-    use_local_device()
-    torch.set_num_threads(config.trainer.threads)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    join(config.trainer.threads, int(os.environ.get("WORLD_SIZE", "1")))

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 PULSE_SECONDS = 5.0
 SILENT_SECONDS = 60.0
@@ -52,21 +51,6 @@ def this_host() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-class Watch(Protocol):
-    """Calls a function on the running event loop when a process has ended."""
-
-    def beat(self) -> None:
-        """Record that the process is alive."""
-
-    def close(self) -> None:
-        """Stop watching."""
-
-
-def watch(mark: ProcessMark, on_exit: Callable[[], None]) -> Watch:
-    """A watch of a process on any host."""
-    return ExitWatch(mark, on_exit) if mark.host == this_host() else SilenceWatch(on_exit)
-
-
 class ExitWatch:
     """Calls `on_exit` on the running event loop when the process has ended, or soon if it has already."""
 
@@ -74,22 +58,13 @@ class ExitWatch:
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
         self._descriptor: int | None = None
-        try:
-            descriptor = os.pidfd_open(mark.pid)
-        except ProcessLookupError:
-            self._gone = self._loop.call_soon(on_exit)
-            return
-        self._descriptor = descriptor
-        try:
-            alive = _started(mark.pid) == mark.started  # WP-1: read while the descriptor pins the process
-        except (FileNotFoundError, ProcessLookupError):
-            alive = False
-        if alive:
-            self._loop.add_reader(descriptor, self._exited)
-        else:
-            self._gone = self._loop.call_soon(self._exited)
-
-    _gone: asyncio.Handle | None = None
+        self._gone: asyncio.Handle | None = None
+        with suppress(FileNotFoundError, ProcessLookupError):
+            self._descriptor = os.pidfd_open(mark.pid)
+            if _started(mark.pid) == mark.started:  # WP-1: read while the descriptor pins the process
+                self._loop.add_reader(self._descriptor, self._exited)
+                return
+        self._gone = self._loop.call_soon(self._exited)
 
     def _exited(self) -> None:
         self.close()
@@ -141,6 +116,14 @@ class SilenceWatch:
     def close(self) -> None:
         """Stop watching."""
         self._timer.cancel()
+
+
+Watch = ExitWatch | SilenceWatch
+
+
+def watch(mark: ProcessMark, on_exit: Callable[[], None]) -> Watch:
+    """A watch that calls `on_exit` on the running event loop when this process, on any host, has ended."""
+    return ExitWatch(mark, on_exit) if mark.host == this_host() else SilenceWatch(on_exit)
 
 
 def is_stopped(pid: int) -> bool:

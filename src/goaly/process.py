@@ -76,10 +76,7 @@ def exit_quickly(code: int) -> NoReturn:
     """Exit with this code, after the exit handlers but without the interpreter's teardown: with torch imported it takes
     a second or more."""
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # it is closed, or nobody reads it
-            stream.flush()
-    os._exit(code)
+    _exit(code)
 
 
 def give_up(why: str, error: BaseException | None = None) -> NoReturn:
@@ -87,10 +84,14 @@ def give_up(why: str, error: BaseException | None = None) -> NoReturn:
     if error is not None:
         why = f"{why}: {cause_of(error)}"
     logger.critical("%s%s", FATAL, " ".join(why.split()), exc_info=error)  # on one line: `fatal_reason` reads one line
+    _exit(FATAL_EXIT_CODE)  # without exit handlers: they may wait for the failed part
+
+
+def _exit(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or nobody reads it
             stream.flush()
-    os._exit(FATAL_EXIT_CODE)  # without exit handlers: they may wait for the failed part
+    os._exit(code)
 
 
 def give_up_when_a_thread_fails() -> None:

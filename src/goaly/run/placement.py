@@ -18,12 +18,8 @@ from goaly.run.config import RunConfig
 from goaly.run.settings import COMPUTING, ROLES, HostSettings, RolePlacement
 from goaly.train.settings import CriticSettings, ReferenceSettings, TrainerSettings
 
-RANKS = {
-    "trainer": "trainer.fsdp * trainer.tp",
-    "reference": "reference.fsdp * reference.tp",
-    "critic": "critic.fsdp * critic.tp",
-    "generator": "generator.replicas * generator.tp",
-}
+RANKS = {role: f"{role}.fsdp * {role}.tp" for role in COMPUTING} | {"generator": "generator.replicas * generator.tp"}
+"""The settings that make the ranks of each role."""
 
 IMPORTS = {
     "hub": ("goaly.weights.store", "goaly.backlog.queue", "goaly.reward.pool"),

@@ -28,16 +28,14 @@ class Run:
     backlog: BacklogStage
     rollouts: RolloutStage
     trainer: TrainerStage
-    reference: ReferenceStage | None
-    critic: CriticStage | None
+    reference: ReferenceStage | None = None
+    critic: CriticStage | None = None
     generators: GeneratorService
 
     def __init__(self, config: RunConfig, run_dir: Path):
         self.config = config
         self.run_dir = run_dir
         self.prompts = prompt_mixture(config.prompts)
-        self.reference = None
-        self.critic = None
         self.problem_sets = ProblemSets(config.evaluation, config.prompts)
         self.evaluations: list[Evaluation] = []
         self.lost_actors: set[str] = set()

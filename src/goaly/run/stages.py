@@ -75,10 +75,11 @@ class BacklogStage:
 
     async def close(self) -> None:
         """End the accounting. Open groups are rejected, or have failed if the queue was lost."""
-        trained, rejected, failed = (self._last_counts.get(state, 0) for state in ("trained", "rejected", "failed"))
-        admitted = max(self._admitted, self._last_counts.get("admitted", 0))
-        lost = admitted - trained - rejected - failed
-        self.final_counts = dict(admitted=admitted, trained=trained, rejected=rejected, failed=failed + lost)
+        last = self._last_counts
+        ended = {state: last.get(state, 0) for state in ("trained", "rejected", "failed")}
+        admitted = max(self._admitted, last.get("admitted", 0))
+        lost = admitted - sum(ended.values())
+        self.final_counts = {"admitted": admitted, **ended, "failed": ended["failed"] + lost}
         self.final_reasons = {QUEUE_LOST: lost} if lost else {}
         self.final_counts = await self._queue.settle.call_one()
         self.final_reasons = await self._queue.reasons.call_one()

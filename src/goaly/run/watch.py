@@ -1,10 +1,5 @@
 """Detects that a process of a run has ended or hangs, and reports the reason.
 
-    watch = MeshWatch("trainer", mesh, logs=[...], silent_seconds=60, on_lost=...)
-    ...
-    watch.stop_reporting()  # before the mesh is stopped
-    watch.kill()  # after that
-
 Every process answers the controller's heartbeat in a thread of its own. Only a stopped process or one whose interpreter
 is blocked does not answer; a slow step, a busy event loop or an import does not delay the answer.
 
@@ -85,7 +80,7 @@ class MeshWatch:
         """Kill those processes of this host that are still alive, and report nothing."""
         self.stop_reporting()
         for rank in range(len(self._logs)):
-            if (watch := self._exit(rank)) is not None:
+            if (watch := self._exit_of(rank)) is not None:
                 watch.kill()
                 watch.close()
 
@@ -94,28 +89,25 @@ class MeshWatch:
         return [why for why in map(fatal_reason, self._logs) if why is not None]
 
     async def _watch(self, rank: int, agent: ProcessAgent) -> None:
-        try:
-            await self._follow(rank, agent)
-        except Exception as error:  # the process failed, or Monarch's connection to it
-            self._lost(rank, f"a process cannot be reached: {type(first_error(error)).__name__}")
-
-    async def _follow(self, rank: int, agent: ProcessAgent) -> None:
         limit = self._silent_seconds
         start_limit = None if limit is None else max(START_SECONDS, limit)
-        async with asyncio.TaskGroup() as start:
-            watching = start.create_task(self._watch_start(rank, limit))
-            mark = await answered_within(agent.mark.call_one(), start_limit)
-            watching.cancel()
-        if mark is None:
-            self._lost(rank, f"a process has not started within {start_limit:g} s")
-            return
-        if mark.host == this_host():
-            self._watch_exit(rank, mark)
-        while limit is not None:
-            if await answered_within(agent.beat.call_one(), limit) is None:
-                self._lost(rank, f"{mark} has not answered for {limit:g} s (hosts.silent_seconds)")  # PW-2
+        try:
+            async with asyncio.TaskGroup() as start:
+                watching = start.create_task(self._watch_start(rank, limit))
+                mark = await answered_within(agent.mark.call_one(), start_limit)
+                watching.cancel()
+            if mark is None:
+                self._lost(rank, f"a process has not started within {start_limit:g} s")
                 return
-            await asyncio.sleep(tick_of(limit))
+            if mark.host == this_host():
+                self._exit_of(rank, mark)
+            while limit is not None:
+                if await answered_within(agent.beat.call_one(), limit) is None:
+                    self._lost(rank, f"{mark} has not answered for {limit:g} s (hosts.silent_seconds)")  # PW-2
+                    return
+                await asyncio.sleep(tick_of(limit))
+        except Exception as error:  # the process failed, or Monarch's connection to it
+            self._lost(rank, f"a process cannot be reached: {type(first_error(error)).__name__}")
 
     async def _watch_start(self, rank: int, limit: float | None) -> None:
         """Until the first answer: watch for the end of the process (PW-1). It is lost after being stopped for the limit
@@ -126,26 +118,22 @@ class MeshWatch:
             await asyncio.sleep(tick)
             child = child or child_that_logs_to(self._logs[rank])
             if child is not None:
-                self._watch_exit(rank, child)
+                self._exit_of(rank, child)
             stopped = stopped + 1 if child is not None and is_stopped(child.pid) else 0
         self._lost(rank, f"{child} has been stopped for {limit:g} s before its first answer")
 
-    def _exit(self, rank: int) -> ExitWatch | None:
-        """The watch for the end of this process; None if the process has ended or is not on this host."""
-        if rank not in self._exits and (child := child_that_logs_to(self._logs[rank])) is not None:
-            self._watch_exit(rank, child)
-        return self._exits.get(rank)
-
-    def _watch_exit(self, rank: int, mark: ProcessMark) -> None:
-        if rank not in self._exits:
+    def _exit_of(self, rank: int, mark: ProcessMark | None = None) -> ExitWatch | None:
+        """The watch for the end of this process; None if it has ended or is not on this host."""
+        if rank not in self._exits and (mark := mark or child_that_logs_to(self._logs[rank])) is not None:
             self._exits[rank] = ExitWatch(mark, partial(self._lost, rank, f"{mark} ended"))  # PW-1
+        return self._exits.get(rank)
 
     def _lost(self, rank: int, what: str) -> None:
         if rank in self._over:
             return
         self._over.add(rank)
         self._tasks[rank].cancel()
-        if (watch := self._exit(rank)) is not None:
+        if (watch := self._exit_of(rank)) is not None:
             watch.kill()
         why = fatal_reason(self._logs[rank])
         reason = "" if why is None else f": {why}"

@@ -25,7 +25,6 @@ from goaly.train.engine import ModelEngine
 from goaly.train.microbatch import Microbatch
 from goaly.train.parallel import Head
 from goaly.train.settings import CriticSettings, TrainerSettings
-from goaly.train.step_metrics import combine
 from goaly.trajectory import PackedRows, TensorDict
 
 
@@ -52,11 +51,7 @@ class CriticEngine(ModelEngine):
         The rows hold `values`, computed before the first step, and `returns`.
         """
         parts = packed.split() * self._epochs
-        steps = [
-            self._step(part, self._loss, part.batch_trained_tokens, last=number == len(parts))  # VE-2
-            for number, part in enumerate(parts, 1)
-        ]
-        return explained(combine(steps).metrics)
+        return explained(self._train(parts, self._loss, lambda part: part.batch_trained_tokens))  # VE-2
 
     def _head(self) -> Head:
         return VALUES
@@ -72,16 +67,6 @@ class ValueHead(Linear):
     class Config(Linear.Config):
         """A linear layer's."""
 
-    @classmethod
-    def in_place_of(cls, config: Linear.Config, norm_sharding: ShardingConfig | None) -> "ValueHead.Config":
-        """The config of a head on the same hidden states, with the sharding of the norm before it."""
-        return cls.Config(
-            in_features=config.in_features,
-            out_features=1,
-            param_init={"weight": torch.nn.init.zeros_},  # VH-1
-            sharding_config=norm_sharding and ShardingConfig(state_shardings=norm_sharding.state_shardings),
-        )
-
     def forward(self, input: torch.Tensor, states_P: torch.Tensor) -> torch.Tensor:
         """The values `[P]`, f32, of the hidden states numbered in `states_P`."""
         weight = self.weight
@@ -94,7 +79,13 @@ class ValueHead(Linear):
 
 
 def _install(decoder: Any) -> None:
-    decoder.lm_head = ValueHead.in_place_of(decoder.lm_head, decoder.norm.sharding_config)
+    norm_sharding = decoder.norm.sharding_config  # VH-2: the head is sharded like the norm before it
+    decoder.lm_head = ValueHead.Config(
+        in_features=decoder.lm_head.in_features,
+        out_features=1,
+        param_init={"weight": torch.nn.init.zeros_},  # VH-1
+        sharding_config=norm_sharding and ShardingConfig(state_shardings=norm_sharding.state_shardings),
+    )
     decoder.enable_weight_tying = False  # so the embedding keeps its weight
 
 

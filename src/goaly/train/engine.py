@@ -18,12 +18,13 @@ Invariants
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from goaly.losses.objective import PROXIMAL, Contribution, Objective
 from goaly.models.settings import ModelSettings
@@ -94,14 +95,17 @@ class ModelEngine(ABC):
         self.steps_done += last
         return metrics
 
-    def _step(
-        self, part: PackedRows, objective: Callable[..., Contribution], denominator: int, *, last: bool
-    ) -> StepMetrics:
-        """Take the optimizer step of a part of a batch."""
-        microbatches = part.rows.split(self._settings.microbatch_rows)
-        found = self.forward_backward(microbatches, objective, denominator)
-        found.means |= self.optimizer_step(last=last)
-        return found
+    def _train(
+        self, parts: Sequence[PackedRows], objective: Callable[..., Contribution], counted: Callable[[PackedRows], int]
+    ) -> dict[str, float]:
+        """Take an optimizer step for each part of a batch, divided by what is `counted` in it; the batch's metrics."""
+        steps = []
+        for number, part in enumerate(parts, 1):
+            microbatches = part.rows.split(self._settings.microbatch_rows)
+            found = self.forward_backward(microbatches, objective, counted(part))
+            found.means |= self.optimizer_step(last=number == len(parts))
+            steps.append(found)
+        return combine(steps).metrics
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters by torchtitan name; read them between steps only."""
@@ -158,7 +162,8 @@ class ModelEngine(ABC):
             out = torch.zeros(part.batch_size.numel())
             out[batch.cells_P.cpu()] = self._outputs(batch)[0].float().cpu()
             parts.append(out.view(part.batch_size))
-        self._parallel.free_gathered()  # TE-5
+        if isinstance(self._model, FSDPModule):
+            self._model.reset_iter_state()  # TE-5: or the next pass would reuse the gathered parameters
         return torch.cat(parts)
 
     def _microbatch(self, rows: TensorDict) -> Microbatch:
@@ -200,13 +205,10 @@ class TrainEngine(ModelEngine):
 
     def train_step(self, packed: PackedRows, objective: Objective) -> dict[str, float]:
         """Take an optimizer step for each part of a batch; the metrics of the global batch."""
-        first, *others = packed.split()
-        if objective.needs_proximal:
-            for part in others:
-                part.rows[PROXIMAL] = self.logprobs(part.rows)  # TE-6: no step of this batch is done yet
-        parts = [first, *others]
-        steps = [self._step(part, objective, objective.denominator(part), last=part is parts[-1]) for part in parts]
-        return combine(steps).metrics
+        parts = packed.split()
+        for part in parts[1:] if objective.needs_proximal else ():
+            part.rows[PROXIMAL] = self.logprobs(part.rows)  # TE-6: no step of this batch is done yet
+        return self._train(parts, objective, objective.denominator)
 
     def logprobs(self, rows: TensorDict) -> torch.Tensor:
         """Log-probs `[R, L]` f32 of the trained tokens; 0 at all others."""

@@ -37,17 +37,6 @@ class LogprobHead(Linear):
     class Config(Linear.Config):
         """A linear layer's."""
 
-    @classmethod
-    def in_place_of(cls, config: Linear.Config) -> "LogprobHead.Config":
-        """The config of a head with the weight and sharding of this linear layer."""
-        sharding = config.sharding_config
-        return cls.Config(
-            in_features=config.in_features,
-            out_features=config.out_features,
-            param_init=config.param_init,
-            sharding_config=sharding and ShardingConfig(state_shardings=sharding.state_shardings),
-        )
-
     def forward(
         self,
         input: torch.Tensor,
@@ -70,7 +59,13 @@ class LogprobHead(Linear):
 
 
 def _install(decoder: Any) -> None:
-    decoder.lm_head = LogprobHead.in_place_of(decoder.lm_head)
+    linear, sharding = decoder.lm_head, decoder.lm_head.sharding_config
+    decoder.lm_head = LogprobHead.Config(
+        in_features=linear.in_features,
+        out_features=linear.out_features,
+        param_init=linear.param_init,
+        sharding_config=sharding and ShardingConfig(state_shardings=sharding.state_shardings),
+    )
 
 
 LOGPROBS = Head(install=_install, in_folder=True)

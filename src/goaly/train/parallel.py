@@ -33,13 +33,6 @@ class ParallelModel:
     leads: bool
     """Whether this rank reports for the tensor-parallel ranks that have the same rows."""
 
-    def free_gathered(self) -> None:
-        """Free the gathered parameters after a forward pass without a backward pass; FSDP would reuse stale ones."""
-        from torch.distributed.fsdp import FSDPModule
-
-        if isinstance(self.model, FSDPModule):
-            self.model.reset_iter_state()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
@@ -65,6 +58,7 @@ def build_parallel(
         raise ConfigError([f"reference.offload=true: {OFFLOAD_NEEDS_GPU}"])
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import CompileConfig, TrainingConfig
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.tools.utils import set_default_dtype
 
     from goaly.models.hf import load_hf
@@ -80,7 +74,8 @@ def build_parallel(
         model = spec.model.build()
     model._skip_lm_head = True
     compile_config = CompileConfig(enable=trainer.compile, components=["model"])
-    checkpointing = _activation_checkpointing(trainer)
+    kinds = {"off": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    checkpointing = kinds[trainer.activation_checkpointing]
     if wrapped:
         spec.parallelize_fn(
             model,
@@ -155,12 +150,6 @@ def _prepare_alone(model: Any, compile_config: Any, checkpointing: Any) -> None:
 
         alone = ParallelDims.from_config(ParallelismConfig(data_parallel_shard_degree=1), 1)
         apply_compile(model, compile_config=compile_config, parallel_dims=alone)
-
-
-def _activation_checkpointing(trainer: TrainerSettings) -> Any:
-    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-
-    return {"off": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[trainer.activation_checkpointing]
 
 
 def _quieten() -> None:

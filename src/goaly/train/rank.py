@@ -42,7 +42,7 @@ class RankThread(Generic[Engine]):
 
     async def build(self, settings: TrainerSettings, make: Callable[[], Engine]) -> None:
         """Join the process group, and build the engine."""
-        await self.run(lambda: _join(settings))
+        await self.run(lambda: join(settings.threads, settings.ranks))  # RK-1: on the thread that runs all calls
         self._engine = await self.run(make)
 
     async def run(self, call: Callable[[], Result], span: str | None = None, **about: int) -> Result:
@@ -59,15 +59,15 @@ class RankThread(Generic[Engine]):
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _join(settings: TrainerSettings) -> None:
+def join(threads: int, ranks: int) -> None:
+    """Use this process's device and so many threads, and join the process group of so many ranks."""
     import torch
     import torch.distributed as dist
 
     from goaly.models.spec import use_local_device
     from goaly.train.parallel import backends
 
-    use_local_device()  # RK-1: the thread that builds the engine runs all its calls
-    torch.set_num_threads(settings.threads)
-    if settings.ranks > 1 and not dist.is_initialized():
-        # The rendezvous address comes from the environment.
-        dist.init_process_group(backends())
+    use_local_device()
+    torch.set_num_threads(threads)
+    if ranks > 1 and not dist.is_initialized():
+        dist.init_process_group(backends())  # the rendezvous address comes from the environment

@@ -15,7 +15,7 @@ from goaly.run.process_agent import lasting_port
 from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine
 from goaly.train.parallel import _layout
-from goaly.train.rank import _join
+from goaly.train.rank import join
 from goaly.train.settings import CriticSettings, OptimizerSettings, TrainerSettings
 from goaly.trajectory import PackedRows, Part
 from tests.unit.train.batches import documents, pack
@@ -237,6 +237,6 @@ def test_a_rank_that_is_alone_communicates_by_the_same_backends_as_one_among_oth
     monkeypatch.setattr("goaly.models.spec.use_local_device", lambda: None)
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", meet)
-    for join in (lambda: _layout(SETTINGS), lambda: _join(dataclasses.replace(SETTINGS, fsdp=2))):
+    for meeting in (lambda: _layout(SETTINGS), lambda: join(threads=1, ranks=2)):
         with pytest.raises(Met, match=f"^{backends}$"):
-            join()
+            meeting()
