@@ -54,8 +54,7 @@ async def policy(config: EvalConfig) -> "AsyncIterator[SampleFunction]":
         from goaly.generate.engine_loop import EngineLoop
 
         engine = await asyncio.to_thread(Engine, config.generator, config.model, seed=config.generator.seed)
-    generator = config.generator
-    loop = EngineLoop(engine, on_update=generator.on_update, max_running=generator.max_running, fill=lambda: 0)
+    loop = EngineLoop(engine, config.generator, lambda: 0)
     numbers = count()
     try:
         yield lambda tokens, sampling: loop.generate(f"sample-{next(numbers)}", tokens, sampling)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from goaly.errors import ReplicaLost
 from goaly.generate.request import Finish, GeneratorStats, Request, Sample, Sampling, duplicate_request, settle
+from goaly.generate.settings import GeneratorSettings
 from goaly.process import give_up
 
 if TYPE_CHECKING:
@@ -155,13 +156,7 @@ class EngineLoop:
     """Steps an engine in a thread of its own. Made and used in the event loop that gets the samples."""
 
     def __init__(
-        self,
-        engine: "Engine",
-        *,
-        on_update: str,
-        max_running: int,
-        fill: Callable[[], int],
-        link: Link | None = None,
+        self, engine: "Engine", settings: GeneratorSettings, fill: Callable[[], int], link: Link | None = None
     ):
         """`fill` overwrites this rank's weights with the prefetched ones. With a `link`, ranks above 0 follow rank
         0."""
@@ -169,7 +164,7 @@ class EngineLoop:
         self._fill = fill
         self._link = link
         self._follows = link is not None and link.rank > 0
-        self._scheduler = Scheduler(on_update, max_running=max_running)
+        self._scheduler = Scheduler(settings.on_update, max_running=settings.max_running)
         self._work = threading.Condition()
         self._events = asyncio.get_running_loop()
         self._requests: dict[str, Deliver] = {}

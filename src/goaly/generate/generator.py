@@ -67,11 +67,8 @@ class Generator(Actor):
         engine = await asyncio.to_thread(Engine, settings, self._model, seed=settings.seed + self._replica)
         engine.enter_thread()  # this thread prefetches updates into the engine's GPU
         commands, announcements = (Link(), Link()) if settings.tp > 1 else (None, None)
-        loop = partial(
-            EngineLoop, engine, on_update=settings.on_update, max_running=settings.max_running, link=commands
-        )
         if self._store is None:
-            self._engine_loop = loop(fill=_no_weights)
+            self._engine_loop = EngineLoop(engine, settings, _no_weights, commands)
             return 0
         from goaly.weights.subscriber import Subscriber
 
@@ -87,10 +84,11 @@ class Generator(Actor):
             naming=engine.naming(),
         )
         await subscriber.join()  # GE-3
-        self._engine_loop = loop(fill=subscriber.apply)
+        self._engine_loop = EngineLoop(engine, settings, subscriber.apply, commands)
         follower = WeightFollower(subscriber, self._engine_loop, announcements)
         if rank == 0:
-            await self._catch_up(follower)  # GE-1
+            while ((await self._store.state.call_one()).newest or 0) > self._engine_loop.version:  # GE-1
+                await follower.catch_up()
         self._following = vital_task(follower.run(), "weight follower")  # GE-4
         return self._engine_loop.version
 
@@ -158,11 +156,6 @@ class Generator(Actor):
         self._clients.deliver(client, request_id, result)
         noted = {"tokens": len(result.tokens)} if isinstance(result, Sample) else {"error": type(result).__name__}
         spans.record("generation", started_ns, time.time_ns(), request=request_id, **noted)
-
-    async def _catch_up(self, follower: WeightFollower) -> None:
-        assert self._store is not None
-        while ((await self._store.state.call_one()).newest or 0) > self._engine_loop.version:
-            await follower.catch_up()
 
 
 def _no_weights() -> int:

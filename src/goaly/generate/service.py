@@ -42,26 +42,20 @@ Announce = Callable[[Mapping[str, Generator]], Awaitable[None]]
 """Tells every router which replicas serve, by name."""
 
 
+@dataclass(kw_only=True, eq=False)
 class GeneratorService:
     """Keeps so many generator replicas serving."""
 
-    def __init__(
-        self,
-        *,
-        replicas: int,
-        spawn: Spawn,
-        kill: Callable[[str], Awaitable[None]],
-        announce: Announce,
-        start_minutes: float,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        """`kill` ends all processes of this name."""
-        self._replicas = [_Replica(index) for index in range(replicas)]
-        self._spawn = spawn
-        self._kill = kill
-        self._announce = announce
-        self._start_minutes = start_minutes
-        self._clock = clock
+    replicas: int
+    spawn: Spawn
+    kill: Callable[[str], Awaitable[None]]
+    """Ends all processes of this name."""
+    announce: Announce
+    start_minutes: float
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._replicas = [_Replica(index) for index in range(self.replicas)]
         self._deaths: dict[str, asyncio.Future[str]] = {}
         self._serving: dict[str, Generator] = {}
         self._announcing = asyncio.Lock()
@@ -105,11 +99,11 @@ class GeneratorService:
 
     async def _keep(self, replica: "_Replica") -> None:
         while True:
-            began = self._clock()
+            began = self.clock()
             report = await self._deaths[replica.name]  # `lost` unblocks it
-            replica.served += self._clock() - began
+            replica.served += self.clock() - began
             del self._serving[replica.name]
-            await asyncio.gather(self._announce_serving(), self._kill(replica.name))  # GS-2
+            await asyncio.gather(self._announce_serving(), self.kill(replica.name))  # GS-2
             failure: str | None = f"died: {_last_line(report)}"
             while failure is not None:
                 self._count(replica, failure)
@@ -135,7 +129,7 @@ class GeneratorService:
         death = self._deaths[name] = asyncio.get_running_loop().create_future()
         starting = asyncio.create_task(self._started(name), name=f"start {name}")
         try:
-            await asyncio.wait([starting, death], timeout=60 * self._start_minutes, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([starting, death], timeout=60 * self.start_minutes, return_when=asyncio.FIRST_COMPLETED)
         finally:
             starting.cancel()  # no effect once it has ended
             await asyncio.wait([starting])  # a cancelled call ends at once
@@ -143,25 +137,25 @@ class GeneratorService:
         if death.done():
             failure = f"died while it started: {_last_line(death.result())}"
         elif starting.cancelled():
-            failure = f"did not start within generator.start_minutes={self._start_minutes:g}"
+            failure = f"did not start within generator.start_minutes={self.start_minutes:g}"
         elif error is not None:
             logger.info("%s failed to start", name, exc_info=error)
             failure = f"failed to start: {_cause(error)}"
         else:
             self._serving[name] = starting.result()
             return None
-        await self._kill(name)
+        await self.kill(name)
         return failure
 
     async def _started(self, name: str) -> Generator:
-        ranks = await self._spawn(name)
+        ranks = await self.spawn(name)
         for rank in ranks.start.stream():
             await rank  # stop at the first failure: the other ranks may wait for the failed one
         return ranks.slice(procs=0)  # the rank that takes requests
 
     async def _announce_serving(self) -> None:
         async with self._announcing:  # GS-4
-            await self._announce(dict(self._serving))
+            await self.announce(dict(self._serving))
 
 
 @dataclass(slots=True, eq=False)

@@ -51,15 +51,13 @@ class WeightFollower:
             if await self._prefetch(lease.version, lease):
                 await self._loop.version_at_least(lease.version)  # FO-2
 
-    async def catch_up(self) -> bool:
-        """Rank 0: wait for newer weights and apply them on every rank; False if a rank could not get them."""
+    async def catch_up(self) -> None:
+        """Rank 0: wait for newer weights and apply them on every rank, unless a rank could not get them."""
         version = await self._versions.newest(self._loop.version)
         if self._link is not None:
             await _in_thread(self._link.send, self._versions.held)
-        if not await self._prefetch(version):
-            return False
-        await asyncio.gather(self._versions.release(), self._loop.apply(version))  # FO-3: a drain may take long
-        return True
+        if await self._prefetch(version):
+            await asyncio.gather(self._versions.release(), self._loop.apply(version))  # FO-3: a drain may take long
 
     async def _prefetch(self, version: int, lent: Lease | None = None) -> bool:
         ready = await self._versions.prefetch(version, lent)  # FO-4

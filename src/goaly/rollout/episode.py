@@ -1,15 +1,6 @@
 """The context of a script's `episode` coroutine, and the `Episode` that records its turns as a trajectory.
 
-    async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
-        question = context.render(prompt)
-        answer = await context.policy.sample(question)
-        score = await context.reward(prompt, answer.text)
-        return Episode(prompt, question).wrote(answer).finish(score)
-
-`render_more` gives the tokens that continue a chat after the recorded ones:
-
-    chat = [*prompt.messages, Message(role="assistant", content=answer.text), Message(role="tool", content=result)]
-    episode.observed(context.render_more(chat, episode.tokens))
+`apps/grpo/main.py` has an episode of one turn, and `docs/episodes.md` one of several turns.
 
 Invariants
     EP-1  Tokens of the policy are trained and carry the sampler's log-probabilities and versions. All other tokens are

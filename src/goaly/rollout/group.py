@@ -22,15 +22,7 @@ from goaly.prompts.prompt import Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction
 from goaly.rollout.policy import ContextFull, Policy, PromptFillsContext
-from goaly.rollout.running import (
-    EpisodeTimeout,
-    GroupProgress,
-    GroupTimeout,
-    RunningEpisode,
-    RunningGroup,
-    TimedOut,
-    within,
-)
+from goaly.rollout.running import EpisodeTimeout, GroupProgress, GroupTimeout, RunningEpisode, RunningGroup, within
 from goaly.rollout.settings import RolloutSettings
 from goaly.telemetry.spans import span
 from goaly.trajectory import Group, Trajectory
@@ -104,7 +96,7 @@ class GroupRunner:
         except ContextFull as error:
             rejected = f"{error.reason}: {error}"
             await self.report(Dropped.rejected(ticket.index, error.reason))
-        except TimedOut as error:
+        except (EpisodeTimeout, GroupTimeout) as error:
             failed = f"{error.reason}: {error}"
             await self.report(Dropped.failed(ticket.index, error.reason))
         except Exception as error:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from goaly.errors import EpisodeError
 from goaly.reward.verifiers import Unscored
@@ -95,12 +95,12 @@ class RunningEpisode:
         return value
 
 
+@dataclass(slots=True, eq=False)
 class RunningGroup:
     """The episodes of one group."""
 
-    def __init__(self, episodes: Sequence[RunningEpisode]):
-        self.episodes = tuple(episodes)
-        self._began = time.monotonic()
+    episodes: Sequence[RunningEpisode]
+    _began: float = field(default_factory=time.monotonic, init=False)
 
     @property
     def done(self) -> int:
@@ -117,20 +117,14 @@ class RunningGroup:
         return GroupProgress(seconds=time.monotonic() - self._began, doing=dict(doing))
 
 
-class TimedOut(EpisodeError):
-    """An episode or a group exceeded its time limit."""
-
-    reason: ClassVar[str] = "timeout"
-    """The reason of the failure in the run's accounting."""
-
-
-class EpisodeTimeout(TimedOut):
+class EpisodeTimeout(EpisodeError):
     """An episode exceeded `rollout.episode_seconds`."""
 
     reason = "episode_timeout"
+    """The reason of the failure in the run's accounting."""
 
 
-class GroupTimeout(TimedOut):
+class GroupTimeout(EpisodeError):
     """A group exceeded `rollout.group_seconds`."""
 
     reason = "group_timeout"

@@ -1,13 +1,12 @@
 """Append-only files of JSON lines, used by metrics, spans and the rollout journal.
 
-A file that can't be opened (no permission, no folder) raises at once, before training starts. A line that can't be
-written later (disk full, quota) must not stop the training: the failure is logged once, the file takes no more lines,
-and `lost` counts the lines that are missing.
+A file that can't be opened raises at once, before training starts.
 
 Invariants
     TL-1  A line is one `write` to a file opened for appending, so lines of several processes never interleave.
     TL-2  If a crash left half a line, the next line starts on a new line; only the half line is lost.
-    TL-3  Writing never raises, and waits for nothing but the kernel's page cache.
+    TL-3  Writing never raises, and waits for nothing but the kernel's page cache. When the disk is full, the failure is
+          logged once, the file takes no more lines, and `lost` counts the missing ones.
     TL-4  A line is strict JSON: values without a JSON form are written as text, and numbers that are not finite as
           null.
 """

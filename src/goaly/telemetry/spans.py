@@ -62,7 +62,7 @@ class _Recorder:
     """Buffers finished spans and writes them to this process's file."""
 
     def __init__(self, run_dir: Path, process: str):
-        self._file = LineFile(run_dir / "spans" / f"{process}.jsonl")
+        self.file = LineFile(run_dir / "spans" / f"{process}.jsonl")
         self._pid = os.getpid()
         self._buffer: list[tuple[Any, ...]] = []
         self._flushed_at = time.time_ns()
@@ -81,12 +81,7 @@ class _Recorder:
             count = len(self._buffer)
             finished, self._buffer[:count] = self._buffer[:count], []
             keys = ("name", "start_ns", "stop_ns", "track", "thread", "task", "args")
-            self._file.write(*({"pid": self._pid, **dict(zip(keys, one, strict=True))} for one in finished))
-
-    def close(self) -> None:
-        """Write the buffered spans and close the file."""
-        self.flush()
-        self._file.close()
+            self.file.write(*({"pid": self._pid, **dict(zip(keys, one, strict=True))} for one in finished))
 
 
 _recorder: _Recorder | None = None
@@ -97,7 +92,8 @@ def configure(run_dir: str | Path | None, process: str) -> None:
     global _recorder
     previous, _recorder = _recorder, None
     if previous is not None:
-        previous.close()
+        previous.flush()
+        previous.file.close()
     if run_dir is not None:
         _recorder = _Recorder(Path(run_dir), process)
 

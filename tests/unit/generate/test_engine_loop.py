@@ -11,6 +11,9 @@ import torch
 from goaly.errors import ReplicaLost
 from goaly.generate.engine_loop import Command, EngineLoop
 from goaly.generate.request import Finish, Request, Sample, Sampling
+from goaly.generate.settings import GeneratorSettings
+
+SETTINGS = GeneratorSettings(on_update="keep", max_running=1000)
 
 
 class CountingEngine:
@@ -73,7 +76,7 @@ async def engine():
 @pytest.fixture
 async def loop(engine):
     weights = iter(range(1, 100))
-    loop = EngineLoop(engine, on_update="keep", max_running=1000, fill=lambda: next(weights))
+    loop = EngineLoop(engine, SETTINGS, lambda: next(weights))
     yield loop
     await loop.stop()
 
@@ -173,7 +176,7 @@ async def test_a_rank_whose_engine_or_link_breaks_ends_its_process(engine, monke
 
     monkeypatch.setattr("goaly.generate.engine_loop.give_up", give_up)
     engine.breaks = True
-    loop = EngineLoop(engine, on_update="keep", max_running=1000, fill=lambda: 1, link=link)
+    loop = EngineLoop(engine, SETTINGS, lambda: 1, link)
     loop.submit(Request("one", [1], ENDLESS, 0), lambda name, result: None)
     assert await ended == f"the engine's thread failed: {why}"
     await asyncio.to_thread(loop._thread.join)
@@ -182,7 +185,7 @@ async def test_a_rank_whose_engine_or_link_breaks_ends_its_process(engine, monke
 @pytest.mark.timeout(20)
 async def test_closing_ends_what_is_still_running_with_an_error_that_says_so(engine):
     """LO-2"""
-    loop = EngineLoop(engine, on_update="keep", max_running=1000, fill=lambda: 1)
+    loop = EngineLoop(engine, SETTINGS, lambda: 1)
     call = asyncio.ensure_future(loop.generate("endless", [1], ENDLESS, min_version=0))
     waiter = asyncio.ensure_future(loop.version_at_least(9))
     await asyncio.sleep(0)
