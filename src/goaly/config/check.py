@@ -63,7 +63,7 @@ def check(
     values, wrong = copy.deepcopy(values), set(unresolved)
     for fault in found:
         removed = _remove(values, fault.steps)
-        wrong |= {_joined(path, *removed)} if fault.kind != "unknown" else set()
+        wrong |= {join(path, *removed)} if fault.kind != "unknown" else set()
     of_sections = _section_problems(schema, values, path) if config is None else all_problems(config, path)
     # The defaults of wrong keys stood in for them: leave out lines about those defaults.
     others = (line for line in of_sections if not any(_names(line, key) for key in wrong))
@@ -132,7 +132,7 @@ def faults(error: ValidationError, schema: Any, path: str = "") -> list[Fault]:
             complaint = f"missing, must be {type_words(annotation)}"
         elif kind == "dataclass_type":
             names = hints(section_of(annotation))
-            complaint = f"is a section, set its keys: {', '.join(_joined(path, *steps, name) for name in names)}"
+            complaint = f"is a section, set its keys: {', '.join(join(path, *steps, name) for name in names)}"
         elif kind in OUT_OF_BOUNDS:
             complaint = f"must be {bounds_words(annotation)}"
         elif kind == "finite_number":
@@ -142,7 +142,7 @@ def faults(error: ValidationError, schema: Any, path: str = "") -> list[Fault]:
         if steps not in found or kind in OUT_OF_BOUNDS:
             name = {"missing": "missing", "unexpected_keyword_argument": "unknown"}.get(kind, "wrong")
             found[steps] = Fault(
-                kind=name, path=_joined(path, *steps), steps=steps, value=one["input"], complaint=complaint
+                kind=name, path=join(path, *steps), steps=steps, value=one["input"], complaint=complaint
             )
     return list(found.values())
 
@@ -176,14 +176,10 @@ def _item(annotation: Any, step: str | int) -> Any:
 def _suggestion(schema: Any, steps: tuple[str | int, ...], name: str, path: str) -> str:
     siblings = list(hints(section_of(_follow(schema, steps)[1])))
     if close := difflib.get_close_matches(name, siblings, 1):
-        return f"did you mean {_joined(path, *steps, close[0])}?"
+        return f"did you mean {join(path, *steps, close[0])}?"
     known = [key.path for key in keys(schema, path)]
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
-    elsewhere += difflib.get_close_matches(_joined(path, *steps, name), known, 1, 0.8)
+    elsewhere += difflib.get_close_matches(join(path, *steps, name), known, 1, 0.8)
     if elsewhere:
         return f"did you mean {' or '.join(dict.fromkeys(elsewhere))}?"
     return f"known here are {', '.join(siblings)}"
-
-
-def _joined(*names: str | int) -> str:
-    return ".".join(str(name) for name in names if name != "")

@@ -100,9 +100,9 @@ def section_of(annotation: Any) -> type | None:
     )
 
 
-def join(path: str, name: object) -> str:
-    """`name` below `path`; the root's path is empty."""
-    return f"{path}.{name}" if path else str(name)
+def join(*names: object) -> str:
+    """The path of these names; the root's path is empty."""
+    return ".".join(str(name) for name in names if name != "")
 
 
 def plain(value: Any) -> Any:

@@ -15,15 +15,11 @@ No correction has a gradient. A rejected token adds nothing to the loss; `loss.d
 the denominator.
 """
 
-from typing import Literal
-
 import torch
 
 from goaly.losses.kl import binary_divergence, divergence
-from goaly.losses.settings import Importance, Rejection
+from goaly.losses.settings import Importance, Proximal, Rejection
 from goaly.losses.tokens import sequence_mean, sequence_sum
-
-Proximal = Literal["sampler", "trainer", "interpolated"]
 
 
 def proximal_logprobs(

@@ -22,7 +22,6 @@ Invariants
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -53,29 +52,11 @@ PROXIMAL = "proximal_logprobs"
 """The column of the trainer's log-probs before the batch, in all parts of the batch but the first."""
 
 
-class Objective(Protocol):
-    """The objective of an engine."""
-
-    @property
-    def needs_proximal(self) -> bool:
-        """Whether parts of a batch after the first need `PROXIMAL`."""
-        ...
-
-    def denominator(self, packed: PackedRows) -> int:
-        """The divisor of the whole batch's sum, as known before the forward pass."""
-        ...
-
-    def __call__(
-        self, logprobs_P: torch.Tensor, entropies_P: torch.Tensor, columns: Columns, policy_version: int
-    ) -> Contribution:
-        """The part of this microbatch."""
-        ...
-
-
 class Likelihood:
     """Supervised training: the mean negative log-likelihood of the trained tokens."""
 
     needs_proximal = False
+    """Whether parts of a batch after the first need `PROXIMAL`."""
 
     def denominator(self, packed: PackedRows) -> int:
         """The batch's trained tokens."""
@@ -205,6 +186,10 @@ class PolicyObjective:
         if key not in columns:
             raise SchemaError(f"loss {self._settings.name}: `{key}` is missing; the batch holds {', '.join(columns)}")
         return columns[key]
+
+
+Objective = Likelihood | PolicyObjective
+"""The objective of an engine."""
 
 
 def _distance(tokens: Tokens) -> dict[str, torch.Tensor]:

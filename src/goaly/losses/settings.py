@@ -7,6 +7,7 @@ from typing import Any, Literal
 from goaly.config.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
 
 Importance = Literal["token", "sequence", "geometric"]
+Proximal = Literal["sampler", "trainer", "interpolated"]
 
 
 class Rejection(Settings):
@@ -57,7 +58,7 @@ class LossSettings(Settings):
     constant_length: PositiveInt | None = None
     """Number of tokens by which sequence_sum divides the sum of each sequence: the length of the longest possible
     answer."""
-    proximal: Literal["sampler", "trainer", "interpolated"] = "sampler"
+    proximal: Proximal = "sampler"
     """Log-probs in the ratio's denominator: the sampler's, the trainer's at the start of the step, or an interpolation
     between the two by age. With the last two, an importance weight corrects for the distance from the sampler."""
     importance: Importance = "token"

@@ -19,7 +19,7 @@ from random import Random
 from typing import Any, Generic, TypeVar
 
 import pyarrow.parquet
-from torchdata.nodes import BaseNode, ParallelMapper, Unbatcher
+from torchdata.nodes import BaseNode, IterableWrapper, ParallelMapper, Unbatcher
 
 T = TypeVar("T")
 
@@ -117,30 +117,6 @@ def fingerprint_of(files: Sequence[str]) -> str:
     return f"{list(files)} {digest.hexdigest()}"
 
 
-class _Pools(BaseNode[tuple[int, list[Block]]]):
-    """The numbered pools of one pass."""
-
-    def __init__(self, blocks: Sequence[Block], order: str):
-        super().__init__()
-        self._blocks = list(blocks)
-        Random(order).shuffle(self._blocks)
-        self._next = 0
-
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        super().reset(initial_state)
-        self._next = initial_state["next"] if initial_state else 0
-
-    def next(self) -> tuple[int, list[Block]]:
-        start = self._next * POOL_BLOCKS
-        if start >= len(self._blocks):
-            raise StopIteration
-        self._next += 1
-        return self._next - 1, self._blocks[start : start + POOL_BLOCKS]
-
-    def get_state(self) -> dict[str, Any]:
-        return {"next": self._next}
-
-
 class ShuffledFiles(BaseNode[T], Generic[T]):
     """The items that `items_of` makes of each block, in a random order, for `passes` passes or without end."""
 
@@ -184,10 +160,13 @@ class ShuffledFiles(BaseNode[T], Generic[T]):
     def _begin(self, number: int, given: int, state: dict[str, Any] | None) -> None:
         self._pass, self._given = number, given
         order = f"{self._order}/{number}"
-        pools = _Pools(self._blocks, order)
+        blocks = list(self._blocks)
+        Random(order).shuffle(blocks)
+        pools = enumerate(blocks[at : at + POOL_BLOCKS] for at in range(0, len(blocks), POOL_BLOCKS))
+        source = IterableWrapper(list(pools))
         workers = 1 if len(self._blocks) > POOL_BLOCKS else 0  # a single pool has no next one to read ahead
         self._items: BaseNode[T | _Failure] = Unbatcher(
-            ParallelMapper(pools, lambda pool: self._read(*pool, order), num_workers=workers, method="thread")
+            ParallelMapper(source, lambda pool: self._read(*pool, order), num_workers=workers, method="thread")
         )
         self._items.reset(state)
 

@@ -164,11 +164,6 @@ def distinct_prompts(settings: PromptSettings, split: Split, count: int | None) 
     return tuple(found)
 
 
-def held_out(settings: PromptSettings, count: int | None) -> tuple[Prompt, ...]:
-    """The first `count` different held-out problems, or all of them."""
-    return distinct_prompts(settings, Split.HELD_OUT, count)
-
-
 def unreadable(settings: PromptSettings) -> str | None:
     """Why the prompt files, or the records at their beginnings, can't be read; None if they can."""
     try:

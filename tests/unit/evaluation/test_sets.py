@@ -12,7 +12,7 @@ from goaly.evaluation.result import EvalResult, Evaluation
 from goaly.evaluation.sets import ProblemSets
 from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
 from goaly.generate.settings import SamplingSettings
-from goaly.prompts.mixture import held_out
+from goaly.prompts.mixture import distinct_prompts
 from goaly.prompts.prompt import Split, split_of
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings, SourceSettings
 
@@ -81,13 +81,12 @@ def test_several_sources_give_no_problem_twice_and_go_on_where_one_has_no_more(t
     few, many = (SourceSettings(name=Path(file).stem, files=(file,)) for file in files)
     off = SourceSettings(name="off", weight=0.0, task="arithmetic")
     mixed = PromptSettings(task=None, sources=(few, many, off), held_out_fraction=0.5)
-    found = held_out(mixed, None)
+    found = distinct_prompts(mixed, Split.HELD_OUT, None)
     contents = [prompt.messages[0].content for prompt in found]
     assert len(contents) == len(set(contents))
     assert {prompt.source for prompt in found} == {"few", "many"}
-    assert set(contents) == {p.messages[0].content for p in held_out(PromptSettings(
-        task=None, files=files[1:], held_out_fraction=0.5
-    ), None)}  # fmt: skip
+    alone = PromptSettings(task=None, files=files[1:], held_out_fraction=0.5)
+    assert set(contents) == {p.messages[0].content for p in distinct_prompts(alone, Split.HELD_OUT, None)}
     assert [prompt.source for prompt in found[:4]] == ["few", "many", "few", "many"]
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from goaly.config.check import check
 from goaly.prompts.curriculum import Curriculum, Passes
-from goaly.prompts.mixture import Mixture, held_out, prompt_mixture
+from goaly.prompts.mixture import Mixture, distinct_prompts, prompt_mixture
+from goaly.prompts.prompt import Split
 from goaly.prompts.settings import ArithmeticSettings, CurriculumSettings, PromptSettings, SourceSettings
 from goaly.prompts.stream import PromptStream
 
@@ -112,8 +113,9 @@ def test_sources_of_one_kind_do_not_draw_alike_and_share_no_problem_with_the_hel
     mixture = prompt_mixture(twins)
     trained = [mixture.next() for _ in range(200)]
     assert len({prompt.id for prompt in trained}) > 190
-    assert {prompt.source for prompt in held_out(twins, 10)} == {"a", "b"}
-    assert {prompt.split_key for prompt in trained}.isdisjoint(prompt.split_key for prompt in held_out(twins, 200))
+    assert {prompt.source for prompt in distinct_prompts(twins, Split.HELD_OUT, 10)} == {"a", "b"}
+    held_out = distinct_prompts(twins, Split.HELD_OUT, 200)
+    assert {prompt.split_key for prompt in trained}.isdisjoint(prompt.split_key for prompt in held_out)
 
 
 def test_a_curriculum_prefers_what_is_passed_half_the_time_and_gives_up_on_none() -> None:

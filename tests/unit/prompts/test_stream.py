@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from goaly.config.check import check
-from goaly.prompts.mixture import held_out
+from goaly.prompts.mixture import distinct_prompts
 from goaly.prompts.prompt import Message, Prompt, Split, split_of
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings
 from goaly.prompts.stream import PromptStream
@@ -47,7 +47,7 @@ def test_the_splits_share_no_problem(kind: str, files: PromptSettings) -> None:
     settings = TASK if kind == "task" else files
     trained = PromptStream(settings)
     seen = {trained.next().split_key for _ in range(500)}
-    assert seen.isdisjoint(prompt.split_key for prompt in held_out(settings, 200))
+    assert seen.isdisjoint(prompt.split_key for prompt in distinct_prompts(settings, Split.HELD_OUT, 200))
 
 
 @given(first=st.integers(0, 10**8), second=st.integers(0, 10**8))
@@ -71,7 +71,7 @@ def test_a_pass_over_files_gives_every_training_prompt_once_and_the_next_in_anot
     second = [prompt.id] + [stream.next().id for _ in range(len(first) - 1)]
     assert sorted(first) == sorted(second)
     assert first != second
-    assert len(first) + len({prompt.id for prompt in held_out(files, 200)}) == 37
+    assert len(first) + len({prompt.id for prompt in distinct_prompts(files, Split.HELD_OUT, 200)}) == 37
 
 
 def test_other_columns_become_metadata_and_answers_become_text(files: PromptSettings) -> None:
