@@ -122,8 +122,9 @@ class RunConfig(Settings):
             yield from at.reference.idle(absent["reference"])
         if self.critic is None and not advantages.problems("") and not advantages.uses_values:
             absent["critic"] = f"{at}critic is null"
-        for role in self.hosts.bind.keys() & absent:
-            yield f"{at}hosts.bind.{role}={self.hosts.bind[role]}: has no effect, {absent[role]}"
+        for role, cores in self.hosts.bind.items():
+            if role in absent:
+                yield f"{at}hosts.bind.{role}={cores}: has no effect, {absent[role]}"
         if loss.max_age is not None and oldest is not None and loss.max_age >= oldest:
             yield from at.loss.idle(f"{at}backlog bounds the age of tokens to {oldest} versions", "max_age")
         of_itself = self.reference.refresh_every == self.trainer.minibatches == 1
