@@ -136,12 +136,9 @@ class Evaluation:
 def warn_of_long_prompts(name: str, result: EvalResult) -> None:
     """Log a warning if prompts of this set are too long for the context."""
     if result.too_long:
-        logger.warning(
-            "evaluation set %s: %d of %d prompts leave no room for an answer in the context and count as not solved",
-            name,
-            result.too_long,
-            result.prompts,
-        )
+        long = f"{result.too_long} of {result.prompts} prompts"
+        why = "leave no room for an answer in the context and count as not solved"
+        logger.warning("evaluation set %s: %s %s", name, long, why)
 
 
 def _too_long(result: EvalResult) -> dict[str, int]:

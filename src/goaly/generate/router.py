@@ -93,7 +93,8 @@ class Router:
                 self._breaks.pop(replica.name, None)
                 return sample
             except asyncio.CancelledError:
-                if not replica.lost or _is_cancelled():
+                task = asyncio.current_task()
+                if not replica.lost or (task is not None and task.cancelling()):  # the caller was
                     connection.cancel(call_id)  # RO-3
                     raise
             except ReplicaLost as error:
@@ -117,7 +118,10 @@ class Router:
             return known
         replica = self._least_loaded()
         if session is not None:
-            self._remember(session, replica.name)
+            self._sessions.pop(session, None)  # it becomes the newest
+            self._sessions[session] = replica.name
+            if len(self._sessions) > SESSIONS_REMEMBERED:
+                del self._sessions[next(iter(self._sessions))]
         return replica
 
     def _least_loaded(self) -> _Replica:
@@ -126,12 +130,6 @@ class Router:
         index = min(range(count), key=lambda i: (len(replicas[i].requests), (i - self._turn) % count))  # RO-6
         self._turn = index + 1
         return replicas[index]
-
-    def _remember(self, session: str, name: str) -> None:
-        self._sessions.pop(session, None)
-        self._sessions[session] = name
-        if len(self._sessions) > SESSIONS_REMEMBERED:
-            del self._sessions[next(iter(self._sessions))]
 
     def _open(self, name: str) -> None:
         if name in self._handles and name not in self._replicas:  # RO-5
@@ -156,8 +154,3 @@ class Router:
         replica.connection.close()  # RO-3
         if not self._replicas:
             self._some_replica.clear()
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

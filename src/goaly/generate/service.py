@@ -1,7 +1,5 @@
 """The generator service: starts the replicas, watches them, and replaces those that die.
 
-The controller owns it. Each process that samples has a `Router`; `announce` tells the routers which replicas serve.
-
 The processes of a replica have a unique name by which routers know it: `generator-0`, then `generator-0-1` for its
 first replacement.
 

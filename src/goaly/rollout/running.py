@@ -56,8 +56,7 @@ class RunningEpisode:
 
     policy: Policy
     sample_index: int
-    _started: bool = field(default=False, init=False)
-    _ended: bool = field(default=False, init=False)
+    _stage: str = field(default=WAITING, init=False)
     _judging: int = field(default=0, init=False)
     unscored: Counter[str] = field(default_factory=Counter, init=False)
     """The number of its responses that got reward 0 without a score, by cause."""
@@ -65,10 +64,8 @@ class RunningEpisode:
     @property
     def doing(self) -> str:
         """Its current activity."""
-        if self._ended:
-            return DONE
-        if not self._started:
-            return WAITING
+        if self._stage != OWN_CODE:
+            return self._stage
         if self.policy.generating:
             return GENERATING
         return JUDGED if self._judging else OWN_CODE
@@ -76,10 +73,10 @@ class RunningEpisode:
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """The block in which the episode runs; its policy ends with it."""
-        self._started = True
+        self._stage = OWN_CODE
         try:
             yield
-            self._ended = True
+            self._stage = DONE
         finally:
             self.policy.end()
 
@@ -146,20 +143,14 @@ async def within(seconds: float | None, work: Coroutine[Any, Any, T], name: str)
     finally:
         if not task.done():
             task.cancel()
+            task.add_done_callback(_report_end)
             try:
                 await asyncio.wait([task], timeout=CANCEL_SECONDS)  # EL-1
             finally:
-                _abandon(task)
-
-
-def _abandon(task: asyncio.Task[Any]) -> None:
-    if task.done():
-        _report_end(task)
-        return
-    logger.warning("%s still runs %g s after it was cancelled, and is abandoned", task.get_name(), CANCEL_SECONDS)
-    _abandoned.add(task)
-    task.add_done_callback(_abandoned.discard)
-    task.add_done_callback(_report_end)
+                if not task.done():
+                    logger.warning("%s still runs %g s after it was cancelled, and is abandoned", name, CANCEL_SECONDS)
+                    _abandoned.add(task)
+                    task.add_done_callback(_abandoned.discard)
 
 
 def _report_end(task: asyncio.Task[Any]) -> None:

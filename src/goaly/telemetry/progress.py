@@ -46,8 +46,11 @@ class Progress:
         self._console = console or shared_console()
         self._shown = settings.progress != "off"
         on_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
-        live = settings.progress == "live" or (settings.progress == "auto" and on_terminal)
-        self._live = _live(self._console) if live else None
+        self._live: Live | None = None
+        if settings.progress == "live" or (settings.progress == "auto" and on_terminal):
+            from rich import live
+
+            self._live = live.Live(console=self._console, auto_refresh=False, transient=False)
         self._started = clock()
         self._finished: deque[tuple[float, int]] = deque([(self._started, 0)], maxlen=RECENT_STEPS + 1)
         self._curve: deque[float] = deque(maxlen=CURVE_STEPS)
@@ -147,12 +150,6 @@ def _phrases(policy_version: int, metrics: Mapping[str, float]) -> list[str]:
     if "generator/version" in metrics:
         phrases += [f"trainer v{policy_version}", f"generators v{metrics['generator/version']:.0f}"]
     return [phrase for phrase in phrases if phrase]
-
-
-def _live(console: Terminal) -> "Live":
-    from rich.live import Live
-
-    return Live(console=console, auto_refresh=False, transient=False)
 
 
 def duration(seconds: float) -> str:
