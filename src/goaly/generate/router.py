@@ -93,8 +93,8 @@ class Router:
                 self._breaks.pop(replica.name, None)
                 return sample
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if not replica.lost or (task is not None and task.cancelling()):  # the caller was
+                task = asyncio.current_task()  # a lost replica's connection cancels its futures, but not the task
+                if not replica.lost or (task is not None and task.cancelling()):
                     connection.cancel(call_id)  # RO-3
                     raise
             except ReplicaLost as error:
