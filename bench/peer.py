@@ -4,9 +4,9 @@
     python -m bench.peer --peer-python FILE [--rounds N] [--steps N] [--json FILE] [--markdown FILE]
 
 Both sides start from the embedded warm start and train the same prompts in the same order, 8 groups of 8 answers a
-step. TRL generates with transformers and trains in one process with all cores (`trl`), or in one process a core
-(`trl ddp`, data-parallel): its user would take the faster one, so ratios are taken against that. goaly runs
-`configs/grpo/tiny.yaml` as it stands. Sides take turns. No side evaluates or saves.
+step; each round has prompts of its own. TRL generates with transformers and trains in one process with all cores
+(`trl`), or in one process a core (`trl ddp`, data-parallel): its user would take the faster one, so ratios are taken
+against that. goaly runs `configs/grpo/tiny.yaml` as it stands. Sides take turns. No side evaluates or saves.
 
 Reported are seconds a step (median over the steps after the first 5), tokens a second, and the seconds until the mean
 reward of 8 steps in a row is at least 0.9, from the first step (`learn`) and from the start of the command (`total`).
@@ -33,6 +33,8 @@ from goaly.run.config import RunConfig
 
 CONFIG = "configs/grpo/tiny.yaml"
 GOAL, STEPS_IN_A_ROW = 0.9, 8
+FIRST_SEED = 100
+"""Prompts differ from round to round, and from those that the config's settings were chosen on."""
 WARM_STEPS = 5
 LIMIT_SECONDS = 900.0
 """A side that takes longer is stopped; what it reached by then counts."""
@@ -287,8 +289,10 @@ def main() -> None:
     argv = ["--config", CONFIG, f"steps={arguments.steps}", "telemetry.progress=off", "telemetry.trace=false", *rest]
     first, results = Machine.now(), []
     for round_number in range(arguments.rounds):
+        seed = FIRST_SEED + round_number
+        seeded = [*argv, f"prompts.seed={seed}", f"generator.seed={seed}"]
         for side in sides:
-            one = run_side(side, _config(argv), argv, arguments.peer_python)
+            one = run_side(side, _config(seeded), seeded, arguments.peer_python)
             results.append(one)
             print(
                 f"round {round_number}  {side:8} {one.step_seconds:.3f} s a step, 0.9 after {one.total_seconds} s",
