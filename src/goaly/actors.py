@@ -66,7 +66,8 @@ class NamedTasks:
         try:
             await asyncio.wait([task])  # Unblocked by the end of the work, or by `cancel`.
         finally:
-            del self._tasks[name]
+            if self._tasks.get(name) is task:  # not that of a newer request of this name
+                del self._tasks[name]
             task.cancel()  # if the endpoint itself is cancelled; does nothing to a task that has ended
         return task
 
