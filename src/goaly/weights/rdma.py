@@ -21,6 +21,7 @@ from monarch.rdma import RDMABuffer, is_ibverbs_available
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout
+from goaly.weights.shared_memory import Ring
 from goaly.weights.transport import UNSEALED, OnDevice, Slots, SlotShape, Source
 
 IN_FLIGHT = 4
@@ -64,19 +65,26 @@ class DeviceSlots(Slots):
 
 
 class RemoteReader:
-    """Another process's slots, whose buckets are read into a few landing places here, in turn."""
+    """Another process's slots, whose buckets are read into a few landing places here, in turn, or into a mirror."""
 
-    def __init__(self, source: Source, wanted: Sequence[int], device: torch.device | None = None):
-        """`wanted` are the buckets that will be fetched; they land in the memory of `device`."""
+    def __init__(
+        self, source: Source, wanted: Sequence[int], device: torch.device | None = None, mirror: Ring | None = None
+    ):
+        """`wanted` are the buckets that will be fetched; they land in the memory of `device`, or in the mirror."""
         assert isinstance(source.remote, RemoteSlots), "the store waits until the writer has registered its slots"
         self._remote = source.remote
         self._failed: BaseException | None = None
         self._seals = torch.full((len(source.buckets),), UNSEALED)
+        self._mirror = mirror
         shape = SlotShape(source.layout, source.buckets)
-        largest = max((len(shape.span(bucket)) for bucket in wanted), default=0)
         self._places = {bucket: order % IN_FLIGHT for order, bucket in enumerate(wanted)}
-        landing = torch.empty((IN_FLIGHT, largest), dtype=torch.uint8, device=device)
-        self._stretches = {bucket: landing[place, : len(shape.span(bucket))] for bucket, place in self._places.items()}
+        if mirror is None:
+            sizes = {bucket: len(shape.span(bucket)) for bucket in wanted}
+            landing = torch.empty((IN_FLIGHT, max(sizes.values(), default=0)), dtype=torch.uint8, device=device)
+            self._stretches = {bucket: landing[self._places[bucket], :size] for bucket, size in sizes.items()}
+        else:
+            stretches = mirror.stretches(0)
+            self._stretches = {bucket: stretches[1 + bucket] for bucket in wanted}
         self._views = {
             index: shape.view(index, self._stretches[bucket], shape.span(bucket).start)
             for bucket in wanted
@@ -100,6 +108,8 @@ class RemoteReader:
         """Each bucket as it arrives, while the next ones are read."""
         coming: deque[tuple[int, Any]] = deque()
         self._check()
+        if self._mirror is not None:
+            self._mirror.unseal(0)  # WH-1
         try:
             for bucket in buckets:
                 while any(self._places[other] == self._places[bucket] for other, _ in coming):  # WX-2

@@ -8,6 +8,7 @@ Invariants
     WS-2  A version whose writer died before all ranks had staged it is never seen; the other ranks get an error.
     WS-3  A cancelled call holds nothing: a reader's newer request supersedes it, and every rank skips the version that
           one rank withdrew (WV-7).
+    WS-4  A reader waits for a neighbour's pull only while the lease of that pull is held.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from goaly.weights.buckets import Needs, distinct
 from goaly.weights.layout import Layout, share
 from goaly.weights.ledger import Lease, VersionLedger
 from goaly.weights.settings import WeightSettings
-from goaly.weights.transport import Source, needs_remote, reads_whole_buckets
+from goaly.weights.transport import SegmentHandle, Source, needs_remote, reads_whole_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,12 @@ class _Reader:
     transport: str
     needs: Needs
     request: int = 0
+    wanted: tuple[tuple[int, ...], ...] | None = None
+    """The buckets that it pulls from each writer rank, all of them on other hosts."""
+    pulls: Lease | None = None
+    """The lease under which it pulls a version, or has pulled it, for its neighbours as well."""
+    mirror: tuple[SegmentHandle, ...] | None = None
+    """Its mirror of that version, once it is whole (`mirror.py`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -261,6 +268,37 @@ class WeightStore(Actor):
     async def holds(self, reader: int, version: int) -> bool:
         """Whether the reader still holds this version: its lease may have been revoked."""
         return self._ledger is not None and self._ledger.leased.get(reader) == version
+
+    @concurrent_endpoint
+    async def mirror(
+        self, reader: int, lease: Lease, wanted: tuple[tuple[int, ...], ...]
+    ) -> tuple[SegmentHandle, ...] | bool:
+        """A neighbour's mirror of the version, once it is whole; waits while one pulls it under a lease that lasts.
+
+        Otherwise the reader has to pull the version: True if neighbours then wait for its `mirrored`.
+        """
+        mine = self._known(reader)
+        mine.wanted = wanted
+
+        def found() -> tuple[SegmentHandle, ...] | bool | None:
+            host, leased = mine.process.host, self._require_ledger().leased
+            others = [other for other in self._readers.values() if other is not mine and other.wanted == wanted]
+            neighbours = [other for other in others if other.process.host == host]
+            for other in neighbours:
+                if other.pulls is None or other.pulls.version != lease.version:
+                    continue
+                if other.mirror is not None or leased.get(other.pulls.reader) == lease.version:  # WS-4
+                    return other.mirror
+            mine.pulls, mine.mirror = lease if neighbours else None, None
+            return bool(neighbours)
+
+        return await self._until(found)  # the neighbour's `mirrored`, or the end of its lease
+
+    @concurrent_endpoint
+    async def mirrored(self, reader: int, mirror: tuple[SegmentHandle, ...]) -> None:
+        """Let neighbours copy the version that `mirror` had the reader pull."""
+        self._known(reader).mirror = mirror
+        self._wake()
 
     @concurrent_endpoint
     async def release(self, reader: int, request: int) -> None:

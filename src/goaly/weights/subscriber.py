@@ -9,6 +9,8 @@ Invariants
           slot, a seal differs and the copy is discarded.
     WU-2  A cancelled or failed `prefetch` holds nothing and leaves nothing to apply.
     WU-3  A prefetched version is applied once: the next `apply` needs another `prefetch`.
+    WU-4  Readers on one host that need the same buckets from another host pull them once (`mirror.py`). The others copy
+          them under their own leases, with the same check of the seals, or pull them if that fails.
 """
 
 import asyncio
@@ -16,6 +18,7 @@ import os
 import random
 import threading
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +34,9 @@ from goaly.weights.member import Member, SharedTask
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import JoinedReader, StoreClosed, WeightStore
 from goaly.weights.transport import SlotReader, Source, slot_reader
+
+if TYPE_CHECKING:
+    from goaly.weights.mirror import Mirror
 
 BucketPairs = dict[int, list[Pair]]
 
@@ -66,7 +72,10 @@ class Subscriber(Member):
         self._held: Lease | None = None
         self._sources: list[SlotReader] = []
         self._plan: list[dict[int, list[Copy]]] = []
-        self._pairs: dict[tuple[int, int], list[BucketPairs]] = {}
+        self._mirror: Mirror | None = None
+        """Set if all its writer ranks are on other hosts: neighbours may copy from it (WU-4)."""
+        self._neighbours: list[SlotReader] = []
+        self._pairs: dict[tuple[bool, int, int], list[BucketPairs]] = {}
         self._ready: int | None = None
         self._spares_lock = threading.Lock()
 
@@ -154,6 +163,8 @@ class Subscriber(Member):
             await self._store.leave_reader.call_one(self._number)
             self._number = None
         self._background.end()
+        if self._mirror is not None:
+            self._mirror.close()
         self._copier.close()
 
     def _release_soon(self, number: int) -> None:
@@ -190,6 +201,10 @@ class Subscriber(Member):
         for copy in plan(layouts, self._destination.layout):
             bucket = bucket_of[copy.source][copy.source_shard]
             self._plan[copy.source].setdefault(bucket, []).append(copy)
+        if self._transport == "auto" and all(source.host != self._process.host for source in sources):
+            from goaly.weights.mirror import Mirror
+
+            self._mirror = Mirror(sources, [tuple(sorted(buckets)) for buckets in self._plan])
         return [
             slot_reader(source, sorted(buckets), transport=self._transport, host=self._process.host, device=self._gpu)
             for source, buckets in zip(sources, self._plan, strict=True)
@@ -198,7 +213,7 @@ class Subscriber(Member):
     async def _fetch(self, lease: Lease) -> bool:
         """Fill the spares with a version that is held; False if its lease was revoked and its slot overwritten."""
         try:
-            overwritten = await self._copier.run(lambda: self._pull(lease))
+            overwritten = await self._pull_or_copy(lease)
         except BaseException:
             self._forget()  # WU-2: `run` has waited for the copy's end
             raise
@@ -211,7 +226,30 @@ class Subscriber(Member):
             )
         return False
 
-    def _pull(self, lease: Lease) -> int | None:
+    async def _pull_or_copy(self, lease: Lease) -> int | None:
+        """`_pull` the version from a neighbour that has pulled it, or else from the writer ranks (WU-4)."""
+        mirror, number = self._mirror, self._number
+        if mirror is None or number is None:
+            return await self._copier.run(lambda: self._pull(lease, self._sources, lease.slot))
+        found = await self._store.mirror.call_one(number, lease, mirror.wanted)  # a neighbour's pull, or its end
+        if isinstance(found, tuple) and await self._copier.run(lambda: self._copied(mirror.neighbours(found), lease)):
+            return None
+        if found is True and not mirror.exists:
+            self._sources = await self._copier.run(mirror.create)
+            self._pairs.clear()
+        overwritten = await self._copier.run(lambda: self._pull(lease, self._sources, lease.slot))
+        if found is True and overwritten is None:
+            await self._store.mirrored.call_one(number, mirror.seal(lease.version))
+        return overwritten
+
+    def _copied(self, rings: list[SlotReader], lease: Lease) -> bool:
+        """Copy the version from a neighbour; False if it is gone or has begun to pull another one."""
+        if rings is not self._neighbours:
+            self._neighbours = rings
+            self._pairs.clear()
+        return bool(rings) and self._pull(lease, rings, 0) is None
+
+    def _pull(self, lease: Lease, sources: list[SlotReader], slot: int) -> int | None:
         """Copy the version into the spares; the first writer rank that has overwritten its slot meanwhile, if any."""
         with span("pull", version=lease.version, reader=self._reader) as pull:
             self._forget()
@@ -219,11 +257,11 @@ class Subscriber(Member):
             ranks = [rank for rank, buckets in enumerate(self._plan) if buckets]
             first = random.randrange(max(1, len(ranks)))  # readers begin at different ranks
             for rank in ranks[first:] + ranks[:first]:
-                pairs = self._pairs_of(lease.slot)[rank]
-                for arrived in self._sources[rank].fetch(lease.slot, sorted(self._plan[rank])):
+                pairs = self._pairs_of(sources, slot)[rank]
+                for arrived in sources[rank].fetch(slot, sorted(self._plan[rank])):
                     self._copier.copy([pair for bucket in arrived for pair in pairs[bucket]])
             for rank in ranks:
-                seals = self._sources[rank].seals(lease.slot)
+                seals = sources[rank].seals(slot)
                 if any(seals[bucket] != lease.version for bucket in self._plan[rank]):  # WU-1
                     return rank
             with self._spares_lock:
@@ -231,9 +269,9 @@ class Subscriber(Member):
             pull.note(bytes=sum(shard.bytes for shard in self._destination.layout))
         return None
 
-    def _pairs_of(self, slot: int) -> list[BucketPairs]:
+    def _pairs_of(self, sources: list[SlotReader], slot: int) -> list[BucketPairs]:
         """The copies of each bucket of each writer rank, as pairs of tensors."""
-        key = (slot, self._destination.side)
+        key = (sources is self._sources, slot, self._destination.side)
         if key not in self._pairs:
             targets = self._destination.targets()
             self._pairs[key] = [
@@ -247,7 +285,7 @@ class Subscriber(Member):
                     ]
                     for bucket, copies in buckets.items()
                 }
-                for source, buckets in zip(self._sources, self._plan, strict=True)
+                for source, buckets in zip(sources, self._plan, strict=True)
             ]
         return self._pairs[key]
 

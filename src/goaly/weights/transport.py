@@ -18,6 +18,7 @@ Invariants
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -99,11 +100,9 @@ class SlotShape:
         self._layout = layout
         self._buckets = buckets
         self._seal_bytes = 8 * len(buckets)
-        self._offsets, end = [], _round_up(self._seal_bytes, ALIGNMENT)
-        for shard in layout:
-            self._offsets.append(end)
-            end += _round_up(shard.bytes, ALIGNMENT)
-        self.bytes = _round_up(max(end, 1), PAGE)
+        sizes = (_round_up(shard.bytes, ALIGNMENT) for shard in layout)
+        self._offsets = [*accumulate(sizes, initial=_round_up(self._seal_bytes, ALIGNMENT))]
+        self.bytes = _round_up(max(self._offsets[-1], 1), PAGE)
 
     def view(self, index: int, memory: torch.Tensor, begin: int = 0) -> torch.Tensor:
         """A shard, in memory that has the slot's bytes from `begin` on."""
@@ -116,9 +115,8 @@ class SlotShape:
 
     def span(self, bucket: int) -> range:
         """Which of the slot's bytes are a bucket's."""
-        is_last = bucket + 1 == len(self._buckets)
-        end = self.bytes if is_last else self._offsets[self._buckets[bucket + 1].start]
-        return range(self._offsets[self._buckets[bucket].start], end)
+        shards = self._buckets[bucket]
+        return range(self._offsets[shards.start], self._offsets[shards.stop])
 
 
 class Slots:
