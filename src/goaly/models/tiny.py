@@ -17,15 +17,8 @@ from goaly.config.settings import PositiveInt, Section, Settings
 if TYPE_CHECKING:
     import torch
 
-PAD, END, SYSTEM, USER, ASSISTANT, UNKNOWN = (
-    "<|pad|>",
-    "<|end|>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|unknown|>",
-)
-SPECIAL = (PAD, END, SYSTEM, USER, ASSISTANT, UNKNOWN)
+SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>")
+PAD, END, SYSTEM, USER, ASSISTANT, UNKNOWN = SPECIAL
 CHARACTERS = "0123456789+-*/=|,:.?()<> \n"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
