@@ -5,6 +5,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from goaly.run.settings import ImaginedCluster
@@ -68,7 +69,8 @@ def imagined(settings: ImaginedCluster) -> Cluster:
     """The cluster of `hosts.imagine`: equal hosts, and NUMA nodes with equal shares of GPUs and cores."""
     meshes = settings.meshes or {POOL: settings.hosts}
     cores = range(settings.cores or 0)
-    nodes = {node: tuple(_part(cores, node, settings.numa)) for node in range(settings.numa)} if cores else {}
+    bounds = [node * len(cores) // settings.numa for node in range(settings.numa + 1)]
+    nodes = {node: tuple(cores[first:end]) for node, (first, end) in enumerate(pairwise(bounds))} if cores else {}
     gpus = tuple(
         Gpu(name=str(index), node=index * settings.numa // settings.gpus if nodes else None, gib=settings.gpu_gib)
         for index in range(settings.gpus)
@@ -127,7 +129,3 @@ def _nvidia_smi() -> str:
         return subprocess.run(QUERY, capture_output=True, text=True, check=True, timeout=QUERY_SECONDS).stdout
     except (OSError, subprocess.SubprocessError):
         return ""  # GPUs work without it, but their memory and NUMA nodes are unknown
-
-
-def _part(cores: range, index: int, count: int) -> range:
-    return cores[index * len(cores) // count : (index + 1) * len(cores) // count]

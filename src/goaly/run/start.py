@@ -56,6 +56,7 @@ SAVE_SECONDS = 600.0
 POLICY_FOLDER = "policy"
 
 HUB_ACTORS = ("store", "rewards", "queue")
+"""Actors of the hub process; those of other processes have the name of their process."""
 
 
 @asynccontextmanager
@@ -99,6 +100,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: EpisodeFunction) -> None:
     planned = {each.name: each for each in processes(config)}
     meshes = {name: hosts.spawn(each, places[name]) for name, each in planned.items()}
 
+    # The hub: weight store, rewards and queue.
     store = spawn(meshes["hub"], "store", WeightStore, config.weights)
     rewards = None
     if config.reward.placement == "hub":
@@ -116,6 +118,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: EpisodeFunction) -> None:
     )
     run.backlog = BacklogStage(queue, run.report_wait)
 
+    # The models that train or annotate batches: trainer, reference and critic.
     policy = (config.trainer, config.model, config.loss, config.weights, store, queue)
     ranks = spawn(meshes["trainer"], "trainer", PolicyTrainer, *policy)
     run.trainer = TrainerStage(ranks, run.say, steps=config.steps, folder=run.run_dir / POLICY_FOLDER)
@@ -126,6 +129,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: EpisodeFunction) -> None:
         valued = (config.critic, config.trainer, config.model, queue)
         run.critic = CriticStage(spawn(meshes["critic"], "critic", CriticModel, *valued), run.say)
 
+    # The rollout workers, which run the script's episode.
     workers = [
         spawn(
             meshes[f"rollout-{index}"],
@@ -150,6 +154,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: EpisodeFunction) -> None:
     ]
     run.rollouts = RolloutStage(workers, run.say)
 
+    # The generators, which the service replaces when they die.
     async def spawn_replica(name: str) -> Generator:
         replica = int(name.split("-")[1])
         first = f"generator-{replica}"  # a replacement takes the place of the first one
@@ -166,6 +171,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: EpisodeFunction) -> None:
         start_minutes=config.generator.start_minutes,
     )
 
+    # Start them all.
     await _join("trainer", meshes["trainer"])
     if config.weights.transport == "torchstore":
         await torchstore.start(meshes["trainer"])

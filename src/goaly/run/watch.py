@@ -147,15 +147,15 @@ def tick_of(limit: float) -> float:
 
 async def answered_within(answer: Awaitable[Answer], seconds: float | None) -> Answer | None:
     """The answer; None after so many seconds without one, counted while this event loop runs (PW-3)."""
+    if seconds is None:
+        return await answer
     call = asyncio.ensure_future(answer)
-    ticks = None if seconds is None else math.ceil(seconds / tick_of(seconds))
     try:
-        while not call.done():
-            if ticks == 0:
-                return None
-            await asyncio.wait({call}, timeout=None if seconds is None else tick_of(seconds))
-            ticks = None if ticks is None else ticks - 1
-        return call.result()
+        for _ in range(math.ceil(seconds / tick_of(seconds))):
+            await asyncio.wait({call}, timeout=tick_of(seconds))
+            if call.done():
+                return call.result()
+        return None
     finally:
         call.cancel()
 

@@ -42,10 +42,10 @@ class PolicyTrainer(Actor):
         model: ModelSettings,
         loss: LossSettings,
         weights: WeightSettings,
-        store: "WeightStore | None",
+        store: "WeightStore",
         queue: "TrajectoryQueue",
     ):
-        """Batches come from the `queue`. `store` may be None if nothing is published."""
+        """Batches come from the `queue`, and versions of the policy go to the `store`."""
         self._settings = settings
         self._model = model
         self._loss_settings = loss
@@ -61,18 +61,16 @@ class PolicyTrainer(Actor):
         """Build and load the model; its policy version."""
         await self._thread.build(self._settings, self._make_engine)
         from goaly.losses.objective import PolicyObjective
+        from goaly.weights.publisher import Publisher
 
         self._objective = PolicyObjective(self._loss_settings)
-        if self._store is not None:
-            from goaly.weights.publisher import Publisher
-
-            self._publisher = Publisher(
-                self._store,
-                self._thread.engine.named_tensors(),
-                self._weight_settings,
-                rank=self._thread.rank,
-                world=self._settings.ranks,
-            )
+        self._publisher = Publisher(
+            self._store,
+            self._thread.engine.named_tensors(),
+            self._weight_settings,
+            rank=self._thread.rank,
+            world=self._settings.ranks,
+        )
         return self._thread.engine.policy_version
 
     @concurrent_endpoint
@@ -98,8 +96,7 @@ class PolicyTrainer(Actor):
     async def publish(self) -> int:
         """Stage this rank's shards of the current version, and return the version once they are copied."""
         engine = self._thread.engine
-        if self._publisher is None:
-            raise RuntimeError("this trainer has no weight store, so it can't publish")
+        assert self._publisher is not None, "start makes engine and publisher"
         async with self._parameters_at_rest:  # PT-1
             version = engine.policy_version
             with spans.span("publish", version=version):
