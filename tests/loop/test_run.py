@@ -1,6 +1,7 @@
 """Whole runs, as a user starts them: what they leave behind, and how they end when something dies."""
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,7 @@ pytestmark = pytest.mark.timeout(900)  # what hangs is found by the waits' own l
 
 Launch = Callable[..., LaunchedRun]
 
-STEPS = 150
-"""Enough that a replica can die and be replaced before the run ends."""
+STEPS = 60
 
 TWO_SOURCES = (
     "prompts.task=null",
@@ -23,15 +23,18 @@ TWO_SOURCES = (
 )
 
 
-def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(launch: Launch) -> None:
+def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(launch: Launch, tmp_path: Path) -> None:
     before = orphaned_memory()
+    go = tmp_path / "run0.go"
+    os.mkfifo(go)
     overrides = ["loss.kl_coef=0.01", "advantages.kl_coef=0.01", "loss.name=tests.loop.own_loss:squared"]
     overrides += ["generator.replicas=2", "backlog.max_staleness=2", "reference.refresh_every=2", *TWO_SOURCES]
-    run = launch(f"steps={STEPS}", *overrides)
+    run = launch(f"steps={STEPS}", *overrides, module="tests.loop.waiting_for_go")
     run.wait_for_steps(2)
     children = list(run.processes())
     run.kill("generator-0")
     run.wait_for_text("generator 0 serves again", START_SECONDS)
+    go.write_bytes(b"go")  # the run's last steps have both replicas
     assert run.text().count("generator 0 died") == 1
     assert run.wait(START_SECONDS) == 0, run.text()
 

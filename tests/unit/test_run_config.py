@@ -97,7 +97,7 @@ ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"
         ("backlog.max_length_weight=9.0", "backlog.length_correction is none", []),
         ("backlog.max_no_signal_share=0.5", "backlog.dynamic_sampling is off", []),
         ("reference.threads=2", "loss.kl_coef and advantages.kl_coef are 0", []),
-        ("loss.max_age=9", "backlog bounds the age of tokens to 9 versions", []),
+        ("loss.max_age=3", "backlog bounds the age of tokens to 3 versions", []),
         (
             "loss.kl_coef=0.1",
             "with reference.refresh_every=1 and trainer.minibatches=1 the reference is the policy itself",
@@ -146,7 +146,7 @@ def test_a_clip_has_an_effect_from_a_batchs_second_step_on_and_a_loss_of_ones_ow
     assert run_config(GRPO, tiny_model_folder, decoupled, "trainer.minibatches=2", clip)
     own = ["loss.name=tests.unit.losses.test_objective:share_clipped", "loss.options.most=2.0"]
     assert run_config(GRPO, tiny_model_folder, decoupled, *own)
-    assert run_config(GRPO, tiny_model_folder, "loss.max_age=8")
+    assert run_config(GRPO, tiny_model_folder, "loss.max_age=2")
     with_reference = ["loss.kl_coef=0.1", "reference.refresh_every=1"]
     assert run_config(GRPO, tiny_model_folder, *with_reference, "trainer.minibatches=2")
     assert run_config(GRPO, tiny_model_folder, *with_reference, "loss.kl_estimator=k1")
