@@ -136,8 +136,6 @@ class Engine:
             **overrides,
         )
         self._vllm = LLMEngine.from_engine_args(arguments)
-        if settings.tp > 1:
-            _unlink_message_queues()
         self._core = cast(Any, self._vllm.engine_core)  # its class in one process has more than the declared one
         self._scheduler = self._core.engine_core.scheduler
         self._supported_tasks = self._vllm.get_supported_tasks()
@@ -315,22 +313,14 @@ def _unname_semaphores() -> None:
         TqdmDefaultWriteLock.mp_lock = nameless.RLock()
 
 
-def _unlink_message_queues() -> None:
-    """After the engines' start, when every rank holds them open: unlink vLLM's message queues (EN-4)."""
-    from vllm.distributed import parallel_state
-
-    for group in (parallel_state.get_world_group(), parallel_state.get_tp_group()):
-        ring = getattr(group.mq_broadcaster, "buffer", None)
-        if ring is not None and ring.is_creator:
-            ring.shared_memory.unlink()
-            ring.is_creator = False
-
-
 def _name_shared_memory_for_this_run() -> None:
     """Make vLLM's CPU ranks name their shared memory uniquely, and unlink the names at once (EN-4).
 
-    By default vLLM uses one constant name: two replicas on a host would share it, and a killed run would leak it.
+    By default vLLM uses one constant name: two replicas on a host would share it, and a killed run would leak it. Its
+    message queues would keep their names until the end of the start, and are not made: the rare objects that its ranks
+    exchange go through the process group.
     """
+    from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators import cpu_communicator
 
     shared = cpu_communicator._CPUSHMDistributed
@@ -352,6 +342,10 @@ def _name_shared_memory_for_this_run() -> None:
             path.unlink(missing_ok=True)
         return handle
 
+    make_group = parallel_state.init_model_parallel_group
+    parallel_state.init_model_parallel_group = lambda *arguments, **options: make_group(
+        *arguments, **{**options, "use_message_queue_broadcaster": False}
+    )
     shared.make_group_name = staticmethod(unique_name)
     shared._init_cpu_shm = open_and_unlink
     shared.named_by_goaly = True
