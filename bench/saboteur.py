@@ -29,6 +29,8 @@ from monarch.actor import Actor, ActorError, endpoint
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
+ANSWER_SECONDS = 10.0
+"""A process that has not answered by then is broken."""
 STEPS = 2
 """A run works once so many steps are recorded."""
 PLANTED = "sabotage: planted"
@@ -195,7 +197,8 @@ def sabotaged(hosts: type[Any], fault: Fault, door: Doorkeeper) -> type[Any]:
             sys.stderr.write(f"{PLANTED} {json.dumps(asdict(fault))}\n")
             sys.stderr.flush()
             try:
-                await saboteur.plant.call_one(fault.kind, fault.when, fault.process == "verifier")
+                async with asyncio.timeout(ANSWER_SECONDS):  # Monarch may report the death of a rank much later
+                    await saboteur.plant.call_one(fault.kind, fault.when, fault.process == "verifier")
             except ActorError as error:
                 sys.stderr.write(f"{NOT_PLANTED}: {error.exception!r}\n")
             except Exception as error:  # it broke before it could answer
