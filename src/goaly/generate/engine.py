@@ -342,7 +342,7 @@ def _name_shared_memory_for_this_run() -> None:
             path.unlink(missing_ok=True)
         return handle
 
-    make_group = parallel_state.init_model_parallel_group
+    make_group: Any = parallel_state.init_model_parallel_group
     parallel_state.init_model_parallel_group = lambda *arguments, **options: make_group(
         *arguments, **{**options, "use_message_queue_broadcaster": False}
     )
