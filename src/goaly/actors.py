@@ -6,7 +6,7 @@ follow calls into other processes.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import monarch.actor
@@ -71,9 +71,9 @@ class NamedTasks:
             task.cancel()  # if the endpoint itself is cancelled; does nothing to a task that has ended
         return task
 
-    async def cancel(self, names: Collection[int | str] | None = None) -> None:
+    async def cancel(self, names: Iterable[int | str] | None = None) -> None:
         """Cancel these tasks, or all, and return when they have ended. Unknown names are ignored."""
-        tasks = [task for name, task in self._tasks.items() if names is None or name in names]
+        tasks = [self._tasks[name] for name in (self._tasks if names is None else names) if name in self._tasks]
         for task in tasks:
             task.cancel()
         if tasks:

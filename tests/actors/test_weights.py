@@ -281,6 +281,17 @@ async def test_readers_see_whole_versions_of_many_buckets_while_the_trainer_publ
     assert min(pulls for pulls, _ in read) >= 2
 
 
+async def publish_and_follow(trainer: Any, generator: Any, version: int) -> None:
+    """The trainer publishes the version; every reader pulls it and then holds exactly its numbers."""
+    await trainer.publish_numbered.call(version)
+    assert set((await generator.newest.call(version - 1)).values()) == {version}
+    assert all((await generator.prefetch.call(version)).values())
+    await generator.apply.call()
+    for arrived in (await generator.whole.call()).values():
+        for name, tensor in arrived.items():
+            assert torch.equal(tensor, numbered(name, LARGE[name]) * (version + 1)), name
+
+
 @pytest.mark.parametrize("destination", [None, "tp"], ids=["tp1", "tp2"])
 async def test_every_transport_brings_each_version_to_readers_elsewhere_and_refuses_one_that_is_gone(
     ranks, transport: str, destination: str | None
@@ -289,13 +300,7 @@ async def test_every_transport_brings_each_version_to_readers_elsewhere_and_refu
     host = None if transport == "shm" else "elsewhere"
     trainer, generator = await joined(ranks, "fsdp", destination, shapes=LARGE, settings=settings, host=host)
     for version in range(3):
-        await trainer.publish_numbered.call(version)
-        assert set((await generator.newest.call(version - 1)).values()) == {version}
-        assert all((await generator.prefetch.call(version)).values())
-        await generator.apply.call()
-        for arrived in (await generator.whole.call()).values():
-            for name, tensor in arrived.items():
-                assert torch.equal(tensor, numbered(name, LARGE[name]) * (version + 1)), name
+        await publish_and_follow(trainer, generator, version)
     assert not any((await generator.prefetch.call(0)).values())
 
 
@@ -305,13 +310,7 @@ async def test_of_two_readers_on_another_host_one_pulls_each_version_and_the_oth
     await generator.crossed.call()
     crossed = []
     for version in range(4):
-        await trainer.publish_numbered.call(version)
-        assert set((await generator.newest.call(version - 1)).values()) == {version}
-        assert all((await generator.prefetch.call(version)).values())
-        await generator.apply.call()
-        for arrived in (await generator.whole.call()).values():
-            for name, tensor in arrived.items():
-                assert torch.equal(tensor, numbered(name, LARGE[name]) * (version + 1)), name
+        await publish_and_follow(trainer, generator, version)
         crossed.append(sum((await generator.crossed.call()).values()))
     needed = 4 * sum(torch.Size(shape).numel() for shape in LARGE.values())
     assert crossed == [2 * needed, needed, needed, needed]  # at the first, they don't know of each other

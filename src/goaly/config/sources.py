@@ -3,6 +3,7 @@
 The schema's own defaults lie beneath both, so `${trainer.threads}` refers to a value even if no file sets it.
 """
 
+import io
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -63,9 +64,8 @@ def read(file: str | Path | None, overrides: Sequence[str], schema: type) -> Giv
     given = Given()
     tree = OmegaConf.create(default_values(schema))
     if file is not None:
-        for source, content in _with_bases(Path(file), given):
+        for content, origins in _with_bases(Path(file), given):
             written = _without_empty(content, "", sections)
-            origins = dict(_origins(yaml.compose(Path(source).read_text("utf-8")), "", source)) if written else {}
             given.sources.update(origins)
             for path in mappings & origins.keys():
                 OmegaConf.update(tree, path, {}, merge=False)
@@ -96,35 +96,39 @@ def _read_as_typed(key: Key, given: Given) -> None:
         section[name] = text
 
 
-def _with_bases(file: Path, given: Given) -> list[tuple[str, dict[Any, Any]]]:
-    """The file and those it is based on, the farthest first: `base: other.yaml` stands beside the keys."""
-    chain: list[tuple[str, dict[Any, Any]]] = []
-    seen: list[Path] = []
+def _with_bases(file: Path, given: Given) -> list[tuple[dict[Any, Any], dict[str, str]]]:
+    """The content and the origins of the file and of those it is based on, the farthest first.
+
+    `base: other.yaml` stands beside the keys.
+    """
+    chain: list[tuple[dict[Any, Any], dict[str, str]]] = []
+    seen: dict[Path, Path] = {}
     while file.resolve() not in seen:
-        seen.append(file.resolve())
-        content = _read_file(file, given)
+        seen[file.resolve()] = file
+        content, origins = _read_file(file, given)
         base = content.pop(BASE, None)
-        chain.insert(0, (str(file), content))
+        chain.insert(0, (content, origins))
         if base is None:
             return chain
         file = file.parent / str(base)
-    given.problems.append(f"{BASE}={file}: is based on itself ({chain[0][0]})")
+    given.problems.append(f"{BASE}={file}: is based on itself ({[*seen.values()][-1]})")
     return chain
 
 
-def _read_file(file: Path, given: Given) -> dict[Any, Any]:
+def _read_file(file: Path, given: Given) -> tuple[dict[Any, Any], dict[str, str]]:
     try:
-        written = OmegaConf.load(file)
+        text = file.read_text("utf-8")
+        written = OmegaConf.load(io.StringIO(text))
     except OSError as error:
         given.problems.append(f"--config={file}: cannot be read: {error.strerror or error}")
-        return {}
+        return {}, {}
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         given.problems.append(f"--config={file}: is not sound YAML: {_one_line(error)}")
-        return {}
+        return {}, {}
     if not isinstance(written, DictConfig):
         given.problems.append(f"--config={file}: must be a mapping of keys to values, holds {type(written).__name__}")
-        return {}
-    return dict(OmegaConf.to_container(written))  # type: ignore[arg-type]
+        return {}, {}
+    return dict(OmegaConf.to_container(written)), dict(_origins(yaml.compose(text), "", str(file)))  # type: ignore[arg-type]
 
 
 def _without_empty(values: dict[Any, Any], path: str, sections: set[str]) -> dict[Any, Any]:

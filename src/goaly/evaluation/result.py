@@ -92,6 +92,8 @@ class EvalResult:
     ) -> "EvalResult":
         """The result of these rewards: a list for each prompt, all of the same length. None (no room for an answer)
         counts as 0. `pass_at` lists the k of pass@k; empty is the powers of two and the number of samples."""
+        if not rewards or not rewards[0]:
+            raise ValueError("an evaluation needs at least one prompt and one sample")
         samples = len(rewards[0])
         if any(len(group) != samples for group in rewards):
             raise ValueError(f"every prompt must have {samples} samples, as the first one has")

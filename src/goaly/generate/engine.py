@@ -111,7 +111,7 @@ class Engine:
         if not on_cuda:
             sampler.batched_count_greater_than = _rank_of_sample  # vLLM would spend seconds on compiling its own
         if settings.tp > 1:
-            _name_shared_memory_for_this_run()
+            _leave_no_named_shared_memory()
         whole = settings.max_context
         arguments = EngineArgs(
             model=str(model.path),
@@ -313,12 +313,12 @@ def _unname_semaphores() -> None:
         TqdmDefaultWriteLock.mp_lock = nameless.RLock()
 
 
-def _name_shared_memory_for_this_run() -> None:
-    """Make vLLM's CPU ranks name their shared memory uniquely, and unlink the names at once (EN-4).
+def _leave_no_named_shared_memory() -> None:
+    """Before an engine's start: let no shared memory of vLLM's ranks keep a name (EN-4).
 
-    By default vLLM uses one constant name: two replicas on a host would share it, and a killed run would leak it. Its
-    message queues would keep their names until the end of the start, and are not made: the rare objects that its ranks
-    exchange go through the process group.
+    vLLM's CPU ranks use one constant name by default: two replicas on a host would share it, and a killed run would
+    leak it. They get unique names, which are unlinked at once. Message queues would keep their names until the end of
+    the start, and are not made: the rare objects that ranks exchange go through the process group.
     """
     from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators import cpu_communicator

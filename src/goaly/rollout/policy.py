@@ -68,7 +68,7 @@ class Policy:
     session: str
     """Requests of one session prefer the same replica."""
     sampling: Sampling
-    """How it samples where a call names nothing else."""
+    """The sampling parameters that a call does not override."""
     min_version: int
     """The oldest policy version that may sample its requests."""
     max_context: int

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.worker import RolloutWorker, pickled
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
-from goaly.run.placement import processes
+from goaly.run.placement import Processes, processes
 from goaly.run.process_agent import rendezvous
 from goaly.run.run import Run
 from goaly.run.stages import BacklogStage, CriticStage, ReferenceStage, RolloutStage, TrainerStage
@@ -63,7 +63,8 @@ HUB_ACTORS = ("store", "rewards", "queue")
 async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) -> AsyncIterator[Run]:
     """A run whose actors are up and whose generators serve the newest policy."""
     run = Run(config, run_dir)
-    names = {*HUB_ACTORS, *(each.name for each in processes(config))}
+    planned = {each.name: each for each in processes(config)}
+    names = {*HUB_ACTORS, *planned}
 
     def on_failure(actor: str, report: str) -> None:
         is_replaced = hasattr(run, "generators") and run.generators.lost(actor, report)
@@ -75,7 +76,7 @@ async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) ->
     try:
         async with asyncio.TaskGroup() as owned:
             watch = owned.create_task(run.alive())
-            await _bring_up(run, hosts, episode)
+            await _bring_up(run, hosts, planned, pickled(episode))
             supervision = owned.create_task(run.generators.supervise())
             yield run
             await run.trainer.save_newest()  # RN-3: if the script ended before the last step
@@ -92,12 +93,11 @@ async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) ->
             await _take_down(run, hosts, status)  # RN-2
 
 
-async def _bring_up(run: Run, hosts: Hosts, episode: EpisodeFunction) -> None:
+async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], episode: bytes) -> None:
     """Spawn all processes, create the stages from the hub to the generators, and start them all at once."""
     config = run.config
     run.progress.note("starting")
     places = placed(config, await hosts.cluster())  # fails before any process is spawned if something does not fit
-    planned = {each.name: each for each in processes(config)}
     meshes = {name: hosts.spawn(each, places[name]) for name, each in planned.items()}
 
     # The hub: weight store, rewards and queue.
@@ -137,7 +137,7 @@ async def _bring_up(run: Run, hosts: Hosts, episode: EpisodeFunction) -> None:
             RolloutWorker,
             f"rollout-{index}",
             config.rollout,
-            pickled(episode),
+            episode,
             queue=queue,
             rewards=rewards or config.reward,
             verifiers=config.evaluation.verifiers,

@@ -54,6 +54,12 @@ def test_results_average_over_prompts() -> None:
     )
 
 
+@pytest.mark.parametrize("rewards", [[], [[]]])
+def test_a_result_of_nothing_is_refused(rewards: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="at least one prompt and one sample"):
+        EvalResult.of(rewards)
+
+
 def test_partial_rewards_count_in_the_average_and_not_as_passes() -> None:
     result = EvalResult.of([[0.5, 0.5]])
     assert (result.pass_at_1, result.average) == (0.0, 0.5)
