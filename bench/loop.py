@@ -1,6 +1,7 @@
 """How well generation and training overlap, against the arms that a user would run without asynchrony.
 
-    python -m bench.loop [--steps N] [--rounds N] [--tails task,2,5,20] [--json FILE] [--markdown FILE] [key=value ...]
+    python -m bench.loop [--steps N] [--rounds N] [--tails task,2,5,20] [--runs FILE] [--json FILE] [--markdown FILE]
+                         [key=value ...]
 
 Arms, all on the same cores:
 
@@ -9,7 +10,8 @@ Arms, all on the same cores:
 
 Loads: `task` is the embedded task as it is; a number is answers of 40 tokens on average, the longest of which have that
 many times as many, the same in every arm (`bench/tail.py`). Arms take turns, round by round; numbers are medians over
-rounds. `speedup` is the best synchronous arm's step time over that of divided/8.
+rounds. `speedup` is the best synchronous arm's step time over that of divided/8. Every finished round of a load is a
+line of the `--runs` file, and is not repeated with the same number of steps.
 
 Measured beside them, in runs of their own on the divided cores: T_gen, the time that generation alone needs for a
 step's groups, and T_train, the time that training alone needs. Overlap is max(T_gen, T_train) / step time: 1 is a step
@@ -33,6 +35,7 @@ from typing import Any
 
 from apps.grpo.main import collect, episode, train
 from bench.machine import Machine
+from bench.record import append
 from bench.tail import MEAN, EpisodeFunction, tail_episode
 from goaly.config import load
 from goaly.run.config import RunConfig
@@ -69,6 +72,28 @@ class Measured:
     machine: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One run of each half alone, and of each arm."""
+
+    load: str
+    steps: int
+    t_gen: float
+    t_train: float
+    runs: tuple[Measured, ...]
+
+
+def round_of(line: str) -> Round:
+    """The round that this line records."""
+    found = json.loads(line)
+    return Round(**{**found, "runs": tuple(Measured(**run) for run in found["runs"])})
+
+
+def lines_of(file: Path) -> list[str]:
+    """The lines of the file; none if it does not exist."""
+    return file.read_text().splitlines() if file.exists() else []
+
+
 def arms(cores: int) -> list[Arm]:
     """The arms on so many cores."""
     divided = [Arm(name=f"divided/{bound}", overrides=(f"backlog.max_staleness={bound}",)) for bound in (0, 1, 8)]
@@ -76,14 +101,27 @@ def arms(cores: int) -> list[Arm]:
     return [*divided, Arm(name="colocated/0", overrides=both)]
 
 
-def load_of(name: str) -> tuple[EpisodeFunction, tuple[str, ...]]:
-    """The episode of a load, and the settings that make room for it."""
+def load_of(name: str) -> EpisodeFunction:
+    """The episode of a load."""
+    return episode if name == TASK else tail_episode(float(name))
+
+
+def room_for(name: str, model: Path, folder: Path) -> tuple[str, ...]:
+    """The settings that make room for the answers of a load, with a copy of the model if its context is too short."""
     if name == TASK:
-        return episode, ()
+        return ()
     longest = round(float(name) * MEAN)
     room = max(256, longest + 64)
-    context = (f"sampling.max_tokens={longest}", f"generator.max_context={room}")
-    return tail_episode(float(name)), (*context, f"backlog.row_length={max(1024, room)}")
+    settings = (f"sampling.max_tokens={longest}", f"generator.max_context={room}")
+    settings += (f"backlog.row_length={max(1024, room)}",)
+    described = json.loads((model / "config.json").read_text())
+    if described["max_position_embeddings"] >= room:
+        return settings
+    longer = folder / f"model-{room}"
+    if not longer.exists():
+        shutil.copytree(model, longer)
+        (longer / "config.json").write_text(json.dumps({**described, "max_position_embeddings": room}))
+    return (*settings, f"model.path={longer}")
 
 
 def measure_arm(config: RunConfig, load_name: str, arm: Arm, run_dir: Path) -> Measured:
@@ -95,7 +133,7 @@ def measure_arm(config: RunConfig, load_name: str, arm: Arm, run_dir: Path) -> M
             loops.create_task(collect(run))
             loops.create_task(train(run))
 
-    _run(config, load_of(load_name)[0], script, run_dir)
+    _run(config, load_of(load_name), script, run_dir)
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steady = steps[WARM_STEPS : len(steps) - config.backlog.max_staleness - 1]
     spent = {
@@ -149,7 +187,7 @@ def measure_alone(config: RunConfig, load_name: str, run_dir: Path) -> tuple[flo
             loops.create_task(collect(run))
             loops.create_task(generate_only(run))
 
-    _run(config, load_of(load_name)[0], script, run_dir)
+    _run(config, load_of(load_name), script, run_dir)
     return seconds["generate"], seconds["train"]
 
 
@@ -164,8 +202,9 @@ def _run(config: RunConfig, of_load: EpisodeFunction, script: Any, run_dir: Path
         asyncio.run(main())
 
 
-def summary(found: Sequence[Measured], alone: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     """Medians by load and arm, with overlap and speedups."""
+    found = [one for each in rounds for one in each.runs]
     numbers = ("step_seconds", "tokens_per_second", "pass_rate", "age_mean", "update_steps", "publish_share")
     result: dict[str, Any] = {}
     for load_name in dict.fromkeys(one.load for one in found):
@@ -178,7 +217,9 @@ def summary(found: Sequence[Measured], alone: Mapping[str, tuple[float, float]])
                 min(one.step_seconds for one in of_arm),
                 max(one.step_seconds for one in of_arm),
             ]
-        generate, trained = alone[load_name]
+        of_rounds = [one for one in rounds if one.load == load_name]
+        generate = statistics.median(one.t_gen for one in of_rounds)
+        trained = statistics.median(one.t_train for one in of_rounds)
         for of_arm in by_arm.values():
             of_arm["overlap"] = max(generate, trained) / of_arm["step_seconds"]
         best = min(by_arm[arm]["step_seconds"] for arm in SYNCHRONOUS if arm in by_arm)
@@ -224,6 +265,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tails", default=f"{TASK},2,5,20", help="loads, separated by commas")
+    parser.add_argument("--runs", type=Path, default=Path("runs/loop.jsonl"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("overrides", nargs="*", help="key=value settings of every arm")
@@ -231,31 +273,36 @@ def main() -> None:
     argv = ["--config", arguments.config, f"steps={arguments.steps}", "telemetry.progress=off", *arguments.overrides]
     folder = Path(tempfile.mkdtemp(prefix="bench-loop-"))
     machine = Machine.now()
-    found: list[Measured] = []
-    alone: dict[str, tuple[float, float]] = {}
-    runs = 0
 
     def config(*overrides: str) -> RunConfig:
         return load(RunConfig, [*argv, *overrides], prog="bench.loop", description="").config
 
     try:
-        for load_name in arguments.tails.split(","):
-            room = load_of(load_name)[1]
-            alone[load_name] = measure_alone(config(*room), load_name, folder / f"alone-{load_name}")
-            for _ in range(arguments.rounds):
+        model = Path(config().model.path)
+        loads = {name: room_for(name, model, folder) for name in arguments.tails.split(",")}
+        for room in loads.values():
+            config(*room)  # a load without room is refused before the first run
+        finished = [round_of(line) for line in lines_of(arguments.runs)]
+        rounds = [one for one in finished if one.load in loads and one.steps == arguments.steps]
+        for load_name, room in loads.items():
+            for number in range(sum(one.load == load_name for one in rounds), arguments.rounds):
+                place = folder / f"{load_name}-{number}"
+                generate, trained = measure_alone(config(*room), load_name, place / "alone")
+                runs = []
                 for arm in arms(len(os.sched_getaffinity(0))):
-                    one = measure_arm(config(*room, *arm.overrides), load_name, arm, folder / str(runs))
-                    runs += 1
-                    found.append(one)
-                    print(f"{load_name:5} {arm.name:12} {one.step_seconds:.3f} s a step", flush=True)
+                    runs.append(measure_arm(config(*room, *arm.overrides), load_name, arm, place / arm.name))
+                    print(f"{load_name:5} {arm.name:12} {runs[-1].step_seconds:.3f} s a step", flush=True)
+                one = Round(load=load_name, steps=arguments.steps, t_gen=generate, t_train=trained, runs=tuple(runs))
+                append(arguments.runs, one)
+                rounds.append(one)
     finally:
         shutil.rmtree(folder)
-    result = summary(found, alone)
-    stolen = max(one.machine["stolen_cores"] for one in found)
+    result = summary(rounds)
+    stolen = max(run.machine["stolen_cores"] for one in rounds for run in one.runs)
     text = f"{machine}; the host took {stolen:.2f} of them away in the worst run\n\n{table(result)}\n"
     print(f"\n{text}")
     if arguments.json:
-        content = {"machine": machine.record(), "loads": result, "runs": [asdict(one) for one in found]}
+        content = {"machine": machine.record(), "loads": result, "rounds": [asdict(one) for one in rounds]}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     if arguments.markdown:
         command = "    python -m bench.loop --json docs/results/loop.json --markdown docs/results/loop.md"
