@@ -109,7 +109,7 @@ class Measured(Generator):
     @concurrent_endpoint
     async def bare_seconds(self, requests: list[Request]) -> float:
         """The time that the engine alone takes; the actor's own thread sleeps meanwhile."""
-        engine = cast("Engine", self._engine_loop._engine)
+        engine = cast("Engine", self._started_loop()._engine)
         return await asyncio.to_thread(bare_seconds, engine, requests)
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from monarch.actor import Actor, Port
 
 from goaly.actors import concurrent_endpoint
-from goaly.errors import ConfigError
+from goaly.errors import ConfigError, ReplicaLost
 from goaly.generate.connection import Clients, Quarantine, Results
 from goaly.generate.engine_loop import EngineLoop, Link
 from goaly.generate.request import GeneratorStats, Request, Sample
@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 
 class Generator(Actor):
-    """Samples from the policy. The constructor is cheap; `start` builds the engine."""
-
-    _engine_loop: EngineLoop
+    """Samples from the policy. The constructor is cheap; `start` builds the engine, without which requests fail."""
 
     def __init__(
         self,
@@ -53,6 +51,7 @@ class Generator(Actor):
         self._store = store
         self._replica = replica
         self._weight_settings = weights or WeightSettings()
+        self._engine_loop: EngineLoop | None = None
         self._following: asyncio.Task[None] | None = None
         self._clients = Clients()
         self._quarantine = Quarantine()
@@ -84,13 +83,13 @@ class Generator(Actor):
             naming=engine.naming(),
         )
         await subscriber.join()  # GE-3
-        self._engine_loop = EngineLoop(engine, settings, subscriber.apply, commands)
-        follower = WeightFollower(subscriber, self._engine_loop, announcements)
+        self._engine_loop = loop = EngineLoop(engine, settings, subscriber.apply, commands)
+        follower = WeightFollower(subscriber, loop, announcements)
         if rank == 0:
-            while ((await self._store.state.call_one()).newest or 0) > self._engine_loop.version:  # GE-1
+            while ((await self._store.state.call_one()).newest or 0) > loop.version:  # GE-1
                 await follower.catch_up()
         self._following = vital_task(follower.run(), "weight follower")  # GE-4
-        return self._engine_loop.version
+        return loop.version
 
     @concurrent_endpoint
     async def connect(self, client: str, samples: Port[Results]) -> None:
@@ -108,7 +107,11 @@ class Generator(Actor):
         The client gets an invalid request's error in place of a sample.
         """
         for request in requests:
-            self._engine_loop.submit(request, partial(self._deliver, client, time.time_ns()))
+            deliver = partial(self._deliver, client, time.time_ns())
+            try:
+                self._started_loop().submit(request, deliver)
+            except ReplicaLost as not_started:
+                deliver(request.request_id, not_started)
 
     @concurrent_endpoint
     async def isolate(self, client: str, request_id: str) -> None:
@@ -129,12 +132,12 @@ class Generator(Actor):
     @concurrent_endpoint
     async def version_at_least(self, version: int) -> int:
         """Wait until weights of at least this version decode; returns their version."""
-        return await self._engine_loop.version_at_least(version)
+        return await self._started_loop().version_at_least(version)
 
     @concurrent_endpoint
     async def stats(self) -> GeneratorStats:
         """Counts since the start."""
-        return self._engine_loop.stats()
+        return self._started_loop().stats()
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -142,14 +145,21 @@ class Generator(Actor):
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
-        await self._engine_loop.stop()
+        if self._engine_loop is not None:
+            await self._engine_loop.stop()
         self._closed.set()
         spans.flush()
 
     def _cancel(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self._quarantine.leave(request_id)
-        self._engine_loop.cancel(request_ids)
+        if self._engine_loop is not None:
+            self._engine_loop.cancel(request_ids)
+
+    def _started_loop(self) -> EngineLoop:
+        if self._engine_loop is None:
+            raise ReplicaLost("the generator has not started")
+        return self._engine_loop
 
     def _deliver(self, client: str, started_ns: int, request_id: str, result: Sample | Exception) -> None:
         self._quarantine.leave(request_id)
