@@ -56,6 +56,7 @@ class Publisher(Member):
         self._tensors = dict(tensors)
         self._naming = naming or {}
         self._join = SharedTask(self._joined)
+        self._register = SharedTask(self._registered)
         self._slots: Slots | None = None
         self._next_slot: int | None = None
 
@@ -79,6 +80,7 @@ class Publisher(Member):
         """Leave the store and accept no further reader. No rank can publish a new version after this."""
         await self._join.end(cancel=True)  # it may wait for ranks that never come
         self._background.end()
+        await self._register.end()  # a thread can't be cancelled; `close` below unregisters the memory
         if self._slots is not None:
             await self._store.leave_writer.call_one(self._rank)
             await self._copier.run(self._slots.close)
@@ -108,17 +110,23 @@ class Publisher(Member):
         return slots
 
     async def _offer_remotely(self, slots: Slots) -> None:
-        """Register the slots with Monarch's RDMA once a reader needs that."""
+        """Offer the slots to processes on other hosts once a reader there needs them."""
         await self._store.wanted_remotely.call_one(self._rank)  # the first reader on another host
-        from goaly.weights.rdma import RemoteSlots
-
         try:
-            slots.remote = await asyncio.to_thread(RemoteSlots.of, slots)
+            await self._register()
             await self._store.offer.call_one(self._rank, slots.source(self._process.host))
         except Exception as error:  # the readers that wait for the offer get the error; readers on this host go on
             why = f"writer rank {self._rank} can't be reached from other hosts: {cause_of(error)}"
             await self._store.offer.call_one(self._rank, replace(slots.source(self._process.host), unreachable=why))
             raise
+
+    async def _registered(self) -> None:
+        """Register the slots with Monarch's RDMA, until they are closed."""
+        from goaly.weights.rdma import RemoteSlots
+
+        slots = self._slots
+        assert slots is not None
+        slots.remote = await asyncio.to_thread(RemoteSlots.of, slots)
 
     def _stage(self, slots: Slots, slot: int, version: int) -> None:
         with span("stage", version=version, rank=self._rank) as staging:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -125,6 +126,32 @@ async def test_what_was_registered_for_other_hosts_is_given_back_at_the_end(
     await within(store.sources.call_one(ELSEWHERE, "auto"))
     await writer.close()
     assert len(dropped) == 1
+
+
+async def test_a_writer_that_leaves_waits_for_its_registration_and_gives_it_back(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registering, may_end, dropped = threading.Event(), threading.Event(), list[rdma.RemoteSlots]()
+
+    def register(ring: Any) -> rdma.RemoteSlots:
+        registering.set()
+        may_end.wait(10)
+        return rdma.RemoteSlots(())
+
+    monkeypatch.setattr(rdma.RemoteSlots, "of", register)
+    monkeypatch.setattr(rdma.RemoteSlots, "drop", lambda ring: dropped.append(ring))
+    (writer,) = writers(store, 1)
+    await within(writer.publish(0))
+    asking = asyncio.ensure_future(store.sources.call_one(ELSEWHERE, "auto"))
+    assert await asyncio.to_thread(registering.wait, 10)
+    closing = asyncio.ensure_future(writer.close())
+    await asyncio.wait({closing}, timeout=0.1)
+    assert not closing.done()
+    may_end.set()
+    await within(closing)
+    assert dropped == [rdma.RemoteSlots(())]
+    with pytest.raises(WeightsError, match="can't be read from another host any more: writer rank 0 has left"):
+        await within(asking)
 
 
 async def test_a_first_publish_that_is_cancelled_anywhere_leaves_no_memory_behind(store: LocalStore) -> None:
