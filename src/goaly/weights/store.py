@@ -169,7 +169,9 @@ class WeightStore(Actor):
     async def begin(self, rank: int, version: int) -> int:
         """The slot to stage this version in; waits until the version before it is committed."""
         ledger = self._require_ledger()
-        return await self._until(lambda: ledger.begin(rank, version))  # the slower ranks' `staged`, or a rank's death
+        slot = await self._until(lambda: ledger.begin(rank, version))  # the slower ranks' `staged`, or a rank's death
+        self._wake()  # readers that wait for a neighbour whose lease this revoked (WS-4)
+        return slot
 
     @concurrent_endpoint
     async def staged(self, rank: int, version: int, slot: int) -> Staged:

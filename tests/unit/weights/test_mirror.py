@@ -49,15 +49,16 @@ def test_a_neighbour_maps_the_buckets_that_were_pulled_and_sees_when_the_next_ve
 class Readers:
     """Readers of one store that pull from another host, and the version 0 that all of them may lease."""
 
-    def __init__(self) -> None:
-        self.store = LocalStore(WeightSettings())
+    def __init__(self, slots: int = 3) -> None:
+        self.store = LocalStore(WeightSettings(slots=slots))
 
-    async def publish(self) -> None:
+    async def publish(self, version: int = 0) -> None:
         await self.store.join_writer.call_one(0, 1, (), this_process())
-        assert (await self.store.staged.call_one(0, 0, await self.store.begin.call_one(0, 0))).committed
+        slot = await self.store.begin.call_one(0, version)
+        assert (await self.store.staged.call_one(0, version, slot)).committed
 
     async def join(self, process: ProcessMark | None = None) -> Lease:
-        """A reader that holds version 0."""
+        """A reader that holds the newest version."""
         joined = await self.store.join_reader.call_one("reader", process or this_process(HOST))
         lease = await self.store.lease_newer.call_one(joined.number, 1, -1)
         assert isinstance(lease, Lease)
@@ -123,4 +124,20 @@ async def test_a_reader_waits_for_a_neighbour_only_while_the_neighbour_holds_its
     assert await settled(waiting) == [False]
     life.kill()
     assert await asyncio.wait_for(waiting, 10) is False
+    await readers.end()
+
+
+async def test_a_reader_waits_no_longer_for_a_neighbour_whose_lease_a_writer_revoked() -> None:  # WS-4
+    readers = Readers(slots=2)
+    await readers.publish(0)
+    first, second = await readers.join(), await readers.join()
+    await readers.ask(first)
+    assert await readers.ask(second) is True
+    waiting = readers.ask(first)
+    await readers.publish(1)
+    assert (await readers.join()).version == 1
+    assert await settled(waiting) == [False]
+    await readers.store.begin.call_one(0, 2)  # every slot is held: the leases of version 0 are revoked
+    assert await settled(waiting) == [True]
+    await readers.store.abandon.call_one(0, 2, "the test is over")
     await readers.end()
