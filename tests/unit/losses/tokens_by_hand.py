@@ -8,11 +8,13 @@ import torch
 
 from goaly.losses.objective import Contribution, PolicyObjective
 from goaly.losses.policy import LOSSES
-from goaly.losses.settings import LossSettings
+from goaly.losses.settings import LossSettings, Rejection
 from goaly.losses.tokens import LossOutput, Tokens
 
 SAMPLED = 0.2
 """Probability with which the sampler drew every token."""
+ABOVE_3 = Rejection(measure="ratio", level="token", high=3.0, policy="current")
+"""Rejects tokens whose ratio current / sampler is above 3."""
 
 
 def documents(lengths: Sequence[int]) -> torch.Tensor:
