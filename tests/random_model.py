@@ -1,6 +1,11 @@
 """A tiny model of random weights and its tokenizer, as Hugging Face writes them."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torchtitan.protocols.model_spec import ModelSpec
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = list("0123456789+-*=|,.:;?! abcdefgh")
@@ -50,3 +55,15 @@ def write_random_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool
     model.save_pretrained(folder)
     write_tiny_tokenizer(folder)
     return folder
+
+
+def native_tensors(spec: "ModelSpec", folder: str | Path) -> "dict[str, torch.Tensor]":
+    """The folder's whole weights, with the names and layout of torchtitan's `named_parameters`."""
+    import torch
+
+    from goaly.models.hf import load_hf
+
+    with torch.device("cpu"):
+        model = spec.model.build()
+    load_hf(model, spec, folder)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from loop.launched import descendants, held_memory
-from random_model import write_random_model
+from random_model import native_tensors, write_random_model
 
 from goaly.errors import ReplicaLost
 from goaly.generate.request import Finish, Sample, Sampling
@@ -81,7 +81,6 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     """A life in one go, for each start costs seconds: catch up, hold back, update midway, cancel, close."""
     from goaly.generate.connection import Connection
     from goaly.generate.generator import Generator
-    from goaly.models.hf import native_tensors
     from goaly.models.spec import model_spec
     from goaly.weights.publisher import Publisher
     from goaly.weights.store import WeightStore

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_model import native_tensors
 
 from goaly.models.attention import document_masks
-from goaly.models.hf import native_tensors
 from goaly.models.spec import model_spec, prepare_torchtitan
 
 prepare_torchtitan()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_model import write_random_model
+from random_model import native_tensors, write_random_model
 
 from goaly.models.spec import architecture, read_config
 from goaly.models.vllm_naming import vllm_naming, without_padding
@@ -55,7 +55,6 @@ def test_vllms_loader_puts_in_place_what_the_naming_does(
 ) -> None:
     """4 query heads, 2 key heads and 32 tokens in an embedding of 64: at tp=4 ranks share a key head, and two have
     no token."""
-    from goaly.models.hf import native_tensors
     from goaly.models.spec import model_spec
 
     folder = write_random_model(tmp_path / "model", tie_word_embeddings=tied)

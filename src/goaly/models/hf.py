@@ -39,13 +39,10 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json")
 
 
-def load_hf(
-    model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, *, head: bool = True, alone: bool = False
-) -> None:
-    """Load the folder's weights into a model, sharded or not, cast to the model's dtype.
+def load_hf(model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, *, head: bool = True) -> None:
+    """Load the folder's weights into a model, sharded or not, cast to the model's dtype. Every rank must call it.
 
-    `head=False` does not load the output projection, for models with another head. Every rank of the process group must
-    call it, unless `alone`.
+    `head=False` does not load the output projection, for models with another head.
     """
     adapter = spec.state_dict_adapter(spec.model, None)
     state = model.state_dict()
@@ -55,16 +52,8 @@ def load_hf(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         reader = adapter.get_hf_storage_reader(str(folder))
-        dcp.load(wanted, storage_reader=reader, no_dist=alone or not dist.is_initialized())
+        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     model.load_state_dict(adapter.from_hf(wanted) | kept)
-
-
-def native_tensors(spec: "ModelSpec", folder: str | Path) -> dict[str, torch.Tensor]:
-    """The folder's whole weights, with the names and layout of torchtitan's `named_parameters`."""
-    with torch.device("cpu"):
-        model = spec.model.build()
-    load_hf(model, spec, folder, alone=True)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def save_hf(

@@ -85,12 +85,11 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
     )
 
 
-def prepare_torchtitan(device: str | None = None) -> torch.device:
+def prepare_torchtitan() -> torch.device:
     """Set torchtitan's device to the GPU if there is one, else the CPU, and return this process's device."""
     import torchtitan.tools.utils  # noqa: F401 - so that it is among the modules below
 
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    backend = torch.cuda if kind == "cuda" else torch.cpu
+    kind, backend = ("cuda", torch.cuda) if torch.cuda.is_available() else ("cpu", torch.cpu)
     # Modules that are already loaded have copies of these names.
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.") and hasattr(module, "device_type"):

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_model import native_tensors
 from safetensors.torch import load_file
 
 from goaly.errors import ConfigError
 from goaly.models import hf
 from goaly.models.attention import document_masks
-from goaly.models.hf import load_hf, native_tensors, save_hf
+from goaly.models.hf import load_hf, save_hf
 from goaly.models.spec import model_spec
 
 SIZE = {

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
+from random_model import native_tensors
 
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
@@ -215,7 +216,6 @@ def test_two_ranks_have_the_values_and_the_steps_of_one_critic(  # VH-2
 def test_sharded_ranks_save_the_folder_of_their_whole_parameters(
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
-    from goaly.models.hf import native_tensors
     from goaly.models.spec import model_spec
 
     _, out = results

@@ -1,0 +1,198 @@
+"""vLLM's engines in a child process, and what tests have it do with them.
+
+The key-value cache is small, and prompts span several of its blocks, so that preemption and prefix caching happen.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_model import native_tensors
+
+from goaly.generate.request import Sample, Sampling
+from goaly.generate.settings import NEUTRAL, GeneratorSettings
+from goaly.models.settings import ModelSettings
+
+PROMPTS = [[(7 * i + 3 * j) % 30 + 2 for j in range(70 + i)] for i in range(6)]
+GREEDY = Sampling(max_tokens=40, temperature=0.0)
+
+
+@dataclass(slots=True)
+class Engines:
+    """The child process's engines, and the weights of two folders under torchtitan's names."""
+
+    torchtitan: Any
+    native: Any
+    settings: GeneratorSettings
+    weights: list[dict[str, torch.Tensor]]
+
+    def load(self, which: int, version: int) -> int:
+        """What a subscriber's `apply` does."""
+        live = self.torchtitan.named_tensors()
+        assert live.keys() == self.weights[which].keys()
+        for name, tensor in live.items():
+            tensor.copy_(self.weights[which][name])
+        return version
+
+
+engines: Engines
+
+
+def start_engines(folders: list[Path]) -> None:
+    global engines
+    from goaly.generate.engine import Engine
+    from goaly.models.spec import model_spec
+
+    settings = GeneratorSettings(max_running=32, max_context=512, kv_cache_gib=0.005, max_step_tokens=256)
+    model = ModelSettings(path=str(folders[0]))
+    engines = Engines(
+        torchtitan=Engine(settings, model),
+        native=Engine(GeneratorSettings(engine="native", max_running=8, max_context=512, kv_cache_gib=0.01), model),
+        settings=settings,
+        weights=[native_tensors(model_spec(folder), folder) for folder in folders],
+    )
+
+
+def steps(engine: Any, count: int | None = None) -> dict[str, Sample]:
+    """The samples that ended within `count` steps, or until nothing is under way."""
+    ended: dict[str, Sample] = {}
+    while engine.running and count != 0:
+        ended |= dict(engine.step())
+        count = None if count is None else count - 1
+    return ended
+
+
+def sample_all(which: str, prompts: list[list[int]], sampling: Sampling) -> list[Sample]:
+    engine = getattr(engines, which)
+    for number, prompt in enumerate(prompts):
+        engine.add(str(number), prompt, sampling)
+    samples = steps(engine)
+    return [samples[str(number)] for number in range(len(prompts))]
+
+
+def update_while_sampling(mode: str) -> tuple[list[Sample], list[Sample]]:
+    """Samples over which the weights of folder 1 came as version 5 after some steps, and samples begun after that."""
+    engine = engines.torchtitan
+    engine._settings = replace(engines.settings, on_update=mode)
+    engine.apply(partial(engines.load, 0, 4))
+    sampling = Sampling(max_tokens=40)
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(str(number), prompt, sampling)
+    samples = steps(engine, None if mode == "drain" else 20)
+    assert engine.apply(partial(engines.load, 1, 5)) == 5
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(f"later {number}", prompt, sampling)
+    samples |= steps(engine)
+    engine._settings = engines.settings
+    engine.apply(partial(engines.load, 0, 0))
+    names = [str(number) for number in range(len(PROMPTS))]
+    return [samples[name] for name in names], [samples[f"later {name}"] for name in names]
+
+
+def parameters_of(sampling: Sampling) -> dict[str, Any]:
+    """What vLLM is asked for."""
+    engine = engines.torchtitan
+    inputs, asked = engine._vllm.input_processor, []
+    process = inputs.process_inputs
+    inputs.process_inputs = lambda name, prompt, parameters, **rest: (
+        asked.append(parameters) or process(name, prompt, parameters, **rest)
+    )
+    engine.add("one", PROMPTS[0], sampling)
+    inputs.process_inputs = process
+    engine.cancel(["one"])
+    keys = [*NEUTRAL, "max_tokens", "stop_token_ids", "seed", "ignore_eos"]
+    return {key: getattr(asked[0], key) for key in keys}
+
+
+def refusal_of(sampling: Sampling, folder: Path | None = None) -> str:
+    """Why the engine refuses such a request; `folder` is where it looks for a tokenizer."""
+    engine = engines.torchtitan
+    whole, engine._model_folder = engine._model_folder, folder or engine._model_folder
+    try:
+        engine.add("one", PROMPTS[0], sampling)
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine._model_folder = whole
+    return "not refused"
+
+
+def cancel_midway() -> tuple[list[tuple[str, Sample]], list[str], bool]:
+    engine = engines.torchtitan
+    for name in ("a", "b", "c"):
+        engine.add(name, PROMPTS[0], Sampling(max_tokens=100))
+    steps(engine, 10)
+    cancelled = engine.cancel(["a", "c", "unknown"])
+    rest = steps(engine)
+    return cancelled, list(rest), bool(engine.running)
+
+
+def count_preemptions(requests: int, sampling: Sampling) -> tuple[int, list[Sample]]:
+    scheduler = engines.torchtitan._scheduler
+    preempt, preempted = scheduler._preempt_request, []
+    scheduler._preempt_request = lambda request, *rest, **named: (preempted.append(1), preempt(request, *rest, **named))
+    samples = sample_all("torchtitan", [PROMPTS[n % 6] for n in range(requests)], sampling)
+    scheduler._preempt_request = preempt
+    return len(preempted), samples
+
+
+def refuse_twice_the_same_name() -> str:
+    engine = engines.torchtitan
+    engine.add("same", [3, 4], GREEDY)
+    try:
+        engine.add("same", [3, 4], GREEDY)
+    except ValueError as error:
+        return str(error)
+    finally:
+        steps(engine)
+    return "not refused"
+
+
+def flip(which: int) -> tuple[bool, list[Sample]]:
+    """Whether every parameter could be flipped, and samples under the weights that were."""
+    from goaly.weights.destination import Destination
+
+    engine = engines.torchtitan
+    destination = Destination(engine.named_tensors(), "flip", engine.live_tensors())
+    destination.allocate(engines.weights[which])
+    for shard, target in zip(destination.layout, destination.targets(), strict=True):
+        target.copy_(engines.weights[which][shard.name])
+
+    def fill() -> int:
+        destination.apply()
+        return 7
+
+    engine.apply(fill)
+    return all(memory.flips for memory in destination._memories), sample_all("torchtitan", PROMPTS, GREEDY)
+
+
+def native_updates() -> str:
+    try:
+        engines.native.named_tensors()
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def native_with(which: int) -> list[Sample]:
+    """Samples of vLLM's own model, which another folder's weights were put in, as a subscriber puts them."""
+    from goaly.weights.destination import Destination
+    from goaly.weights.layout import plan, region, view
+    from goaly.weights.placement import layout_of
+
+    engine, published = engines.native, engines.weights[which]
+    destination = Destination(engine.named_tensors(), "copy", engine.live_tensors(), engine.naming())
+    destination.allocate(published)
+    targets, layout = destination.targets(), layout_of(published)
+    for copy in plan([layout], destination.layout):
+        source = region(view(published, layout[copy.source_shard]), copy.source_offset, copy.shape)
+        region(targets[copy.shard], copy.offset, copy.shape).copy_(source)
+
+    def fill() -> int:
+        destination.apply()
+        return 3
+
+    engine.apply(fill)
+    return sample_all("native", PROMPTS, GREEDY)
