@@ -48,7 +48,7 @@ POINTS = {
     "apply": "goaly.generate.engine:Engine.apply",
     "episode": "goaly.rollout.group:GroupRunner._run_one",
     "judge": "goaly.reward.verifiers:VerifierPool._judge",
-    "agree": "goaly.generate.engine_loop:Link.all_agree",
+    "agree": "goaly.generate.engine_loop:RankLink.all_agree",
 }
 """What a process does, and the method that does it."""
 

@@ -1,7 +1,7 @@
 """The thread that owns an engine: takes commands, steps the engine, and returns samples to the event loop.
 
 The tensor-parallel ranks of a replica each run this loop: rank 0 decides (`Scheduler`), and sends each round to the
-others by a `Link`. Only the thread touches the engine once it runs.
+others by a `RankLink`. Only the thread touches the engine once it runs.
 
 Invariants
     LO-1  Every rank's engine gets the same commands in the same order: rank 0 broadcasts a round before it acts on it.
@@ -42,7 +42,7 @@ NO_TIMEOUT = timedelta(days=3650)
 every rank of a replica that lost one (GS-2)."""
 
 
-class Link:
+class RankLink:
     """An ordered channel from rank 0 to the other ranks over gloo, and a vote of all ranks. On each rank, one thread
     uses it."""
 
@@ -156,7 +156,7 @@ class EngineLoop:
     """Steps an engine in a thread of its own. Made and used in the event loop that gets the samples."""
 
     def __init__(
-        self, engine: "Engine", settings: GeneratorSettings, fill: Callable[[], int], link: Link | None = None
+        self, engine: "Engine", settings: GeneratorSettings, fill: Callable[[], int], link: RankLink | None = None
     ):
         """`fill` overwrites this rank's weights with the prefetched ones. With a `link`, ranks above 0 follow rank
         0."""

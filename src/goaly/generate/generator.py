@@ -21,7 +21,7 @@ from monarch.actor import Actor, Port
 from goaly.actors import concurrent_endpoint
 from goaly.errors import ConfigError, ReplicaLost
 from goaly.generate.connection import Clients, Quarantine, Results
-from goaly.generate.engine_loop import EngineLoop, Link
+from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.generate.request import GeneratorStats, Request, Sample
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
 from goaly.generate.weight_follower import WeightFollower
@@ -65,7 +65,7 @@ class Generator(Actor):
         settings = self._settings
         engine = await asyncio.to_thread(Engine, settings, self._model, seed=settings.seed + self._replica)
         engine.enter_thread()  # this thread prefetches updates into the engine's GPU
-        commands, announcements = (Link(), Link()) if settings.tp > 1 else (None, None)
+        commands, announcements = (RankLink(), RankLink()) if settings.tp > 1 else (None, None)
         if self._store is None:
             self._engine_loop = EngineLoop(engine, settings, lambda: 0, commands)  # its weights never change
             return 0

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from goaly.errors import WritersGone
-from goaly.generate.engine_loop import EngineLoop, Link
+from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.weights.ledger import Lease
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ T = TypeVar("T")
 class WeightFollower:
     """Follows the weight store on one rank."""
 
-    def __init__(self, versions: "Subscriber", loop: EngineLoop, link: Link | None):
+    def __init__(self, versions: "Subscriber", loop: EngineLoop, link: RankLink | None):
         self._versions = versions
         self._loop = loop
         self._link = link

@@ -51,29 +51,25 @@ def _parts(config: RunConfig) -> dict[str, dict[str, float]]:
     logits = min(tokens, trainer.logprob_chunk) * 4 * shape.vocab_size
     offloaded = ON_CPU if reference.offload else ""
     trained = 16 * count  # float32 parameter, gradient and two moments
-    return {
+    parts = {
         "trainer": {
             "state": trained / trainer.ranks,
             "ring": config.weights.slots * transferred * count / trainer.ranks,
             "activations": tokens * computed * kept / trainer.tp + logits,
         },
-        "reference": {
-            f"parameters{offloaded}": computed * count / reference.ranks,
-            **(
-                {}
-                if reference.refresh_every is None
-                else {f"prefetch{offloaded}": transferred * count / reference.ranks}
-            ),
-        },
-        "critic": {"state": trained / critic.ranks, "activations": tokens * computed * kept / critic.tp}
-        if critic is not None
-        else {},
+        "reference": {f"parameters{offloaded}": computed * count / reference.ranks},
+        "critic": {},
         "generator": {
             "weights": computed * count / generator.tp,
             "prefetch": transferred * count / generator.tp,
             "KV": generator.kv_cache_gib * GIB,
         },
     }
+    if reference.refresh_every is not None:
+        parts["reference"][f"prefetch{offloaded}"] = transferred * count / reference.ranks
+    if critic is not None:
+        parts["critic"] = {"state": trained / critic.ranks, "activations": tokens * computed * kept / critic.tp}
+    return parts
 
 
 def placed(config: RunConfig, cluster: Cluster) -> dict[str, Placed]:

@@ -34,8 +34,8 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """The hosts of the ranks, and the speed between them."""
+class Network:
+    """How many ranks share a host, and the speed between ranks."""
 
     ranks_per_host: int
     nic_gbps: float
@@ -114,7 +114,7 @@ def simulate(
     model: str,
     trainer: Parallelism,
     generator: Parallelism,
-    cluster: Cluster,
+    network: Network,
     dtype: str,
     bucket_bytes: int = WeightSettings().bucket_bytes,
 ) -> Update:
@@ -124,7 +124,7 @@ def simulate(
     shares, share_seconds = _timed(lambda: share(layouts))
     replica_ranks = generator.fsdp * generator.tp
     destinations = [generator.layout(parameters, rank, DTYPES[dtype]) for rank in range(replica_ranks)]
-    writers, cut_seconds = _cut(shares, destinations, generator.replicas, cluster, bucket_bytes)
+    writers, cut_seconds = _cut(shares, destinations, generator.replicas, network, bucket_bytes)
     layouts = [writer.layout for writer in writers]
     links: list[Link] = []
     plan_seconds = 0.0
@@ -132,9 +132,9 @@ def simulate(
         copies, seconds = _timed(lambda wanted=destination: plan(layouts, wanted))
         plan_seconds = max(plan_seconds, seconds)
         for replica in range(generator.replicas):  # all hold the same, so all have the same plan
-            links.extend(_links(writers, copies, replica * replica_ranks + rank, cluster))
+            links.extend(_links(writers, copies, replica * replica_ranks + rank, network))
     staged = _load([sum(shard.bytes for shard in mine) for mine in shares])
-    pull_seconds, slowest = _pull(links, cluster)
+    pull_seconds, slowest = _pull(links, network)
     read, needed = (sum(getattr(link, of) for link in links if not link.in_host) for of in ("bytes", "needed"))
     return Update(
         model=model,
@@ -149,7 +149,7 @@ def simulate(
         staged=staged,
         sent=_load(_sums(links, "trainer", trainer.ranks)),
         received=_load(_sums(links, "generator", generator.ranks)),
-        stage_seconds=staged.largest * 8e-9 / cluster.memory_gbps,
+        stage_seconds=staged.largest * 8e-9 / network.memory_gbps,
         pull_seconds=pull_seconds,
         slowest=slowest,
         read_over_needed=read / needed if needed else 1.0,
@@ -167,7 +167,7 @@ class _Writer:
 
 
 def _cut(
-    shares: Sequence[Layout], destinations: Sequence[Layout], replicas: int, cluster: Cluster, bucket_bytes: int
+    shares: Sequence[Layout], destinations: Sequence[Layout], replicas: int, network: Network, bucket_bytes: int
 ) -> tuple[list[_Writer], float]:
     """Each trainer rank's share, cut for the generator ranks on other hosts; and the longest time that took."""
     needs = [needs_of(destination) for destination in destinations]
@@ -175,7 +175,7 @@ def _cut(
     for trainer, layout in enumerate(shares):
         numbers = range(replicas * len(needs))
         elsewhere = {
-            number % len(needs) for number in numbers if cluster.host(len(shares) + number) != cluster.host(trainer)
+            number % len(needs) for number in numbers if network.host(len(shares) + number) != network.host(trainer)
         }
         told = distinct(needs[rank] for rank in sorted(elsewhere))
         cut_here, seconds = _timed(lambda share=layout, told=told: cut(share, bucket_bytes, told))
@@ -184,15 +184,15 @@ def _cut(
     return writers, longest
 
 
-def _links(writers: Sequence[_Writer], copies: Sequence[Copy], generator: int, cluster: Cluster) -> list[Link]:
+def _links(writers: Sequence[_Writer], copies: Sequence[Copy], generator: int, network: Network) -> list[Link]:
     """The links of one generator rank."""
-    host = cluster.host(len(writers) + generator)
+    host = network.host(len(writers) + generator)
     by_trainer: dict[int, list[Copy]] = defaultdict(list)
     for copy in copies:
         by_trainer[copy.source].append(copy)
     links = []
     for trainer, mine in by_trainer.items():
-        writer, in_host = writers[trainer], cluster.host(trainer) == host
+        writer, in_host = writers[trainer], network.host(trainer) == host
         needed = sum(prod(copy.shape) * writer.layout[copy.source_shard].dtype.itemsize for copy in mine)
         buckets = {writer.bucket_of[copy.source_shard] for copy in mine}
         link = Link(
@@ -225,11 +225,11 @@ def _load(sums: Sequence[int]) -> Load:
     return Load(total=sum(sums), largest=max(sums), even=sum(sums) / len(sums))
 
 
-def _pull(links: Sequence[Link], cluster: Cluster) -> tuple[float, str]:
+def _pull(links: Sequence[Link], network: Network) -> tuple[float, str]:
     """The time of the busiest rank for its bytes, and which rank that is."""
     busy: dict[tuple[str, int, str], float] = defaultdict(float)
     for link in links:
-        seconds = link.bytes * 8e-9 / (cluster.memory_gbps if link.in_host else cluster.nic_gbps)
+        seconds = link.bytes * 8e-9 / (network.memory_gbps if link.in_host else network.nic_gbps)
         if link.in_host:
             busy["generator", link.generator, "memory"] += seconds
         else:
@@ -299,14 +299,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory-gbps", type=float, default=400.0, help="gigabits a second of a rank's copies in-host")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it, each link included")
     chosen = parser.parse_args(arguments)
-    cluster = Cluster(ranks_per_host=chosen.ranks_per_host, nic_gbps=chosen.nic_gbps, memory_gbps=chosen.memory_gbps)
+    network = Network(ranks_per_host=chosen.ranks_per_host, nic_gbps=chosen.nic_gbps, memory_gbps=chosen.memory_gbps)
     try:
         trainer, generator = parallelism(chosen.trainer), parallelism(chosen.generator)
         parameters = MODELS[chosen.model].parameters()
         problems = [
             *trainer.problems("--trainer ", parameters),
             *generator.problems("--generator ", parameters),
-            *cluster.problems(),
+            *network.problems(),
         ]
         if chosen.bucket_mib <= 0:
             problems.append(f"--bucket-mib={chosen.bucket_mib:g}: must be above 0")
@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(problems)
     except ConfigError as error:
         parser.error(str(error))
-    update = simulate(chosen.model, trainer, generator, cluster, chosen.dtype, int(chosen.bucket_mib * MIB))
+    update = simulate(chosen.model, trainer, generator, network, chosen.dtype, int(chosen.bucket_mib * MIB))
     print(report(update))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(asdict(update), indent=1))

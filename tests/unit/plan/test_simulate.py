@@ -9,11 +9,11 @@ import torch
 from goaly.models.decoder import MODELS, Decoder
 from goaly.plan import simulate as simulated
 from goaly.plan.parallelism import Parallelism
-from goaly.plan.simulate import Cluster, Update, main, simulate
+from goaly.plan.simulate import Network, Update, main, simulate
 from goaly.weights.buckets import cut, needs_of
 from goaly.weights.layout import plan, share
 
-CLUSTER = Cluster(ranks_per_host=2, nic_gbps=8.0, memory_gbps=80.0)
+NETWORK = Network(ranks_per_host=2, nic_gbps=8.0, memory_gbps=80.0)
 TINY = Decoder(layers=1, dim=8, hidden_dim=16, heads=2, kv_heads=1, head_dim=4, vocab_size=32, qk_norm=False)
 """In elements: embedding and head 256 each, wqkv and wo 128 and 64, w1 to w3 128 each, three norms of 8: 1112."""
 
@@ -23,8 +23,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(simulated.MODELS, "tiny", TINY)
 
 
-def update(trainer: Parallelism, generator: Parallelism, cluster: Cluster = CLUSTER, model: str = "tiny") -> Update:
-    return simulate(model, trainer, generator, cluster, "bfloat16")
+def update(trainer: Parallelism, generator: Parallelism, network: Network = NETWORK, model: str = "tiny") -> Update:
+    return simulate(model, trainer, generator, network, "bfloat16")
 
 
 def test_bytes_are_those_worked_out_by_hand() -> None:
@@ -68,7 +68,7 @@ def test_time_is_the_busiest_network_cards_or_memorys() -> None:
     within = update(Parallelism(), Parallelism())
     assert within.slowest == "generator rank 0's memory"
     assert within.pull_seconds == within.stage_seconds == pytest.approx(2 * 1112 * 8 / 80e9)
-    out = update(Parallelism(), Parallelism(replicas=3), Cluster(ranks_per_host=1, nic_gbps=8.0, memory_gbps=80.0))
+    out = update(Parallelism(), Parallelism(replicas=3), Network(ranks_per_host=1, nic_gbps=8.0, memory_gbps=80.0))
     assert out.slowest == "trainer rank 0's network card, out"
     assert out.pull_seconds == pytest.approx(3 * across.pull_seconds)
 
