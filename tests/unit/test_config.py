@@ -275,8 +275,8 @@ def test_a_section_left_empty_in_the_file_keeps_its_defaults(yaml_file):
     ("text", "line"),
     [
         ("- a\n", "must be a mapping of keys to values, holds ListConfig"),
-        ("a: [1\n", "is not sound YAML: line 2: did not find expected ',' or ']'"),
-        ("name: a\nname: b\n", "is not sound YAML: line 2: found duplicate key name"),
+        ("a: [1\n", "is not valid YAML: line 2: did not find expected ',' or ']'"),
+        ("name: a\nname: b\n", "is not valid YAML: line 2: found duplicate key name"),
     ],
 )
 def test_an_unsound_file_is_one_problem_beside_the_others(yaml_file, text: str, line: str):

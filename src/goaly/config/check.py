@@ -92,7 +92,7 @@ def _names(line: str, key: str) -> bool:
 
 
 def _section_problems(schema: type, values: dict[str, Any], path: str) -> Iterator[str]:
-    """The same for all sections that can be built from these values, if the whole cannot."""
+    """The problems of the whole, or of those sections that these values can build."""
     try:
         yield from all_problems(_validated(schema, values), path)
     except ValidationError:

@@ -56,7 +56,7 @@ def read(file: str | Path | None, overrides: Sequence[str], schema: type) -> Giv
     """Merge the schema's defaults, the file's bases, the file and the overrides.
 
     The value that a file or an override gives for a key whose value is a mapping replaces the one before instead of
-    joining it; a section with nothing below it in the file is as good as not written.
+    joining it; a section without keys in the file counts as not written.
     """
     found = list(keys(schema))
     mappings = {key.path for key in found if isinstance(key.default, dict)}
@@ -123,7 +123,7 @@ def _read_file(file: Path, given: Given) -> tuple[dict[Any, Any], dict[str, str]
         given.problems.append(f"--config={file}: cannot be read: {error.strerror or error}")
         return {}, {}
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        given.problems.append(f"--config={file}: is not sound YAML: {_one_line(error)}")
+        given.problems.append(f"--config={file}: is not valid YAML: {_one_line(error)}")
         return {}, {}
     if not isinstance(written, DictConfig):
         given.problems.append(f"--config={file}: must be a mapping of keys to values, holds {type(written).__name__}")
@@ -168,7 +168,7 @@ def _origins(node: Any, path: str, file: str) -> Iterator[tuple[str, str]]:
 
 
 def _resolve(node: DictConfig | ListConfig, path: str, given: Given) -> Any:
-    """Plain values with every `${…}` replaced; a key whose value is `???` is as good as not written."""
+    """Plain values with every `${…}` replaced; a key whose value is `???` counts as not written."""
     found: dict[Any, Any] = {}
     for name in range(len(node)) if isinstance(node, ListConfig) else list(node.keys()):
         inner = join(path, name)
