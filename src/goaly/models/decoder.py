@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from goaly.weights.rectangle import Extent
+from goaly.weights.layout import Extent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

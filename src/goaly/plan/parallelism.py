@@ -8,15 +8,14 @@ Invariants
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from goaly.models.decoder import Parameter
-from goaly.weights.layout import Layout
+from goaly.weights.layout import Extent, Layout
 from goaly.weights.placement import shards_of
-from goaly.weights.rectangle import Extent
 
 Placed = tuple[tuple[int, int, int], tuple[Placement, ...]]
 """The sizes of a mesh's axes, and a placement on each."""
@@ -39,13 +38,11 @@ class Parallelism:
         return self.replicas * self.fsdp * self.tp
 
     def __str__(self) -> str:
-        sizes = {"replicas": self.replicas, "fsdp": self.fsdp, "tp": self.tp, "ep": self.ep}
-        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "tp=1"
+        return ",".join(f"{axis}={size}" for axis, size in asdict(self).items() if size > 1) or "tp=1"
 
     def problems(self, prefix: str, parameters: Sequence[Parameter] = ()) -> list[str]:
         """The sizes that can't work, a line each."""
-        sizes = {"replicas": self.replicas, "fsdp": self.fsdp, "tp": self.tp, "ep": self.ep}
-        found = [f"{prefix}{axis}={size}: must be at least 1" for axis, size in sizes.items() if size < 1]
+        found = [f"{prefix}{axis}={size}: must be at least 1" for axis, size in asdict(self).items() if size < 1]
         if found:
             return found
         if self.fsdp == 1 and self.ep not in (1, self.tp):

@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 
-from goaly.weights.layout import Layout, Shard
-from goaly.weights.rectangle import Rectangle, common, joined, sliced
+from goaly.weights.layout import Layout, Rectangle, Shard, common, joined, sliced
 
 SMALL = 1 / 8
 """Pieces smaller than this fraction of a bucket share one."""

@@ -92,11 +92,6 @@ class Destination:
         """Which of the two sets of memory is the spares now; `targets` differ between the two."""
         return self._side
 
-    @property
-    def flips(self) -> bool:
-        """Whether no parameter needs a copy to be applied."""
-        return all(memory.flips for memory in self._memories)
-
     def targets(self) -> list[torch.Tensor]:
         """The place of each shard of the layout in the spares."""
         return [view({memory.name: memory.spare}, shard) for memory in self._memories for shard in memory.shards]

@@ -45,7 +45,8 @@ class _Staging:
 class VersionLedger:
     """Versions, slots and leases of one group of writers and any number of readers."""
 
-    def __init__(self, *, writers: int, slots: int):
+    def __init__(self, *, slots: int, writers: int = 0):
+        """`writers` can be set later, before the first version."""
         if slots < 2:
             raise WeightsError(f"slots={slots}: must be at least 2, one to read and one to write")
         self.writers = writers

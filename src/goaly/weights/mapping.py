@@ -19,8 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from goaly.errors import WeightsError
-from goaly.weights.layout import Layout, Part, Shard
-from goaly.weights.rectangle import Extent, common, minus, plus, tile
+from goaly.weights.layout import Extent, Layout, Part, Shard, common, minus, tile
 
 Parts = tuple[Part, ...]
 Naming = Mapping[str, Parts]
@@ -86,7 +85,7 @@ def _as_part(shard: Shard, part: Part) -> Shard:
         shard,
         name=part.name,
         global_shape=part.global_shape,
-        offset=plus(part.offset, tuple(0 if dim is None else within[dim] for dim in dims)),
+        offset=tuple(at if dim is None else at + within[dim] for at, dim in zip(part.offset, dims, strict=True)),
         shape=tuple(1 if dim is None else shard.shape[dim] for dim in dims),
         tensor=shard.tensor or shard.name,
         dims=_composed(dims, shard.dims),

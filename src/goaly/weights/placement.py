@@ -19,8 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, _Stri
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from goaly.errors import WeightsError
-from goaly.weights.layout import Layout, Shard
-from goaly.weights.rectangle import Extent, Rectangle, tile
+from goaly.weights.layout import Extent, Layout, Rectangle, Shard, tile
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

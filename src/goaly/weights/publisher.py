@@ -20,10 +20,9 @@ from goaly.errors import cause_of
 from goaly.liveness import PULSE_SECONDS
 from goaly.telemetry.spans import span
 from goaly.weights.buckets import cut
-from goaly.weights.copying import gpu_of
 from goaly.weights.layout import in_dtype, view
 from goaly.weights.mapping import Naming, renamed
-from goaly.weights.member import Member, SharedTask
+from goaly.weights.member import Member, SharedTask, gpu_of
 from goaly.weights.placement import layout_of, local
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import JoinedWriter, Staged, WeightStore

@@ -4,7 +4,13 @@
 same calls over TCP. `DeviceSlots` keeps the slots in the memory of the GPU that has the tensors; between GPUs, weights
 then pass through no host's memory.
 
+Readers on one host that need the same buckets are neighbours. The first that asks the store for a version pulls it into
+its `Mirror`, from which the others copy it. A neighbour that finds the mirror gone, or sealed with another version,
+pulls the version itself.
+
 Invariants
+    WH-1  A mirror's bucket is sealed with a version only while it is that version's, as the check after the pull found:
+          all are unsealed before any is read into.
     WX-1  No read is in flight once `fetch` has ended, however it ended.
     WX-2  A landing place is reused only once the caller has copied its bucket out and resumes `fetch`.
     WX-3  After a failed read nothing more is read into that memory: the failed read's data may still arrive.
@@ -13,7 +19,7 @@ Invariants
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +27,8 @@ from monarch.rdma import RDMABuffer, is_ibverbs_available
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout
-from goaly.weights.shared_memory import Ring
-from goaly.weights.transport import UNSEALED, OnDevice, Slots, SlotShape, Source
+from goaly.weights.shared_memory import Ring, Segment
+from goaly.weights.transport import UNSEALED, OnDevice, SegmentHandle, SlotReader, Slots, SlotShape, Source
 
 IN_FLIGHT = 4
 """Buckets that are read at a time: enough to keep sender, wire and receiver busy while one is copied out."""
@@ -131,3 +137,60 @@ class RemoteReader:
     def _check(self) -> None:
         if self._failed is not None:  # WX-3
             raise WeightsError(f"a read from a trainer rank on another host failed: {self._failed}") from self._failed
+
+
+class Mirror:
+    """One reader's mirror of all writer ranks, and that of the neighbour from which it copied last.
+
+    A mirror is a ring of one slot with room for the needed buckets alone; a reader without neighbours allocates none.
+    """
+
+    def __init__(self, sources: Sequence[Source], wanted: Sequence[tuple[int, ...]]):
+        """`wanted` are the buckets that the reader needs of each source."""
+        self.wanted = tuple(wanted)
+        self._sources = sources
+        self._own: list[Ring] = []
+        self._neighbours: tuple[tuple[SegmentHandle, ...], list[SlotReader]] = ((), [])
+
+    def create(self) -> list[SlotReader]:
+        """Readers of the sources that read into the own mirror, which is allocated."""
+        self._own = [self._ring(rank) for rank in range(len(self._sources))]
+        parts = zip(self._sources, self.wanted, self._own, strict=True)
+        return [RemoteReader(source, wanted, mirror=ring) for source, wanted, ring in parts]
+
+    @property
+    def exists(self) -> bool:
+        """Whether the own mirror is allocated."""
+        return bool(self._own)
+
+    def seal(self, version: int) -> tuple[SegmentHandle, ...]:
+        """Mark the own mirror as holding this version; the handles by which neighbours open it."""
+        for ring, wanted in zip(self._own, self.wanted, strict=True):
+            for bucket in wanted:
+                ring.seal(0, bucket, version)  # WH-1
+        return tuple(ring.handle for ring in self._own)
+
+    def neighbours(self, handles: tuple[SegmentHandle, ...]) -> list[SlotReader]:
+        """A neighbour's mirror, or an empty list if the neighbour is gone. Only the last one is kept mapped."""
+        if handles != self._neighbours[0]:
+            self._neighbours = ((), [])
+            try:
+                rings = [self._ring(rank, Segment.open(handle)) for rank, handle in enumerate(handles)]
+            except WeightsError:
+                return []
+            self._neighbours = (handles, rings)
+        return self._neighbours[1]
+
+    def close(self) -> None:
+        """Let no more neighbours copy."""
+        for ring in self._own:
+            ring.close()
+
+    def _ring(self, rank: int, segment: Segment | None = None) -> Ring:
+        """A ring of one slot, new or in a segment, with room for the shards of the needed buckets alone."""
+        source = self._sources[rank]
+        kept = {shard for bucket in self.wanted[rank] for shard in source.buckets[bucket]}
+        layout = tuple(
+            shard if index in kept else replace(shard, shape=(0,)) for index, shard in enumerate(source.layout)
+        )
+        return Ring(layout, source.buckets, 1, segment) if segment else Ring.create(layout, source.buckets, 1)

@@ -102,7 +102,7 @@ class _Reader:
     pulls: Lease | None = None
     """The lease under which it pulls a version, or has pulled it, for its neighbours as well."""
     mirror: tuple[SegmentHandle, ...] | None = None
-    """Its mirror of that version, once it is whole (`mirror.py`)."""
+    """Its mirror of that version, once it is whole (`rdma.py`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class WeightStore(Actor):
     def __init__(self, settings: WeightSettings | None = None):
         self._slots = (settings or WeightSettings()).slots
         self._changed = asyncio.Event()
-        self._ledger: VersionLedger | None = None
+        self._ledger = VersionLedger(slots=self._slots)
         self._writers: dict[int, _Writer] = {}
         self._shared: tuple[Layout, ...] = ()
         self._needs: list[tuple[Needs, ...]] = []
@@ -132,8 +132,8 @@ class WeightStore(Actor):
     @concurrent_endpoint
     async def join_writer(self, rank: int, world: int, layout: Layout, process: ProcessMark) -> JoinedWriter:
         """Add a trainer rank; returns once all have joined, with the share of its shards that it stages."""
-        if self._ledger is None:
-            self._ledger = VersionLedger(writers=world, slots=self._slots)
+        if not self._writers:
+            self._ledger.writers = world
         if not 0 <= rank < world or world != self._ledger.writers:
             raise WeightsError(f"writer rank {rank} of {world} joins a group of {self._ledger.writers}")
         if rank not in self._writers:
@@ -168,19 +168,17 @@ class WeightStore(Actor):
     @concurrent_endpoint
     async def begin(self, rank: int, version: int) -> int:
         """The slot to stage this version in; waits until the version before it is committed."""
-        ledger = self._require_ledger()
-        slot = await self._until(lambda: ledger.begin(rank, version))  # the slower ranks' `staged`, or a rank's death
+        slot = await self._until(lambda: self._ledger.begin(rank, version))  # the slower ranks' `staged`, or a death
         self._wake()  # readers that wait for a neighbour whose lease this revoked (WS-4)
         return slot
 
     @concurrent_endpoint
     async def staged(self, rank: int, version: int, slot: int) -> Staged:
         """Record that this rank's shards are in place. The last rank's call commits the version and wakes readers."""
-        ledger = self._require_ledger()
 
         def recorded() -> Staged | None:
-            committed = ledger.staged(rank, version, slot)
-            return None if committed is None else Staged(committed=committed, next_slot=ledger.reserve(rank))
+            committed = self._ledger.staged(rank, version, slot)
+            return None if committed is None else Staged(committed=committed, next_slot=self._ledger.reserve(rank))
 
         staged = await self._until(recorded)  # the slower ranks' `staged`, or a rank's death
         self._wake()
@@ -189,14 +187,14 @@ class WeightStore(Actor):
     @concurrent_endpoint
     async def abandon(self, rank: int, version: int, why: str) -> None:
         """Skip a version that this rank can't stage, unless it is committed already."""
-        self._require_ledger().abandon(version, f"rank {rank} gave it up: {why}")
+        self._ledger.abandon(version, f"rank {rank} gave it up: {why}")
         self._wake()
 
     @concurrent_endpoint
     async def leave_writer(self, rank: int) -> None:
         """The rank publishes no more, so no rank can; a version that it has already staged can still be committed."""
         self._writers[rank].watch.close()
-        self._require_ledger().end(f"writer rank {rank} has left", left=rank)
+        self._ledger.end(f"writer rank {rank} has left", left=rank)
         self._wake()
 
     # Readers
@@ -219,7 +217,7 @@ class WeightStore(Actor):
         """Where each writer rank's slots are, for a reader on this host; waits until all writers have offered them."""
 
         def offered() -> tuple[Source, ...] | None:
-            if self._ledger is None or len(self._writers) < self._ledger.writers:
+            if not self._writers or len(self._writers) < self._ledger.writers:
                 return None
             sources = []
             for _, writer in sorted(self._writers.items()):
@@ -248,11 +246,9 @@ class WeightStore(Actor):
         def granted() -> Lease | StoreClosed | None:
             self._check_current(reader, request)
             ledger = self._ledger
-            if ledger is None:
-                return None
             version = ledger.lease_newer(reader, after)
             if version is not None:
-                return _lease(ledger, reader, version)
+                return self._held(reader, version)
             return None if ledger.ended is None or ledger.may_come(after) else StoreClosed(why=ledger.ended)
 
         return await self._until(granted)  # a commit
@@ -263,13 +259,12 @@ class WeightStore(Actor):
         known = self._known(reader)
         known.request = max(known.request, request)
         self._check_current(reader, request)
-        ledger = self._require_ledger()
-        return _lease(ledger, reader, version) if ledger.lease(reader, version) else None
+        return self._held(reader, version) if self._ledger.lease(reader, version) else None
 
     @concurrent_endpoint
     async def holds(self, reader: int, version: int) -> bool:
         """Whether the reader still holds this version: its lease may have been revoked."""
-        return self._ledger is not None and self._ledger.leased.get(reader) == version
+        return self._ledger.leased.get(reader) == version
 
     @concurrent_endpoint
     async def mirror(
@@ -283,7 +278,7 @@ class WeightStore(Actor):
         mine.wanted = wanted
 
         def found() -> tuple[SegmentHandle, ...] | bool | None:
-            host, leased = mine.process.host, self._require_ledger().leased
+            host, leased = mine.process.host, self._ledger.leased
             others = [other for other in self._readers.values() if other is not mine and other.wanted == wanted]
             neighbours = [other for other in others if other.process.host == host]
             for other in neighbours:
@@ -326,12 +321,11 @@ class WeightStore(Actor):
     @concurrent_endpoint
     async def state(self) -> StoreState:
         """The content of the store now."""
-        ledger = self._ledger
         sources = [writer.source for writer in self._writers.values() if writer.source is not None]
         return StoreState(
-            newest=None if ledger is None else ledger.newest,
-            versions=() if ledger is None else ledger.versions,
-            leased={} if ledger is None else {self._readers[who].name: held for who, held in ledger.leased.items()},
+            newest=self._ledger.newest,
+            versions=self._ledger.versions,
+            leased={self._readers[who].name: held for who, held in self._ledger.leased.items()},
             readers=len(self._readers),
             bytes=sum(source.handle.bytes for source in sources),
         )
@@ -351,7 +345,7 @@ class WeightStore(Actor):
 
     def _reader_ended(self, reader: int) -> None:
         ended = self._readers[reader]
-        held = None if self._ledger is None else self._ledger.leased.get(reader)
+        held = self._ledger.leased.get(reader)
         level = logging.INFO if held is None else logging.WARNING
         logger.log(level, "reader %s (%s) ended, holding %s", ended.name, ended.process, held)
         self._forget(reader)  # WS-1
@@ -360,15 +354,14 @@ class WeightStore(Actor):
     def _writer_ended(self, rank: int, process: ProcessMark) -> None:
         lost = f"writer rank {rank} ({process}) ended"
         logger.warning("%s", lost)
-        self._require_ledger().end(lost)  # WS-2
+        self._ledger.end(lost)  # WS-2
         self._wake()
 
     def _all_joined(self) -> bool | None:
-        ledger = self._require_ledger()
-        if len(self._writers) == ledger.writers:
+        if len(self._writers) == self._ledger.writers:
             return True
-        if ledger.ended is not None:
-            raise WeightsError(ledger.ended)
+        if self._ledger.ended is not None:
+            raise WeightsError(self._ledger.ended)
         return None
 
     def _needs_at(self, host: str) -> tuple[Needs, ...]:
@@ -378,16 +371,14 @@ class WeightStore(Actor):
 
     def _forget(self, reader: int) -> None:
         self._readers.pop(reader).watch.close()
-        if self._ledger is not None:
-            self._ledger.release(reader)
+        self._ledger.release(reader)
 
     def _supersede(self, reader: int, request: int) -> None:
         """Void the reader's earlier requests and its lease; a request that is itself late voids nothing (WS-3)."""
         known = self._known(reader)
         if request >= known.request:
             known.request = request
-            if self._ledger is not None:
-                self._ledger.release(reader)
+            self._ledger.release(reader)
 
     def _check_current(self, reader: int, request: int) -> None:
         if self._known(reader).request != request:
@@ -398,11 +389,5 @@ class WeightStore(Actor):
             raise WeightsError(f"reader {reader} has left, or its process ended")
         return self._readers[reader]
 
-    def _require_ledger(self) -> VersionLedger:
-        if self._ledger is None:
-            raise WeightsError("no writer has joined")
-        return self._ledger
-
-
-def _lease(ledger: VersionLedger, reader: int, version: int) -> Lease:
-    return Lease(version=version, slot=ledger.slot_of(version), reader=reader)
+    def _held(self, reader: int, version: int) -> Lease:
+        return Lease(version=version, slot=self._ledger.slot_of(version), reader=reader)

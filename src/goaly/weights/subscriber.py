@@ -9,7 +9,7 @@ Invariants
           slot, a seal differs and the copy is discarded.
     WU-2  A cancelled or failed `prefetch` holds nothing and leaves nothing to apply.
     WU-3  A prefetched version is applied once: the next `apply` needs another `prefetch`.
-    WU-4  Readers on one host that need the same buckets from another host pull them once (`mirror.py`). The others copy
+    WU-4  Readers on one host that need the same buckets from another host pull them once (`rdma.py`). The others copy
           them under their own leases, with the same check of the seals, or pull them if that fails.
 """
 
@@ -25,18 +25,17 @@ import torch
 from goaly.errors import WeightsError, WritersGone
 from goaly.liveness import PULSE_SECONDS
 from goaly.telemetry.spans import span
-from goaly.weights.copying import Pair, gpu_of
 from goaly.weights.destination import Destination
 from goaly.weights.layout import Copy, plan, region
 from goaly.weights.ledger import Lease
 from goaly.weights.mapping import Naming
-from goaly.weights.member import Member, SharedTask
+from goaly.weights.member import Member, Pair, SharedTask, gpu_of
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import JoinedReader, StoreClosed, WeightStore
 from goaly.weights.transport import SlotReader, Source, slot_reader
 
 if TYPE_CHECKING:
-    from goaly.weights.mirror import Mirror
+    from goaly.weights.rdma import Mirror
 
 BucketPairs = dict[int, list[Pair]]
 
@@ -202,7 +201,7 @@ class Subscriber(Member):
             bucket = bucket_of[copy.source][copy.source_shard]
             self._plan[copy.source].setdefault(bucket, []).append(copy)
         if self._transport == "auto" and all(source.host != self._process.host for source in sources):
-            from goaly.weights.mirror import Mirror
+            from goaly.weights.rdma import Mirror
 
             self._mirror = Mirror(sources, [tuple(sorted(buckets)) for buckets in self._plan])
         return [

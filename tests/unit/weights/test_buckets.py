@@ -9,9 +9,8 @@ from local_store import LocalStore
 from goaly.errors import WeightsError
 from goaly.liveness import this_process
 from goaly.weights.buckets import Needs, cut, needs_of
-from goaly.weights.layout import region
+from goaly.weights.layout import Extent, Rectangle, joined, region
 from goaly.weights.placement import layout_of
-from goaly.weights.rectangle import Extent, Rectangle, joined
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import JoinedWriter
 from goaly.weights.transport import over_network

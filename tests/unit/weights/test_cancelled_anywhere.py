@@ -87,7 +87,7 @@ class Protocol(RuleBasedStateMachine):
     @rule(number=reader_numbers, turns=turns, pulls=st.booleans())
     def read(self, number: int, turns: int | None, pulls: bool) -> None:
         reader, tensors, _ = self.readers[number]
-        if self.store.actor._ledger is None or not self.store.actor._ledger.versions:
+        if not self.store.actor._ledger.versions:
             return
 
         async def newest_and_pull() -> None:
@@ -127,12 +127,11 @@ class Protocol(RuleBasedStateMachine):
             return
         self.loop.run_until_complete(self._quiet())
         actor = self.store.actor
-        if actor._ledger is not None:
-            assert actor._ledger.leased.keys() <= actor._readers.keys()
-            for reader, *_ in self.readers:
-                held = None if reader.held is None else reader.held.version
-                leased = actor._ledger.leased.get(reader._number)
-                assert leased == held or (leased is None and held not in actor._ledger.versions)  # WS-3, or revoked
+        assert actor._ledger.leased.keys() <= actor._readers.keys()
+        for reader, *_ in self.readers:
+            held = None if reader.held is None else reader.held.version
+            leased = actor._ledger.leased.get(reader._number)
+            assert leased == held or (leased is None and held not in actor._ledger.versions)  # WS-3, or revoked
         assert not self.store.failures
 
     async def _quiet(self) -> None:

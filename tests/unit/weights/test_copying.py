@@ -1,4 +1,4 @@
-"""Copies in threads: whole, cast, and over before anyone hears of it (WC-1)."""
+"""Copies in threads: they are complete and cast, and have ended when `run` returns (WC-1)."""
 
 import asyncio
 import threading
@@ -8,8 +8,8 @@ import torch
 
 from goaly.config.check import check
 from goaly.errors import WeightsError
-from goaly.weights.copying import Copier
 from goaly.weights.layout import in_dtype, region
+from goaly.weights.member import Copier
 from goaly.weights.placement import layout_of
 from goaly.weights.settings import WeightSettings
 from goaly.weights.shared_memory import Segment

@@ -1,4 +1,4 @@
-"""Who leaves, dies or fails tells the others: nobody waits for what can't come, and nothing is left behind."""
+"""Members that leave, die or fail: the others get an error instead of waiting, and no memory or lease is left."""
 
 import asyncio
 import gc

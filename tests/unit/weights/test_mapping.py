@@ -13,11 +13,10 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from goaly.errors import WeightsError
-from goaly.weights.layout import Layout, Part, Shard, plan, region, share, view
+from goaly.weights.layout import Extent, Layout, Part, Shard, plan, region, share, view
 from goaly.weights.mapping import Naming, Parts, fused, one_of, renamed, same
 from goaly.weights.placement import check_filled, layout_of, shards_of
 from goaly.weights.publisher import Publisher
-from goaly.weights.rectangle import Extent
 from goaly.weights.settings import WeightSettings
 from goaly.weights.subscriber import Subscriber
 

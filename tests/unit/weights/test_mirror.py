@@ -10,9 +10,8 @@ from test_remote_reads import Buffer
 from goaly.liveness import ProcessMark, this_process
 from goaly.weights.buckets import cut
 from goaly.weights.ledger import Lease
-from goaly.weights.mirror import Mirror
 from goaly.weights.placement import layout_of
-from goaly.weights.rdma import RemoteSlots
+from goaly.weights.rdma import Mirror, RemoteSlots
 from goaly.weights.settings import WeightSettings
 from goaly.weights.shared_memory import Ring
 from goaly.weights.transport import UNSEALED, SegmentHandle

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from local_store import LocalStore
 
-from goaly.weights.copying import Pair
+from goaly.weights.member import Pair
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
 from goaly.weights.shared_memory import Ring
