@@ -13,10 +13,10 @@ from monarch.job import ProcessJob
 
 from goaly.errors import RunFailed
 from goaly.run.cluster import Cluster, imagined
+from goaly.run.host_settings import HostSettings, ImaginedCluster
 from goaly.run.hosts import Hosts
 from goaly.run.placement import Processes, place
 from goaly.run.process_agent import rendezvous
-from goaly.run.settings import HostSettings, ImaginedCluster
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,9 +12,9 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from goaly.errors import RunFailed
 from goaly.liveness import ExitWatch, SilenceWatch, process
 from goaly.process import give_up
+from goaly.run.host_settings import HostSettings
 from goaly.run.hosts import Hosts
 from goaly.run.placement import ANYWHERE, IMPORTS, Placed, Processes
-from goaly.run.settings import HostSettings
 
 pytestmark = pytest.mark.timeout(120)
 

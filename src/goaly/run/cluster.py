@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from goaly.run.settings import ImaginedCluster
+from goaly.run.host_settings import ImaginedCluster
 
 POOL = "hosts"
 """The mesh of a job whose hosts are shared by all roles without a mesh of their own."""

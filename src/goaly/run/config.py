@@ -14,7 +14,7 @@ from goaly.prompts.prompt import Split
 from goaly.prompts.settings import ChatSettings, PromptSettings
 from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.settings import RolloutSettings
-from goaly.run.settings import HostSettings
+from goaly.run.host_settings import HostSettings
 from goaly.telemetry.settings import TelemetrySettings
 from goaly.train.settings import CriticSettings, ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings

@@ -27,9 +27,9 @@ from monarch.job import JobTrait, LocalJob
 from goaly.dotted_path import function_at
 from goaly.errors import ConfigError, RunFailed
 from goaly.run.cluster import POOL, Cluster, Host, one_host, this_machine
+from goaly.run.host_settings import ROLES, HostSettings
 from goaly.run.placement import ANYWHERE, IMPORTS, Place, Placed, Processes
 from goaly.run.process_agent import ProcessAgent
-from goaly.run.settings import ROLES, HostSettings
 from goaly.run.watch import START_SECONDS, MeshWatch
 from goaly.telemetry.logs import log_file, process_name
 

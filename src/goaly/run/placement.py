@@ -15,7 +15,7 @@ from itertools import islice
 from goaly.errors import ConfigError
 from goaly.run.cluster import POOL, Cluster, Gpu
 from goaly.run.config import RunConfig
-from goaly.run.settings import COMPUTING, ROLES, HostSettings, RolePlacement
+from goaly.run.host_settings import COMPUTING, ROLES, HostSettings, RolePlacement
 from goaly.train.settings import CriticSettings, ReferenceSettings, TrainerSettings
 
 RANKS = {role: f"{role}.fsdp * {role}.tp" for role in COMPUTING} | {"generator": "generator.replicas * generator.tp"}

@@ -12,8 +12,8 @@ from goaly.plan import dry_run
 from goaly.plan.dry_run import check_this_machine, describe, held_on_gpu
 from goaly.run.cluster import Gpu, Host
 from goaly.run.config import RunConfig
+from goaly.run.host_settings import ImaginedCluster
 from goaly.run.launch import launch
-from goaly.run.settings import ImaginedCluster
 
 GRPO = Path(__file__).parents[3] / "configs" / "grpo" / "tiny.yaml"
 

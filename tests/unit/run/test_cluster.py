@@ -6,7 +6,7 @@ import pytest
 
 from goaly.run import cluster
 from goaly.run.cluster import Gpu, imagined, numa_nodes, numbers, this_machine
-from goaly.run.settings import ImaginedCluster
+from goaly.run.host_settings import ImaginedCluster
 
 NVIDIA_SMI = """\
 0, GPU-aaaa, 00000000:18:00.0, 81559

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from goaly.config.check import check
 from goaly.errors import ConfigError
 from goaly.run.cluster import Cluster, Gpu, Host, imagined, one_host
+from goaly.run.host_settings import COMPUTING, HostSettings, ImaginedCluster, RolePlacement, WorkerPlacement
 from goaly.run.placement import IMPORTS, RANKS, Placed, Processes, place
-from goaly.run.settings import COMPUTING, HostSettings, ImaginedCluster, RolePlacement, WorkerPlacement
 
 
 def role(name: str, fsdp: int = 1, tp: int = 1) -> Processes:
