@@ -5,8 +5,8 @@ A file that can't be opened raises at once, before training starts.
 Invariants
     TL-1  A line is one `write` to a file opened for appending, so lines of several processes never interleave.
     TL-2  If a crash left half a line, the next line starts on a new line; only the half line is lost.
-    TL-3  Writing never raises, and waits for nothing but the kernel's page cache. When the disk is full, the failure is
-          logged once, the file takes no more lines, and `lost` counts the missing ones.
+    TL-3  Writing and closing never raise, and wait for nothing but the kernel's page cache. When the disk is full, the
+          failure is logged once, the file takes no more lines, and `lost` counts the missing ones.
     TL-4  A line is strict JSON: values without a JSON form are written as text, and numbers that are not finite as
           null.
 """
@@ -56,17 +56,23 @@ class LineFile:
     def close(self) -> None:
         """Close the file; later lines are counted as lost."""
         with self._lock:
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+            self._close()
+
+    def _close(self) -> None:
+        descriptor, self._fd = self._fd, None
+        try:
+            if descriptor is not None:
+                os.close(descriptor)
+        except OSError as error:  # a network file system reports here that it could not keep earlier lines
+            if not self.lost:
+                logger.warning("%s: the last records may be lost: %s", self.path, error)
 
     def _gave_up(self, records: int, error: Exception, *, close: bool) -> None:
         if not self.lost:
             logger.warning("%s: a record could not be written and is lost: %s", self.path, error)
         self.lost += records
-        if close and self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if close:
+            self._close()
 
 
 def _line(record: Any) -> bytes:

@@ -15,6 +15,8 @@ from pathlib import Path
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
 TIME_FORMAT = "%H:%M:%S"
 
+logger = logging.getLogger(__name__)
+
 
 def process_name(name: str, rank: int, count: int) -> str:
     """The name of process `rank` of `count` processes that were spawned under this name."""
@@ -50,7 +52,7 @@ def controller(log_file: str | Path) -> Iterator[None]:
 
     path = Path(log_file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file = _LogFile(path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
@@ -63,4 +65,16 @@ def controller(log_file: str | Path) -> Iterator[None]:
         logging.captureWarnings(False)
         root.handlers = handlers
         root.setLevel(level)
-        to_file.close()
+        with contextlib.suppress(OSError):  # the disk is full, which `_LogFile` has reported
+            to_file.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that reports once that it cannot be written. logging's own prints a traceback for each record."""
+
+    _reported = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._reported:
+            self._reported = True
+            logger.warning("%s cannot be written, records are lost: %s", self.baseFilename, sys.exc_info()[1])

@@ -1,7 +1,9 @@
 """TL-1 to TL-4: line files survive crashes, company and full disks."""
 
+import errno
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +95,19 @@ def test_what_json_cannot_hold_at_all_is_counted_not_raised(tmp_path: Path):
     lines.write({"a": 1})
     assert lines.lost == 1
     assert list(read_lines(tmp_path / "a.jsonl")) == [{"a": 1}]
+
+
+def test_a_file_system_that_fails_when_the_file_is_closed_costs_one_warning(
+    tmp_path: Path, caplog, monkeypatch
+):  # TL-3
+    def fails(descriptor: int) -> None:
+        close(descriptor)
+        raise OSError(errno.EIO, "Input/output error")
+
+    close = os.close
+    lines = LineFile(tmp_path / "a.jsonl")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", fails)
+        lines.close()
+        lines.close()
+    assert caplog.messages == [f"{tmp_path / 'a.jsonl'}: the last records may be lost: [Errno 5] Input/output error"]

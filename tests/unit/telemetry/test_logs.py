@@ -66,3 +66,12 @@ def test_the_controller_leaves_logging_as_it_was(tmp_path: Path):
     with pytest.raises(RuntimeError), logs.controller(tmp_path / "controller.log"):
         raise RuntimeError
     assert (root.handlers, root.level) == before
+
+
+def test_a_full_disk_is_reported_once_and_not_by_a_traceback_for_each_record(capfd):
+    with logs.controller("/dev/full"):
+        for number in range(3):
+            logging.getLogger("goaly.run").info("fact %d", number)
+    assert capfd.readouterr().err == (
+        "warning: /dev/full cannot be written, records are lost: [Errno 28] No space left on device\n"
+    )
