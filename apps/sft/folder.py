@@ -18,6 +18,7 @@ import torch
 from apps.sft.config import SftConfig
 from goaly.config import to_yaml
 from goaly.errors import ConfigError
+from goaly.telemetry.weights_and_biases import ID_FILE
 
 MARK = "sft.json"
 CHECKPOINT = "checkpoint.pt"
@@ -45,7 +46,7 @@ class SftFolder:
         """Make the run's folder, with the resolved config in it; what another config left there goes."""
         self.run.mkdir(parents=True, exist_ok=True)
         if self.checkpoint() is None:
-            for name in ("metrics.jsonl", CHECKPOINT):
+            for name in ("metrics.jsonl", CHECKPOINT, ID_FILE):
                 (self.run / name).unlink(missing_ok=True)
         (self.run / "config.yaml").write_text(to_yaml(self._config))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from launched import START_SECONDS, LaunchedRun, gone_within, orphaned_memory, orphaned_within
+from wandb_file import history, offline_files
 
 pytestmark = pytest.mark.timeout(900)  # what hangs is found by the waits' own limits
 
@@ -29,6 +30,7 @@ def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(la
     os.mkfifo(go)
     overrides = ["loss.kl_coef=0.01", "advantages.kl_coef=0.01", "loss.name=tests.loop.own_loss:squared"]
     overrides += ["generator.replicas=2", "backlog.max_staleness=2", "reference.refresh_every=2", *TWO_SOURCES]
+    overrides += ["telemetry.wandb.mode=offline"]
     run = launch(f"steps={STEPS}", *overrides, module="tests.loop.waiting_for_go")
     run.wait_for_steps(2)
     children = list(run.processes())
@@ -64,6 +66,9 @@ def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(la
     assert (run.folder / "config.yaml").exists()
     assert list((run.folder / "tensorboard").iterdir())
     assert (run.folder / "policy" / "model.safetensors").exists()
+    assert [row for row in history(*offline_files(run.folder)) if "loss" in row] == [
+        {name: value for name, value in step.items() if name != "time"} for step in steps
+    ]
     assert gone_within(children) == []
     assert orphaned_within(before) == set()
 

@@ -225,7 +225,7 @@ async def _take_down(run: Run, hosts: Hosts, status: str) -> None:
     if run.config.weights.transport == "torchstore":  # the trainer has removed its weights from it
         await _close("torchstore", torchstore)
     await hosts.stop_all()
-    run.metrics.close()
+    await asyncio.to_thread(run.metrics.close, failed=status != "finished")
     spans.flush()
     if run.config.telemetry.trace:
         merge(run.run_dir)

@@ -1,8 +1,8 @@
 """Writes metrics: each step as a line of `metrics.jsonl`, each evaluation as a line of `evaluations.jsonl`, and both as
-TensorBoard events under `tensorboard/`.
+TensorBoard events under `tensorboard/`; Weights & Biases gets them too if `telemetry.wandb` is set.
 
-Metrics are on disk when the call returns, so a run that is killed loses none. Opening the files may raise; writing does
-not (see `lines.py`).
+Metrics are on disk when the call returns, so a run that is killed loses none. Opening the files, before training, may
+raise; writing does not (see `lines.py`).
 """
 
 import logging
@@ -10,11 +10,13 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from goaly.telemetry.lines import LineFile
 from goaly.telemetry.settings import TelemetrySettings
+from goaly.telemetry.weights_and_biases import WandbRun
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +25,11 @@ class MetricsWriter:
     """Writes a run's metrics into its folder."""
 
     def __init__(self, run_dir: str | Path, settings: TelemetrySettings):
-        self._lines = LineFile(Path(run_dir) / "metrics.jsonl")
-        self._run_dir = Path(run_dir)
-        self._evaluations: LineFile | None = None
-        self._events = TensorBoardEvents(Path(run_dir) / "tensorboard") if settings.tensorboard else None
+        run_dir = Path(run_dir)
+        self._lines = LineFile(run_dir / "metrics.jsonl")
+        self._evaluations = LineFile(run_dir / "evaluations.jsonl")
+        self._events = TensorBoardEvents(run_dir / "tensorboard") if settings.tensorboard else None
+        self._wandb = WandbRun(run_dir, settings.wandb) if settings.wandb is not None else None
 
     def step(self, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of the step that made this policy version."""
@@ -34,22 +37,24 @@ class MetricsWriter:
 
     def evaluation(self, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation of this policy version."""
-        self._evaluations = self._evaluations or LineFile(self._run_dir / "evaluations.jsonl")
         self._write(self._evaluations, policy_version, metrics)
 
-    def close(self) -> None:
-        """Close all files."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close all files, and finish the run of W&B, which may take seconds. `failed`: whether the run failed."""
         self._lines.close()
-        if self._evaluations is not None:
-            self._evaluations.close()
+        self._evaluations.close()
         if self._events is not None:
             self._events.close()
+        if self._wandb is not None:
+            self._wandb.close(failed=failed)
 
     def _write(self, lines: LineFile, policy_version: int, metrics: Mapping[str, float]) -> None:
         now = time.time()
         lines.write({"policy_version": policy_version, "time": round(now, 3), **metrics})
         if self._events is not None:
             self._events.scalars(policy_version, metrics, now)
+        if self._wandb is not None:
+            self._wandb.log(policy_version, metrics)
 
 
 class TensorBoardEvents:
@@ -90,6 +95,7 @@ class TensorBoardEvents:
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # a network file system may report a failed write again
+                file.close()

@@ -76,3 +76,18 @@ def test_a_folder_that_cannot_be_made_raises_at_once(tmp_path: Path):
     (tmp_path / "run").write_text("")
     with pytest.raises(OSError, match="run"):
         MetricsWriter(tmp_path / "run", TelemetrySettings())
+
+
+def test_a_disk_that_is_full_during_training_costs_one_warning_for_each_file_and_raises_nothing(tmp_path: Path, caplog):
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        (tmp_path / name).symlink_to("/dev/full")
+    writer = MetricsWriter(tmp_path, TelemetrySettings(tensorboard=False))
+    for version in range(3):
+        writer.step(version, {"loss": 1.0})
+        writer.evaluation(version, {"evaluation/held_out/pass@1": 0.5})
+    writer.close()
+    assert [message.partition(":")[0].rpartition("/")[2] for message in caplog.messages] == [
+        "metrics.jsonl",
+        "evaluations.jsonl",
+    ]
+    assert all("No space left on device" in message for message in caplog.messages)
