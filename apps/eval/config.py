@@ -37,7 +37,7 @@ class EvalConfig(Settings):
     prompts: PromptSettings = field(default_factory=PromptSettings)
     """Prompts of the training run. Copy the section from the run: it decides which problems are held out."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    """Sets of problems; the section has the same keys as in a run."""
+    """Sets of problems; the section has the same keys as in a run, of which `every` has no effect here."""
     by: str | None = None
     """Also report by this metadata column of the prompts, such as `digits`."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
@@ -57,6 +57,7 @@ class EvalConfig(Settings):
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from at.reward.idle("an evaluation has one process", "placement")
+        yield from at.evaluation.idle("nothing is trained here", "every")
         max_context = self.generator.max_context
         yield from self.evaluation.problems_beside(at.evaluation, self.prompts, self.sampling, max_context)
         if problems := self.model.problems(str(at)):

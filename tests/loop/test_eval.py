@@ -93,6 +93,8 @@ def test_settings_that_cannot_work_are_told_together(model: Path) -> None:
     generator = EvalGeneratorSettings(max_context=TINY.max_context)
     on_hub = EvalConfig(path=str(model), reward=RewardSettings(placement="hub"), generator=generator)
     assert on_hub.problems("") == ["reward.placement=hub: has no effect, an evaluation has one process"]
+    periodic = EvalConfig(path=str(model), evaluation=EvaluationSettings(every=2), generator=generator)
+    assert periodic.problems("") == ["evaluation.every=2: has no effect, nothing is trained here"]
     assert EvalGeneratorSettings(engine="native").problems("generator.") == []
 
 

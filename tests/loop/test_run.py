@@ -30,6 +30,7 @@ def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(la
     os.mkfifo(go)
     overrides = ["loss.kl_coef=0.01", "advantages.kl_coef=0.01", "loss.name=tests.loop.own_loss:squared"]
     overrides += ["generator.replicas=2", "backlog.max_staleness=2", "reference.refresh_every=2", *TWO_SOURCES]
+    overrides += ["evaluation.every=20", "save.every=20", "save.keep=2", "save.best=true"]
     overrides += ["telemetry.wandb.mode=offline"]
     run = launch(f"steps={STEPS}", *overrides, module="tests.loop.waiting_for_go")
     run.wait_for_steps(2)
@@ -66,11 +67,30 @@ def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(la
     assert (run.folder / "config.yaml").exists()
     assert list((run.folder / "tensorboard").iterdir())
     assert (run.folder / "policy" / "model.safetensors").exists()
+    assert_evaluated_and_saved_every_20_steps(run)
     assert [row for row in history(*offline_files(run.folder)) if "loss" in row] == [
         {name: value for name, value in step.items() if name != "time"} for step in steps
     ]
     assert gone_within(children) == []
     assert orphaned_within(before) == set()
+
+
+def assert_evaluated_and_saved_every_20_steps(run: LaunchedRun) -> None:
+    """Check the evaluations beside training, and the policies that the run kept, on its disk."""
+    evaluations = run.lines("evaluations.jsonl")
+    evaluated = [line["policy_version"] for line in evaluations]
+    assert (evaluated[0], evaluated.count(0), max(evaluated)) == (0, 1, STEPS)
+    assert set(evaluated) <= {0, 20, 40, 60}
+    assert len(set(evaluated) & {20, 40, 60}) + run.lines("metrics.jsonl")[-1]["evaluation/skipped"] >= 3
+    policies = run.folder / "policies"
+    assert {folder.name for folder in policies.iterdir()} == {"000040", "000060", "best"}
+    assert (policies / "000060" / "model.safetensors").read_bytes() == (
+        run.folder / "policy" / "model.safetensors"
+    ).read_bytes()
+    best = json.loads((policies / "best" / "policy_score.json").read_text())
+    scores = [(line["policy_version"], line["evaluation/held_out/pass@1"]) for line in evaluations]
+    assert (best["policy_version"], best["pass@1"]) in scores
+    assert (policies / "best" / "model.safetensors").stat().st_size > 0
 
 
 def test_the_death_of_a_follower_is_the_death_of_its_replica_and_costs_no_request(launch: Launch) -> None:

@@ -114,16 +114,20 @@ class Evaluation:
     """The results of one policy version on several sets."""
 
     policy_version: int
+    """The version at its start. Every answer is of this version or a newer one."""
     results: Mapping[str, EvalResult]
+    newest_version: int | None = None
+    """The newest version that may have answered: the trainer's, at its end. None if that was still `policy_version`."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """All scores, as `evaluation/SET/pass@1`, and `evaluation/SET/too_long` if prompts are too long."""
-        return {
+        scores = {
             f"evaluation/{name}/{key}": float(value)
             for name, result in self.results.items()
             for key, value in (_too_long(result) | result.scores).items()
         }
+        return scores | {f"evaluation/{key}": float(value) for key, value in self._newest.items()}
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -132,7 +136,11 @@ class Evaluation:
             name: {"prompts": result.prompts, **_too_long(result), **result.scores}
             for name, result in self.results.items()
         }
-        return {"policy_version": self.policy_version, "sets": sets}
+        return {"policy_version": self.policy_version, **self._newest, "sets": sets}
+
+    @property
+    def _newest(self) -> dict[str, int]:
+        return {} if self.newest_version is None else {"newest_version": self.newest_version}
 
 
 def warn_of_long_prompts(name: str, result: EvalResult) -> None:

@@ -75,6 +75,10 @@ class EvaluationSet(Settings):
 class EvaluationSettings(Settings):
     """Problems on which the policy is evaluated: the held-out share of `prompts`, or `sets`."""
 
+    every: PositiveInt | None = None
+    """Policy versions between evaluations of all sets that run beside training, on the generators that also sample for
+    it; null: only where the script asks. An answer is of the version at the start of its evaluation or of a newer one.
+    An evaluation that is due while the one before is still running is skipped: raise `every`, or ask fewer prompts."""
     prompts: PositiveInt = 256
     """Number of held-out prompts, each of which is asked once, if there are no `sets`."""
     samples_per_prompt: PositiveInt = 1

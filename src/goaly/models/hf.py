@@ -11,9 +11,7 @@ Invariants
     HF-3  For any model size, rank 0 holds at most a block and a file of tensors in addition to its shards.
 """
 
-import ctypes
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -28,15 +26,14 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from goaly.errors import ConfigError
+from goaly.folder import put_in_place
 from goaly.models.spec import read_config
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
 MAX_FILE_BYTES = 5 * 2**30
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Arguments of Linux's `renameat2`."""
-NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json")
+NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json", "policy_score.json")
 
 
 def load_hf(model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, *, head: bool = True) -> None:
@@ -128,7 +125,7 @@ def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, sou
         config = read_config(source)
         config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
         (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        _put_in_place(staging, folder)
+        put_in_place(staging, folder)  # HF-2
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -165,35 +162,3 @@ def _write_tensors(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, ma
     index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
     (folder / "model.safetensors.index.json").write_text(index_text + "\n")
     return dtype
-
-
-def _put_in_place(staging: Path, folder: Path) -> None:
-    """Sync the written folder and put it in place; `staging` is then the old folder, if there was one (HF-2)."""
-    for path in (*staging.iterdir(), staging):
-        _sync(path)
-    if folder.exists():
-        _exchange(staging, folder)
-    else:
-        staging.rename(folder)
-    _sync(folder.parent)
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Swap two folders atomically; without support of the file system, in three renames that keep the old folder."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    swap = getattr(libc, "renameat2", None)
-    if swap is not None and swap(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
-        return
-    aside = other.with_name(f".{other.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    other.rename(aside)
-    one.rename(other)
-    aside.rename(one)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

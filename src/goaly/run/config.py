@@ -20,6 +20,24 @@ from goaly.train.settings import CriticSettings, ReferenceSettings, TrainerSetti
 from goaly.weights.settings import WeightSettings
 
 
+class SaveSettings(Settings):
+    """Policies that are kept as Hugging Face folders under `policies/` in the run folder. The final policy is saved as
+    `policy/` in any case. The trainer waits while a policy is written."""
+
+    every: PositiveInt | None = None
+    """Save every so many policy versions, as `policies/VERSION`; null saves none of them. Set it to compare policies of
+    a run, or to have weights of a run that takes days before it ends."""
+    keep: PositiveInt | None = None
+    """Number of the newest of these policies that are kept; null keeps all. Lower it if the disk is small."""
+    best: bool = False
+    """Keep the policy with the highest pass@1 on the first evaluation set as `policies/best`. Only evaluations of
+    `evaluation.every` count; of equal ones the first is kept."""
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        if self.every is None:
+            yield from at.idle(f"{at}every is null", "keep")
+
+
 class RunConfig(Settings):
     """An RL run."""
 
@@ -56,7 +74,9 @@ class RunConfig(Settings):
     weights: WeightSettings = field(default_factory=WeightSettings)
     """Transfer of new weights to the generators."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    """Evaluation of the policy before and after training."""
+    """Evaluation of the policy: where the script asks for it, and every so many policy versions."""
+    save: SaveSettings = field(default_factory=SaveSettings)
+    """Policies that are kept as Hugging Face folders beside the final one."""
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     """Records and progress display of the run."""
     hosts: HostSettings = field(default_factory=HostSettings)
@@ -122,6 +142,11 @@ class RunConfig(Settings):
             yield from at.reference.idle(absent["reference"])
         if self.critic is None and not advantages.problems("") and not advantages.uses_values:
             absent["critic"] = f"{at}critic is null"
+        for section, every in ((at.evaluation, self.evaluation.every), (at.save, self.save.every)):
+            if every is not None and every > self.steps:
+                yield from section.idle(f"the run ends after {at.steps}", "every")
+        if self.evaluation.every is None:
+            yield from at.save.idle(f"{at}evaluation.every is null", "best")
         for role, cores in self.hosts.bind.items():
             if role in absent:
                 yield f"{at}hosts.bind.{role}={cores}: has no effect, {absent[role]}"

@@ -15,6 +15,8 @@ from goaly.generate.service import GeneratorService
 from goaly.process import watch_callbacks
 from goaly.prompts.mixture import prompt_mixture
 from goaly.run.config import RunConfig
+from goaly.run.periodic import PeriodicEvaluation
+from goaly.run.policies import SavedPolicies
 from goaly.run.stages import BacklogStage, CriticStage, ReferenceStage, RolloutStage, TrainerStage
 from goaly.telemetry.metrics import MetricsWriter
 from goaly.telemetry.progress import Progress
@@ -31,6 +33,8 @@ class Run:
     reference: ReferenceStage | None = None
     critic: CriticStage | None = None
     generators: GeneratorService
+    tasks: asyncio.TaskGroup
+    """Owns what the run does beside the script."""
 
     def __init__(self, config: RunConfig, run_dir: Path):
         self.config = config
@@ -38,6 +42,8 @@ class Run:
         self.prompts = prompt_mixture(config.prompts)
         self.problem_sets = ProblemSets(config.evaluation, config.prompts)
         self.evaluations: list[Evaluation] = []
+        self.periodic = PeriodicEvaluation(config.evaluation.every, self._evaluate_beside_training, self.say)
+        self.policies = SavedPolicies(run_dir / "policies", config.save, next(iter(config.evaluation.named)))
         self.lost_actors: set[str] = set()
         self.started = time.monotonic()
         self.metrics = MetricsWriter(run_dir, config.telemetry)
@@ -53,8 +59,10 @@ class Run:
         return self.trainer.policy_version if hasattr(self, "trainer") else 0
 
     def pass_at_1(self, name: str) -> tuple[float | None, float | None]:
-        """pass@1 on this set in the first evaluation before training, and in the last one after a training step."""
+        """pass@1 on this set in the first evaluation before training, and in the last one of the newest version after a
+        training step."""
         scores = [(one.policy_version, one.results[name].pass_at_1) for one in self.evaluations if name in one.results]
+        scores.sort(key=lambda score: score[0])  # that of an older version may end last
         start = self.trainer.start_version if scores else 0
         before = [value for version, value in scores if version == start]
         after = [value for version, value in scores if version > start]
@@ -72,8 +80,16 @@ class Run:
         return ", ".join(found) or f"policy version {self.policy_version}"
 
     async def evaluate(self, sets: Iterable[str] | None = None) -> Evaluation:
-        """Evaluate the newest policy on these sets of `evaluation.sets`, or on all of them, and record the results."""
+        """Evaluate the newest policy on these sets of `evaluation.sets`, or on all of them, and record the results.
+        If a periodic evaluation of this version is running, wait for its results instead of asking twice."""
         version = self.policy_version
+        running = self.periodic.running(version) if sets is None else None
+        evaluation = await (self._evaluate(version, sets) if running is None else asyncio.shield(running))
+        self._stepped = time.monotonic()
+        self.progress.begin()
+        return evaluation
+
+    async def _evaluate(self, version: int, sets: Iterable[str] | None = None) -> Evaluation:
         results = {}
         for one in self.problem_sets.chosen(sets):
             settings = one.settings
@@ -81,17 +97,21 @@ class Run:
             results[one.name] = EvalResult.of(rewards, pass_at=settings.pass_at)
             if not any(one.name in earlier.results for earlier in self.evaluations):
                 warn_of_long_prompts(one.name, results[one.name])
-        evaluation = Evaluation(policy_version=version, results=results)
+        newest = self.policy_version if self.policy_version > version else None
+        evaluation = Evaluation(policy_version=version, results=results, newest_version=newest)
         self.evaluations.append(evaluation)
         self.metrics.evaluation(version, evaluation.metrics)
         for name, result in results.items():
             self.progress.note(f"{name} pass@1 at policy version {version}: {result.pass_at_1:.3f}")
-        self._stepped = time.monotonic()
-        self.progress.begin()
+        return evaluation
+
+    async def _evaluate_beside_training(self, version: int) -> Evaluation:
+        evaluation = await self._evaluate(version)
+        await self.policies.scored(evaluation)
         return evaluation
 
     async def report(self, batch: BatchHandle, metrics: dict[str, float]) -> None:
-        """Record a step's metrics and show its progress."""
+        """Record a step's metrics, show its progress, and save and evaluate its policy if that is due."""
         counts = await self.backlog.counts()
         replicas = await self.generators.stats()
         now = time.monotonic()
@@ -99,10 +119,12 @@ class Run:
         policy_version = batch.id + 1
         self.prompts.learn(batch.passes)
         shares = self.prompts.shares if len(self.prompts.shares) > 1 else {}
+        is_evaluated = self.periodic.is_due(policy_version)
         step = {
             **batch.metrics,
             **metrics,
             **{f"mix/{source}": share for source, share in shares.items()},
+            **self.periodic.metrics,
             "step/seconds": seconds,
             "step/tokens": float(batch.tokens),
             "step/tokens_per_second": batch.tokens / seconds,
@@ -119,6 +141,9 @@ class Run:
         }
         self.metrics.step(policy_version, step)
         self.progress.step(policy_version, step)
+        await self.policies.save(policy_version, self.trainer, candidate=is_evaluated)
+        if is_evaluated:
+            self.periodic.start(policy_version, self.tasks)
 
     async def report_wait(self, seconds: float, wait: Wait) -> None:
         """Report what the training loop waits for."""

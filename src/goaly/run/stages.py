@@ -123,6 +123,7 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
         SV-1  The last step's policy is saved before a script continues. Only the trainer's death or a second Ctrl-C
               stops the save: a failing evaluation or an interrupt finds the policy on disk.
         SV-2  A saved policy is the result of whole steps.
+        SV-3  A step waits for the save of the version before it, so that a save never sees half a step.
     """
 
     def __init__(self, ranks: PolicyTrainer, say: Callable[[str], None] = logger.info, *, steps: int, folder: Path):
@@ -131,6 +132,7 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
         self._steps = steps
         self._folder = folder
         self._in_step = False
+        self._between_steps = asyncio.Lock()
         self._saving: asyncio.Task[None] | None = None
         self.start_version = 0
         self.policy_version = 0
@@ -143,10 +145,11 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
 
     async def step(self, batch: BatchHandle) -> dict[str, float]:
         """Train the next policy version on this batch; the step's metrics. After the last step the save begins."""
-        self._in_step = True  # SV-2: stays True if the step fails
-        metrics = await self._ask("trainer.step", self._ranks.step.stream(batch))
-        self._in_step = False
-        self.policy_version = batch.id + 1
+        async with self._between_steps:  # SV-3; unblocked by the trainer's answer or death
+            self._in_step = True  # SV-2: stays True if the step fails
+            metrics = await self._ask("trainer.step", self._ranks.step.stream(batch))
+            self._in_step = False
+            self.policy_version = batch.id + 1
         if self.is_done:
             self._save()
         return metrics
@@ -161,6 +164,13 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
     async def save(self, folder: str | Path) -> None:
         """Write the policy as a Hugging Face folder."""
         await self._ask("trainer.save", self._ranks.save.stream(folder))
+
+    async def save_version(self, policy_version: int, folder: Path) -> None:
+        """Write the policy of this version as a Hugging Face folder; RunFailed if a step has replaced it."""
+        async with self._between_steps:  # SV-3
+            if self._in_step or self.policy_version != policy_version:
+                raise RunFailed(f"the trainer has policy version {self.policy_version} or a part of the next one")
+            await self.save(folder)
 
     @property
     def is_done(self) -> bool:

@@ -75,11 +75,13 @@ async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) ->
     status = "failed"
     try:
         async with asyncio.TaskGroup() as owned:
+            run.tasks = owned
             watch = owned.create_task(run.alive())
             await _bring_up(run, hosts, planned, pickled(episode))
             supervision = owned.create_task(run.generators.supervise())
             yield run
             await run.trainer.save_newest()  # RN-3: if the script ended before the last step
+            await run.periodic.ended()
             supervision.cancel()
             watch.cancel()
             status = "finished"
@@ -225,11 +227,15 @@ async def _take_down(run: Run, hosts: Hosts, status: str) -> None:
     if run.config.weights.transport == "torchstore":  # the trainer has removed its weights from it
         await _close("torchstore", torchstore)
     await hosts.stop_all()
+    run.policies.close()
     await asyncio.to_thread(run.metrics.close, failed=status != "finished")
     spans.flush()
-    if run.config.telemetry.trace:
-        merge(run.run_dir)
-    write_summary(run, status)
+    try:
+        if run.config.telemetry.trace:
+            merge(run.run_dir)
+        write_summary(run, status)
+    except OSError as error:  # the disk is full: the run still ends with its own status
+        logger.error("the records in %s are not complete: %s", run.run_dir, error)
     run.progress.close()
 
 

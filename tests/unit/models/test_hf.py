@@ -11,6 +11,7 @@ import torch
 from random_model import native_tensors
 from safetensors.torch import load_file
 
+import goaly.folder
 from goaly.errors import ConfigError
 from goaly.models import hf
 from goaly.models.attention import document_masks
@@ -170,7 +171,7 @@ def test_a_save_that_ends_anywhere_leaves_the_old_or_the_new_folder_whole(
     model, spec = loaded(tiny_model_folder)
     target, aside = tmp_path / "policy", tmp_path / ".policy.old"
     if not at_once:
-        monkeypatch.setattr(hf, "RENAME_EXCHANGE", 1 << 30)  # what no file system knows
+        monkeypatch.setattr(goaly.folder, "RENAME_EXCHANGE", 1 << 30)  # what no file system knows
     save_hf(filled(model, 0.0), spec, target, tiny_model_folder)
     names, _ = contents(target)
     calls = ((hf, "save_file"), (os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (shutil, "copy2"))

@@ -152,6 +152,33 @@ async def test_a_policy_that_cannot_be_written_fails_the_step_that_made_it() -> 
         await trained(ranks, 3)
 
 
+async def test_a_step_waits_for_the_save_of_the_version_before_it() -> None:  # SV-3
+    ranks = Ranks()
+    trainer = await trained(ranks, 1)
+    ranks.saved.clear()
+    saving = asyncio.create_task(trainer.save_version(1, Path("policies/000001")))
+    await asyncio.sleep(0)
+    stepping = asyncio.create_task(trainer.step(SimpleNamespace(id=1)))
+    await asyncio.wait([stepping], timeout=0.01)
+    assert ranks.calls[-1] == ("save", Path("policies/000001"))
+    ranks.saved.set()
+    await asyncio.gather(saving, stepping)
+    assert trainer.policy_version == 2
+
+
+async def test_a_version_that_the_trainer_no_longer_has_is_not_saved_as_that_version() -> None:
+    ranks = Ranks()
+    trainer = await trained(ranks, 2)
+    with pytest.raises(RunFailed, match="the trainer has policy version 2"):
+        await trainer.save_version(1, Path("policies/000001"))
+    ranks.broken = True
+    with pytest.raises(RunFailed, match="NaN"):
+        await trainer.step(SimpleNamespace(id=2))
+    with pytest.raises(RunFailed, match="a part of the next one"):
+        await trainer.save_version(2, Path("policies/000002"))
+    assert ranks.saves == 0
+
+
 class NoHosts:
     """Hosts of a run that starts no process."""
 
