@@ -150,7 +150,7 @@ def case(part: str, kind: str, when: str) -> Case:
 def run_case(case: Case, folder: Path, model: Path) -> Result:
     """Run it, and look at what it leaves behind."""
     memory = orphaned_memory()
-    settings = (f"hosts.silent_seconds={SILENT_SECONDS}", "steps=10000", *case.overrides)
+    settings = (f"hosts.silent_seconds={SILENT_SECONDS}", "steps=10000", "checkpoint.restarts=0", *case.overrides)
     fault = (case.app, json.dumps(asdict(case.fault)))
     run = LaunchedRun(folder, model, *settings, app=case.app, module="bench.saboteur", arguments=fault)
     problems, seconds, judged = [], 0.0, False

@@ -36,7 +36,7 @@ async def collect(run: Run) -> None:
     """Start a group of episodes for each ticket; every group ends in the backlog."""
     async with asyncio.TaskGroup() as groups:
         async for ticket in run.backlog.tickets():
-            groups.create_task(run.rollouts.group(ticket, run.prompts.next()))
+            groups.create_task(run.rollouts.group(ticket, run.prompts.of(ticket)))
 
 
 async def train(run: Run) -> None:

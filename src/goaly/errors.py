@@ -6,6 +6,7 @@
     ├── EpisodeError       a script's episode failed; names the prompt and the cause
     ├── WeightsError       the weight store's protocol was violated, or its data is unavailable
     │   └── WritersGone    no newer weights will come
+    ├── CorruptLog         a run's log is damaged; names the file and the offset
     ├── ReplicaLost        a replica died or was closed; its requests may be retried elsewhere
     ├── PoisonRequest      replicas keep dying while they run this request; it is not retried
     └── RunFailed          a failure ended the run; names the actor, the endpoint and the cause
@@ -43,6 +44,10 @@ class WeightsError(GoalyError):
 
 class WritersGone(WeightsError):
     """The writers have left or died: no newer version will come."""
+
+
+class CorruptLog(GoalyError):
+    """A run's log is damaged where it was known to be on disk."""
 
 
 class ReplicaLost(GoalyError):

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from goaly.errors import cause_of
@@ -77,6 +77,14 @@ def exit_quickly(code: int) -> NoReturn:
     a second or more."""
     atexit._run_exitfuncs()
     _exit(code)
+
+
+def become(arguments: Sequence[str]) -> NoReturn:
+    """Replace this process by a Python with these arguments, after the exit handlers. The process id stays."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 def give_up(why: str, error: BaseException | None = None) -> NoReturn:

@@ -112,36 +112,57 @@ class Group:
     verifier_timeouts: int = 0
     """Responses that got reward 0 because the verifier exceeded its time limit (`reward.on_time_limit=zero`)."""
 
+    def parts(self) -> "GroupParts":
+        """The group as a few facts and one tensor for each column, over the tokens of all samples."""
+        keys = [str(key) for key in self.samples[0].tokens.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
+        return GroupParts(
+            facts={field.name: getattr(self, field.name) for field in fields(self) if field.name != "samples"},
+            samples=[
+                (len(sample), sample.prompt_id, sample.sample_index, sample.turns, sample.environment, sample.outcome)
+                for sample in self.samples
+            ],
+            columns={key: torch.cat([sample.tokens[key] for sample in self.samples]) for key in keys},
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles one buffer for each column; pickling each sample's tensors takes ten times as long."""
-        keys = [str(key) for key in self.samples[0].tokens.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
-        columns = {key: torch.cat([sample.tokens[key] for sample in self.samples]) for key in keys}
-        buffers = {key: (column.dtype, column.numpy().tobytes()) for key, column in columns.items()}
-        facts = [
-            (len(sample), sample.prompt_id, sample.sample_index, sample.turns, sample.environment, sample.outcome)
-            for sample in self.samples
-        ]
-        known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "samples"}
-        return _received_group, (known, facts, buffers)
+        parts = self.parts()
+        buffers = {key: (column.dtype, column.numpy().tobytes()) for key, column in parts.columns.items()}
+        return _unpickled, (parts.facts, parts.samples, buffers)
 
 
-def _received_group(
-    known_of_group: dict[str, Any],
-    facts: list[tuple[int, str, int, tuple[Turn, ...], str, Outcome]],
-    buffers: dict[str, tuple[torch.dtype, bytes]],
+@dataclass(frozen=True, slots=True)
+class GroupParts:
+    """A group in few parts, for pickles and logs."""
+
+    facts: dict[str, Any]
+    """The fields of the group, without its samples."""
+    samples: list["SampleFacts"]
+    columns: dict[str, torch.Tensor]
+
+    def group(self) -> Group:
+        """The group, whose tokens are not checked again."""
+        lengths = [length for length, *_ in self.samples]
+        columns = {key: column.split(lengths) for key, column in self.columns.items()}
+        samples = []
+        for place, (length, *known) in enumerate(self.samples):
+            tokens = TensorDict({key: parts[place] for key, parts in columns.items()}, batch_size=[length])
+            sample = object.__new__(Trajectory)
+            for name, value in zip(_FACTS, (tokens, *known), strict=True):
+                object.__setattr__(sample, name, value)
+            samples.append(sample)
+        return Group(samples=tuple(samples), **self.facts)
+
+
+SampleFacts = tuple[int, str, int, tuple[Turn, ...], str, Outcome]
+"""The number of tokens, and the fields of a trajectory after its tokens."""
+
+
+def _unpickled(
+    facts: dict[str, Any], samples: list[SampleFacts], buffers: dict[str, tuple[torch.dtype, bytes]]
 ) -> Group:
-    lengths = [length for length, *_ in facts]
-    columns = {
-        key: torch.frombuffer(bytearray(buffer), dtype=dtype).split(lengths) for key, (dtype, buffer) in buffers.items()
-    }
-    samples = []
-    for place, (length, *known) in enumerate(facts):
-        tokens = TensorDict({key: parts[place] for key, parts in columns.items()}, batch_size=[length])
-        sample = object.__new__(Trajectory)  # unchecked here; the queue checks it
-        for name, value in zip(_FACTS, (tokens, *known), strict=True):
-            object.__setattr__(sample, name, value)
-        samples.append(sample)
-    return Group(samples=tuple(samples), **known_of_group)
+    columns = {key: torch.frombuffer(bytearray(buffer), dtype=dtype) for key, (dtype, buffer) in buffers.items()}
+    return GroupParts(facts, samples, columns).group()
 
 
 _FACTS = tuple(field.name for field in fields(Trajectory))

@@ -16,6 +16,7 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host
 
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
+from goaly.durable.log import LogWriter
 from goaly.errors import RunFailed
 from goaly.generate.connection import Clients
 from goaly.generate.request import Finish, Sample
@@ -28,7 +29,7 @@ from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.rollout.running import GENERATING
 from goaly.rollout.settings import RolloutSettings
 from goaly.rollout.worker import RolloutWorker, pickled
-from goaly.run.stages import RolloutStage
+from goaly.run.rollouts import RolloutStage
 from goaly.trajectory import Trajectory
 
 PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="1+1="),), answer="2")
@@ -166,6 +167,18 @@ async def test_a_prompt_goes_from_its_ticket_through_the_worker_into_a_trained_b
     assert [(line["ticket"], line["sample"], line["response"], line["reward"]) for line in lines] == [
         (0, index, "22", 2.0) for index in range(4)
     ]
+
+
+async def test_a_batch_whose_records_cannot_be_written_is_not_given_out(stack):  # TQ-1
+    log = stack.folder / "log"
+    LogWriter(log).close()
+    (log / "000000.log").unlink()
+    (log / "000000.log").symlink_to("/dev/full")
+    await stack.queue.open.call_one(log, 0)
+    ticket = await stack.queue.admit.call_one()
+    await stack.worker.run_group.call_one(ticket, PROMPT)
+    with pytest.raises(ActorError, match=r"the run's log cannot be written: .*No space left on device"):
+        await stack.queue.next_batch.call_one()
 
 
 async def test_waiting_endpoints_hold_up_no_others_and_close_wakes_them(stack):

@@ -16,6 +16,7 @@ from monarch.spmd import setup_torch_elastic_env, setup_torch_elastic_env_async
 from torch.distributed.tensor import DTensor
 
 from goaly.backlog.batch import BatchHandle
+from goaly.durable.checkpoint import Checkpoints
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
@@ -190,4 +191,58 @@ async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_
     ):
         await annotated(1)
     await reference.close.call()
+    await processes.stop()
+
+
+async def test_trainer_and_reference_continue_from_a_checkpoint_that_is_written_while_steps_go_on(
+    actors: Actors, tiny_model_folder: Path, tmp_path: Path
+):
+    model, following = ModelSettings(path=str(tiny_model_folder)), ReferenceSettings(refresh_every=2)
+    processes = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=partial(import_ahead, IMPORTS["trainer"]))
+
+    def reference(name: str) -> Any:
+        arguments = following, SETTINGS, model, actors.queue, WeightSettings(), actors.store
+        return processes.spawn(name, ReferenceModel, *arguments)
+
+    async def version_of(reference: Any, batch_id: int) -> int:
+        return await first(reference.annotate.call(replace(actors.handle, id=batch_id)))
+
+    async def published() -> int:
+        await actors.trainer.step.call(actors.handle)
+        return await first(actors.trainer.publish.call())
+
+    before = reference("before")
+    await before.start.call()
+    version = await published()
+    if version % 2:
+        version = await published()
+    assert await version_of(before, version) == version
+    checkpoints = Checkpoints(tmp_path)
+    folder = checkpoints.begin(version)
+    assert list((await actors.trainer.stage.call()).values()) == [version, version]
+    assert list((await before.stage.call()).values()) == [version]
+    digests = list((await actors.trainer.digest.call()).values())
+    writing = actors.trainer.write.call(str(folder / "trainer"))
+    newer = await published()
+    await writing
+    await before.write.call(str(folder / "reference"))
+    checkpoint = checkpoints.commit(version, {})
+    assert list((await actors.trainer.digest.call()).values()) != digests
+    for _ in range(4):
+        newer = await published()
+
+    settings = replace(SETTINGS, fsdp=1)
+    resumed = processes.spawn(
+        "resumed", PolicyTrainer, settings, model, LOSS, WeightSettings(), actors.store, actors.queue
+    )
+    assert await first(resumed.start.call(str(checkpoint.folder))) == version
+    assert [await first(resumed.digest.call())] * 2 == digests
+    after = reference("after")
+    await after.start.call(checkpoint.folder)
+    assert await version_of(after, version + 1) == version  # RF-1: the store does not have it any more
+    with pytest.raises(Exception, match=f"still at version {version}"):
+        await version_of(after, version + 2)
+    assert newer > version + 3
+    for actor in (before, after, resumed):
+        await actor.close.call()
     await processes.stop()

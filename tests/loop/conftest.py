@@ -14,8 +14,11 @@ def launch(tmp_path: Path, tiny_model_folder: Path) -> Iterator[Callable[..., La
     """Start a run; whatever is left of it is killed after the test."""
     started: list[LaunchedRun] = []
 
-    def start(*overrides: str, app: str = "grpo", module: str | None = None) -> LaunchedRun:
-        run = LaunchedRun(tmp_path / f"run{len(started)}", tiny_model_folder, *overrides, app=app, module=module)
+    def start(
+        *overrides: str, app: str = "grpo", module: str | None = None, resume: LaunchedRun | None = None
+    ) -> LaunchedRun:
+        folder = tmp_path / f"run{len(started)}" if resume is None else resume.folder
+        run = LaunchedRun(folder, tiny_model_folder, *overrides, app=app, module=module, resume=resume is not None)
         started.append(run)
         return run
 

@@ -32,6 +32,7 @@ SMALL = [
     "generator.kv_cache_gib=0.05",
     "evaluation.prompts=4",
     "hosts.bind={}",
+    "checkpoint.restarts=0",
 ]
 
 
@@ -104,7 +105,7 @@ def left_within(look: Callable[[], Left], seconds: float) -> Left:
 class LaunchedRun:
     """`python -m apps.grpo.main`, or another app, on the tests' tiny model.
 
-    `module` runs in the app's place, with its own arguments first.
+    `module` runs in the app's place, with its own arguments first. `resume`: the run in the folder goes on.
     """
 
     def __init__(
@@ -115,12 +116,16 @@ class LaunchedRun:
         app: str = "grpo",
         module: str | None = None,
         arguments: Sequence[str] = (),
+        resume: bool = False,
     ):
         self.folder = folder
         self.output = folder.with_suffix(".out")
         command = [sys.executable, "-m", module or f"apps.{app}.main", *arguments]
-        command += ["--config", f"configs/{app}/tiny.yaml"]
-        command += [f"model.path={model}", f"run_dir={folder}", *SMALL, *overrides]
+        if resume:
+            command += ["--resume", str(folder), *overrides]
+        else:
+            command += ["--config", f"configs/{app}/tiny.yaml"]
+            command += [f"model.path={model}", f"run_dir={folder}", *SMALL, *overrides]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HYPERACTOR_")}
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(

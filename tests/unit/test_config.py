@@ -100,7 +100,7 @@ def test_every_problem_is_told_at_once_with_key_value_remedy_and_source(yaml_fil
     )
     found = problems("--config", file, "reference.lr=-1", "nonsense", "--verbose")
     assert found == [
-        "--verbose: unknown flag; known are --config FILE, --dry-run, --help, and key=value",
+        "--verbose: unknown flag; known are --config FILE, --resume FOLDER, --dry-run, --help, and key=value",
         "nonsense: an override is written key=value, such as trainer.threads=1 (override)",
         "name: missing, must be text",
         f"seed=[1]: must be an integer or null ({file}:1)",

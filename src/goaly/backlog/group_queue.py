@@ -15,19 +15,25 @@ Invariants
     BL-6  A group with a trained token older than its ticket allows is refused.
     BL-7  With dynamic sampling a group without signal is rejected, and another one may start in its place. When too few
           groups have a signal (OU-1), every waiter gets the error.
+    BL-8  Replaying the recorded events of a queue in another one gives it the same state, up to waiting times.
+    BL-9  After `restart` every ticket without an end is admitted again, once, and every batch from the restart's
+          version on is given out again, in order, before a new one.
 """
 
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
 from goaly.backlog.admission import Admission, Ticket
 from goaly.backlog.batch import Batch, BatchHandle, add_advantages, build_batch
 from goaly.backlog.distribution import KnownStep, LengthDistribution, SourceShares
+from goaly.backlog.events import Annotated, Event, Formed, Trained
 from goaly.backlog.group_statistics import NO_SIGNAL, GroupStatistics
 from goaly.backlog.ledger import Dropped, Ledger, State
 from goaly.backlog.order import Order
@@ -38,6 +44,9 @@ from goaly.telemetry import spans
 from goaly.trajectory import LATER, Group, PackedRows, check_tokens
 
 logger = logging.getLogger(__name__)
+
+
+E = TypeVar("E", bound=Event)
 
 RUN_ENDED = "the run ended"
 
@@ -75,7 +84,10 @@ class GroupQueue:
         pad_token: int,
         steps: int | None = None,
         minibatches: int = 1,
+        record: Callable[[Event], None] = lambda event: None,
     ):
+        """`record` gets each event before anyone is told of it."""
+        self._record = record
         self._settings = settings
         self._advantage_settings = advantage_settings
         self._dp_ranks = dp_ranks
@@ -92,6 +104,8 @@ class GroupQueue:
         self._groups: dict[int, Group] = {}
         self._queued_ns: dict[int, int] = {}
         self._batches: dict[int, Batch] = {}
+        self._admit_again: deque[Ticket] = deque()
+        self._give_again: deque[int] = deque()
         self._next_batch = 0
         self._policy_version = 0
         self._closed = False
@@ -105,15 +119,10 @@ class GroupQueue:
     async def admit(self) -> Ticket | None:
         """The next ticket. Waits until a group may start; None after `close`."""
         # Unblocked by `trained`, by a dropped ticket, whose position becomes free, and by `close`.
-        await self._until(lambda: self._admission.is_open(self._ledger.live, self._policy_version))
+        await self._until(lambda: bool(self._admit_again) or self._may_admit())
         if self._closed:
             return None
-        min_version = self._admission.min_version(self._ledger.live)
-        ticket = Ticket(index=self._ledger.admit(), min_version=min_version)
-        self._order.admit(ticket.index)
-        self._distribution.admit(ticket.index)
-        self._min_versions[ticket.index] = min_version
-        return ticket
+        return self._admit_again.popleft() if self._admit_again else self._recorded(self._admit())  # BL-9
 
     def report(self, end: Group | Dropped) -> bool:
         """Record how a ticket's episodes ended: with a complete group, or without one.
@@ -121,63 +130,34 @@ class GroupQueue:
         False if a group is not trained (its ticket or the run has ended, or it has no signal), or if a dropped ticket
         had ended before.
         """
-        return self._put(end) if isinstance(end, Group) else self._drop(end)
-
-    def _put(self, group: Group) -> bool:
-        state = self._ledger.state(group.ticket)
-        if state.ended:
+        state = self._ledger.state(end.ticket)
+        if isinstance(end, Dropped) and state is not State.RUNNING:
+            logger.info("ticket %d is already %s; not %s: %s", end.ticket, state, end.state, end.why)
             return False
-        if state is not State.RUNNING:
-            raise ValueError(f"ticket {group.ticket} is {state}; only a running ticket may report a group, once")
-        self._check(group)
-        if self._closed:
-            self._ledger.move(group.ticket, State.REJECTED, RUN_ENDED)  # BL-3
-            return False
-        if not self._statistics.count(group) and self._settings.dynamic_sampling:
-            self._signal_error = self._signal_error or self._statistics.signal_error()
-            self._drop(Dropped.rejected(group.ticket, NO_SIGNAL))  # BL-7
-            return False
-        self._ledger.move(group.ticket, State.QUEUED)
-        del self._min_versions[group.ticket]
-        self._order.finish(group.ticket)
-        self._distribution.finish(group.ticket, [sample.trained_tokens for sample in group.samples])
-        self._groups[group.ticket] = group
-        self._queued_ns[group.ticket] = time.time_ns()
-        self._wake()
-        return True
+        if isinstance(end, Group):
+            if state.ended:
+                return False
+            if state is not State.RUNNING:
+                raise ValueError(f"ticket {end.ticket} is {state}; only a running ticket may report a group, once")
+            self._check(end)
+            if self._closed:
+                self._ledger.move(end.ticket, State.REJECTED, RUN_ENDED)  # BL-3
+                return False
+        self._end(end if self._closed else self._recorded(end))
+        return isinstance(end, Dropped) or end.ticket in self._groups
 
     async def next_batch(self) -> BatchHandle | None:
         """The batch of the next step. Waits until its groups are complete; None after `close`."""
         # Unblocked by `report`, because a group is complete or no longer holds the window back, and by `close`.
-        await self._until(lambda: self._order.ready(self._settings.groups_per_step))
-        tickets = None if self._closed else self._order.take(self._settings.groups_per_step)
-        if tickets is None:
+        await self._until(lambda: bool(self._give_again) or self._order.ready(self._settings.groups_per_step))
+        if self._closed:
             return None
-        groups = [self._groups.pop(ticket) for ticket in tickets]
-        batch = build_batch(
-            self._next_batch,
-            groups,
-            settings=self._settings,
-            advantage_settings=self._advantage_settings,
-            dp_ranks=self._dp_ranks,
-            pad_token=self._pad_token,
-            minibatches=self._minibatches,
-            weights=self._distribution.deliver(tickets),
-            passes=self._statistics.take_passes(),
-        )
-        self._next_batch += 1
-        self._batches[batch.handle.id] = batch
-        batch.handle.metrics.update(
-            {
-                **self._queue_waits(tickets),
-                **self._distribution.metrics(),
-                **self._shares.metrics([group.source for group in groups]),
-                **self._statistics.take_unscored(),
-                "groups/no_signal_share": self._statistics.no_signal_share,
-                "groups/rejected_no_signal": float(self._ledger.reasons[f"{State.REJECTED}: {NO_SIGNAL}"]),
-            }
-        )
-        return batch.handle
+        if self._give_again:
+            return self._batches[self._give_again.popleft()].handle
+        formed = self._recorded(self._form())
+        handle = self._batches[formed.batch].handle
+        handle.metrics.update(self._queue_waits(formed.tickets))
+        return handle
 
     def wait(self) -> Wait:
         """The groups that the next batch is waiting for now."""
@@ -209,23 +189,58 @@ class GroupQueue:
                 f"batch {batch_id}, dp_rank {dp_rank}: `{key}` is {column_RL.dtype} {tuple(column_RL.shape)}, "
                 f"must be {LATER[key]} {tuple(rows.batch_size)}"
             )
-        rows[key] = column_RL
-        if key in self._advantage_settings.needs:
-            add_advantages(self._batches[batch_id], self._advantage_settings)
+        annotated = Annotated(batch=batch_id, dp_rank=dp_rank, key=key, column_RL=column_RL)
+        self._annotate(annotated if batch_id < self._policy_version else self._recorded(annotated))
 
     def trained(self, batch_id: int, policy_version: int) -> None:
         """Record that a training step consumed the batch and produced this version."""
         batch = self._batch(batch_id)
+        if batch_id < self._policy_version and policy_version == batch_id + 1:  # trained again: BL-9
+            del self._batches[batch_id]
+            return
         if batch_id != self._policy_version or policy_version != batch_id + 1:  # BL-2
             raise ValueError(
                 f"batch {batch_id} made policy_version={policy_version}; at version {self._policy_version} "
                 f"batch {self._policy_version} is next and makes version {self._policy_version + 1}"
             )
-        for ticket in batch.tickets:
-            self._ledger.move(ticket, State.TRAINED)
-        del self._batches[batch_id]
-        self._policy_version = policy_version
-        self._wake()
+        self._train(self._recorded(Trained(batch=batch_id, tickets=batch.tickets)))
+
+    def replay(self, event: Event, *, keep: int | None = None) -> None:
+        """Make the transition of a recorded event, by the code that made it. Batches from `keep` on are not forgotten
+        when they are trained. A ValueError if this queue would have made another event (BL-8)."""
+        match event:
+            case Ticket():
+                made: Event = self._admit()
+            case Formed():
+                made = self._form()
+            case Trained():
+                made = self._train(event, keep=keep)
+            case Annotated():
+                made = self._annotate(event)
+            case _:
+                made = self._end(event)
+        if made is not event and made != event:
+            raise ValueError(f"the log has {event}, but its earlier events lead to {made}")
+
+    def restart(self, policy_version: int) -> None:
+        """Go on after a replay that kept the batches from this version on: the trainer is at this version (BL-9)."""
+        while self._policy_version < policy_version:  # a step was done, but the run ended before it was recorded
+            if self._policy_version not in self._batches:
+                raise ValueError(
+                    f"the trainer is at version {policy_version}, but the log ends at {self._policy_version}"
+                )
+            batch = self._batches[self._policy_version]
+            self._train(self._recorded(Trained(batch=self._policy_version, tickets=batch.tickets)))
+        self._admit_again.extend(Ticket(index=index, min_version=least) for index, least in self._min_versions.items())
+        self._give_again.extend(sorted(self._batches))
+
+    def is_running(self, ticket: int) -> bool:
+        """Whether this ticket is admitted and has not ended."""
+        return ticket in self._min_versions
+
+    def handle(self, batch_id: int) -> BatchHandle:
+        """The handle of a batch that is in the queue."""
+        return self._batch(batch_id).handle
 
     def close(self) -> None:
         """End admission and batches: every waiter gets None, and complete groups that are in no batch are rejected."""
@@ -265,17 +280,85 @@ class GroupQueue:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _drop(self, end: Dropped) -> bool:
-        ticket, state = end.ticket, self._ledger.state(end.ticket)
-        if state is not State.RUNNING:
-            logger.info("ticket %d is already %s; not %s: %s", ticket, state, end.state, end.why)
-            return False
-        self._order.drop(ticket)
-        self._distribution.drop(ticket)
-        self._min_versions.pop(ticket, None)
-        self._ledger.move(ticket, end.state, end.why)
+    def _recorded(self, event: E) -> E:
+        self._record(event)
+        return event
+
+    def _may_admit(self) -> bool:
+        return self._admission.is_open(self._ledger.live, self._policy_version)
+
+    def _admit(self) -> Ticket:
+        min_version = self._admission.min_version(self._ledger.live)
+        ticket = Ticket(index=self._ledger.admit(), min_version=min_version)
+        self._order.admit(ticket.index)
+        self._distribution.admit(ticket.index)
+        self._min_versions[ticket.index] = min_version
+        return ticket
+
+    def _end(self, end: Group | Dropped) -> Group | Dropped:
+        del self._min_versions[end.ticket]
+        if isinstance(end, Dropped):
+            self._drop(end)
+        elif not self._statistics.count(end) and self._settings.dynamic_sampling:
+            self._signal_error = self._signal_error or self._statistics.signal_error()
+            self._drop(Dropped.rejected(end.ticket, NO_SIGNAL))  # BL-7
+        else:
+            self._ledger.move(end.ticket, State.QUEUED)
+            self._order.finish(end.ticket)
+            self._distribution.finish(end.ticket, [sample.trained_tokens for sample in end.samples])
+            self._groups[end.ticket] = end
+            self._queued_ns[end.ticket] = time.time_ns()
         self._wake()
-        return True
+        return end
+
+    def _drop(self, end: Dropped) -> None:
+        self._order.drop(end.ticket)
+        self._distribution.drop(end.ticket)
+        self._ledger.move(end.ticket, end.state, end.why)
+
+    def _form(self) -> Formed:
+        tickets = self._order.take(self._settings.groups_per_step)
+        if tickets is None:
+            raise ValueError(f"batch {self._next_batch}: its groups are not complete")
+        groups = [self._groups.pop(ticket) for ticket in tickets]
+        batch = build_batch(
+            self._next_batch,
+            groups,
+            settings=self._settings,
+            advantage_settings=self._advantage_settings,
+            dp_ranks=self._dp_ranks,
+            pad_token=self._pad_token,
+            minibatches=self._minibatches,
+            weights=self._distribution.deliver(tickets),
+            passes=self._statistics.take_passes(),
+        )
+        self._next_batch += 1
+        self._batches[batch.handle.id] = batch
+        batch.handle.metrics.update(
+            {
+                **self._distribution.metrics(),
+                **self._shares.metrics([group.source for group in groups]),
+                **self._statistics.take_unscored(),
+                "groups/no_signal_share": self._statistics.no_signal_share,
+                "groups/rejected_no_signal": float(self._ledger.reasons[f"{State.REJECTED}: {NO_SIGNAL}"]),
+            }
+        )
+        return Formed(batch=batch.handle.id, tickets=batch.tickets)
+
+    def _annotate(self, annotated: Annotated) -> Annotated:
+        self._batch(annotated.batch).ranks[annotated.dp_rank].rows[annotated.key] = annotated.column_RL
+        if annotated.key in self._advantage_settings.needs:
+            add_advantages(self._batches[annotated.batch], self._advantage_settings)
+        return annotated
+
+    def _train(self, trained: Trained, *, keep: int | None = None) -> Trained:
+        for ticket in trained.tickets:
+            self._ledger.move(ticket, State.TRAINED)
+        if keep is None or trained.batch < keep:
+            del self._batches[trained.batch]
+        self._policy_version = trained.batch + 1
+        self._wake()
+        return trained
 
     def _batch(self, batch_id: int) -> Batch:
         if batch_id not in self._batches:

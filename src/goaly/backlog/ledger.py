@@ -12,6 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
+CANCELLED = "cancelled"
+"""Why a group failed that its script, or the end of the run, cancelled."""
+
 
 class State(StrEnum):
     """The state of a ticket."""

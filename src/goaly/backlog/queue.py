@@ -1,19 +1,29 @@
 """The actor of the queue between the collecting and the training loop: `GroupQueue` behind endpoints.
 
 Workers report groups, the controller asks for tickets and batch handles, and each trainer rank pulls its own rows. It
-lives in the hub process. All endpoints are concurrent, so one that waits delays no other.
+lives in the hub process. All endpoints are concurrent, so one that waits delays no other. The queue is the only writer
+of the run's log.
+
+Invariants
+    TQ-1  A batch is given out when the records of its groups and its tickets are on disk.
 """
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from functools import wraps
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import Actor
 
 from goaly.actors import concurrent_endpoint
+from goaly.backlog.batch import BatchHandle
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.settings import BacklogSettings
+from goaly.durable.records import Drawn, Published, Record, Resumed
+from goaly.durable.run_log import Recovered, RunLog, recover, trained_batches
 from goaly.reward.settings import AdvantageSettings
 from goaly.telemetry import spans
 
@@ -54,11 +64,61 @@ class TrajectoryQueue(Actor):
         minibatches: int = 1,
     ):
         self.queue = GroupQueue(
-            settings, advantages, dp_ranks=dp_ranks, pad_token=pad_token, steps=steps, minibatches=minibatches
+            settings,
+            advantages,
+            dp_ranks=dp_ranks,
+            pad_token=pad_token,
+            steps=steps,
+            minibatches=minibatches,
+            record=self._record,
         )
+        self._log: RunLog | None = None
+        self._cpu_seconds = 0.0
+        self._logged: Iterator[tuple[BatchHandle, str | None]] | None = None
+
+    @concurrent_endpoint
+    async def open(self, log: Path, policy_version: int) -> Recovered:
+        """Record events in this log from now on. If it has records, the queue first goes on from where they end, with a
+        trainer of this version."""
+        return await asyncio.to_thread(self._open, log, policy_version)
+
+    def _open(self, log: Path, policy_version: int) -> Recovered:
+        opened = RunLog(log)
+        opened.append(Resumed(policy_version=policy_version))
+        self._log = opened
+        return recover(log, self.queue, policy_version)
+
+    @concurrent_endpoint
+    async def replayed(self, log: Path, first: int) -> tuple[BatchHandle, str | None] | None:
+        """The next batch, from this one on, that a log has as trained, and the recorded digest of the version that it
+        made; None at the log's end. It is annotated as it was. Nothing is recorded."""
+        self._logged = self._logged or trained_batches(log, self.queue, first=first)
+        return await asyncio.to_thread(next, self._logged, None)
+
+    @concurrent_endpoint
+    async def next_batch(self) -> BatchHandle | None:
+        """The batch of the next step, once its records are on disk (TQ-1); None after `close`."""
+        batch = await self.queue.next_batch()
+        if self._log is not None:
+            asked = time.monotonic()
+            await self._durable()
+            if batch is not None:
+                batch.metrics["log/wait_seconds"] = time.monotonic() - asked
+                batch.metrics["log/cpu_seconds"] = self._log.cpu_seconds - self._cpu_seconds
+                self._cpu_seconds = self._log.cpu_seconds
+        return batch
+
+    @concurrent_endpoint
+    async def record(self, record: Drawn | Published) -> None:
+        """Write this record of the controller's into the log."""
+        self._record(record)
+
+    @concurrent_endpoint
+    async def durable(self) -> None:
+        """Return when everything recorded so far is on disk."""
+        await self._durable()
 
     admit = _waiting(GroupQueue.admit)
-    next_batch = _waiting(GroupQueue.next_batch)
     report = _immediate(GroupQueue.report)
     wait = _immediate(GroupQueue.wait)
     rows = _immediate(GroupQueue.rows)
@@ -72,4 +132,15 @@ class TrajectoryQueue(Actor):
     async def settle(self) -> dict[str, int]:
         """Close, reject every ticket that has not ended, and return the final counts."""
         spans.flush()
-        return self.queue.settle()
+        counts = self.queue.settle()
+        if self._log is not None:
+            await asyncio.to_thread(self._log.close)
+        return counts
+
+    def _record(self, record: Record) -> None:
+        if self._log is not None:
+            self._log.append(record)
+
+    async def _durable(self) -> None:
+        if self._log is not None:
+            await self._log.durable()  # unblocked by the log's thread, also if it cannot write

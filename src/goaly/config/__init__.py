@@ -6,6 +6,9 @@ The settings classes are the schema, and the docstring below each field is its d
 all problems, a line each: unknown keys, wrong values, missing values, and the lines that the `problems(prefix)` methods
 of the settings return.
 
+`--resume FOLDER` takes the config of the run in this folder; the schema's `refused_changes` says which overrides the
+run may not have.
+
 `load` raises ConfigError, or SystemExit(0) after `--help`. `run_cli` is for scripts: it prints a ConfigError, of `load`
 or of `main` before it starts anything, to stderr and exits with code 2.
 """
@@ -22,6 +25,9 @@ from goaly.process import exit_quickly
 
 T = TypeVar("T")
 
+RUN_CONFIG = "config.yaml"
+"""The resolved config in the folder of a run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Generic[T]):
@@ -30,6 +36,8 @@ class Loaded(Generic[T]):
     config: T
     dry_run: bool
     path: Path | None
+    resume: Path | None = None
+    """The folder of the run that goes on, if one does."""
 
 
 def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -> Loaded[T]:
@@ -48,14 +56,24 @@ def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -
 
     for key in keys(schema):
         type_words(key.annotation)  # a field of a type that no YAML can hold is our bug: it raises here
+    resume = Path(line.resume) if line.resume else None
+    if resume is not None:
+        problems += _resume_problems(resume, line.files, schema)
+        line.files = [str(resume / RUN_CONFIG)]
     file, *others = [file for file in line.files if file] or [None]
     problems += [f"--config={other}: --config={file} is given already, there can be one" for other in others]
+    if resume is not None and problems:
+        raise ConfigError(problems)
     given = read(file, line.overrides, schema)
     config, found = check(schema, given.values, unresolved=given.unresolved)
     problems += [*given.problems, *map(given.blame, found)]
+    if resume is not None and not problems:
+        before, problems = check(schema, read(file, [], schema).values)
+        problems += map(given.blame, before.refused_changes(config)) if not problems else []
     if problems:
         raise ConfigError(problems)
-    return Loaded(config=config, dry_run=line.dry_run, path=Path(file) if file is not None else None)
+    path = Path(file) if file is not None else None
+    return Loaded(config=config, dry_run=line.dry_run, path=path, resume=resume)
 
 
 def run_cli(
@@ -97,10 +115,23 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The arguments of a script: `files`, `dry_run`, `help` and `overrides`; and one line for each wrong flag."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", dest="files", nargs="?", action="append", default=[])
+    parser.add_argument("--resume", nargs="?", const="")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("overrides", nargs="*")
     line, unknown = parser.parse_known_intermixed_args(argv)
-    problems = [f"{flag}: unknown flag; known are --config FILE, --dry-run, --help, and key=value" for flag in unknown]
+    flags = "--config FILE, --resume FOLDER, --dry-run, --help"
+    problems = [f"{flag}: unknown flag; known are {flags}, and key=value" for flag in unknown]
     problems += ["--config: names no file, write --config FILE" for file in line.files if not file]
+    problems += ["--resume: names no run folder, write --resume FOLDER"] if line.resume == "" else []
     return line, problems
+
+
+def _resume_problems(folder: Path, configs: Sequence[str], schema: type) -> list[str]:
+    if not hasattr(schema, "refused_changes"):
+        return [f"--resume={folder}: is for RL runs, which have a log; this script starts anew"]
+    if configs:
+        return [f"--config={configs[0]}: a resumed run has its own config; override single keys by key=value"]
+    if not (folder / RUN_CONFIG).exists():
+        return [f"--resume={folder}: must be the folder of a run, which has a {RUN_CONFIG}"]
+    return []

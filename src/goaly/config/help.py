@@ -23,9 +23,13 @@ FLAGS = (
 def help_text(schema: type, *, prog: str, description: str, width: int | None = None) -> str:
     """The whole help page, wrapped to the terminal."""
     width = width or min(max(shutil.get_terminal_size().columns, 60), 120)
-    lines = [f"usage: {prog} [--config FILE] [--dry-run] [--help] [key=value ...]", ""]
-    lines += [*_wrapped(description, "", width), ""]
-    lines += [f"  {flag:<15} {meaning}" for flag, meaning in FLAGS]
+    lines = [f"usage: {prog} [--config FILE] [--dry-run] [--help] [key=value ...]"]
+    flags = [*FLAGS]
+    if hasattr(schema, "refused_changes"):
+        lines.append(f"       {prog} --resume FOLDER [--dry-run] [key=value ...]")
+        flags.insert(1, ("--resume FOLDER", "go on with the run in this folder; some keys may be changed"))
+    lines += ["", *_wrapped(description, "", width), ""]
+    lines += [f"  {flag:<15} {meaning}" for flag, meaning in flags]
     lines += ["", *_wrapped(_OVERRIDES, "", width)]
     found = list(keys(schema))
     leaves = [key for key in found if key.section is None]

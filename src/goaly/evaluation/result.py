@@ -138,6 +138,31 @@ class Evaluation:
         }
         return {"policy_version": self.policy_version, **self._newest, "sets": sets}
 
+    @classmethod
+    def recorded(cls, line: Mapping[str, Any], prompts: Mapping[str, int]) -> "Evaluation":
+        """The evaluation whose version and metrics these are; `prompts` has the number of prompts of each set."""
+        sets: dict[str, dict[str, float]] = {}
+        for key, value in line.items():
+            if key.count("/") == 2:
+                _, name, score = key.split("/")
+                sets.setdefault(name, {})[score] = value
+        results = {}
+        for name, scores in sets.items():
+            (average,) = [score for score in scores if score.startswith("avg@")]
+            results[name] = EvalResult(
+                prompts=prompts.get(name, 0),
+                samples_per_prompt=int(average.removeprefix("avg@")),
+                pass_at={int(key.removeprefix("pass@")): scores[key] for key in scores if key.startswith("pass@")},
+                average=scores[average],
+                too_long=int(scores.get("too_long", 0)),
+            )
+        newest = line.get("evaluation/newest_version")
+        return cls(
+            policy_version=line["policy_version"],
+            results=results,
+            newest_version=None if newest is None else int(newest),
+        )
+
     @property
     def _newest(self) -> dict[str, int]:
         return {} if self.newest_version is None else {"newest_version": self.newest_version}

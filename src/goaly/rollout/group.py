@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from goaly.backlog.admission import Ticket
-from goaly.backlog.ledger import Dropped
+from goaly.backlog.ledger import CANCELLED, Dropped
 from goaly.errors import EpisodeError, first_error
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CANCELLED = "cancelled"
 NO_ROOM = (PromptFillsContext.reason, ContextFull.reason)
 """Reasons of groups that were rejected because their tokens leave no room for an answer."""
 
@@ -68,6 +67,8 @@ class GroupRunner:
     sampling: Sampling
     group_size: int
     max_context: int
+    seed: int | None = None
+    """Seeds every request; None leaves the draws to the engines."""
     record: Callable[[int, Prompt, Trajectory], None] | None = None
     """Gets each trajectory of a complete group, with its ticket."""
 
@@ -173,6 +174,7 @@ class GroupRunner:
                 max_context=self.max_context,
                 decode=self.chat.decode,
                 evaluation=evaluation,
+                seed=self.seed,
             )
 
         return RunningGroup([RunningEpisode(policy(index), index) for index in range(count)])

@@ -11,6 +11,7 @@ Invariants
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -75,6 +76,8 @@ class Policy:
     decode: Callable[[Sequence[int]], str]
     evaluation: bool = False
     """Whether its episode is part of an evaluation."""
+    seed: int | None = None
+    """Seeds each request, together with the request's id; None leaves the draws to the engine's own seed."""
     _requests: int = field(default=0, init=False)
     _under_way: int = field(default=0, init=False)
     _ended: bool = field(default=False, init=False)
@@ -115,6 +118,8 @@ class Policy:
         if wanted.min_tokens is not None:
             limits["min_tokens"] = min(wanted.min_tokens, limits["max_tokens"])
         request_id = f"{self.name}.{self._requests}"
+        if self.seed is not None and wanted.seed is None:
+            limits["seed"] = seed_of(self.seed, request_id)
         self._requests += 1
         self._under_way += 1
         try:
@@ -137,6 +142,11 @@ class Policy:
             stop=sample.stop,
             trained=trained,
         )
+
+
+def seed_of(seed: int, request_id: str) -> int:
+    """A seed for this request, the same in every run with the same seed."""
+    return int.from_bytes(blake2b(f"{seed}/{request_id}".encode(), digest_size=7).digest(), "big")
 
 
 REFUSED = {

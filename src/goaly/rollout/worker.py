@@ -20,7 +20,7 @@ from monarch.actor import Actor
 
 from goaly.actors import NamedTasks, answer_of, concurrent_endpoint
 from goaly.backlog.admission import Ticket
-from goaly.backlog.ledger import Dropped
+from goaly.backlog.ledger import CANCELLED, Dropped
 from goaly.errors import EpisodeError
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
@@ -31,7 +31,7 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifiers import Judge
 from goaly.rollout.episode import EpisodeFunction
-from goaly.rollout.group import CANCELLED, GroupRunner, GroupSummary
+from goaly.rollout.group import GroupRunner, GroupSummary
 from goaly.rollout.running import GroupProgress
 from goaly.rollout.settings import RolloutSettings
 from goaly.rollout.watchdog import LoopWatchdog
@@ -70,6 +70,7 @@ class RolloutWorker(Actor):
         journal: Path | None = None,
         journal_tokens: bool = False,
         first_replica: int = 0,
+        seed: int = 0,
     ):
         """`episode` comes from `pickled`. `rewards` is the hub's actor, or the settings of verifier processes of this
         worker's own; these also run `verifiers`. `tokenizer` is a model folder, and `chat` says how to render its
@@ -99,6 +100,7 @@ class RolloutWorker(Actor):
             sampling=Sampling.of(sampling, self._chat.stop_token_ids),
             group_size=group_size,
             max_context=max_context,
+            seed=seed if settings.repeatable else None,
             record=self._write,
         )
 

@@ -5,6 +5,7 @@ from dataclasses import field
 
 from goaly.backlog.settings import BacklogSettings
 from goaly.config.settings import PositiveInt, Section, Settings
+from goaly.durable.settings import CheckpointSettings
 from goaly.errors import ConfigError
 from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings, SamplingSettings
@@ -73,6 +74,8 @@ class RunConfig(Settings):
     """Model that predicts values, for advantages that use them; null is none. `critic: {}` has the defaults."""
     weights: WeightSettings = field(default_factory=WeightSettings)
     """Transfer of new weights to the generators."""
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    """Checkpoints, from which the run can be resumed."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     """Evaluation of the policy: where the script asks for it, and every so many policy versions."""
     save: SaveSettings = field(default_factory=SaveSettings)
@@ -91,6 +94,12 @@ class RunConfig(Settings):
     def max_context(self) -> int:
         """Most tokens of a prompt and its answer together: a generator and a packed row must both hold them."""
         return min(self.generator.max_context, self.backlog.row_length)
+
+    def refused_changes(self, resumed: "RunConfig") -> Iterator[str]:
+        """A line for each setting that the resumed run may not change."""
+        from goaly.run.resume import refused
+
+        return refused(self, resumed)
 
     def _problems(self, at: Section) -> Iterator[str]:
         sampling = self.sampling

@@ -1,7 +1,11 @@
 """Runs a script with a loaded config: the run folder, signals, error messages and the exit code.
 
-0 finished   1 failed, with one message that names the actor and the cause   130 stopped by Ctrl-C (a second one stops
-at once)
+0 finished   1 failed, with one message that names the actor and the cause   130 stopped by Ctrl-C, or by SIGTERM after
+the current step and a checkpoint of it (a second signal stops at once)
+
+Invariants
+    LC-1  When a process that is not replaced dies, the controller stops the others, and resumes the run under its own
+          process id, unless that has happened `checkpoint.restarts` times since the last training step.
 """
 
 import asyncio
@@ -14,9 +18,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from goaly.config import Loaded, to_yaml
+from goaly.config import RUN_CONFIG, Loaded, to_yaml
 from goaly.errors import ConfigError, first_error
+from goaly.process import become
 from goaly.run.config import RunConfig
+from goaly.run.resume import lock
 from goaly.telemetry import logs, spans
 
 if TYPE_CHECKING:
@@ -26,6 +32,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+RESTARTS = "GOALY_RESTARTS"
+"""Environment variable of a run that resumed itself: how many times without a new version, and the newest version."""
+
+
+class _Restart(Exception):
+    """The run is to be resumed."""
 
 
 def launch(
@@ -49,13 +61,21 @@ def launch(
         sys.stdout.write(describe(config))
         return 0
     check_this_machine(config)
-    run_dir = make_run_dir(config)
+    run_dir = make_run_dir(config) if loaded.resume is None else loaded.resume
+    held = lock(run_dir)
+    if loaded.resume is not None:
+        write_config(run_dir, config)
     spans.configure(run_dir if config.telemetry.trace else None, "controller")
     with logs.controller(run_dir / "logs" / "controller.log"):
         try:
             return asyncio.run(_main(config, episode, script, run_dir))
         except asyncio.CancelledError:
             return INTERRUPTED
+        except _Restart:
+            script_arguments = len(sys.argv) - 1
+            become([*sys.orig_argv[1 : -script_arguments or None], "--resume", str(run_dir)])  # LC-1
+        finally:
+            os.close(held)
 
 
 async def _main(
@@ -63,41 +83,80 @@ async def _main(
 ) -> int:
     from goaly.run.start import started  # imports Monarch and torch, which a dry run does not need
 
-    _stop_on_signals()
+    stop = _StopSignals(config.checkpoint.grace_seconds)
     try:
         async with started(config, episode, run_dir) as run:
+            stop.run = run
             await script(run)
     except BaseExceptionGroup as group:
         error = first_error(group)
         logger.error("%s", error, exc_info=group if logger.isEnabledFor(logging.DEBUG) else None)
+        if stop.run is not None and stop.run.lost_actors and _restarts_left(config, stop.run.policy_version):
+            raise _Restart from None
         logger.error("the run failed; its records are in %s", run_dir)
         return 1
     sys.stdout.write(f"{run.conclusion} in {time.monotonic() - run.started:.0f} s\n")
     return 0
 
 
+def _restarts_left(config: RunConfig, policy_version: int) -> bool:
+    """Count a restart at this version; False if there were too many since the last new version."""
+    count, _, version = os.environ.get(RESTARTS, "0@-1").partition("@")
+    restarts = int(count) + 1 if policy_version <= int(version) else 1
+    if restarts > config.checkpoint.restarts:
+        return False
+    os.environ[RESTARTS] = f"{restarts}@{max(policy_version, int(version))}"
+    logger.warning("resuming the run: restart %d of %d without a new step", restarts, config.checkpoint.restarts)
+    return True
+
+
 def make_run_dir(config: RunConfig) -> Path:
     """A new run folder, with the resolved config in it."""
     run_dir = Path(config.run_dir.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
-    if (run_dir / "config.yaml").exists():
-        raise ConfigError([f"run_dir={run_dir}: holds a run already; name another folder"])
+    if (run_dir / RUN_CONFIG).exists():
+        raise ConfigError(
+            [f"run_dir={run_dir}: holds a run already; continue it with --resume, or name another folder"]
+        )
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(to_yaml(config))
+    write_config(run_dir, config)
     return run_dir
 
 
-def _stop_on_signals() -> None:
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    stopping = False
+def write_config(run_dir: Path, config: RunConfig) -> None:
+    """Write the resolved config into the run's folder, whole or not at all."""
+    new = run_dir / f"{RUN_CONFIG}.new"
+    new.write_text(to_yaml(config))
+    new.replace(run_dir / RUN_CONFIG)
 
-    def stop() -> None:
-        nonlocal stopping
-        if stopping:
+
+class _StopSignals:
+    """Ends the task that made it at the first SIGINT, and at the first SIGTERM after a checkpoint of the current step,
+    for which there are so many seconds. The second signal ends the process."""
+
+    def __init__(self, grace_seconds: float):
+        task = asyncio.current_task()
+        assert task is not None
+        self.run: Run | None = None
+        self._cancel = task.cancel
+        self._grace_seconds = grace_seconds
+        self._stopping = False
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self._terminate)
+
+    def _interrupt(self) -> None:
+        self._once()
+        self._cancel()
+
+    def _terminate(self) -> None:
+        self._once()
+        if self.run is not None and self.run.stop_after_step(self._cancel):
+            asyncio.get_running_loop().call_later(self._grace_seconds, self._cancel)
+        else:
+            self._cancel()
+
+    def _once(self) -> None:
+        if self._stopping:
             os._exit(INTERRUPTED)  # the run's processes die with this one
-        stopping = True
+        self._stopping = True
         logger.warning("stopping; once more stops at once")
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)

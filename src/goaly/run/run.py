@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from goaly.backlog.batch import BatchHandle
@@ -14,11 +14,15 @@ from goaly.evaluation.sets import ProblemSets
 from goaly.generate.service import GeneratorService
 from goaly.process import watch_callbacks
 from goaly.prompts.mixture import prompt_mixture
+from goaly.run.checkpoints import RunCheckpoints
 from goaly.run.config import RunConfig
 from goaly.run.periodic import PeriodicEvaluation
 from goaly.run.policies import SavedPolicies
-from goaly.run.stages import BacklogStage, CriticStage, ReferenceStage, RolloutStage, TrainerStage
-from goaly.telemetry.metrics import MetricsWriter
+from goaly.run.prompts import RunPrompts
+from goaly.run.rollouts import RolloutStage
+from goaly.run.stages import BacklogStage, CriticStage, ReferenceStage, TrainerStage
+from goaly.telemetry.lines import read_lines
+from goaly.telemetry.metrics import EVALUATIONS_FILE, MetricsWriter
 from goaly.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -33,15 +37,19 @@ class Run:
     reference: ReferenceStage | None = None
     critic: CriticStage | None = None
     generators: GeneratorService
+    checkpoints: RunCheckpoints
     tasks: asyncio.TaskGroup
     """Owns what the run does beside the script."""
 
     def __init__(self, config: RunConfig, run_dir: Path):
         self.config = config
         self.run_dir = run_dir
-        self.prompts = prompt_mixture(config.prompts)
+        self.prompts = RunPrompts(prompt_mixture(config.prompts))
         self.problem_sets = ProblemSets(config.evaluation, config.prompts)
-        self.evaluations: list[Evaluation] = []
+        self._earlier = list(self._recorded_evaluations())
+        """The evaluations before the run was resumed."""
+        self.evaluations = [*self._earlier]
+        self._evaluated = False
         self.periodic = PeriodicEvaluation(config.evaluation.every, self._evaluate_beside_training, self.say)
         self.policies = SavedPolicies(run_dir / "policies", config.save, next(iter(config.evaluation.named)))
         self.lost_actors: set[str] = set()
@@ -50,6 +58,7 @@ class Run:
         self.progress = Progress(config.steps, config.telemetry)
         self._conclusion: str | None = None
         self._stepped = time.monotonic()
+        self._stop: Callable[[], object] | None = None
         self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watch_callbacks(asyncio.get_running_loop(), self.failed)
 
@@ -63,7 +72,7 @@ class Run:
         training step."""
         scores = [(one.policy_version, one.results[name].pass_at_1) for one in self.evaluations if name in one.results]
         scores.sort(key=lambda score: score[0])  # that of an older version may end last
-        start = self.trainer.start_version if scores else 0
+        start = min((self.trainer.start_version, *(one.policy_version for one in self._earlier))) if scores else 0
         before = [value for version, value in scores if version == start]
         after = [value for version, value in scores if version > start]
         return before[0] if before else None, after[-1] if after else None
@@ -81,13 +90,31 @@ class Run:
 
     async def evaluate(self, sets: Iterable[str] | None = None) -> Evaluation:
         """Evaluate the newest policy on these sets of `evaluation.sets`, or on all of them, and record the results.
-        If a periodic evaluation of this version is running, wait for its results instead of asking twice."""
+        If a periodic evaluation of this version is running, wait for its results instead of asking twice. A resumed run
+        does not repeat an evaluation that it has recorded."""
         version = self.policy_version
         running = self.periodic.running(version) if sets is None else None
-        evaluation = await (self._evaluate(version, sets) if running is None else asyncio.shield(running))
+        evaluation = self._recorded(version, self.config.evaluation.named if sets is None else sets)
+        if evaluation is None:
+            evaluation = await (self._evaluate(version, sets) if running is None else asyncio.shield(running))
+        self._evaluated = True
         self._stepped = time.monotonic()
         self.progress.begin()
         return evaluation
+
+    def _recorded(self, version: int, sets: Iterable[str]) -> Evaluation | None:
+        """The recorded evaluation that this one would repeat: one of this version, or, for the first one of a resumed
+        run before it trains, the newest."""
+        first = not self._evaluated and version == self.trainer.start_version
+        found = [one for one in self._earlier if set(sets) <= one.results.keys()]
+        return next((one for one in reversed(found) if first or one.policy_version == version), None)
+
+    def _recorded_evaluations(self) -> Iterator[Evaluation]:
+        file = self.run_dir / EVALUATIONS_FILE
+        if file.exists():
+            prompts = {one.name: len(one.prompts) for one in self.problem_sets.chosen(None)}
+            for line in read_lines(file):
+                yield Evaluation.recorded(line, prompts)
 
     async def _evaluate(self, version: int, sets: Iterable[str] | None = None) -> Evaluation:
         results = {}
@@ -111,15 +138,18 @@ class Run:
         return evaluation
 
     async def report(self, batch: BatchHandle, metrics: dict[str, float]) -> None:
-        """Record a step's metrics, show its progress, and save and evaluate its policy if that is due."""
+        """Record a step's metrics, show its progress, and save, evaluate and checkpoint the policy if that is due.
+
+        A step that a resumed run trains again is not recorded again.
+        """
         counts = await self.backlog.counts()
         replicas = await self.generators.stats()
         now = time.monotonic()
         seconds, self._stepped = now - self._stepped, now
         policy_version = batch.id + 1
-        self.prompts.learn(batch.passes)
+        self.prompts.learn(batch.id, batch.passes)
         shares = self.prompts.shares if len(self.prompts.shares) > 1 else {}
-        is_evaluated = self.periodic.is_due(policy_version)
+        is_evaluated = policy_version > self.metrics.newest and self.periodic.is_due(policy_version)
         step = {
             **batch.metrics,
             **metrics,
@@ -139,11 +169,30 @@ class Run:
             "generator/stall_seconds": sum(stats.stall_seconds for stats in replicas),
             "run/seconds": now - self.started,
         }
-        self.metrics.step(policy_version, step)
-        self.progress.step(policy_version, step)
-        await self.policies.save(policy_version, self.trainer, candidate=is_evaluated)
-        if is_evaluated:
-            self.periodic.start(policy_version, self.tasks)
+        if policy_version > self.metrics.newest:
+            self.metrics.step(policy_version, step)
+            self.progress.step(policy_version, step)
+            await self.policies.save(policy_version, self.trainer, candidate=is_evaluated)
+            if is_evaluated:
+                self.periodic.start(policy_version, self.tasks)
+        await self.checkpoints.after_step(policy_version)
+        if self._stop is not None:
+            await self.stopped()
+
+    def stop_after_step(self, stop: Callable[[], object]) -> bool:
+        """Call `stop` after the current step and a checkpoint of it. False if no step is under way or waited for."""
+        if not hasattr(self, "checkpoints") or not self.backlog.is_giving_batches:
+            return False
+        self._stop = stop
+        self.backlog.end()
+        return True
+
+    async def stopped(self) -> None:
+        """Take a checkpoint and end the run, if it was told to stop."""
+        if self._stop is not None:
+            await self.checkpoints.finish(self.policy_version)
+            self._stop()
+            await asyncio.Future()  # ended by the cancellation that `stop` causes
 
     async def report_wait(self, seconds: float, wait: Wait) -> None:
         """Report what the training loop waits for."""

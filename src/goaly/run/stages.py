@@ -1,23 +1,20 @@
 """The stages of a run as a script calls them. A stage calls actors; handles and numbers pass through it, no tensors."""
 
 import asyncio
-import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from goaly.actors import ask
 from goaly.backlog.admission import Ticket
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.group_queue import Wait
 from goaly.backlog.queue import TrajectoryQueue
+from goaly.durable.records import Drawn, Published
+from goaly.durable.run_log import Recovered
 from goaly.errors import RunFailed
-from goaly.generate.generator import Generator
-from goaly.prompts.prompt import Prompt
-from goaly.rollout.group import NO_ROOM, GroupSummary
-from goaly.rollout.worker import RolloutWorker
-from goaly.run.waiting import ANSWER_SECONDS, FIRST_SECONDS, reporting
+from goaly.run.waiting import FIRST_SECONDS, reporting
 from goaly.train.critic import CriticModel
 from goaly.train.reference import ReferenceModel
 from goaly.train.trainer import PolicyTrainer
@@ -27,41 +24,68 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 RankActor = TypeVar("RankActor", PolicyTrainer, ReferenceModel, CriticModel)
 
-FAILURES_IN_A_ROW = 16
-"""The run ends after so many failed groups without a completed group between them."""
-
-TOO_LONG_IN_A_ROW = 64
-"""The run ends after so many groups without room for an answer and without a completed group between them."""
-
 QUEUE_LOST = "failed: the trajectory queue was lost"
 
 
 class BacklogStage:
     """Stage 4: gives out tickets and batches."""
 
-    def __init__(self, queue: TrajectoryQueue, on_wait: Callable[[float, Wait], Awaitable[None]] | None = None):
-        """`batches` calls `on_wait` when it waits for long, with the seconds waited and what it waits for."""
+    def __init__(
+        self,
+        queue: TrajectoryQueue,
+        on_wait: Callable[[float, Wait], Awaitable[None]] | None = None,
+        on_end: Callable[[], Awaitable[None]] | None = None,
+    ):
+        """`batches` calls `on_wait` when it waits for long, with the seconds waited and what it waits for, and `on_end`
+        when no batch comes because the queue was closed."""
         self._queue = queue
         self._on_wait = on_wait
+        self._on_end = on_end
         self.final_counts: dict[str, int] = {}
         self.final_reasons: dict[str, int] = {}
         self._admitted = 0
+        self._first_batch = 0
         self._last_counts: dict[str, int] = {}
+        self.is_giving_batches = False
+
+    async def open(self, log: Path, policy_version: int) -> Recovered:
+        """Record events in this log, and go on from where it ends with a trainer of this version."""
+        self._first_batch = policy_version
+        return await ask("queue.open", self._queue.open.call_one(log, policy_version))
+
+    def record(self, record: Drawn | Published) -> None:
+        """Write a record into the log."""
+        self._queue.record.broadcast(record)
+
+    def end(self) -> None:
+        """Give out no more tickets and batches, and record no more ends of tickets: a resumed run goes on from here."""
+        self._queue.close.broadcast()
+
+    async def durable(self) -> None:
+        """Return when all records are on disk."""
+        await ask("queue.durable", self._queue.durable.call_one())
 
     async def tickets(self) -> AsyncIterator[Ticket]:
         """A ticket for each group, as soon as the group may start, until the run has admitted all groups it trains."""
         while (ticket := await ask("queue.admit", self._queue.admit.call_one())) is not None:
-            self._admitted = ticket.index + 1
+            self._admitted = max(self._admitted, ticket.index + 1)
             yield ticket
 
     async def batches(self, steps: int) -> AsyncIterator[BatchHandle]:
-        """The batches of so many steps, each as soon as its groups are complete. Ends admission when it ends."""
-        for _ in range(steps):
+        """The batches up to this step, each as soon as its groups are complete. Ends admission when it ends.
+
+        A resumed run begins with the batches after its checkpoint, which the log has.
+        """
+        self.is_giving_batches = True
+        for _ in range(self._first_batch, steps):
             async with reporting(self._report_wait):
                 batch = await ask("queue.next_batch", self._queue.next_batch.call_one())
             if batch is None:
+                if self._on_end is not None:
+                    await self._on_end()
                 raise RunFailed("the trajectory queue closed before the run's last step")
             yield batch
+        self.is_giving_batches = False
         await ask("queue.close", self._queue.close.call_one())
 
     async def trained(self, batch: BatchHandle, policy_version: int) -> None:
@@ -92,11 +116,21 @@ class BacklogStage:
 class _RanksStage(Generic[RankActor]):
     """A mesh of actors, one for each rank."""
 
+    _role: ClassVar[str]
+
     def __init__(self, ranks: RankActor, say: Callable[[str], None] = logger.info):
         """A call that takes long is reported to `say`, as a line of text."""
         self._ranks = ranks
         self._say = say
         self._longest: dict[str, float] = {}
+
+    async def stage(self) -> int | None:
+        """Copy the ranks' state aside; the number of steps that it is the result of."""
+        return await self._ask(f"{self._role}.stage", self._ranks.stage.stream())
+
+    async def write(self, folder: Path) -> None:
+        """Write the copy of the state to this folder."""
+        await ask(f"{self._role}.write", _from_all_ranks(self._ranks.write.stream(folder)))
 
     async def close(self) -> None:
         """Release what the ranks hold."""
@@ -126,9 +160,21 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
         SV-3  A step waits for the save of the version before it, so that a save never sees half a step.
     """
 
-    def __init__(self, ranks: PolicyTrainer, say: Callable[[str], None] = logger.info, *, steps: int, folder: Path):
-        """After `steps` steps the policy is saved to `folder`."""
+    _role = "trainer"
+
+    def __init__(
+        self,
+        ranks: PolicyTrainer,
+        say: Callable[[str], None] = logger.info,
+        *,
+        steps: int,
+        folder: Path,
+        record: Callable[[Published], None] = lambda published: None,
+    ):
+        """After `steps` steps the policy is saved to `folder`. `record` gets every version that is published."""
         super().__init__(ranks, say)
+        self._record = record
+        self._expected: dict[int, str] = {}
         self._steps = steps
         self._folder = folder
         self._in_step = False
@@ -137,9 +183,13 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
         self.start_version = 0
         self.policy_version = 0
 
-    async def start(self) -> int:
+    def expect(self, digests: Mapping[int, str]) -> None:
+        """Report a version that is published with another digest than this one."""
+        self._expected.update(digests)
+
+    async def start(self, checkpoint: Path | None = None) -> int:
         """Build and load the model on every rank; its policy version."""
-        self.policy_version = await ask("trainer.start", _from_all_ranks(self._ranks.start.stream()))
+        self.policy_version = await ask("trainer.start", _from_all_ranks(self._ranks.start.stream(checkpoint)))
         self.start_version = self.policy_version
         return self.policy_version
 
@@ -156,10 +206,19 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
 
     async def publish(self) -> int:
         """Make the new weights readable by generators; their version. Waits for the save of the last policy."""
-        version = await self._ask("trainer.publish", self._ranks.publish.stream())
+        version, digest = await asyncio.gather(
+            self._ask("trainer.publish", self._ranks.publish.stream()), self.digest()
+        )
+        if (before := self._expected.pop(version, digest)) != digest:
+            self._say(f"policy version {version} has digest {digest}, but had {before} before the run was resumed")
+        self._record(Published(version=version, digest=digest))
         if self._saving is not None:
             await asyncio.shield(self._saving)  # SV-1; unblocked by the trainer's answer or death
         return version
+
+    async def digest(self) -> str:
+        """The digest of the current parameters."""
+        return await self._ask("trainer.digest", self._ranks.digest.stream())
 
     async def save(self, folder: str | Path) -> None:
         """Write the policy as a Hugging Face folder."""
@@ -182,7 +241,9 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
         """Whether the newest whole step made a policy that is not on disk yet."""
         if self._saving is not None:
             return not self._saving.done()
-        return not self._in_step and self.policy_version > self.start_version
+        if self._in_step:
+            return False
+        return self.policy_version > self.start_version or (self.is_done and not self._folder.exists())
 
     async def save_newest(self) -> None:
         """Save the newest policy. Does nothing if no step was trained or the last one was interrupted (SV-2)."""
@@ -198,9 +259,15 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
 class ReferenceStage(_RanksStage[ReferenceModel]):
     """Stage 5: computes log-probabilities under the reference weights, which the policy is kept close to."""
 
-    async def start(self) -> None:
+    _role = "reference"
+
+    async def start(self, checkpoint: Path | None = None) -> None:
         """Build and load the model on every rank."""
-        await ask("reference.start", _from_all_ranks(self._ranks.start.stream()))
+        await ask("reference.start", _from_all_ranks(self._ranks.start.stream(checkpoint)))
+
+    async def stage(self) -> None:
+        """Copy the ranks' state aside; it is that of the last refresh."""
+        await super().stage()
 
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `reference_logprobs` to the batch's rows. Also record the reference's version if it is refreshed."""
@@ -212,9 +279,11 @@ class ReferenceStage(_RanksStage[ReferenceModel]):
 class CriticStage(_RanksStage[CriticModel]):
     """Stage 5: predicts the return from each token on."""
 
-    async def start(self) -> None:
+    _role = "critic"
+
+    async def start(self, checkpoint: Path | None = None) -> None:
         """Build the model on every rank."""
-        await ask("critic.start", _from_all_ranks(self._ranks.start.stream()))
+        await ask("critic.start", _from_all_ranks(self._ranks.start.stream(checkpoint)))
 
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `values` to the batch's rows. The queue then adds advantages and returns."""
@@ -223,127 +292,6 @@ class CriticStage(_RanksStage[CriticModel]):
     async def step(self, batch: BatchHandle) -> dict[str, float]:
         """Train the critic on the batch's returns; the step's metrics."""
         return await self._ask("critic.step", self._ranks.step.stream(batch))
-
-
-class RolloutStage:
-    """Stage 2: runs groups of episodes on the rollout workers."""
-
-    def __init__(self, workers: Sequence[RolloutWorker], say: Callable[[str], None] = logger.info):
-        """An evaluation that takes long is reported to `say`, as a line of text."""
-        self._workers = tuple(workers)
-        self._say = say
-        self._running = [0] * len(self._workers)
-        self._groups: dict[int, tuple[int, Prompt]] = {}
-        """The worker and the prompt of each running group, by ticket."""
-        self._evaluations = itertools.count()
-        self._failures_in_a_row = self._too_long_in_a_row = self._too_long = 0
-
-    async def start(self) -> None:
-        """Start the verifiers of every worker."""
-        await asyncio.gather(*(ask("rollout.start", worker.start.call_one()) for worker in self._workers))
-
-    async def group(self, ticket: Ticket, prompt: Prompt) -> None:
-        """Run the group's episodes on the least busy worker. The worker reports the group to the queue in any case."""
-
-        async def run(index: int) -> GroupSummary:
-            worker = self._workers[index]
-            self._groups[ticket.index] = index, prompt
-            try:
-                call = worker.run_group.call_one(ticket, prompt)
-                return await _cancelled_with_caller("rollout.run_group", call, worker, ticket.index)
-            finally:
-                del self._groups[ticket.index]
-
-        self._judge(await self._on_least_busy(run))
-
-    def _judge(self, summary: GroupSummary) -> None:
-        """End the run if too many groups in a row failed or left no room for an answer."""
-        group = f"group {summary.ticket} ({summary.prompt_id})"
-        if summary.failed is not None:
-            self._failures_in_a_row += 1
-            logger.warning("%s failed: %s", group, summary.failed)
-            if self._failures_in_a_row >= FAILURES_IN_A_ROW:
-                raise RunFailed(f"{self._failures_in_a_row} groups failed in a row; the last: {summary.failed}")
-        elif summary.rewards:
-            self._failures_in_a_row = self._too_long_in_a_row = 0
-        elif summary.rejected is not None and summary.rejected.startswith(NO_ROOM):
-            self._too_long_in_a_row += 1
-            self._too_long += 1
-            if self._too_long.bit_count() == 1:  # 1, 2, 4, ...
-                logger.warning("%s rejected, %d so far: %s", group, self._too_long, summary.rejected)
-            if self._too_long_in_a_row >= TOO_LONG_IN_A_ROW:
-                raise RunFailed(
-                    f"{self._too_long_in_a_row} groups were rejected in a row; the last: {summary.rejected}"
-                )
-
-    async def describe(self, ticket: int) -> str:
-        """The group of this ticket in words: its prompt, its worker, and the progress of its episodes."""
-        if ticket not in self._groups:
-            return f"group {ticket}, which has no prompt yet"
-        index, prompt = self._groups[ticket]
-        group = f"group {ticket} (prompt {prompt.id}, source {prompt.source})"
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                found = await ask("rollout.progress", self._workers[index].progress.call_one(ticket))
-        except TimeoutError:
-            return f"{group}, whose worker rollout-{index} does not answer"
-        if found is None:
-            return f"{group}, which rollout-{index} does not run"
-        return f"{group}: {found}, running for {found.seconds:.0f} s on rollout-{index}"
-
-    async def rewards(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: Mapping[str, Any], policy_version: int
-    ) -> list[list[float | None]]:
-        """The rewards of evaluation episodes, so many for each prompt, under this policy version or a newer one.
-
-        `sampling` holds the sampling parameters that differ from training. The reward is None if the prompt left no
-        room for an answer.
-        """
-
-        async def evaluate(prompt: Prompt) -> list[float | None]:
-            name = f"evaluation-{next(self._evaluations)}"
-
-            def run(index: int) -> Awaitable[list[float | None]]:
-                worker = self._workers[index]
-                call = worker.evaluate.call_one(name, prompt, samples_per_prompt, sampling, policy_version)
-                return _cancelled_with_caller("rollout.evaluate", call, worker, name)
-
-            return await self._on_least_busy(run)
-
-        async def report(seconds: float) -> None:
-            left = [task.get_name() for task in tasks if not task.done()]
-            done = f"{len(tasks) - len(left)} of {len(tasks)} prompts are done"
-            self._say(f"evaluating for {seconds:.0f} s: {done}; waiting for {', '.join(left[:3])}")
-
-        async with reporting(report), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(evaluate(prompt), name=f"prompt {prompt.id}") for prompt in prompts]
-        return [task.result() for task in tasks]
-
-    async def use(self, replicas: Mapping[str, Generator]) -> None:
-        """Sample from these generator replicas from now on."""
-        calls = (worker.replicas.call_one(dict(replicas)) for worker in self._workers)
-        await asyncio.gather(*(ask("rollout.replicas", call) for call in calls))
-
-    async def close(self) -> None:
-        """Cancel running groups and release what the workers hold."""
-        await asyncio.gather(*(worker.close.call_one() for worker in self._workers))
-
-    async def _on_least_busy(self, call: Callable[[int], Awaitable[T]]) -> T:
-        index = min(range(len(self._workers)), key=self._running.__getitem__)
-        self._running[index] += 1
-        try:
-            return await call(index)
-        finally:
-            self._running[index] -= 1
-
-
-async def _cancelled_with_caller(endpoint: str, call: Awaitable[T], worker: RolloutWorker, key: int | str) -> T:
-    """The worker's answer. When the caller is cancelled, the worker ends the episodes of this ticket or name."""
-    try:
-        return await ask(endpoint, call)
-    except asyncio.CancelledError:
-        worker.cancel.broadcast([key])  # Monarch does not pass a cancellation on
-        raise
 
 
 async def _from_all_ranks(answers: Iterable[Awaitable[T]]) -> T:

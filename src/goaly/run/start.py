@@ -6,6 +6,7 @@ Invariants
           processes are stopped.
     RN-3  The policy is saved without the script's help (SV-1): after the last step, or when the block is left. An
           interrupt before the last step saves nothing.
+    RN-4  However a run ends, its folder holds all that a resumed run needs (docs/durability.md).
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from monarch.actor import ProcMesh
 
 from goaly.actors import ask, spawn
 from goaly.backlog.queue import TrajectoryQueue
+from goaly.durable.checkpoint import Checkpoints
 from goaly.errors import RunFailed, root_cause
 from goaly.generate.generator import Generator
 from goaly.generate.service import GeneratorService
@@ -30,12 +32,14 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.pool import RewardPool
 from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.worker import RolloutWorker, pickled
+from goaly.run.checkpoints import RunCheckpoints, Stateful
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
 from goaly.run.placement import Processes, processes
 from goaly.run.process_agent import rendezvous
+from goaly.run.rollouts import RolloutStage
 from goaly.run.run import Run
-from goaly.run.stages import BacklogStage, CriticStage, ReferenceStage, RolloutStage, TrainerStage
+from goaly.run.stages import BacklogStage, CriticStage, ReferenceStage, TrainerStage
 from goaly.run.waiting import run_all
 from goaly.telemetry import spans
 from goaly.telemetry.trace import merge
@@ -54,6 +58,8 @@ SAVE_SECONDS = 600.0
 """Longest wait for the policy to be saved after a run failed or was interrupted."""
 
 POLICY_FOLDER = "policy"
+LOG_FOLDER = "log"
+CHECKPOINT_FOLDER = "checkpoints"
 
 HUB_ACTORS = ("store", "rewards", "queue")
 """Actors of the hub process; those of other processes have the name of their process."""
@@ -61,7 +67,7 @@ HUB_ACTORS = ("store", "rewards", "queue")
 
 @asynccontextmanager
 async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) -> AsyncIterator[Run]:
-    """A run whose actors are up and whose generators serve the newest policy."""
+    """A run whose actors are up. It goes on from what its folder holds: from nothing, or from where it ended (RN-4)."""
     run = Run(config, run_dir)
     planned = {each.name: each for each in processes(config)}
     names = {*HUB_ACTORS, *planned}
@@ -82,6 +88,7 @@ async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) ->
             yield run
             await run.trainer.save_newest()  # RN-3: if the script ended before the last step
             await run.periodic.ended()
+            await run.checkpoints.finish(run.policy_version)
             supervision.cancel()
             watch.cancel()
             status = "finished"
@@ -89,6 +96,8 @@ async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) ->
         status = "interrupted"
         raise
     finally:
+        if hasattr(run, "backlog"):
+            run.backlog.end()  # RN-4: before groups are cancelled
         try:
             await _save_policy(run, status)
         finally:
@@ -98,6 +107,8 @@ async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) ->
 async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], episode: bytes) -> None:
     """Spawn all processes, create the stages from the hub to the generators, and start them all at once."""
     config = run.config
+    checkpoints = Checkpoints(run.run_dir / CHECKPOINT_FOLDER)
+    checkpoint = await asyncio.to_thread(checkpoints.newest)
     run.progress.note("starting")
     places = placed(config, await hosts.cluster())  # fails before any process is spawned if something does not fit
     meshes = {name: hosts.spawn(each, places[name]) for name, each in planned.items()}
@@ -118,12 +129,13 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
         steps=config.steps,
         minibatches=config.trainer.minibatches,
     )
-    run.backlog = BacklogStage(queue, run.report_wait)
+    run.backlog = BacklogStage(queue, run.report_wait, run.stopped)
 
     # The models that train or annotate batches: trainer, reference and critic.
     policy = (config.trainer, config.model, config.loss, config.weights, store, queue)
     ranks = spawn(meshes["trainer"], "trainer", PolicyTrainer, *policy)
-    run.trainer = TrainerStage(ranks, run.say, steps=config.steps, folder=run.run_dir / POLICY_FOLDER)
+    policy_folder = run.run_dir / POLICY_FOLDER
+    run.trainer = TrainerStage(ranks, run.say, steps=config.steps, folder=policy_folder, record=run.backlog.record)
     if config.uses_reference:
         frozen = (config.reference, config.trainer, config.model, queue, config.weights, store)
         run.reference = ReferenceStage(spawn(meshes["reference"], "reference", ReferenceModel, *frozen), run.say)
@@ -151,6 +163,7 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
             journal=run.run_dir / "rollouts.jsonl" if config.telemetry.journal else None,
             journal_tokens=config.telemetry.journal_tokens,
             first_replica=index,
+            seed=config.generator.seed,
         )
         for index in range(config.rollout.workers)
     ]
@@ -174,25 +187,49 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     )
 
     # Start them all.
+    folder, step = (None, 0) if checkpoint is None else (checkpoint.folder.absolute(), checkpoint.step)
+    recovered = await run.backlog.open((run.run_dir / LOG_FOLDER).absolute(), step)
+    run.prompts.begin(recovered, run.backlog.record)
+    run.trainer.expect(recovered.digests)
     await _join("trainer", meshes["trainer"])
     if config.weights.transport == "torchstore":
         await torchstore.start(meshes["trainer"])
     starts: dict[str, Coroutine[Any, Any, Any]] = {
         "rollouts": run.rollouts.start(),
-        "trainer": run.trainer.start(),
+        "trainer": run.trainer.start(folder),
         "generators": run.generators.start(),
     }
     if rewards is not None:
         starts["rewards"] = ask("rewards.start", rewards.start.call())
     for name, stage in (("reference", run.reference), ("critic", run.critic)):
         if stage is not None:
-            starts[name] = _join_and_start(name, meshes[name], stage)
+            starts[name] = _join_and_start(name, meshes[name], stage, folder)
     await run_all(starts, "starting", run.say)
+    if folder is not None:
+        await run.trainer.publish()  # generators begin with the model's folder
+        run.say(f"resumed at policy version {step}; the log has {recovered.policy_version} trained batches")
+
+    stateful: dict[str, Stateful] = {"trainer": run.trainer}
+    if run.critic is not None:
+        stateful["critic"] = run.critic
+    if run.reference is not None and config.reference.refresh_every is not None:
+        stateful["reference"] = run.reference
+    run.checkpoints = RunCheckpoints(
+        checkpoints,
+        config.checkpoint,
+        stateful,
+        newest=step,
+        durable=run.backlog.durable,
+        create_task=run.tasks.create_task,
+        say=run.say,
+    )
 
 
-async def _join_and_start(name: str, mesh: ProcMesh, stage: ReferenceStage | CriticStage) -> None:
+async def _join_and_start(
+    name: str, mesh: ProcMesh, stage: ReferenceStage | CriticStage, checkpoint: Path | None
+) -> None:
     await _join(name, mesh)
-    await stage.start()
+    await stage.start(checkpoint)
 
 
 async def _join(name: str, mesh: ProcMesh) -> None:

@@ -17,10 +17,13 @@ import math
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+TAIL_BYTES = 1 << 16
 
 
 class LineFile:
@@ -90,6 +93,24 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def last_record(path: str | Path) -> dict[str, Any] | None:
+    """The last whole record of a line file; None if there is none. Reads the end of the file only."""
+    try:
+        with open(path, "rb") as file:
+            size = left = file.seek(0, os.SEEK_END)
+            while left:
+                left = max(0, left - TAIL_BYTES)
+                file.seek(left)
+                lines = file.read(size - left).split(b"\n")
+                for line in reversed(lines if left == 0 else lines[1:]):
+                    with suppress(ValueError):
+                        if isinstance(record := json.loads(line), dict):
+                            return record
+    except FileNotFoundError:
+        pass
+    return None
 
 
 def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -14,11 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from goaly.telemetry.lines import LineFile
+from goaly.telemetry.lines import LineFile, last_record
 from goaly.telemetry.settings import TelemetrySettings
 from goaly.telemetry.weights_and_biases import WandbRun
 
 logger = logging.getLogger(__name__)
+
+EVALUATIONS_FILE = "evaluations.jsonl"
 
 
 class MetricsWriter:
@@ -26,14 +28,18 @@ class MetricsWriter:
 
     def __init__(self, run_dir: str | Path, settings: TelemetrySettings):
         run_dir = Path(run_dir)
+        self.newest: int = (last_record(run_dir / "metrics.jsonl") or {}).get("policy_version", 0)
+        """The newest step that the run folder has metrics of."""
         self._lines = LineFile(run_dir / "metrics.jsonl")
-        self._evaluations = LineFile(run_dir / "evaluations.jsonl")
+        self._evaluations = LineFile(run_dir / EVALUATIONS_FILE)
         self._events = TensorBoardEvents(run_dir / "tensorboard") if settings.tensorboard else None
         self._wandb = WandbRun(run_dir, settings.wandb) if settings.wandb is not None else None
 
     def step(self, policy_version: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of the step that made this policy version."""
-        self._write(self._lines, policy_version, metrics)
+        """Write the metrics of the step that made this policy version, once."""
+        if policy_version > self.newest:
+            self._write(self._lines, policy_version, metrics)
+            self.newest = policy_version
 
     def evaluation(self, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation of this policy version."""

@@ -6,14 +6,14 @@ or more ranks than the trainer (`resharding.py`).
 
 import time
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-from monarch.actor import Actor
 
 from goaly.actors import concurrent_endpoint
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
 from goaly.train import resharding
+from goaly.train.actor import ModelActor
 from goaly.train.rank import RankThread
 from goaly.train.settings import CriticSettings, TrainerSettings
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from goaly.trajectory import PackedRows
 
 
-class CriticModel(Actor):
+class CriticModel(ModelActor):
     """One rank of the critic. The constructor is cheap; `start` builds the engine."""
 
     def __init__(
@@ -40,9 +40,10 @@ class CriticModel(Actor):
         self._thread: RankThread[CriticEngine] = RankThread("critic")
 
     @concurrent_endpoint
-    async def start(self) -> None:
-        """Build the model: the trunk from its folder, the head with weights of 0."""
-        await self._thread.build(self._settings.engine_settings(self._trainer), self._make_engine)
+    async def start(self, checkpoint: str | Path | None = None) -> None:
+        """Build the model: the trunk from its folder, the head with weights of 0; or continue from this checkpoint."""
+        saved = None if checkpoint is None else Path(checkpoint) / "critic"
+        await self._thread.build(self._settings.engine_settings(self._trainer), self._make_engine, saved)
 
     @concurrent_endpoint
     async def annotate(self, batch: "BatchHandle") -> None:

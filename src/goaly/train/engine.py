@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from goaly.train.parallel import Head, build_parallel
 from goaly.train.settings import TrainerSettings
 from goaly.train.step_metrics import COUNT, StepMetrics, combine, greatest, step_metrics, sums
 from goaly.trajectory import PackedRows, TensorDict
+
+if TYPE_CHECKING:
+    from goaly.train.digest import Digest
 
 
 class ModelEngine(ABC):
@@ -51,7 +54,8 @@ class ModelEngine(ABC):
         self._parallel = build_parallel(model, settings, self._head(), trains=trains, offload=offload)
         self._model = self._parallel.model
         self.dp_rank, self.dp_ranks, self.leads = self._parallel.dp_rank, settings.fsdp, self._parallel.leads
-        self.steps_done = 0
+        self._steps_done = torch.zeros((), dtype=torch.int64)
+        self._digest: Digest | None = None
         self._optimizer = None
         if trains:
             from goaly.train.optimizer import ScheduledOptimizer
@@ -59,6 +63,15 @@ class ModelEngine(ABC):
             self._optimizer = ScheduledOptimizer(self._model, settings)
         else:
             self._model.requires_grad_(False)
+
+    @property
+    def steps_done(self) -> int:
+        """The batches trained; of a frozen model, those that its parameters were trained on."""
+        return int(self._steps_done)
+
+    @steps_done.setter
+    def steps_done(self, batches: int) -> None:
+        self._steps_done.fill_(batches)
 
     def forward_backward(
         self, microbatches: Iterable[TensorDict], objective: Callable[..., Contribution], denominator: int
@@ -119,21 +132,28 @@ class ModelEngine(ABC):
 
         save_hf(self._model, self._parallel.spec, folder, self._source)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state that resuming needs; tensors may be sharded (DTensor)."""
-        assert self._optimizer is not None, "a frozen engine has no state"
-        return {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "steps_done": self.steps_done,
-        }
+    def digest(self) -> str:
+        """A digest of the current parameters, the same on every rank and any mesh; every rank must call it."""
+        if self._digest is None:
+            from goaly.train.digest import Digest
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        assert self._optimizer is not None, "a frozen engine has no state"
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.steps_done = state["steps_done"]
+            self._digest = Digest(self.named_tensors())
+        return self._digest.compute()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The state that resuming needs: live tensors by name, which may be sharded. Read them between steps only."""
+        state = {f"model.{name}": tensor for name, tensor in self.named_tensors().items()}
+        if self._optimizer is not None:
+            state |= self._optimizer.state_dict()
+        return state | {"steps_done": self._steps_done}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from `state_dict`. Learning rate, schedule and AdamW's other settings are this engine's own."""
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+        if self._optimizer is not None:
+            self._optimizer.seek(self.steps_done)
 
     @abstractmethod
     def _head(self) -> Head:

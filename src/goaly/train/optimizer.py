@@ -1,7 +1,6 @@
 """AdamW, gradient clipping and the learning-rate schedule, on torchtitan's containers."""
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,16 +60,31 @@ class ScheduledOptimizer:
         if advance and self._schedulers.schedulers[0].last_epoch < self._total_steps:
             self._schedulers.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The moments by parameter name, and the position of the schedule."""
-        return {"moments": self._optimizers.state_dict(), "schedule": self._schedulers.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`, with copies of its tensors."""
-        moments = {
-            key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state["moments"].items()
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The live step counts and moments, by kind and parameter; zeros before the first step."""
+        return {
+            f"{kind}.{name}": tensor
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            for kind, tensor in _adamw_state(optimizer, parameter).items()
         }
-        self._optimizers.load_state_dict(moments)
+
+    def seek(self, batches: int) -> None:
+        """Set the learning rate to that of the schedule after so many batches."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="To get the last learning rate")  # from torchtitan
-            self._schedulers.load_state_dict(dict(state["schedule"]))
+            self._schedulers.load_state_dict({"last_epoch": min(batches, self._total_steps)})
+        for scheduler in self._schedulers:
+            for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = lr  # torchtitan leaves it as it was until the next step
+
+
+def _adamw_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The live state of a parameter, as AdamW would make it before its first step."""
+    state = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+    return state

@@ -2,6 +2,7 @@
 
 Invariants
     RK-1  Only this thread touches the engine; calls run one at a time, in the order they were made.
+    RK-2  Steps run while another thread writes a checkpoint; only the copy of the state holds them up.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from goaly.telemetry import spans
@@ -16,6 +18,7 @@ from goaly.train.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from goaly.train.engine import ModelEngine
+    from goaly.train.saved_state import StagedState
 
 Result = TypeVar("Result")
 Engine = TypeVar("Engine", bound="ModelEngine")
@@ -26,7 +29,10 @@ class RankThread(Generic[Engine]):
 
     def __init__(self, name: str):
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)  # RK-1
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-checkpoint")
         self._engine: Engine | None = None
+        self._staged: StagedState | None = None
+        self._writing: asyncio.Future[None] | None = None
 
     @property
     def engine(self) -> Engine:
@@ -40,10 +46,16 @@ class RankThread(Generic[Engine]):
         """The rank of this process in its mesh."""
         return int(os.environ.get("RANK", "0"))
 
-    async def build(self, settings: TrainerSettings, make: Callable[[], Engine]) -> None:
-        """Join the process group, and build the engine."""
+    async def build(
+        self, settings: TrainerSettings, make: Callable[[], Engine], checkpoint: Path | None = None
+    ) -> None:
+        """Join the process group, and build the engine; with `checkpoint` load its state from that folder."""
         await self.run(lambda: join(settings.threads, settings.ranks))  # RK-1: on the thread that runs all calls
         self._engine = await self.run(make)
+        if checkpoint is not None:
+            from goaly.train.saved_state import load
+
+            await self.run(lambda: load(self.engine, checkpoint), "load")
 
     async def run(self, call: Callable[[], Result], span: str | None = None, **about: int) -> Result:
         """Run `call` on the thread, as a span of this name."""
@@ -54,9 +66,36 @@ class RankThread(Generic[Engine]):
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, recorded)
 
+    async def stage(self) -> int:
+        """Copy the engine's state to host memory, once the last write has ended; the version of the state."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing})  # it reads that memory; unblocked by the disk
+        return await self.run(self._stage, "stage")
+
+    async def write(self, folder: Path) -> None:
+        """Write the staged state of all ranks to this folder, on a thread of its own (RK-2)."""
+        staged = self._staged
+        assert staged is not None, "stage comes before write"
+
+        def write() -> None:
+            with spans.span("write"):
+                staged.write(folder)
+
+        self._writing = asyncio.get_running_loop().run_in_executor(self._writer, write)
+        self._writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # if nobody awaits it
+        await asyncio.shield(self._writing)
+
     def close(self) -> None:
-        """Stop the thread after its current call."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """Stop the threads after their current calls."""
+        for executor in (self._executor, self._writer):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def _stage(self) -> int:
+        if self._staged is None:
+            from goaly.train.saved_state import StagedState
+
+            self._staged = StagedState(self.engine)
+        return self._staged.stage()
 
 
 def join(threads: int, ranks: int) -> None:

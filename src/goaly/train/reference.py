@@ -11,15 +11,15 @@ Invariants
 import asyncio
 import dataclasses
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-from monarch.actor import Actor
 
 from goaly.actors import concurrent_endpoint
 from goaly.errors import WeightsError
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
 from goaly.train import resharding
+from goaly.train.actor import ModelActor
 from goaly.train.rank import RankThread
 from goaly.train.settings import ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from goaly.weights.subscriber import Subscriber
 
 
-class ReferenceModel(Actor):
+class ReferenceModel(ModelActor):
     """One rank of the reference model. The constructor is cheap; `start` builds the engine."""
 
     def __init__(
@@ -59,13 +59,13 @@ class ReferenceModel(Actor):
         self._store = store
         self._queue = queue
         self._subscriber: Subscriber | None = None
-        self._version = 0
         self._one_batch_at_a_time = asyncio.Lock()
 
     @concurrent_endpoint
-    async def start(self) -> None:
-        """Build and load the model."""
-        await self._thread.build(self._settings, self._make_engine)
+    async def start(self, checkpoint: str | Path | None = None) -> None:
+        """Build and load the model; if it is refreshed, continue from this checkpoint."""
+        saved = None if checkpoint is None or self._refresh_every is None else Path(checkpoint) / "reference"
+        await self._thread.build(self._settings, self._make_engine, saved if saved and saved.is_dir() else None)
         if self._refresh_every is not None:
             from goaly.weights.subscriber import Subscriber
 
@@ -106,17 +106,21 @@ class ReferenceModel(Actor):
 
     async def _refreshed_for(self, batch_id: int) -> int | None:
         """Load the reference weights of this batch (RF-1), and return their version."""
-        if self._subscriber is None or self._refresh_every is None:
+        subscriber, engine = self._subscriber, self._thread.engine
+        if subscriber is None or self._refresh_every is None:
             return None
         due = batch_id - batch_id % self._refresh_every  # RF-1
-        if due != self._version:
-            if not await self._subscriber.prefetch(due):
+        if due != engine.policy_version:
+            if not await subscriber.prefetch(due):
                 raise WeightsError(
                     f"reference: batch {batch_id} needs policy version {due}, which is no longer in the weight store; "
-                    f"the reference is still at version {self._version}"
+                    f"the reference is still at version {engine.policy_version}"
                 )
-            await self._thread.run(self._subscriber.apply)
-            self._version = due
+
+            def apply() -> None:
+                engine.steps_done = subscriber.apply()
+
+            await self._thread.run(apply)
         return due
 
     def _make_engine(self) -> "TrainEngine":

@@ -12,12 +12,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from monarch.actor import Actor
-
 from goaly.actors import concurrent_endpoint
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
+from goaly.train.actor import ModelActor
 from goaly.train.rank import RankThread
 from goaly.train.settings import TrainerSettings
 from goaly.weights.settings import WeightSettings
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from goaly.weights.store import WeightStore
 
 
-class PolicyTrainer(Actor):
+class PolicyTrainer(ModelActor):
     """One rank of the trainer. The constructor is cheap; `start` builds the engine and the objective."""
 
     _objective: "Objective"
@@ -57,9 +56,10 @@ class PolicyTrainer(Actor):
         self._parameters_at_rest = asyncio.Lock()
 
     @concurrent_endpoint
-    async def start(self) -> int:
-        """Build and load the model; its policy version."""
-        await self._thread.build(self._settings, self._make_engine)
+    async def start(self, checkpoint: str | Path | None = None) -> int:
+        """Build and load the model, or continue from this checkpoint; its policy version."""
+        saved = None if checkpoint is None else Path(checkpoint) / "trainer"
+        await self._thread.build(self._settings, self._make_engine, saved)
         from goaly.losses.objective import PolicyObjective
         from goaly.weights.publisher import Publisher
 
@@ -102,6 +102,12 @@ class PolicyTrainer(Actor):
             with spans.span("publish", version=version):
                 await self._publisher.publish(version)
         return version
+
+    @concurrent_endpoint
+    async def digest(self) -> str:
+        """The digest of the current parameters, equal for equal bits on any mesh. May run beside `publish`."""
+        engine = self._thread.engine
+        return await self._thread.run(engine.digest, "digest", version=engine.policy_version)
 
     @concurrent_endpoint
     async def save(self, folder: str | Path) -> None:

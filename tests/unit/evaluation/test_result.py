@@ -145,3 +145,14 @@ async def test_a_failing_sampler_fails_the_evaluation(tokenizer: ChatTokenizer) 
     with pytest.raises(ExceptionGroup) as caught:
         await ask(broken, tokenizer, [addition(1, 2)], right, 1, None)
     assert caught.group_contains(RuntimeError, match="engine gone")
+
+
+def test_an_evaluation_is_read_back_from_its_metrics() -> None:
+    results = {
+        "aime": EvalResult.of([[1.0, 0.5], [0.0, None]], pass_at=[2]),
+        "held_out": EvalResult.of([[1.0], [0.0], [None]]),
+    }
+    for newest in (None, 7):
+        evaluation = Evaluation(policy_version=5, results=results, newest_version=newest)
+        line = {"policy_version": 5, "time": 1.0, **evaluation.metrics}
+        assert Evaluation.recorded(line, {"aime": 2, "held_out": 3}) == evaluation

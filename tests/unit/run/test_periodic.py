@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -105,7 +106,8 @@ async def run_of(config: RunConfig, run_dir: Path, monkeypatch: pytest.MonkeyPat
 
         run.trainer = Trainer()
         run.rollouts = Rollouts()
-        run.backlog = SimpleNamespace(counts=counts, final_counts={}, final_reasons={})
+        run.backlog = SimpleNamespace(counts=counts, end=lambda: None, final_counts={}, final_reasons={})
+        run.checkpoints = SimpleNamespace(after_step=AsyncMock(), finish=AsyncMock())
         run.generators = SimpleNamespace(stats=stats, supervise=supervise)
 
     monkeypatch.setattr("goaly.run.start._bring_up", bring_up)

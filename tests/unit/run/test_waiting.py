@@ -14,8 +14,9 @@ from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.group import GroupSummary
 from goaly.rollout.running import DONE, GENERATING, GroupProgress
 from goaly.run import waiting
+from goaly.run.rollouts import FAILURES_IN_A_ROW, TOO_LONG_IN_A_ROW, RolloutStage
 from goaly.run.run import Run
-from goaly.run.stages import FAILURES_IN_A_ROW, TOO_LONG_IN_A_ROW, BacklogStage, RolloutStage, TrainerStage
+from goaly.run.stages import BacklogStage, TrainerStage
 from tests import virtual_time
 
 PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="abc"),))

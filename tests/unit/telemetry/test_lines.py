@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.telemetry.lines import LineFile, read_lines
+from goaly.telemetry import lines
+from goaly.telemetry.lines import LineFile, last_record, read_lines
 
 records = st.dictionaries(
     st.text(max_size=5), st.none() | st.integers() | st.text() | st.lists(st.integers(), max_size=3), max_size=4
@@ -32,6 +33,18 @@ def test_a_crash_in_the_middle_of_a_line_loses_that_line_only(tmp_path_factory, 
         whole += 1  # only the line's end was lost
     LineFile(path).write(*after)
     assert list(read_lines(path)) == before[:whole] + after
+
+
+@settings(deadline=None)
+@given(written=st.lists(records, max_size=4), cut=st.integers(0, 30))
+def test_the_last_record_is_the_last_whole_line(tmp_path_factory, written, cut):
+    path = tmp_path_factory.mktemp("lines") / "file.jsonl"
+    assert last_record(path) is None
+    LineFile(path).write(*written)
+    path.write_bytes(path.read_bytes()[: max(0, path.stat().st_size - cut)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "TAIL_BYTES", 7)
+        assert last_record(path) == next(iter(reversed(list(read_lines(path)))), None)
 
 
 WRITE_MANY = """

@@ -82,7 +82,7 @@ def test_a_disk_that_is_full_during_training_costs_one_warning_for_each_file_and
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         (tmp_path / name).symlink_to("/dev/full")
     writer = MetricsWriter(tmp_path, TelemetrySettings(tensorboard=False))
-    for version in range(3):
+    for version in range(1, 4):
         writer.step(version, {"loss": 1.0})
         writer.evaluation(version, {"evaluation/held_out/pass@1": 0.5})
     writer.close()
@@ -91,3 +91,20 @@ def test_a_disk_that_is_full_during_training_costs_one_warning_for_each_file_and
         "evaluations.jsonl",
     ]
     assert all("No space left on device" in message for message in caplog.messages)
+
+
+def test_a_step_that_the_folder_has_already_is_not_written_again(tmp_path: Path):
+    first = MetricsWriter(tmp_path, TelemetrySettings(tensorboard=False))
+    assert first.newest == 0
+    for version in (1, 2):
+        first.step(version, {"loss": 1.0})
+    first.close()
+    resumed = MetricsWriter(tmp_path, TelemetrySettings(tensorboard=False))
+    assert resumed.newest == 2
+    for version in (2, 3, 3):
+        resumed.step(version, {"loss": 2.0})
+    assert [(line["policy_version"], line["loss"]) for line in read_lines(tmp_path / "metrics.jsonl")] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 2.0),
+    ]

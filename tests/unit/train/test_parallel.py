@@ -65,11 +65,10 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
         gradients |= {f"{name}/{key}": whole(parameter.grad) for key, parameter in engine._model.named_parameters()}
     metrics |= engine.optimizer_step()
     parameters = {name: whole(tensor) for name, tensor in engine.named_tensors().items()}
-    state = engine.state_dict()
-    kept = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state["model"].items()}
+    kept = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
     for tensor in engine.named_tensors().values():
         tensor.zero_()
-    engine.load_state_dict({**state, "model": kept})
+    engine.load_state_dict(kept)
     same = all(torch.equal(whole(t), parameters[name]) for name, t in engine.named_tensors().items())
     return {
         "metrics": metrics,

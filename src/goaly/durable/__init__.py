@@ -1,0 +1,1 @@
+"""Durable runs: the event log, checkpoints, and what is rebuilt from them."""

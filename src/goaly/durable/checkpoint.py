@@ -1,0 +1,132 @@
+"""Folders of checkpoints, each of which appears whole or not at all.
+
+    checkpoints/000120/manifest.json   the step, facts of the writer, and size and XXH3 checksum of every other file
+    checkpoints/000120/...             the files of its writers
+    checkpoints/writing-000130/        is being written, or was when its writer died
+
+Invariants
+    CK-1  A folder named by its step was written whole and synced. It never changes.
+    CK-2  `newest` gives only a checkpoint whose files have the sizes and checksums of its manifest.
+    CK-3  `prune` removes only what is older than the newest `keep` sound checkpoints.
+"""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+WRITING = "writing-"
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint."""
+
+    folder: Path
+    step: int
+    facts: Mapping[str, Any]
+    """What its writer noted beside the files, such as its position in the run's log."""
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def begin(self, step: int) -> Path:
+        """An empty folder for the files of a new checkpoint; leftovers of interrupted ones are removed."""
+        for leftover in self._folder.glob(f"{WRITING}*"):
+            shutil.rmtree(leftover)
+        writing = self._folder / f"{WRITING}{step:06d}"
+        writing.mkdir(parents=True)
+        return writing
+
+    def commit(self, step: int, facts: Mapping[str, Any]) -> Checkpoint:
+        """Make the checkpoint of `begin` appear, with these facts (CK-1)."""
+        writing, folder = self._folder / f"{WRITING}{step:06d}", self._folder / f"{step:06d}"
+        files = {str(path.relative_to(writing)): _described(path, sync=True) for path in _files(writing)}
+        content = {"format": FORMAT, "step": step, "facts": facts, "files": files}
+        manifest = writing / MANIFEST
+        manifest.write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=1) + "\n")
+        for path in (manifest, *sorted({path.parent for path in _files(writing)}, reverse=True)):
+            _sync(path)
+        os.rename(writing, folder)
+        _sync(self._folder)
+        return Checkpoint(folder, step, facts)
+
+    def newest(self, *, at_most: int | None = None) -> Checkpoint | None:
+        """The newest sound checkpoint (CK-2), or that of at most this step. Others are skipped with a warning."""
+        return next(self._sound(at_most), None)
+
+    def prune(self, keep: int) -> None:
+        """Remove the checkpoints that are older than the newest `keep` sound ones (CK-3)."""
+        oldest = next(islice(self._sound(), keep - 1, None), None)
+        for folder in self._folders():
+            if oldest is not None and int(folder.name) < oldest.step:
+                shutil.rmtree(folder)
+
+    def _sound(self, at_most: int | None = None) -> Iterator[Checkpoint]:
+        for folder in self._folders():
+            if at_most is not None and int(folder.name) > at_most:
+                continue
+            try:
+                yield read(folder)
+            except (OSError, ValueError) as error:
+                logger.warning("checkpoint %s is skipped: %s", folder, error)
+
+    def _folders(self) -> list[Path]:
+        return sorted(self._folder.glob("[0-9]*"), key=lambda path: int(path.name), reverse=True)
+
+
+def read(folder: Path) -> Checkpoint:
+    """The checkpoint in this folder; a ValueError or OSError names the file that is missing, changed or damaged."""
+    content = json.loads((folder / MANIFEST).read_text())
+    claimed = content.pop("checksum", None)
+    if claimed != _checksum(content):
+        raise ValueError(f"{MANIFEST} is damaged")
+    if content["format"] != FORMAT:
+        raise ValueError(f"{MANIFEST} has format {content['format']}, this goaly reads format {FORMAT}")
+    for name, described in content["files"].items():
+        found = _described(folder / name)
+        if found != described:
+            raise ValueError(f"{name} is {found}, was written as {described}")
+    return Checkpoint(folder, content["step"], content["facts"])
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _described(path: Path, *, sync: bool = False) -> dict[str, Any]:
+    digest = xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+        if sync:
+            os.fsync(file.fileno())
+        return {"bytes": file.tell(), "xxh3": digest.hexdigest()}
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,19 @@
+"""Settings of checkpoints."""
+
+from goaly.config.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
+
+
+class CheckpointSettings(Settings):
+    """Checkpoints of the trainer and the critic, from which a run can be resumed."""
+
+    every: PositiveInt | None = 50
+    """Training steps between two checkpoints. A resumed run trains again the steps since the newest one, which takes no
+    generation. null: only at the end of the run and on SIGTERM."""
+    keep: PositiveInt = 2
+    """Newest checkpoints that stay on disk. Replay starts from the oldest of them, or from the first model."""
+    restarts: NonNegativeInt = 3
+    """How many times in a row, without a training step in between, a run resumes by itself after the death of a process
+    that is not replaced. After that it ends; `--resume` goes on with it. 0: it ends at the first death."""
+    grace_seconds: NonNegativeFloat = 30.0
+    """Time that a run has after SIGTERM to finish its step and write a checkpoint; then it is stopped without one. Set
+    it below the time that your scheduler waits before it kills the job."""

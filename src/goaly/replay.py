@@ -1,0 +1,238 @@
+"""Trains a run again from its log, without generators.
+
+    python -m goaly.replay RUN [--to VERSION] [--check] [--into FOLDER] [key=value ...]
+
+Each logged batch is trained as it was. Without `key=value` the weights of every version come out bit for bit as they
+were, also those of an asynchronous run. `--check` begins at the first version, compares the digest of every version
+with the recorded one, and names the first difference; the exit code is then 1. Without it the newest checkpoint up to
+VERSION is the start. VERSION is the last one of the log unless `--to` says otherwise.
+
+`--into FOLDER` keeps the result there: `policy/` as a Hugging Face folder, `metrics.jsonl` and `config.yaml`. With it,
+`loss` and `trainer` settings may be changed: what the run would have learned from the same data with another loss or
+learning rate. It then begins at the first version.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from goaly.actors import ask, spawn
+from goaly.backlog.queue import TrajectoryQueue
+from goaly.config import RUN_CONFIG, load, to_yaml
+from goaly.config.schema import plain
+from goaly.durable.checkpoint import Checkpoint, Checkpoints
+from goaly.errors import ConfigError, GoalyError, RunFailed, first_error
+from goaly.plan.dry_run import placed
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.run.config import RunConfig
+from goaly.run.hosts import Hosts
+from goaly.run.placement import processes
+from goaly.run.process_agent import rendezvous
+from goaly.run.resume import changes
+from goaly.run.stages import TrainerStage
+from goaly.run.start import CHECKPOINT_FOLDER, LOG_FOLDER, POLICY_FOLDER
+from goaly.telemetry import logs
+from goaly.telemetry.metrics import MetricsWriter
+from goaly.train.trainer import PolicyTrainer
+from goaly.weights.store import WeightStore
+
+NEEDED = ("hub", "trainer")
+MAY_CHANGE = ("loss", "trainer", "hosts", "telemetry")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The command line."""
+
+    run_dir: Path
+    config: RunConfig
+    same: bool
+    """Whether the training is the run's own."""
+    to: int | None
+    check: bool
+    into: Path | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Replayed:
+    """What was trained again."""
+
+    first: int
+    version: int
+    seconds: float = 0.0
+    compared: int = 0
+    difference: str | None = None
+    """The first version with another digest than the recorded one."""
+
+    def __str__(self) -> str:
+        """The last line of the command."""
+        if self.difference is not None:
+            return self.difference
+        trained = self.version - self.first
+        rate = f", {self.seconds / trained:.3f} s a step" if trained else ""
+        same = f"; {self.compared} digests are as recorded" if self.compared else ""
+        return f"policy versions {self.first} to {self.version} in {self.seconds:.1f} s{rate}{same}"
+
+
+def read_arguments(argv: Sequence[str]) -> Asked:
+    """The command line; ConfigError with every problem."""
+    parser = argparse.ArgumentParser(prog="python -m goaly.replay", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--to", type=int, metavar="VERSION")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--into", type=Path, metavar="FOLDER")
+    parser.add_argument("overrides", nargs="*")
+    line = parser.parse_intermixed_args(argv)
+    file = line.run / RUN_CONFIG
+    if not file.exists():
+        raise ConfigError([f"{line.run}: must be the folder of a run, which has a {RUN_CONFIG}"])
+    before, after = (
+        load(RunConfig, ["--config", str(file), *overrides], prog="", description="").config
+        for overrides in ((), line.overrides)
+    )
+    changed = [key for key, _, _ in changes(plain(before), plain(after))]
+    if problems := list(_problems(line, changed)):
+        raise ConfigError(problems)
+    same = not any(key.partition(".")[0] in ("loss", "trainer") for key in changed)
+    return Asked(run_dir=line.run, config=after, same=same, to=line.to, check=line.check, into=line.into)
+
+
+def _problems(line: argparse.Namespace, changed: Sequence[str]) -> Iterator[str]:
+    for key in changed:
+        if key.partition(".")[0] not in MAY_CHANGE or key in ("trainer.minibatches", "trainer.temperature"):
+            may = ", ".join(MAY_CHANGE)
+            yield f"{key}: must stay as it was, because the logged batches depend on it; {may} may change"
+    trains_otherwise = [key for key in changed if key.partition(".")[0] in ("loss", "trainer")]
+    if trains_otherwise and line.check:
+        yield f"--check: compares with the run's own digests, but {trains_otherwise[0]} is changed"
+    if trains_otherwise and line.into is None:
+        yield f"{trains_otherwise[0]}: needs --into FOLDER, because the result is another policy"
+    if line.to is not None and line.to < 1:
+        yield f"--to={line.to}: must be at least 1"
+    if line.into is not None and (line.into / RUN_CONFIG).exists():
+        yield f"--into={line.into}: holds a run already; name another folder"
+
+
+async def train_again(asked: Asked, folder: Path) -> Replayed:
+    """Train the logged batches again, with logs and metrics in this folder."""
+    start = _start(asked)
+    first = 0 if start is None else start.step
+    found = Replayed(first=first, version=first)
+    is_kept = asked.into is not None
+    telemetry = replace(asked.config.telemetry, wandb=None, tensorboard=is_kept and asked.config.telemetry.tensorboard)
+    metrics = MetricsWriter(folder, telemetry)
+    async with _trainer(asked, folder) as (queue, trainer):
+        await trainer.start(None if start is None else start.folder.absolute())
+        begun = time.monotonic()
+        while asked.to is None or found.version < asked.to:
+            logged = await ask(
+                "queue.replayed", queue.replayed.call_one((asked.run_dir / LOG_FOLDER).absolute(), first)
+            )
+            if logged is None:
+                break
+            batch, recorded = logged
+            metrics.step(batch.id + 1, {**batch.metrics, **await trainer.step(batch)})
+            found.version = batch.id + 1
+            if asked.check and recorded is not None:
+                found.compared += 1
+                if (digest := await trainer.digest()) != recorded:
+                    found.difference = (
+                        f"policy version {found.version} has digest {digest}, the run recorded {recorded}"
+                    )
+                    break
+            await ask("queue.trained", queue.trained.call_one(batch.id, found.version))
+        found.seconds = time.monotonic() - begun
+        if asked.into is not None and found.difference is None:
+            await trainer.save(asked.into / POLICY_FOLDER)
+    metrics.close()
+    if asked.to is not None and found.version < asked.to and found.difference is None:
+        raise RunFailed(f"--to={asked.to}: the log ends at policy version {found.version}")
+    return found
+
+
+def _start(asked: Asked) -> Checkpoint | None:
+    """The checkpoint to start from; None is the run's first model."""
+    if asked.check or not asked.same:
+        return None
+    return Checkpoints(asked.run_dir / CHECKPOINT_FOLDER).newest(at_most=asked.to)
+
+
+@asynccontextmanager
+async def _trainer(asked: Asked, folder: Path) -> AsyncIterator[tuple[TrajectoryQueue, TrainerStage]]:
+    """The hub's queue and the trainer of the run, without its other processes."""
+    config = asked.config
+    lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_failure(actor: str, report: str) -> None:
+        if not lost.done():
+            lost.set_exception(RunFailed(f"{actor} died: {report}"))
+
+    async def alive() -> None:
+        await lost
+
+    hosts = Hosts(config.hosts, folder, on_failure, trace=False)
+    try:
+        async with asyncio.TaskGroup() as owned:
+            watch = owned.create_task(alive())
+            places = placed(config, await hosts.cluster())
+            meshes = {
+                each.name: hosts.spawn(each, places[each.name]) for each in processes(config) if each.name in NEEDED
+            }
+            store = spawn(meshes["hub"], "store", WeightStore, config.weights)
+            queue = spawn(
+                meshes["hub"],
+                "queue",
+                TrajectoryQueue,
+                config.backlog,
+                config.advantages,
+                dp_ranks=config.trainer.fsdp,
+                pad_token=ChatTokenizer(config.model.path).pad_token,
+                minibatches=config.trainer.minibatches,
+            )
+            policy = (config.trainer, config.model, config.loss, config.weights, store, queue)
+            ranks = spawn(meshes["trainer"], "trainer", PolicyTrainer, *policy)
+            await rendezvous(meshes["trainer"])
+            yield queue, TrainerStage(ranks, steps=config.steps + 1, folder=folder / POLICY_FOLDER)
+            watch.cancel()
+    finally:
+        await hosts.stop_all()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code."""
+    try:
+        asked = read_arguments(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    with tempfile.TemporaryDirectory(prefix="goaly-replay-") as scratch:
+        folder = asked.into or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        if asked.into is not None:
+            (folder / RUN_CONFIG).write_text(to_yaml(asked.config))
+        with logs.controller(folder / "logs" / "controller.log"):
+            try:
+                found = asyncio.run(train_again(asked, folder))
+            except BaseExceptionGroup as group:
+                error = first_error(group)
+                if not isinstance(error, GoalyError):
+                    raise
+                sys.stderr.write(f"{error}\n")
+                return 1
+            except GoalyError as error:
+                sys.stderr.write(f"{error}\n")
+                return 1
+    sys.stdout.write(f"{found}\n")
+    return 0 if found.difference is None else 1
+
+
+if __name__ == "__main__":
+    from goaly.process import exit_quickly
+
+    exit_quickly(main())

@@ -1,0 +1,97 @@
+"""Takes the checkpoints of a run: every so many steps, at its end, and when it is told to stop.
+
+Training waits only until the state is copied; writing goes on in the background.
+
+Invariants
+    RC-1  A checkpoint holds the state of every trained model after the same step. It appears when all its files, and
+          the records of the batches that led to it, are on disk.
+    RC-2  A checkpoint that cannot be written is reported, and the run goes on.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from goaly.durable.checkpoint import Checkpoints
+from goaly.durable.settings import CheckpointSettings
+from goaly.errors import RunFailed, root_cause
+
+logger = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """A stage with state that a checkpoint holds."""
+
+    async def stage(self) -> int | None:
+        """Copy the state aside; the number of steps that it is the result of, if each step changes it."""
+        ...
+
+    async def write(self, folder: Path) -> None:
+        """Write the copy to this folder."""
+        ...
+
+
+class RunCheckpoints:
+    """The checkpoints of one run."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        settings: CheckpointSettings,
+        stages: Mapping[str, Stateful],
+        *,
+        newest: int,
+        durable: Callable[[], Awaitable[None]],
+        create_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        say: Callable[[str], None],
+    ):
+        """`newest` is the step of the newest checkpoint; `durable` waits until the run's log is on disk."""
+        self._checkpoints = checkpoints
+        self._settings = settings
+        self._stages = stages
+        self._newest = newest
+        self._durable = durable
+        self._create_task = create_task
+        self._say = say
+        self._writing: asyncio.Task[None] | None = None
+
+    async def after_step(self, step: int) -> None:
+        """Take a checkpoint if one is due after this step, and return when the state is copied."""
+        if self._settings.every is None or step % self._settings.every:
+            return
+        if self._writing is not None and not self._writing.done():
+            self._say(f"no checkpoint of step {step}: the one before is still being written")
+            return
+        await self._take(step)
+
+    async def finish(self, step: int) -> None:
+        """Return when there is a checkpoint of this step, or when writing it has failed."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+        if self._newest != step:
+            await self._take(step)
+            assert self._writing is not None
+            await asyncio.shield(self._writing)
+
+    async def _take(self, step: int) -> None:
+        staged = await asyncio.gather(*(stage.stage() for stage in self._stages.values()))
+        for name, at in zip(self._stages, staged, strict=True):
+            if at is not None and at != step:
+                raise RunFailed(f"checkpoint of step {step}: the {name} is at step {at}")  # RC-1
+        self._newest = step
+        self._writing = self._create_task(self._write(step))
+
+    async def _write(self, step: int) -> None:
+        try:
+            folder = await asyncio.to_thread(self._checkpoints.begin, step)
+            await asyncio.gather(*(stage.write(folder / name) for name, stage in self._stages.items()))
+            await self._durable()
+            await asyncio.to_thread(self._checkpoints.commit, step, {})
+            await asyncio.to_thread(self._checkpoints.prune, self._settings.keep)
+        except Exception as error:
+            cause = root_cause(error.__cause__ or error)
+            if not isinstance(cause, OSError):
+                raise
+            self._say(f"no checkpoint of step {step}, it cannot be written: {cause}")  # RC-2

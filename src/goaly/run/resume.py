@@ -1,0 +1,92 @@
+"""What a resumed run may change, and the lock of its folder.
+
+Its log and its checkpoints stay valid only if the settings that they depend on stay the same.
+
+Invariants
+    RS-1  One process at a time works on a run folder.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from goaly.config.schema import join, plain
+from goaly.errors import ConfigError
+
+LOCK_FILE = "lock"
+
+MAY_CHANGE = (
+    "steps",
+    "run_dir",
+    "trainer",
+    "critic",
+    "reference.fsdp",
+    "reference.tp",
+    "reference.threads",
+    "reference.offload",
+    "generator",
+    "rollout",
+    "reward",
+    "weights",
+    "hosts",
+    "telemetry",
+    "checkpoint",
+    "evaluation",
+    "save",
+)
+"""Settings, or whole sections of them, that a resumed run may change."""
+
+KEPT = {
+    "trainer.minibatches": "the parts of the logged batches depend on it",
+    "trainer.temperature": "the log-probs of the logged groups depend on it",
+    "critic.path": "the checkpoints have another model",
+    "generator.seed": "the prompts that run again would be answered differently",
+    "backlog": "the logged groups and batches depend on it",
+    "prompts": "the data position belongs to these prompts",
+    "model": "the checkpoints have this model",
+    "chat": "the logged groups were rendered by it",
+    "sampling": "the logged groups were sampled by it",
+    "advantages": "the logged batches depend on it",
+    "loss": "the published versions were trained by it; `python -m goaly.replay` retrains a run with another one",
+    "reference": "the annotated batches depend on it",
+}
+"""Why other settings stay as they are."""
+
+
+def refused(before: object, after: object) -> Iterator[str]:
+    """A line for each setting of a run that differs and may not."""
+    for key, old, new in changes(plain(before), plain(after)):
+        kept = next((name for name in KEPT if _is_below(key, name)), None)
+        if kept in ("reference", None) and any(_is_below(key, name) for name in MAY_CHANGE):
+            continue
+        why = KEPT.get(kept or "", "the run was started with it")
+        yield f"{key}={new}: must stay {old} in a resumed run, because {why}"
+
+
+def lock(run_dir: Path) -> int:
+    """Hold the run folder until this process ends; ConfigError if another process does."""
+    descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # RS-1; freed by the end of the process
+    except OSError:
+        holder = os.read(descriptor, 20).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise ConfigError([f"run_dir={run_dir}: is in use by process {holder}; end it before this run"]) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def _is_below(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")
+
+
+def changes(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Each key whose plain value differs, with both values."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in {**before, **after}:
+            yield from changes(before.get(name), after.get(name), join(path, name))
+    elif before != after:
+        yield path, before, after

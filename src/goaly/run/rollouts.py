@@ -1,0 +1,164 @@
+"""Stage 2 of a run as a script calls it: runs groups of episodes on the rollout workers."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from goaly.actors import ask
+from goaly.backlog.admission import Ticket
+from goaly.errors import RunFailed
+from goaly.generate.generator import Generator
+from goaly.prompts.prompt import Prompt
+from goaly.rollout.group import NO_ROOM, GroupSummary
+from goaly.rollout.worker import RolloutWorker
+from goaly.run.waiting import ANSWER_SECONDS, reporting
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FAILURES_IN_A_ROW = 16
+"""The run ends after so many failed groups without a completed group between them."""
+
+TOO_LONG_IN_A_ROW = 64
+"""The run ends after so many groups without room for an answer and without a completed group between them."""
+
+CANCEL_SECONDS = 1.0
+"""A group that a script cancels is cancelled so much later: by then it is known whether the run ends."""
+
+
+class RolloutStage:
+    """Stage 2: runs groups of episodes on the rollout workers."""
+
+    def __init__(self, workers: Sequence[RolloutWorker], say: Callable[[str], None] = logger.info):
+        """An evaluation that takes long is reported to `say`, as a line of text."""
+        self._workers = tuple(workers)
+        self._say = say
+        self._running = [0] * len(self._workers)
+        self._groups: dict[int, tuple[int, Prompt]] = {}
+        """The worker and the prompt of each running group, by ticket."""
+        self._evaluations = itertools.count()
+        self._failures_in_a_row = self._too_long_in_a_row = self._too_long = 0
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start the verifiers of every worker."""
+        await asyncio.gather(*(ask("rollout.start", worker.start.call_one()) for worker in self._workers))
+
+    async def group(self, ticket: Ticket, prompt: Prompt) -> None:
+        """Run the group's episodes on the least busy worker. The worker reports the group to the queue in any case."""
+
+        async def run(index: int) -> GroupSummary:
+            worker = self._workers[index]
+            self._groups[ticket.index] = index, prompt
+            try:
+                return await ask("rollout.run_group", worker.run_group.call_one(ticket, prompt))
+            except asyncio.CancelledError:
+                self._cancel_later(worker, ticket.index)
+                raise
+            finally:
+                del self._groups[ticket.index]
+
+        self._judge(await self._on_least_busy(run))
+
+    def _cancel_later(self, worker: RolloutWorker, ticket: int) -> None:
+        """Have the worker end the group, which then counts as failed, unless the run ends: then a resumed run runs it
+        again."""
+
+        def cancel() -> None:
+            if not self._closed:
+                worker.cancel.broadcast([ticket])
+
+        asyncio.get_running_loop().call_later(CANCEL_SECONDS, cancel)
+
+    def _judge(self, summary: GroupSummary) -> None:
+        """End the run if too many groups in a row failed or left no room for an answer."""
+        group = f"group {summary.ticket} ({summary.prompt_id})"
+        if summary.failed is not None:
+            self._failures_in_a_row += 1
+            logger.warning("%s failed: %s", group, summary.failed)
+            if self._failures_in_a_row >= FAILURES_IN_A_ROW:
+                raise RunFailed(f"{self._failures_in_a_row} groups failed in a row; the last: {summary.failed}")
+        elif summary.rewards:
+            self._failures_in_a_row = self._too_long_in_a_row = 0
+        elif summary.rejected is not None and summary.rejected.startswith(NO_ROOM):
+            self._too_long_in_a_row += 1
+            self._too_long += 1
+            if self._too_long.bit_count() == 1:  # 1, 2, 4, ...
+                logger.warning("%s rejected, %d so far: %s", group, self._too_long, summary.rejected)
+            if self._too_long_in_a_row >= TOO_LONG_IN_A_ROW:
+                raise RunFailed(
+                    f"{self._too_long_in_a_row} groups were rejected in a row; the last: {summary.rejected}"
+                )
+
+    async def describe(self, ticket: int) -> str:
+        """The group of this ticket in words: its prompt, its worker, and the progress of its episodes."""
+        if ticket not in self._groups:
+            return f"group {ticket}, which has no prompt yet"
+        index, prompt = self._groups[ticket]
+        group = f"group {ticket} (prompt {prompt.id}, source {prompt.source})"
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                found = await ask("rollout.progress", self._workers[index].progress.call_one(ticket))
+        except TimeoutError:
+            return f"{group}, whose worker rollout-{index} does not answer"
+        if found is None:
+            return f"{group}, which rollout-{index} does not run"
+        return f"{group}: {found}, running for {found.seconds:.0f} s on rollout-{index}"
+
+    async def rewards(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: Mapping[str, Any], policy_version: int
+    ) -> list[list[float | None]]:
+        """The rewards of evaluation episodes, so many for each prompt, under this policy version or a newer one.
+
+        `sampling` holds the sampling parameters that differ from training. The reward is None if the prompt left no
+        room for an answer.
+        """
+
+        async def evaluate(prompt: Prompt) -> list[float | None]:
+            name = f"evaluation-{next(self._evaluations)}"
+
+            def run(index: int) -> Awaitable[list[float | None]]:
+                worker = self._workers[index]
+                call = worker.evaluate.call_one(name, prompt, samples_per_prompt, sampling, policy_version)
+                return _cancelled_with_caller("rollout.evaluate", call, worker, name)
+
+            return await self._on_least_busy(run)
+
+        async def report(seconds: float) -> None:
+            left = [task.get_name() for task in tasks if not task.done()]
+            done = f"{len(tasks) - len(left)} of {len(tasks)} prompts are done"
+            self._say(f"evaluating for {seconds:.0f} s: {done}; waiting for {', '.join(left[:3])}")
+
+        async with reporting(report), asyncio.TaskGroup() as group:
+            tasks = [group.create_task(evaluate(prompt), name=f"prompt {prompt.id}") for prompt in prompts]
+        return [task.result() for task in tasks]
+
+    async def use(self, replicas: Mapping[str, Generator]) -> None:
+        """Sample from these generator replicas from now on."""
+        calls = (worker.replicas.call_one(dict(replicas)) for worker in self._workers)
+        await asyncio.gather(*(ask("rollout.replicas", call) for call in calls))
+
+    async def close(self) -> None:
+        """Cancel running groups and release what the workers hold."""
+        self._closed = True
+        await asyncio.gather(*(worker.close.call_one() for worker in self._workers))
+
+    async def _on_least_busy(self, call: Callable[[int], Awaitable[T]]) -> T:
+        index = min(range(len(self._workers)), key=self._running.__getitem__)
+        self._running[index] += 1
+        try:
+            return await call(index)
+        finally:
+            self._running[index] -= 1
+
+
+async def _cancelled_with_caller(endpoint: str, call: Awaitable[T], worker: RolloutWorker, key: int | str) -> T:
+    """The worker's answer. When the caller is cancelled, the worker ends the episodes of this ticket or name."""
+    try:
+        return await ask(endpoint, call)
+    except asyncio.CancelledError:
+        worker.cancel.broadcast([key])  # Monarch does not pass a cancellation on
+        raise

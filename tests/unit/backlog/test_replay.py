@@ -1,0 +1,193 @@
+"""A queue that replays another one's recorded events is in the same state, and goes on as the other one would."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trajectories import grouped, sampled
+
+from goaly.backlog.admission import Ticket
+from goaly.backlog.events import Event, Formed, Trained
+from goaly.backlog.group_queue import GroupQueue
+from goaly.backlog.ledger import Dropped
+from goaly.backlog.settings import BacklogSettings
+from goaly.reward.settings import AdvantageSettings
+
+SETTINGS = BacklogSettings(groups_per_step=2, group_size=2, max_staleness=2, window=4, row_length=32)
+KINDS = [
+    SETTINGS,
+    replace(SETTINGS, order="completion", length_correction="inverse_propensity"),
+    replace(SETTINGS, dynamic_sampling=True, max_no_signal_share=0.99),
+]
+
+
+def queue_of(settings: BacklogSettings, events: list[Event] | None = None) -> GroupQueue:
+    record = (lambda event: None) if events is None else events.append
+    return GroupQueue(settings, AdvantageSettings(), dp_ranks=1, pad_token=0, record=record)
+
+
+class Driver:
+    """Takes the steps of a run at random."""
+
+    def __init__(self, queue: GroupQueue, running: list[Ticket] | None = None, formed: list[int] | None = None):
+        self.queue = queue
+        self.running = running or []
+        self.formed = formed or []
+
+    def running_in_order(self) -> list[Ticket]:
+        return sorted(self.running, key=lambda ticket: ticket.index)
+
+    async def step(self, what: int, choice: int) -> None:
+        """Admit, complete, drop, form or train, if that is possible now."""
+        match what:
+            case 0 if (ticket := await now(self.queue.admit())) is not None:
+                self.running.append(ticket)
+            case 1 if self.running:
+                ticket = self.running.pop(choice % len(self.running))
+                rewards = (0.0, float(choice % 2))
+                samples = [
+                    sampled(3 + choice % 5 * (at + 1), index=at, reward=reward, version=ticket.min_version)
+                    for at, reward in enumerate(rewards)
+                ]
+                self.queue.report(grouped(ticket.index, samples))
+            case 2 if self.running:
+                self.queue.report(Dropped.failed(self.running.pop(choice % len(self.running)).index, "broken"))
+            case 3 if (batch := await now(self.queue.next_batch())) is not None:
+                self.formed.append(batch.id)
+            case 4 if self.formed:
+                batch_id = self.formed.pop(0)
+                self.queue.trained(batch_id, batch_id + 1)
+
+
+async def now(call: Any) -> Any:
+    """The answer of a call that need not wait; None if it would."""
+    task = asyncio.create_task(call)
+    await asyncio.sleep(0)
+    if not task.done():
+        task.cancel()
+        return None
+    return task.result()
+
+
+def assert_same(queue: GroupQueue, other: GroupQueue, open_batches: list[int]) -> None:
+    assert queue.counts() == other.counts()
+    assert queue.reasons() == other.reasons()
+    assert queue.wait() == other.wait()
+    assert queue.known_steps == other.known_steps
+    for batch in open_batches:
+        rows, others = queue.rows(batch, 0).rows, other.rows(batch, 0).rows
+        assert set(rows.keys()) == set(others.keys())
+        for key in rows.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+            assert torch.equal(rows[key], others[key]), key
+
+
+STEPS = st.lists(st.tuples(st.sampled_from([0, 0, 1, 1, 2, 3, 4]), st.integers(0, 9)), max_size=60)
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=["windowed", "completion", "dynamic"])
+@given(before=STEPS, after=STEPS)
+async def test_a_queue_that_replays_the_events_of_another_goes_on_like_it(settings, before, after) -> None:
+    events: list[Event] = []
+    first = Driver(queue_of(settings, events))
+    for step in before:
+        await first.step(*step)
+    second = Driver(queue_of(settings), list(first.running), list(first.formed))
+    for event in events:
+        second.queue.replay(event)
+    assert_same(first.queue, second.queue, first.formed)  # BL-8
+    for step in after:
+        await first.step(*step)
+        await second.step(*step)
+    assert_same(first.queue, second.queue, first.formed)
+
+
+async def test_an_event_that_does_not_follow_from_those_before_is_refused() -> None:
+    queue = queue_of(SETTINGS)
+    with pytest.raises(ValueError, match=r"the log has Ticket\(index=1.*lead to Ticket\(index=0"):
+        queue.replay(Ticket(index=1, min_version=0))
+    with pytest.raises(ValueError, match="batch 0: its groups are not complete"):
+        queue_of(SETTINGS).replay(Formed(batch=0, tickets=(0, 1)))
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=["windowed", "completion", "dynamic"])
+@given(before=STEPS, after=STEPS, behind=st.integers(0, 3))
+async def test_a_restarted_queue_gives_out_again_what_was_not_done_and_then_goes_on_like_the_first(
+    settings, before, after, behind: int
+) -> None:
+    events: list[Event] = []
+    first = Driver(queue_of(settings, events))
+    for step in before:
+        await first.step(*step)
+    newest = first.queue.counts()["policy_version"]
+    version = max(0, newest - behind)
+    second = queue_of(settings)
+    for event in events:
+        second.replay(event, keep=version)
+    second.restart(version)
+    formed = [*range(version, newest), *first.formed]
+    rows = [second.rows(batch, 0).rows.clone() for batch in formed]
+    again = [await now(second.next_batch()) for _ in formed]
+    assert [batch.id for batch in again] == formed  # BL-9: in order, before a new one
+    assert [await now(second.admit()) for _ in first.running] == first.running_in_order()  # BL-9: each once
+    for batch, before_it in zip(formed, rows, strict=True):
+        assert torch.equal(second.rows(batch, 0).rows["tokens"], before_it["tokens"])
+    for batch in range(version, newest):
+        second.trained(batch, batch + 1)
+    other = Driver(second, list(first.running), list(first.formed))
+    assert_same(first.queue, second, first.formed)
+    for step in after:
+        await first.step(*step)
+        await other.step(*step)
+    assert_same(first.queue, second, first.formed)
+
+
+async def test_a_step_that_was_done_and_not_recorded_is_recorded_at_the_restart() -> None:
+    events: list[Event] = []
+    first = Driver(queue_of(SETTINGS, events))
+    for what in (0, 0, 1, 1, 3):
+        await first.step(what, 1)
+    again: list[Event] = []
+    second = queue_of(SETTINGS, again)
+    for event in events:
+        second.replay(event, keep=1)
+    second.restart(1)
+    assert again == [Trained(batch=0, tickets=(0, 1))]
+    assert second.counts()["trained"] == 2
+    assert await now(second.next_batch()) is None
+    with pytest.raises(ValueError, match="the trainer is at version 2, but the log ends at 1"):
+        second.restart(2)
+
+
+async def test_an_annotated_batch_is_annotated_after_a_replay_and_once_recorded_not_again() -> None:
+    events: list[Event] = []
+    first = Driver(queue_of(SETTINGS, events))
+    for what in (0, 0, 1, 1, 3):
+        await first.step(what, 1)
+    column_RL = torch.rand(first.queue.rows(0, 0).rows.batch_size)
+    first.queue.annotate(0, 0, "reference_logprobs", column_RL)
+    first.queue.trained(0, 1)
+    again: list[Event] = []
+    second = queue_of(SETTINGS, again)
+    for event in events:
+        second.replay(event, keep=0)
+    second.restart(0)
+    assert torch.equal(second.rows(0, 0).rows["reference_logprobs"], column_RL)
+    second.annotate(0, 0, "reference_logprobs", column_RL)
+    second.trained(0, 1)
+    assert again == []
+
+
+async def test_after_the_close_no_end_of_a_ticket_is_recorded() -> None:
+    events: list[Event] = []
+    queue = queue_of(SETTINGS, events)
+    for _ in range(3):
+        await queue.admit()
+    queue.close()
+    queue.report(Dropped.failed(0, "cancelled"))
+    queue.report(grouped(1, [sampled(4), sampled(5, index=1, reward=1.0)]))
+    assert events == [Ticket(index=index, min_version=0) for index in range(3)]
+    assert queue.counts()["failed"] == 1

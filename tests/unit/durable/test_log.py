@@ -1,0 +1,174 @@
+"""The log gives back what was appended, notices damage, and survives a kill at any byte."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from goaly.durable import log
+from goaly.durable.log import LogWriter, Position, durable_mark, frames
+from goaly.errors import CorruptLog, RunFailed
+
+PAYLOADS = st.lists(st.binary(max_size=40), max_size=12)
+SEGMENT_BYTES = 150
+"""So small that a log of a few frames has several segments."""
+
+
+async def write(folder: Path, payloads: list[bytes], *, durable: int | None = None) -> None:
+    """Append these; wait for durability after so many."""
+    writer = LogWriter(folder, segment_bytes=SEGMENT_BYTES)
+    for number, payload in enumerate(payloads):
+        if number == durable:
+            await writer.durable()
+        writer.append(lambda payload=payload: payload)
+    writer.close()
+
+
+def read(folder: Path) -> list[bytes]:
+    return [frame.payload for frame in frames(folder)]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with TemporaryDirectory() as name:
+        yield Path(name) / "log"
+
+
+@given(before=PAYLOADS, after=PAYLOADS)
+async def test_a_log_gives_back_what_was_appended_also_after_it_was_opened_again(before, after) -> None:
+    with TemporaryDirectory() as name:
+        await write(Path(name), before)
+        await write(Path(name), after)
+        assert read(Path(name)) == before + after  # LG-2
+
+
+@given(payloads=PAYLOADS.filter(bool), durable=st.integers(0, 11), data=st.data())
+async def test_a_log_cut_behind_its_durable_mark_ends_there_and_goes_on(payloads, durable, data) -> None:
+    durable = min(durable, len(payloads))
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        await write(folder, payloads[:durable])
+        mark = (folder / "durable").read_bytes()
+        await write(folder, payloads[durable:])
+        (folder / "durable").write_bytes(mark)  # as if what came after had not been synced
+        last = log._segments(folder)[-1]
+        least = durable_mark(folder).offset if int(last.stem) == durable_mark(folder).segment else 0
+        os.truncate(last, data.draw(st.integers(least, last.stat().st_size)))
+        kept = read(folder)
+        assert kept == payloads[: len(kept)]
+        assert len(kept) >= durable  # LG-1
+        await write(folder, [b"next"])
+        assert read(folder) == [*kept, b"next"]  # LG-2
+
+
+@given(payloads=PAYLOADS.filter(bool), data=st.data())
+async def test_a_flipped_or_missing_byte_before_the_durable_mark_is_an_error(payloads, data) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        await write(folder, payloads)
+        path = data.draw(st.sampled_from([path for path in log._segments(folder) if path.stat().st_size]))
+        content = bytearray(path.read_bytes())
+        place = data.draw(st.integers(0, len(content) - 1))
+        if data.draw(st.booleans()):
+            content[place] ^= data.draw(st.integers(1, 255))
+        else:
+            del content[place : place + data.draw(st.integers(1, 30))]
+        path.write_bytes(content)
+        with pytest.raises(CorruptLog, match=path.name):  # LG-2
+            read(folder)
+
+
+async def test_a_segment_without_its_last_frame_is_an_error_also_before_an_empty_one(folder: Path) -> None:
+    writer = LogWriter(folder, segment_bytes=100)
+    for size in (10, 60):
+        writer.append(bytes(size).__bytes__)
+    await writer.durable()
+    writer.close()
+    assert [path.stat().st_size > 0 for path in log._segments(folder)] == [True, False]
+    os.truncate(folder / "000000.log", (folder / "000000.log").stat().st_size - 60 - log.FRAME.size)
+    with pytest.raises(CorruptLog, match=r"000000\.log: ends at offset"):  # LG-2
+        read(folder)
+
+
+@given(payloads=PAYLOADS.filter(bool), data=st.data())
+async def test_a_missing_segment_or_mark_is_an_error(payloads, data) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        await write(folder, payloads)
+        durable = [path for path in log._segments(folder) if Position(int(path.stem), 0) < durable_mark(folder)]
+        data.draw(st.sampled_from([*durable, folder / "durable"])).unlink()
+        with pytest.raises(CorruptLog):
+            read(folder)
+
+
+async def test_half_a_write_of_the_mark_leaves_the_mark_before(folder: Path) -> None:
+    await write(folder, [b"one"], durable=1)
+    await write(folder, [b"two"], durable=1)
+    mark, content = durable_mark(folder), (folder / "durable").read_bytes()
+    marks = set()
+    for slot in (0, log.PLACE.size):
+        damaged = bytearray(content)
+        damaged[slot + 3] ^= 255
+        (folder / "durable").write_bytes(damaged)
+        marks.add(durable_mark(folder))
+    assert mark in marks
+    assert max(marks) == mark
+    (folder / "durable").write_bytes(bytes(len(content)))
+    with pytest.raises(CorruptLog, match="durable"):
+        durable_mark(folder)
+
+
+async def test_damage_behind_the_mark_is_reported_and_cut_off(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await write(folder, [b"one"])
+    mark = durable_mark(folder)
+    with (folder / "000000.log").open("ab") as file:
+        file.write(b"half a fra")
+    await write(folder, [])
+    assert "000000.log: the last 10 bytes are torn" in caplog.text
+    assert durable_mark(folder) == mark
+    assert read(folder) == [b"one"]
+
+
+async def test_what_is_durable_is_read_while_more_is_written(folder: Path) -> None:
+    writer = LogWriter(folder)
+    writer.append(lambda: b"one")
+    await writer.durable()
+    first = list(frames(folder))
+    writer.append(lambda: b"two")
+    await writer.durable()
+    assert [frame.payload for frame in frames(folder, first[-1].end)] == [b"two"]
+    writer.close()
+
+
+async def test_a_log_of_another_format_is_refused(folder: Path) -> None:
+    await write(folder, [b"one"])
+    path = folder / "000000.log"
+    path.write_bytes(log._segment_header(0, 0, version=9) + path.read_bytes()[log.HEADER.size :])
+    with pytest.raises(CorruptLog, match="has format 9, this goaly reads format 1"):
+        read(folder)
+
+
+async def test_after_a_failed_write_every_waiter_gets_the_error_and_nothing_more_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = LogWriter(folder)
+    writer.append(lambda: b"one")
+    await writer.durable()
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(log.os, "write", full)
+    writer.append(lambda: b"two")
+    with pytest.raises(RunFailed, match="No space left on device"):
+        await writer.durable()
+    monkeypatch.undo()
+    writer.append(lambda: b"three")
+    with pytest.raises(RunFailed, match="No space left"):  # LG-3
+        await writer.durable()
+    writer.close()
+    assert read(folder) == [b"one"]

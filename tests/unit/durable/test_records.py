@@ -1,0 +1,69 @@
+"""Every record of a run's log comes back as it was."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trajectories import grouped, sampled
+
+from goaly.backlog.admission import Ticket
+from goaly.backlog.events import Annotated, Formed, Trained
+from goaly.backlog.ledger import Dropped
+from goaly.durable.records import Drawn, Published, Record, Resumed, decode, encode
+from goaly.prompts.prompt import Message, Prompt
+from goaly.trajectory import Group, Trajectory
+
+PROMPT = Prompt(
+    id="a/1",
+    source="a",
+    messages=(Message(role="user", content=[{"type": "text", "text": "é\x1f"}], extra={"deep": {"n": [1, None]}}),),
+    answer="2",
+    metadata={"digits": "1"},
+    tools=[{"name": "f", "parameters": {}}],
+    verifier="some.module:function",
+)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Ticket(index=3, min_version=1),
+        Dropped.failed(4, "broken: 'x'\n"),
+        Dropped.rejected(4, "no_signal"),
+        Formed(batch=2, tickets=(5, 3)),
+        Trained(batch=2, tickets=(5, 3)),
+        Drawn(ticket=3, prompt=PROMPT, mixture={"credits": {"a": 0.1 + 0.2}, "streams": [None, 1]}, learned=2),
+        Published(version=3, digest="0f"),
+        Resumed(policy_version=3),
+    ],
+    ids=lambda record: type(record).__name__,
+)
+def test_a_record_comes_back_as_it_was(record: Record) -> None:
+    assert decode(encode(record)) == record
+
+
+def facts(sample: Trajectory) -> tuple:
+    return sample.prompt_id, sample.sample_index, sample.turns, sample.environment, sample.outcome
+
+
+@given(lengths=st.lists(st.integers(2, 20), min_size=1, max_size=4), reward=st.floats(-1e6, 1e6, width=32))
+def test_a_group_comes_back_as_it_was(lengths: list[int], reward: float) -> None:
+    samples = [sampled(length, index=at, reward=reward, version=at) for at, length in enumerate(lengths)]
+    group = grouped(7, samples)
+    found = decode(encode(group))
+    assert isinstance(found, Group)
+    assert (found.ticket, found.prompt_id, found.source) == (group.ticket, group.prompt_id, group.source)
+    assert [facts(sample) for sample in found.samples] == [facts(sample) for sample in group.samples]
+    for sample, before in zip(found.samples, group.samples, strict=True):
+        assert set(sample.tokens.keys()) == set(before.tokens.keys())
+        for key in before.tokens.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+            assert sample.tokens[key].dtype == before.tokens[key].dtype
+            assert torch.equal(sample.tokens[key], before.tokens[key])
+
+
+def test_an_annotation_comes_back_as_it_was() -> None:
+    column_RL = torch.rand(2, 3)
+    found = decode(encode(Annotated(batch=4, dp_rank=1, key="values", column_RL=column_RL)))
+    assert isinstance(found, Annotated)
+    assert (found.batch, found.dp_rank, found.key) == (4, 1, "values")
+    assert torch.equal(found.column_RL, column_RL)
