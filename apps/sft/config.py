@@ -31,7 +31,7 @@ class SftConfig(Settings):
     checkpoint_every: NonNegativeInt = 0
     """Steps between checkpoints, from which an interrupted run resumes; 0 writes none."""
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
-    """Records and progress display of the run; a supervised run has no trace and no rollout journal."""
+    """Records and progress display of the run; a supervised run has no trace."""
 
     def _problems(self, at: Section) -> Iterator[str]:
         if (self.model is None) == (self.tiny is None):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from goaly.backlog.batch import build_batch
 from goaly.backlog.settings import BacklogSettings
+from goaly.journal import journal
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
@@ -79,14 +80,13 @@ def test_staleness_zero_equals_a_plain_loop_to_the_last_bit(
         f"steps={STEPS}",
         "backlog.max_staleness=0",
         "reward.verifier=tests.loop.verifiers:share_of_digits",
-        "telemetry.journal_tokens=true",
         f"trainer.optimizer.lr={TRAINER.optimizer.lr}",
         f"trainer.schedule.warmup_steps={TRAINER.schedule.warmup_steps}",
         f"trainer.schedule.decay={TRAINER.schedule.decay}",
         f"trainer.schedule.min_lr_factor={TRAINER.schedule.min_lr_factor}",
     )
     assert run.wait(300) == 0, run.text()
-    rollouts = run.lines("rollouts.jsonl")
+    rollouts = list(journal(run.folder, tokens=True))
     for entry in rollouts:
         step = entry["ticket"] // BACKLOG.groups_per_step
         written = {version for version, _ in entry["versions"] if version >= 0}

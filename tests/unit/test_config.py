@@ -405,7 +405,7 @@ def test_help_exits_with_0_and_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
-    assert "journal_tokens = false: true or false" in done.stdout
+    assert "trace = true: true or false" in done.stdout
 
 
 @pytest.mark.parametrize("app", ["grpo", "ppo", "sft", "eval"])

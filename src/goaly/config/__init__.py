@@ -16,7 +16,7 @@ or of `main` before it starts anything, to stderr and exits with code 2.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
@@ -38,6 +38,8 @@ class Loaded(Generic[T]):
     path: Path | None
     resume: Path | None = None
     """The folder of the run that goes on, if one does."""
+    arguments: tuple[str, ...] | None = field(default=None, compare=False)
+    """The command line that it was loaded from."""
 
 
 def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -> Loaded[T]:
@@ -73,7 +75,7 @@ def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -
     if problems:
         raise ConfigError(problems)
     path = Path(file) if file is not None else None
-    return Loaded(config=config, dry_run=line.dry_run, path=path, resume=resume)
+    return Loaded(config=config, dry_run=line.dry_run, path=path, resume=resume, arguments=tuple(argv))
 
 
 def run_cli(

@@ -69,8 +69,6 @@ class GroupRunner:
     max_context: int
     seed: int | None = None
     """Seeds every request; None leaves the draws to the engines."""
-    record: Callable[[int, Prompt, Trajectory], None] | None = None
-    """Gets each trajectory of a complete group, with its ticket."""
 
     def __post_init__(self) -> None:
         self._places = asyncio.Semaphore(self.settings.concurrency)
@@ -149,9 +147,6 @@ class GroupRunner:
             ) from error
         finally:
             del self._running[ticket.index]
-        if self.record is not None:
-            for trajectory in samples:
-                self.record(ticket.index, prompt, trajectory)
         return Group(
             ticket=ticket.index,
             prompt_id=prompt.id,

@@ -12,7 +12,6 @@ Invariants
 import asyncio
 from collections.abc import Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -36,8 +35,7 @@ from goaly.rollout.running import GroupProgress
 from goaly.rollout.settings import RolloutSettings
 from goaly.rollout.watchdog import LoopWatchdog
 from goaly.telemetry import spans
-from goaly.telemetry.journal import Journal
-from goaly.trajectory import Group, Trajectory
+from goaly.trajectory import Group
 
 if TYPE_CHECKING:
     from goaly.backlog.queue import TrajectoryQueue
@@ -67,8 +65,6 @@ class RolloutWorker(Actor):
         sampling: SamplingSettings,
         group_size: int,
         max_context: int,
-        journal: Path | None = None,
-        journal_tokens: bool = False,
         first_replica: int = 0,
         seed: int = 0,
     ):
@@ -81,7 +77,6 @@ class RolloutWorker(Actor):
         """
         self._chat = ChatTokenizer(tokenizer, chat)
         self._router = Router(first=first_replica)
-        self._journal = Journal(journal, tokens=journal_tokens)
         self._queue = queue
         if isinstance(rewards, RewardSettings):
             judge = self._verifiers = Judge(rewards, verifiers)
@@ -101,7 +96,6 @@ class RolloutWorker(Actor):
             group_size=group_size,
             max_context=max_context,
             seed=seed if settings.repeatable else None,
-            record=self._write,
         )
 
     @concurrent_endpoint
@@ -149,30 +143,17 @@ class RolloutWorker(Actor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """End all groups and evaluations, and flush the journal."""
+        """End all groups and evaluations."""
         await self._requests.cancel()
         self._router.update({})
         if self._verifiers is not None:
             await self._verifiers.close()
-        self._journal.close()
         if self._watchdog is not None:
             self._watchdog.stop()
         spans.flush()
 
     async def _report(self, end: Group | Dropped) -> bool:
         return await answer_of(self._queue.report.call_one(end))
-
-    def _write(self, ticket: int, prompt: Prompt, trajectory: Trajectory) -> None:
-        tokens = trajectory.tokens["tokens"].tolist()
-        answer_at = trajectory.turns[0].stop if trajectory.turns else 0
-        self._journal.write(
-            trajectory,
-            ticket=ticket,
-            prompt=self._chat.decode(tokens[:answer_at]),
-            response=self._chat.decode(tokens[answer_at:]),
-            source=prompt.source,
-            answer=prompt.answer,
-        )
 
 
 class _RemoteRewards:

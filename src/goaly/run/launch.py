@@ -68,7 +68,8 @@ def launch(
     spans.configure(run_dir if config.telemetry.trace else None, "controller")
     with logs.controller(run_dir / "logs" / "controller.log"):
         try:
-            return asyncio.run(_main(config, episode, script, run_dir))
+            may_restart = loaded.arguments == tuple(sys.argv[1:])  # or the same command would not resume this run
+            return asyncio.run(_main(config, episode, script, run_dir, may_restart=may_restart))
         except asyncio.CancelledError:
             return INTERRUPTED
         except _Restart:
@@ -79,7 +80,12 @@ def launch(
 
 
 async def _main(
-    config: RunConfig, episode: "EpisodeFunction", script: "Callable[[Run], Awaitable[None]]", run_dir: Path
+    config: RunConfig,
+    episode: "EpisodeFunction",
+    script: "Callable[[Run], Awaitable[None]]",
+    run_dir: Path,
+    *,
+    may_restart: bool,
 ) -> int:
     from goaly.run.start import started  # imports Monarch and torch, which a dry run does not need
 
@@ -91,7 +97,8 @@ async def _main(
     except BaseExceptionGroup as group:
         error = first_error(group)
         logger.error("%s", error, exc_info=group if logger.isEnabledFor(logging.DEBUG) else None)
-        if stop.run is not None and stop.run.lost_actors and _restarts_left(config, stop.run.policy_version):
+        run = stop.run
+        if may_restart and run is not None and run.lost_actors and _restarts_left(config, run.policy_version):
             raise _Restart from None
         logger.error("the run failed; its records are in %s", run_dir)
         return 1
@@ -150,10 +157,14 @@ class _StopSignals:
 
     def _terminate(self) -> None:
         self._once()
-        if self.run is not None and self.run.stop_after_step(self._cancel):
-            asyncio.get_running_loop().call_later(self._grace_seconds, self._cancel)
-        else:
+        too_late = asyncio.get_running_loop().call_later(self._grace_seconds, self._cancel)
+
+        def stop() -> None:
+            too_late.cancel()  # or it would interrupt the run's end
             self._cancel()
+
+        if self.run is None or not self.run.stop_after_step(stop):
+            stop()
 
     def _once(self) -> None:
         if self._stopping:

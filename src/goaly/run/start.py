@@ -160,8 +160,6 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
             sampling=config.sampling,
             group_size=config.backlog.group_size,
             max_context=config.max_context,
-            journal=run.run_dir / "rollouts.jsonl" if config.telemetry.journal else None,
-            journal_tokens=config.telemetry.journal_tokens,
             first_replica=index,
             seed=config.generator.seed,
         )

@@ -1,1 +1,1 @@
-"""A run's records: metrics, spans, the rollout journal, the progress display, logs."""
+"""A run's records: metrics, spans, the progress display, logs."""

@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines, used by metrics, spans and the rollout journal.
+"""Append-only files of JSON lines, used by metrics and spans.
 
 A file that can't be opened raises at once, before training starts.
 

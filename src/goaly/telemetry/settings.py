@@ -34,13 +34,7 @@ class TelemetrySettings(Settings):
     defaults."""
     trace: bool = True
     """Record the spans of all processes, and merge them into `trace.json` at the end."""
-    journal: bool = True
-    """Write every trajectory (text, rewards, versions) to the rollout journal."""
-    journal_tokens: bool = False
-    """Also write token ids to the journal: exact, but several times larger."""
 
     def _problems(self, at: Section) -> Iterator[str]:
         if self.wandb is not None and getattr(find_spec("wandb"), "origin", None) is None:  # its run folders have none
             yield f"{at}wandb: needs the package wandb, which is not installed: pip install 'goaly[wandb]'"
-        if not self.journal:
-            yield from at.idle(f"{at}journal is false", "journal_tokens")

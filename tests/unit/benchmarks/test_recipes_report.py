@@ -61,7 +61,7 @@ def test_settings_tell_apart_what_changes_a_result_and_nothing_else(tiny_model_f
     def settings(*overrides: str) -> str:
         return recipe("dapo", files()["dapo"], f"model.path={tiny_model_folder}", *overrides).settings
 
-    assert settings() == settings("run_dir=elsewhere", "hosts.bind={}", "telemetry.journal=false")
+    assert settings() == settings("run_dir=elsewhere", "hosts.bind={}", "telemetry.trace=false")
     assert settings() == settings("loss.importance_cap=2.0")  # the default, said aloud
     assert (
         len({settings(), settings("steps=7"), settings("loss.options.clip_high=0.3"), settings("prompts.seed=1")}) == 4

@@ -1,14 +1,12 @@
 """The journal: golden entry, exact run lengths."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.telemetry.journal import Journal, journal_entry, run_lengths
-from goaly.telemetry.lines import read_lines
+from goaly.journal import journal_entry, run_lengths
 from goaly.trajectory import Outcome, Trajectory, Turn, token_data
 
 
@@ -52,20 +50,9 @@ def test_an_entry_says_what_was_written_rewarded_and_by_which_versions():
     assert journal_entry(trajectory(), ticket=9, prompt="1+1", response="2") == ENTRY
 
 
-def test_tokens_and_logprobs_are_exact_where_asked_for(tmp_path: Path):
-    journal = Journal(tmp_path / "journal" / "rollout-0.jsonl", tokens=True)
-    journal.write(trajectory(), ticket=9, prompt="1+1", response="2", replica="generator-0")
-    journal.close()
-    exact = {"tokens": [5, 6, 7, 8, 1], "logprobs": [0.0, 0.0, -0.5, -0.25, -1.0], "replica": "generator-0"}
-    assert list(read_lines(tmp_path / "journal" / "rollout-0.jsonl")) == [ENTRY | exact]
-
-
-def test_a_journal_without_a_path_writes_nowhere(tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    journal = Journal(None)
-    journal.write(trajectory(), ticket=9, prompt="", response="")
-    journal.close()
-    assert list(tmp_path.iterdir()) == []
+def test_tokens_and_logprobs_are_exact_where_asked_for() -> None:
+    exact = {"tokens": [5, 6, 7, 8, 1], "logprobs": [0.0, 0.0, -0.5, -0.25, -1.0]}
+    assert journal_entry(trajectory(), ticket=9, prompt="1+1", response="2", tokens=True) == ENTRY | exact
 
 
 @given(st.lists(st.integers(-1, 2)))

@@ -1,0 +1,120 @@
+"""Writes the trajectories of a run's log as text, for readers.
+
+    python -m goaly.journal RUN [--tokens]
+
+`RUN/rollouts.jsonl` gets a line for each trajectory that entered the queue, in this order, also of a run that goes on:
+
+    ticket, prompt_id, sample   the ticket of the group, the prompt, and the number of the sample
+    source, answer              the prompt's source and answer
+    environment, outcome        the environment, and how the episode ended
+    reward, rewards             the sum, and [position, reward] of every token with a reward
+    length, trained             token counts
+    versions                    [policy version, tokens] runs over the whole sequence; -1 for tokens not sampled
+    turns                       [author, start, stop]
+    prompt, response            as text
+    tokens, logprobs            as sampled; only with `--tokens`
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from goaly.config import RUN_CONFIG, load
+from goaly.durable.records import Drawn
+from goaly.durable.run_log import records
+from goaly.errors import ConfigError, CorruptLog
+from goaly.prompts.prompt import Prompt
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.run.config import RunConfig
+from goaly.run.start import LOG_FOLDER
+from goaly.trajectory import Group, Trajectory
+
+ROLLOUTS_FILE = "rollouts.jsonl"
+
+
+def journal(run_dir: Path, *, tokens: bool = False) -> Iterator[dict[str, Any]]:
+    """The entries of a run's trajectories; `tokens`: with token ids and log-probs."""
+    file = run_dir / RUN_CONFIG
+    if not file.exists():
+        raise ConfigError([f"{run_dir}: must be the folder of a run, which has a {RUN_CONFIG}"])
+    config = load(RunConfig, ["--config", str(file)], prog="", description="").config
+    chat = ChatTokenizer(config.model.path, config.chat)
+    prompts: dict[int, Prompt] = {}
+    for record in records(run_dir / LOG_FOLDER):
+        match record:
+            case Drawn():
+                prompts[record.ticket] = record.prompt
+            case Group():
+                drawn = prompts.pop(record.ticket, None)
+                answer = None if drawn is None else drawn.answer
+                for sample in record.samples:
+                    ids = sample.tokens["tokens"].tolist()
+                    answer_at = sample.turns[0].stop if sample.turns else 0
+                    texts = {"prompt": chat.decode(ids[:answer_at]), "response": chat.decode(ids[answer_at:])}
+                    entry = journal_entry(sample, ticket=record.ticket, tokens=tokens, **texts)
+                    yield entry | {"source": record.source, "answer": answer}
+
+
+def journal_entry(
+    trajectory: Trajectory, *, ticket: int, prompt: str, response: str, tokens: bool = False
+) -> dict[str, Any]:
+    """The journal entry of a trajectory."""
+    rewards = trajectory.tokens["rewards"].tolist()
+    entry = {
+        "ticket": ticket,
+        "prompt_id": trajectory.prompt_id,
+        "sample": trajectory.sample_index,
+        "environment": trajectory.environment,
+        "outcome": str(trajectory.outcome),
+        "reward": trajectory.reward,
+        "rewards": [[position, reward] for position, reward in enumerate(rewards) if reward],
+        "length": len(trajectory),
+        "trained": trajectory.trained_tokens,
+        "versions": run_lengths(trajectory.tokens["sampler_versions"].tolist()),
+        "turns": [[turn.author, turn.start, turn.stop] for turn in trajectory.turns],
+        "prompt": prompt,
+        "response": response,
+    }
+    if tokens:
+        entry["tokens"] = trajectory.tokens["tokens"].tolist()
+        entry["logprobs"] = trajectory.tokens["sampler_logprobs"].tolist()
+    return entry
+
+
+def run_lengths(values: Iterable[int]) -> list[list[int]]:
+    """`[value, count]` of every run of equal values."""
+    return [[value, sum(1 for _ in same)] for value, same in groupby(values)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m goaly.journal", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--tokens", action="store_true", help="also write token ids and log-probs")
+    line = parser.parse_args(argv)
+    file, count = line.run / ROLLOUTS_FILE, 0
+    unfinished = file.with_suffix(".new")
+    try:
+        entries = journal(line.run, tokens=line.tokens)
+        with unfinished.open("w", encoding="utf-8") as out:
+            for entry in entries:
+                out.write(json.dumps(entry, ensure_ascii=False) + "\n")
+                count += 1
+        os.replace(unfinished, file)
+    except (ConfigError, CorruptLog, OSError) as error:
+        unfinished.unlink(missing_ok=True)
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(f"{count} trajectories in {file}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    from goaly.process import exit_quickly
+
+    exit_quickly(main())
