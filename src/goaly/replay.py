@@ -21,24 +21,29 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from goaly.actors import ask, spawn
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.config import RUN_CONFIG, load, to_yaml
+from goaly.config.check import check
 from goaly.config.schema import plain
 from goaly.durable.checkpoint import Checkpoint, Checkpoints
+from goaly.durable.records import Resumed
+from goaly.durable.run_log import records
 from goaly.errors import ConfigError, GoalyError, RunFailed, first_error
-from goaly.plan.dry_run import placed
+from goaly.plan.dry_run import held_on_gpu
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
-from goaly.run.placement import processes
+from goaly.run.placement import place, processes
 from goaly.run.process_agent import rendezvous
 from goaly.run.resume import changes
 from goaly.run.stages import TrainerStage
 from goaly.run.start import CHECKPOINT_FOLDER, LOG_FOLDER, POLICY_FOLDER
 from goaly.telemetry import logs
 from goaly.telemetry.metrics import MetricsWriter
+from goaly.train.settings import TrainerSettings
 from goaly.train.trainer import PolicyTrainer
 from goaly.weights.store import WeightStore
 
@@ -97,13 +102,21 @@ def read_arguments(argv: Sequence[str]) -> Asked:
         for overrides in ((), line.overrides)
     )
     changed = [key for key, _, _ in changes(plain(before), plain(after))]
-    if problems := list(_problems(line, changed)):
+    if problems := list(_problems(line, changed, before, after)):
         raise ConfigError(problems)
+    if not any(key.startswith("trainer.") for key in changed):
+        after = replace(after, trainer=_first_trainer(line.run, after.trainer))
     same = not any(key.partition(".")[0] in ("loss", "trainer") for key in changed)
     return Asked(run_dir=line.run, config=after, same=same, to=line.to, check=line.check, into=line.into)
 
 
-def _problems(line: argparse.Namespace, changed: Sequence[str]) -> Iterator[str]:
+def _first_trainer(run_dir: Path, now: TrainerSettings) -> TrainerSettings:
+    """The trainer settings that the run began with."""
+    first = next((record for record in records(run_dir / LOG_FOLDER) if isinstance(record, Resumed)), None)
+    return now if first is None else check(TrainerSettings, first.trainer)[0]
+
+
+def _problems(line: argparse.Namespace, changed: Sequence[str], before: RunConfig, after: RunConfig) -> Iterator[str]:
     for key in changed:
         if key.partition(".")[0] not in MAY_CHANGE or key in ("trainer.minibatches", "trainer.temperature"):
             may = ", ".join(MAY_CHANGE)
@@ -113,10 +126,30 @@ def _problems(line: argparse.Namespace, changed: Sequence[str]) -> Iterator[str]
         yield f"--check: compares with the run's own digests, but {trains_otherwise[0]} is changed"
     if trains_otherwise and line.into is None:
         yield f"{trains_otherwise[0]}: needs --into FOLDER, because the result is another policy"
+    if after.uses_reference and not before.uses_reference:
+        yield f"loss.kl_coef={after.loss.kl_coef}: must be 0, because the log has no log-probs of a reference"
     if line.to is not None and line.to < 1:
         yield f"--to={line.to}: must be at least 1"
+    if (
+        not trains_otherwise
+        and (version := otherwise_from(line.run)) is not None
+        and (line.to or version + 1) > version
+    ):
+        yield f"--to={line.to}: must be at most {version}, from where the run went on with other trainer settings"
     if line.into is not None and (line.into / RUN_CONFIG).exists():
         yield f"--into={line.into}: holds a run already; name another folder"
+
+
+def otherwise_from(run_dir: Path) -> int | None:
+    """The policy version from which the run went on with other trainer settings than those it began with; None if it
+    did not."""
+    began: dict[str, Any] | None = None
+    for record in records(run_dir / LOG_FOLDER):
+        if isinstance(record, Resumed):
+            began = record.trainer if began is None else began
+            if record.trainer != began:
+                return record.policy_version
+    return None
 
 
 async def train_again(asked: Asked, folder: Path) -> Replayed:
@@ -153,6 +186,8 @@ async def train_again(asked: Asked, folder: Path) -> Replayed:
     metrics.close()
     if asked.to is not None and found.version < asked.to and found.difference is None:
         raise RunFailed(f"--to={asked.to}: the log ends at policy version {found.version}")
+    if asked.check and not found.compared:
+        raise RunFailed("--check: the log has no digest to compare with")
     return found
 
 
@@ -180,10 +215,9 @@ async def _trainer(asked: Asked, folder: Path) -> AsyncIterator[tuple[Trajectory
     try:
         async with asyncio.TaskGroup() as owned:
             watch = owned.create_task(alive())
-            places = placed(config, await hosts.cluster())
-            meshes = {
-                each.name: hosts.spawn(each, places[each.name]) for each in processes(config) if each.name in NEEDED
-            }
+            needed = [each for each in processes(config) if each.name in NEEDED]
+            places = place(needed, config.hosts, await hosts.cluster(), held_on_gpu(config))
+            meshes = {each.name: hosts.spawn(each, places[each.name]) for each in needed}
             store = spawn(meshes["hub"], "store", WeightStore, config.weights)
             queue = spawn(
                 meshes["hub"],
@@ -208,9 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
     try:
         asked = read_arguments(sys.argv[1:] if argv is None else argv)
-    except ConfigError as error:
+    except GoalyError as error:
         sys.stderr.write(f"{error}\n")
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
     with tempfile.TemporaryDirectory(prefix="goaly-replay-") as scratch:
         folder = asked.into or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)

@@ -168,7 +168,7 @@ async def test_a_batch_whose_records_cannot_be_written_is_not_given_out(stack): 
     LogWriter(log).close()
     (log / "000000.log").unlink()
     (log / "000000.log").symlink_to("/dev/full")
-    await stack.queue.open.call_one(log, 0)
+    await stack.queue.open.call_one(log, 0, {})
     ticket = await stack.queue.admit.call_one()
     await stack.worker.run_group.call_one(ticket, PROMPT)
     with pytest.raises(ActorError, match=r"the run's log cannot be written: .*No space left on device"):

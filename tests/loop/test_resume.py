@@ -79,7 +79,7 @@ def test_a_killed_and_resumed_run_equals_one_that_was_not_killed_and_can_be_trai
 
 
 def test_a_run_that_is_told_to_stop_leaves_a_checkpoint_and_goes_on_in_another_shape(launch: Launch) -> None:  # RN-4
-    run = launch("steps=1000", "checkpoint.every=null", "backlog.max_staleness=2")
+    run = launch("steps=1000", "checkpoint.every=null", "backlog.max_staleness=2", "loss.kl_coef=0.01")
     run.wait_for_steps(3)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 130, run.text()
@@ -90,6 +90,12 @@ def test_a_run_that_is_told_to_stop_leaves_a_checkpoint_and_goes_on_in_another_s
     assert resumed.wait(START_SECONDS) == 0, resumed.text()
     assert f"resumed at policy version {done}" in resumed.text()
     assert_whole(resumed, done + 3)
+    checked = replay(resumed, "--check")
+    assert checked.returncode == 2
+    assert f"must be at most {done}, from where the run went on with other trainer settings" in checked.stderr
+    checked = replay(resumed, "--check", "--to", str(done))
+    assert checked.returncode == 0, checked.stderr
+    assert f"{done} digests are as recorded" in checked.stdout
 
 
 def test_what_a_resumed_run_may_not_change_is_refused_and_nothing_is_lost(launch: Launch, tmp_path: Path) -> None:

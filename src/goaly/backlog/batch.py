@@ -46,6 +46,8 @@ class Batch:
     placement: tuple[tuple[Row, ...], ...]
     """The rows of each rank, as the sequences in them."""
     ranks: tuple[PackedRows, ...]
+    unfinished: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """The values `[T]` by sequence of each column that not all ranks have been given for yet."""
 
     @property
     def tickets(self) -> tuple[int, ...]:
@@ -126,6 +128,25 @@ def _placed(
         trained_tokens = sum(samples[place].trained_tokens for place in places)
         parts.append(Part(rows=len(of_part[0]), trained_tokens=trained_tokens, sequences=len(places)))
     return tuple(tuple(rows) for rows in rows_by_rank), tuple(parts)
+
+
+def by_sequence(batch: Batch, dp_rank: int, column_RL: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """The sequences of a rank by their index in the batch, and a column's values for them, one after another."""
+    found = [(place, column_RL[row, span]) for rank, row, span, place in _spans(batch) if rank == dp_rank]
+    return tuple(place for place, _ in found), torch.cat([values for _, values in found])
+
+
+def add_column(batch: Batch, key: str, places: Sequence[int], values_T: Tensor, settings: AdvantageSettings) -> None:
+    """Add a column's values for these sequences to the rows, once those of all sequences are there; then also the
+    advantages that need the column."""
+    tokens = lengths([sample for group in batch.groups for sample in group.samples])
+    found = batch.unfinished.setdefault(key, {})
+    found.update(zip(places, values_T.split([tokens[place] for place in places]), strict=True))
+    if len(found) == len(tokens):
+        _into_rows(batch, key, [found[place] for place in range(len(tokens))])
+        del batch.unfinished[key]
+        if key in settings.needs:
+            add_advantages(batch, settings)
 
 
 def add_advantages(batch: Batch, settings: AdvantageSettings) -> None:

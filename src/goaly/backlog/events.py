@@ -27,12 +27,14 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Annotated:
-    """A later stage added a column to a batch's rows of one data-parallel rank."""
+    """A later stage added a column to some sequences of a batch."""
 
     batch: int
-    dp_rank: int
     key: str
-    column_RL: Tensor
+    places: tuple[int, ...]
+    """The sequences, by their index in the batch: so the event fits any number of data-parallel ranks."""
+    values_T: Tensor
+    """Their values, one sequence after another."""
 
 
 Event = Ticket | Group | Dropped | Formed | Annotated | Trained

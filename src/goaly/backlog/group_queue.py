@@ -31,7 +31,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from goaly.backlog.admission import Admission, Ticket
-from goaly.backlog.batch import Batch, BatchHandle, add_advantages, build_batch
+from goaly.backlog.batch import Batch, BatchHandle, add_column, build_batch, by_sequence
 from goaly.backlog.distribution import KnownStep, LengthDistribution, SourceShares
 from goaly.backlog.events import Annotated, Event, Formed, Trained
 from goaly.backlog.group_statistics import NO_SIGNAL, GroupStatistics
@@ -189,7 +189,8 @@ class GroupQueue:
                 f"batch {batch_id}, dp_rank {dp_rank}: `{key}` is {column_RL.dtype} {tuple(column_RL.shape)}, "
                 f"must be {LATER[key]} {tuple(rows.batch_size)}"
             )
-        annotated = Annotated(batch=batch_id, dp_rank=dp_rank, key=key, column_RL=column_RL)
+        places, values_T = by_sequence(self._batches[batch_id], dp_rank, column_RL)
+        annotated = Annotated(batch=batch_id, key=key, places=places, values_T=values_T)
         self._annotate(annotated if batch_id < self._policy_version else self._recorded(annotated))
 
     def trained(self, batch_id: int, policy_version: int) -> None:
@@ -231,6 +232,9 @@ class GroupQueue:
                 )
             batch = self._batches[self._policy_version]
             self._train(self._recorded(Trained(batch=self._policy_version, tickets=batch.tickets)))
+        self._signal_error = None  # the user has resumed a run that it ended
+        self._statistics.forget()
+        self._queued_ns = {ticket: time.time_ns() for ticket in self._groups}
         self._admit_again.extend(Ticket(index=index, min_version=least) for index, least in self._min_versions.items())
         self._give_again.extend(sorted(self._batches))
 
@@ -346,9 +350,8 @@ class GroupQueue:
         return Formed(batch=batch.handle.id, tickets=batch.tickets)
 
     def _annotate(self, annotated: Annotated) -> Annotated:
-        self._batch(annotated.batch).ranks[annotated.dp_rank].rows[annotated.key] = annotated.column_RL
-        if annotated.key in self._advantage_settings.needs:
-            add_advantages(self._batches[annotated.batch], self._advantage_settings)
+        batch = self._batch(annotated.batch)
+        add_column(batch, annotated.key, annotated.places, annotated.values_T, self._advantage_settings)
         return annotated
 
     def _train(self, trained: Trained, *, keep: int | None = None) -> Trained:

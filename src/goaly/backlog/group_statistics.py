@@ -45,10 +45,14 @@ class GroupStatistics:
         self._recent.append(not signal)
         return signal
 
+    def forget(self) -> None:
+        """Forget which recent groups had a signal: what caused it may have been changed."""
+        self._recent.clear()
+
     @property
     def no_signal_share(self) -> float:
         """The share of recent groups without signal."""
-        return sum(self._recent) / len(self._recent)
+        return sum(self._recent) / max(1, len(self._recent))
 
     def signal_error(self) -> RunFailed | None:
         """The error that ends the run if too many recent groups had no signal (OU-1); None if not."""

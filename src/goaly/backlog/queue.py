@@ -77,14 +77,14 @@ class TrajectoryQueue(Actor):
         self._logged: Iterator[tuple[BatchHandle, str | None]] | None = None
 
     @concurrent_endpoint
-    async def open(self, log: Path, policy_version: int) -> Recovered:
+    async def open(self, log: Path, policy_version: int, trainer: dict[str, Any]) -> Recovered:
         """Record events in this log from now on. If it has records, the queue first goes on from where they end, with a
-        trainer of this version."""
-        return await asyncio.to_thread(self._open, log, policy_version)
+        trainer of this version and these settings."""
+        return await asyncio.to_thread(self._open, log, policy_version, trainer)
 
-    def _open(self, log: Path, policy_version: int) -> Recovered:
+    def _open(self, log: Path, policy_version: int, trainer: dict[str, Any]) -> Recovered:
         opened = RunLog(log)
-        opened.append(Resumed(policy_version=policy_version))
+        opened.append(Resumed(policy_version=policy_version, trainer=trainer))
         self._log = opened
         return recover(log, self.queue, policy_version)
 

@@ -22,6 +22,8 @@ from typing import Any
 
 from xxhash import xxh3_128
 
+from goaly.folder import remove
+
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
@@ -37,7 +39,7 @@ class Checkpoint:
     folder: Path
     step: int
     facts: Mapping[str, Any]
-    """What its writer noted beside the files, such as its position in the run's log."""
+    """What its writer noted beside the files."""
 
 
 class Checkpoints:
@@ -63,6 +65,8 @@ class Checkpoints:
         manifest.write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=1) + "\n")
         for path in (manifest, *sorted({path.parent for path in _files(writing)}, reverse=True)):
             _sync(path)
+        if folder.exists():
+            remove(folder)  # it is damaged, or there would be no new one
         os.rename(writing, folder)
         _sync(self._folder)
         return Checkpoint(folder, step, facts)
@@ -76,7 +80,7 @@ class Checkpoints:
         oldest = next(islice(self._sound(), keep - 1, None), None)
         for folder in self._folders():
             if oldest is not None and int(folder.name) < oldest.step:
-                shutil.rmtree(folder)
+                remove(folder)
 
     def _sound(self, at_most: int | None = None) -> Iterator[Checkpoint]:
         for folder in self._folders():
@@ -88,7 +92,8 @@ class Checkpoints:
                 logger.warning("checkpoint %s is skipped: %s", folder, error)
 
     def _folders(self) -> list[Path]:
-        return sorted(self._folder.glob("[0-9]*"), key=lambda path: int(path.name), reverse=True)
+        found = [path for path in self._folder.glob("[0-9]*") if path.name.isdigit()]
+        return sorted(found, key=lambda path: int(path.name), reverse=True)
 
 
 def read(folder: Path) -> Checkpoint:

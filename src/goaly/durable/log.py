@@ -13,9 +13,11 @@ Invariants
           behind the mark is a torn tail: it ends the log, and the next writer cuts it off. Damage before the mark is a
           CorruptLog that names file and offset.
     LG-3  After a failed write or sync nothing more is written, and every waiter gets the error.
+    LG-4  A log has one writer at a time.
 """
 
 import asyncio
+import fcntl
 import logging
 import os
 import struct
@@ -78,7 +80,9 @@ class LogWriter:
         before = _segment(folder, self._end.segment - 1)
         self._previous = before.stat().st_size if before.exists() else 0
         self._file = os.open(_segment(folder, self._end.segment), APPENDING, 0o644)
+        _sync_folder(folder)
         self._error: OSError | None = None
+        self._closed = False
         self.cpu_seconds = 0.0
         """What encoding and writing have cost so far."""
         self._work: SimpleQueue[Callable[[], bytes] | _Waiter | None] = SimpleQueue()
@@ -91,12 +95,15 @@ class LogWriter:
 
     async def durable(self) -> None:
         """Return once everything appended so far is on disk (LG-1); RunFailed if it could not be written."""
+        if self._closed:
+            raise RunFailed("the run's log is closed")
         waiter = _Waiter(asyncio.get_running_loop())
         self._work.put(waiter)
         await waiter.done  # Unblocked by the log's thread, also if it cannot write.
 
     def close(self) -> None:
         """Write and sync what was appended, and end the thread."""
+        self._closed = True
         self._work.put(None)
         self._thread.join()
         os.close(self._file)
@@ -132,10 +139,11 @@ class LogWriter:
             self._append(_frame_header(self._end, payload), payload)
             if self._end.offset >= self._segment_bytes:
                 self._sync()
+                following = os.open(_segment(self._folder, self._end.segment + 1), APPENDING, 0o644)
                 os.close(self._file)
+                self._file = following
                 self._previous = self._end.offset
                 self._end = Position(self._end.segment + 1, 0)
-                self._file = os.open(_segment(self._folder, self._end.segment), APPENDING, 0o644)
                 _sync_folder(self._folder)
 
     def _append(self, *parts: bytes) -> None:
@@ -189,7 +197,13 @@ class _Mark:
             temporary.write_bytes(_slot(START) * 2)
             os.rename(temporary, path)
             _sync_folder(folder)
-        return cls(os.open(path, os.O_RDWR), durable_mark(folder), 0)
+        file = os.open(path, os.O_RDWR)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # LG-4; freed by the end of the process
+        except OSError:
+            os.close(file)
+            raise RunFailed(f"{path}: another process still writes this log") from None
+        return cls(file, durable_mark(folder), 0)
 
     def move(self, position: Position) -> None:
         os.pwrite(self._file, _slot(position), PLACE.size * (self._writes % 2))

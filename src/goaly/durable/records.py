@@ -37,9 +37,11 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """The run went on from here, with a trainer of this policy version."""
+    """A process began to work on the run, with a trainer of this policy version."""
 
     policy_version: int
+    trainer: dict[str, Any]
+    """The trainer's settings from here on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +67,8 @@ def encode(record: Record) -> bytes:
         }
         columns = parts.columns | {TOKENS: parts.columns[TOKENS].int()}  # no vocabulary has 2^31 tokens
     elif isinstance(record, Annotated):
-        content = {"batch": record.batch, "dp_rank": record.dp_rank, "key": record.key}
-        columns = {COLUMN: record.column_RL}
+        content = {"batch": record.batch, "key": record.key, "places": record.places}
+        columns = {COLUMN: record.values_T}
     else:
         content = _adapter(type(record)).dump_python(record, mode="json")
     metadata = {"kind": type(record).__name__, "content": json.dumps(content)}
@@ -78,7 +80,8 @@ def decode(payload: bytes) -> Record:
     header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
     kind, content = _KINDS[header[METADATA]["kind"]], json.loads(header[METADATA]["content"])
     if kind is Annotated:
-        return Annotated(**content, column_RL=safetensors.torch.load(payload)[COLUMN])
+        places = tuple(content.pop("places"))
+        return Annotated(**content, places=places, values_T=safetensors.torch.load(payload)[COLUMN])
     if kind is not Group:
         return _adapter(kind).validate_python(content)
     columns = safetensors.torch.load(payload)

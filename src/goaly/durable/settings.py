@@ -10,7 +10,7 @@ class CheckpointSettings(Settings):
     """Training steps between two checkpoints. A resumed run trains again the steps since the newest one, which takes no
     generation. null: only at the end of the run and on SIGTERM."""
     keep: PositiveInt = 2
-    """Newest checkpoints that stay on disk. Replay starts from the oldest of them, or from the first model."""
+    """Newest checkpoints that stay on disk. More than one lets a run go on if the newest is damaged."""
     restarts: NonNegativeInt = 3
     """How many times in a row, without a training step in between, a run resumes by itself after the death of a process
     that is not replaced. After that it ends; `--resume` goes on with it. 0: it ends at the first death."""

@@ -56,6 +56,7 @@ class RunCheckpoints:
         self._create_task = create_task
         self._say = say
         self._writing: asyncio.Task[None] | None = None
+        self._one_at_a_time = asyncio.Lock()
 
     async def after_step(self, step: int) -> None:
         """Take a checkpoint if one is due after this step, and return when the state is copied."""
@@ -64,16 +65,18 @@ class RunCheckpoints:
         if self._writing is not None and not self._writing.done():
             self._say(f"no checkpoint of step {step}: the one before is still being written")
             return
-        await self._take(step)
+        async with self._one_at_a_time:
+            await self._take(step)
 
     async def finish(self, step: int) -> None:
         """Return when there is a checkpoint of this step, or when writing it has failed."""
-        if self._writing is not None:
-            await asyncio.shield(self._writing)
-        if self._newest != step:
-            await self._take(step)
-            assert self._writing is not None
-            await asyncio.shield(self._writing)
+        async with self._one_at_a_time:
+            if self._writing is not None:
+                await asyncio.shield(self._writing)
+            if self._newest != step:
+                await self._take(step)
+                assert self._writing is not None
+                await asyncio.shield(self._writing)
 
     async def _take(self, step: int) -> None:
         staged = await asyncio.gather(*(stage.stage() for stage in self._stages.values()))
@@ -89,9 +92,13 @@ class RunCheckpoints:
             await asyncio.gather(*(stage.write(folder / name) for name, stage in self._stages.items()))
             await self._durable()
             await asyncio.to_thread(self._checkpoints.commit, step, {})
-            await asyncio.to_thread(self._checkpoints.prune, self._settings.keep)
         except Exception as error:
             cause = root_cause(error.__cause__ or error)
             if not isinstance(cause, OSError):
                 raise
             self._say(f"no checkpoint of step {step}, it cannot be written: {cause}")  # RC-2
+            return
+        try:
+            await asyncio.to_thread(self._checkpoints.prune, self._settings.keep)
+        except OSError as error:
+            self._say(f"old checkpoints cannot be removed: {error}")

@@ -1,7 +1,7 @@
 """Runs a script with a loaded config: the run folder, signals, error messages and the exit code.
 
 0 finished   1 failed, with one message that names the actor and the cause   130 stopped by Ctrl-C, or by SIGTERM after
-the current step and a checkpoint of it (a second signal stops at once)
+the current step and a checkpoint of it (a second Ctrl-C stops at once)
 
 Invariants
     LC-1  When a process that is not replaced dies, the controller stops the others, and resumes the run under its own
@@ -87,18 +87,21 @@ async def _main(
     *,
     may_restart: bool,
 ) -> int:
-    from goaly.run.start import started  # imports Monarch and torch, which a dry run does not need
+    from goaly.actors import SupervisionError  # imports Monarch and torch, which a dry run does not need
+    from goaly.run.start import started
 
     stop = _StopSignals(config.checkpoint.grace_seconds)
     try:
-        async with started(config, episode, run_dir) as run:
-            stop.run = run
+        async with started(config, episode, run_dir, stop.of) as run:
             await script(run)
     except BaseExceptionGroup as group:
         error = first_error(group)
         logger.error("%s", error, exc_info=group if logger.isEnabledFor(logging.DEBUG) else None)
         run = stop.run
-        if may_restart and run is not None and run.lost_actors and _restarts_left(config, run.policy_version):
+        if stop.stopping:
+            return INTERRUPTED
+        is_death = run is not None and (run.lost_actors or isinstance(error.__cause__, SupervisionError))
+        if may_restart and run is not None and is_death and _count_restart(config, run.policy_version):
             raise _Restart from None
         logger.error("the run failed; its records are in %s", run_dir)
         return 1
@@ -106,7 +109,7 @@ async def _main(
     return 0
 
 
-def _restarts_left(config: RunConfig, policy_version: int) -> bool:
+def _count_restart(config: RunConfig, policy_version: int) -> bool:
     """Count a restart at this version; False if there were too many since the last new version."""
     count, _, version = os.environ.get(RESTARTS, "0@-1").partition("@")
     restarts = int(count) + 1 if policy_version <= int(version) else 1
@@ -124,8 +127,11 @@ def make_run_dir(config: RunConfig) -> Path:
         raise ConfigError(
             [f"run_dir={run_dir}: holds a run already; continue it with --resume, or name another folder"]
         )
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    write_config(run_dir, config)
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        write_config(run_dir, config)
+    except OSError as error:
+        raise ConfigError([f"run_dir={run_dir}: cannot be written: {error}"]) from None
     return run_dir
 
 
@@ -138,7 +144,7 @@ def write_config(run_dir: Path, config: RunConfig) -> None:
 
 class _StopSignals:
     """Ends the task that made it at the first SIGINT, and at the first SIGTERM after a checkpoint of the current step,
-    for which there are so many seconds. The second signal ends the process."""
+    for which there are so many seconds. A SIGINT after that ends the process."""
 
     def __init__(self, grace_seconds: float):
         task = asyncio.current_task()
@@ -146,17 +152,25 @@ class _StopSignals:
         self.run: Run | None = None
         self._cancel = task.cancel
         self._grace_seconds = grace_seconds
-        self._stopping = False
+        self.stopping = False
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
 
+    def of(self, run: "Run") -> None:
+        """Stop this run."""
+        self.run = run
+
     def _interrupt(self) -> None:
-        self._once()
+        if self.stopping:
+            os._exit(INTERRUPTED)  # the run's processes die with this one
+        self._begin()
         self._cancel()
 
     def _terminate(self) -> None:
-        self._once()
+        if self.stopping:
+            return  # schedulers repeat it
+        self._begin()
         too_late = asyncio.get_running_loop().call_later(self._grace_seconds, self._cancel)
 
         def stop() -> None:
@@ -166,8 +180,6 @@ class _StopSignals:
         if self.run is None or not self.run.stop_after_step(stop):
             stop()
 
-    def _once(self) -> None:
-        if self._stopping:
-            os._exit(INTERRUPTED)  # the run's processes die with this one
-        self._stopping = True
-        logger.warning("stopping; once more stops at once")
+    def _begin(self) -> None:
+        self.stopping = True
+        logger.warning("stopping; Ctrl-C stops at once")

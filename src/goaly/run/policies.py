@@ -47,6 +47,7 @@ class SavedPolicies:
     async def save(self, policy_version: int, trainer: TrainerStage, *, candidate: bool) -> None:
         """Save this version if it is a periodic one. `candidate`: also set it aside, until `scored`."""
         periodic = self._settings.every is not None and policy_version % self._settings.every == 0
+        periodic = periodic and not (self._folder / f"{policy_version:06d}").exists()  # from before the run was resumed
         candidate = candidate and self._settings.best
         if not periodic and not candidate:
             return

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from goaly.backlog.batch import BatchHandle
@@ -49,7 +50,7 @@ class Run:
         self._earlier = list(self._recorded_evaluations())
         """The evaluations before the run was resumed."""
         self.evaluations = [*self._earlier]
-        self._evaluated = False
+        self._evaluated = self._ends = False
         self.periodic = PeriodicEvaluation(config.evaluation.every, self._evaluate_beside_training, self.say)
         self.policies = SavedPolicies(run_dir / "policies", config.save, next(iter(config.evaluation.named)))
         self.lost_actors: set[str] = set()
@@ -72,7 +73,8 @@ class Run:
         training step."""
         scores = [(one.policy_version, one.results[name].pass_at_1) for one in self.evaluations if name in one.results]
         scores.sort(key=lambda score: score[0])  # that of an older version may end last
-        start = min((self.trainer.start_version, *(one.policy_version for one in self._earlier))) if scores else 0
+        began = [self.trainer.start_version] if hasattr(self, "trainer") else []
+        start = min([*began, *(one.policy_version for one in self._earlier)], default=0)
         before = [value for version, value in scores if version == start]
         after = [value for version, value in scores if version > start]
         return before[0] if before else None, after[-1] if after else None
@@ -105,9 +107,10 @@ class Run:
     def _recorded(self, version: int, sets: Iterable[str]) -> Evaluation | None:
         """The recorded evaluation that this one would repeat: one of this version, or, for the first one of a resumed
         run before it trains, the newest."""
-        first = not self._evaluated and version == self.trainer.start_version
         found = [one for one in self._earlier if set(sets) <= one.results.keys()]
-        return next((one for one in reversed(found) if first or one.policy_version == version), None)
+        of_version = [one for one in found if one.policy_version == version]
+        first = not self._evaluated and version == self.trainer.start_version < self.config.steps
+        return next(reversed(of_version or (found if first else [])), None)
 
     def _recorded_evaluations(self) -> Iterator[Evaluation]:
         file = self.run_dir / EVALUATIONS_FILE
@@ -149,7 +152,8 @@ class Run:
         policy_version = batch.id + 1
         self.prompts.learn(batch.id, batch.passes)
         shares = self.prompts.shares if len(self.prompts.shares) > 1 else {}
-        is_evaluated = policy_version > self.metrics.newest and self.periodic.is_due(policy_version)
+        is_known = any(one.policy_version == policy_version for one in self._earlier)
+        is_evaluated = not is_known and self.periodic.is_due(policy_version)
         step = {
             **batch.metrics,
             **metrics,
@@ -172,19 +176,21 @@ class Run:
         if policy_version > self.metrics.newest:
             self.metrics.step(policy_version, step)
             self.progress.step(policy_version, step)
-            await self.policies.save(policy_version, self.trainer, candidate=is_evaluated)
-            if is_evaluated:
-                self.periodic.start(policy_version, self.tasks)
+        await self.policies.save(policy_version, self.trainer, candidate=is_evaluated)
+        if is_evaluated:
+            self.periodic.start(policy_version, self.tasks)
         await self.checkpoints.after_step(policy_version)
         if self._stop is not None:
             await self.stopped()
 
     def stop_after_step(self, stop: Callable[[], object]) -> bool:
-        """Call `stop` after the current step and a checkpoint of it. False if no step is under way or waited for."""
-        if not hasattr(self, "checkpoints") or not self.backlog.is_giving_batches:
+        """Call `stop` after the current step and a checkpoint of it. False if the run has not started."""
+        if not hasattr(self, "checkpoints"):
             return False
         self._stop = stop
         self.backlog.end()
+        if not self.backlog.is_giving_batches:
+            self.tasks.create_task(self.stopped(), name="stop")
         return True
 
     async def stopped(self) -> None:
@@ -210,9 +216,18 @@ class Run:
 
     def lost(self, actor: str, report: str) -> None:
         """Report the death of an actor that is not replaced: the run ends with an error that names it."""
+        if self._ends:
+            return
         self.lost_actors.add(actor)
         if not self._died.done():
             self._died.set_exception(RunFailed(f"{actor} died: {report}"))
+
+    def ends(self) -> None:
+        """Count no further death, and record no further end of a ticket: those are caused by the end of the run."""
+        self._ends = True
+        if hasattr(self, "backlog"):
+            with suppress(Exception):  # its hub may be dead
+                self.backlog.end()  # RN-4
 
     def failed(self, what: str, error: BaseException) -> None:
         """Report that a part of the controller failed: the run ends with an error that names it."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from goaly.actors import ask
 from goaly.backlog.admission import Ticket
@@ -48,10 +48,10 @@ class BacklogStage:
         self._last_counts: dict[str, int] = {}
         self.is_giving_batches = False
 
-    async def open(self, log: Path, policy_version: int) -> Recovered:
-        """Record events in this log, and go on from where it ends with a trainer of this version."""
+    async def open(self, log: Path, policy_version: int, trainer: dict[str, Any]) -> Recovered:
+        """Record events in this log, and go on from where it ends with a trainer of this version and these settings."""
         self._first_batch = policy_version
-        return await ask("queue.open", self._queue.open.call_one(log, policy_version))
+        return await ask("queue.open", self._queue.open.call_one(log, policy_version, trainer))
 
     def record(self, record: Drawn | Published) -> None:
         """Write a record into the log."""
@@ -86,6 +86,8 @@ class BacklogStage:
                 raise RunFailed("the trajectory queue closed before the run's last step")
             yield batch
         self.is_giving_batches = False
+        if self._on_end is not None:
+            await self._on_end()
         await ask("queue.close", self._queue.close.call_one())
 
     async def trained(self, batch: BatchHandle, policy_version: int) -> None:

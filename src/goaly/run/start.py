@@ -14,7 +14,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from monarch.actor import ProcMesh
 
 from goaly.actors import ask, spawn
 from goaly.backlog.queue import TrajectoryQueue
+from goaly.config.schema import plain
 from goaly.durable.checkpoint import Checkpoints
 from goaly.errors import RunFailed, root_cause
 from goaly.generate.generator import Generator
@@ -66,9 +67,15 @@ HUB_ACTORS = ("store", "rewards", "queue")
 
 
 @asynccontextmanager
-async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) -> AsyncIterator[Run]:
-    """A run whose actors are up. It goes on from what its folder holds: from nothing, or from where it ended (RN-4)."""
+async def started(
+    config: RunConfig, episode: EpisodeFunction, run_dir: Path, created: Callable[[Run], None] = lambda run: None
+) -> AsyncIterator[Run]:
+    """A run whose actors are up. It goes on from what its folder holds: from nothing, or from where it ended (RN-4).
+
+    `created` gets the run before anything is started.
+    """
     run = Run(config, run_dir)
+    created(run)
     planned = {each.name: each for each in processes(config)}
     names = {*HUB_ACTORS, *planned}
 
@@ -96,8 +103,7 @@ async def started(config: RunConfig, episode: EpisodeFunction, run_dir: Path) ->
         status = "interrupted"
         raise
     finally:
-        if hasattr(run, "backlog"):
-            run.backlog.end()  # RN-4: before groups are cancelled
+        run.ends()
         try:
             await _save_policy(run, status)
         finally:
@@ -186,7 +192,7 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
 
     # Start them all.
     folder, step = (None, 0) if checkpoint is None else (checkpoint.folder.absolute(), checkpoint.step)
-    recovered = await run.backlog.open((run.run_dir / LOG_FOLDER).absolute(), step)
+    recovered = await run.backlog.open((run.run_dir / LOG_FOLDER).absolute(), step, plain(config.trainer))
     run.prompts.begin(recovered, run.backlog.record)
     run.trainer.expect(recovered.digests)
     await _join("trainer", meshes["trainer"])

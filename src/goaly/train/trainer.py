@@ -105,9 +105,10 @@ class PolicyTrainer(ModelActor):
 
     @concurrent_endpoint
     async def digest(self) -> str:
-        """The digest of the current parameters, equal for equal bits on any mesh. May run beside `publish`."""
+        """The digest of the current parameters, equal for equal bits on any mesh."""
         engine = self._thread.engine
-        return await self._thread.run(engine.digest, "digest", version=engine.policy_version)
+        async with self._parameters_at_rest:  # it is a collective, as saving is
+            return await self._thread.run(engine.digest, "digest", version=engine.policy_version)
 
     @concurrent_endpoint
     async def save(self, folder: str | Path) -> None:

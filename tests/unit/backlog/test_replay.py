@@ -13,8 +13,10 @@ from trajectories import grouped, sampled
 from goaly.backlog.admission import Ticket
 from goaly.backlog.events import Event, Formed, Trained
 from goaly.backlog.group_queue import GroupQueue
+from goaly.backlog.group_statistics import RECENT_STEPS
 from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
+from goaly.errors import RunFailed
 from goaly.reward.settings import AdvantageSettings
 
 SETTINGS = BacklogSettings(groups_per_step=2, group_size=2, max_staleness=2, window=4, row_length=32)
@@ -25,9 +27,9 @@ KINDS = [
 ]
 
 
-def queue_of(settings: BacklogSettings, events: list[Event] | None = None) -> GroupQueue:
+def queue_of(settings: BacklogSettings, events: list[Event] | None = None, dp_ranks: int = 1) -> GroupQueue:
     record = (lambda event: None) if events is None else events.append
-    return GroupQueue(settings, AdvantageSettings(), dp_ranks=1, pad_token=0, record=record)
+    return GroupQueue(settings, AdvantageSettings(), dp_ranks=dp_ranks, pad_token=0, record=record)
 
 
 class Driver:
@@ -162,23 +164,44 @@ async def test_a_step_that_was_done_and_not_recorded_is_recorded_at_the_restart(
         second.restart(2)
 
 
-async def test_an_annotated_batch_is_annotated_after_a_replay_and_once_recorded_not_again() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_an_annotated_batch_is_annotated_after_a_replay_on_any_number_of_ranks(ranks: int) -> None:
     events: list[Event] = []
-    first = Driver(queue_of(SETTINGS, events))
+    first = Driver(queue_of(SETTINGS, events, dp_ranks=2))
     for what in (0, 0, 1, 1, 3):
         await first.step(what, 1)
-    column_RL = torch.rand(first.queue.rows(0, 0).rows.batch_size)
-    first.queue.annotate(0, 0, "reference_logprobs", column_RL)
+    for rank in range(2):
+        rows = first.queue.rows(0, rank).rows
+        first.queue.annotate(0, rank, "reference_logprobs", rows["tokens"] * 1.01)
     first.queue.trained(0, 1)
     again: list[Event] = []
-    second = queue_of(SETTINGS, again)
+    second = queue_of(SETTINGS, again, dp_ranks=ranks)
     for event in events:
         second.replay(event, keep=0)
     second.restart(0)
-    assert torch.equal(second.rows(0, 0).rows["reference_logprobs"], column_RL)
-    second.annotate(0, 0, "reference_logprobs", column_RL)
+    for rank in range(ranks):
+        rows = second.rows(0, rank).rows
+        assert torch.equal(rows["reference_logprobs"], rows["tokens"] * 1.01)
+        second.annotate(0, rank, "reference_logprobs", rows["reference_logprobs"])  # the script does it again
     second.trained(0, 1)
     assert again == []
+
+
+async def test_a_run_that_ended_for_want_of_signal_can_be_resumed_with_another_verifier() -> None:
+    settings = replace(SETTINGS, dynamic_sampling=True, max_no_signal_share=0.5)
+    events: list[Event] = []
+    queue = queue_of(settings, events)
+    for _ in range(RECENT_STEPS * settings.groups_per_step):
+        ticket = await asyncio.wait_for(queue.admit(), 1)
+        assert ticket is not None
+        queue.report(grouped(ticket.index, [sampled(4), sampled(5, index=1)]))
+    with pytest.raises(RunFailed, match="had no signal"):
+        await queue.admit()
+    second = queue_of(settings)
+    for event in events:
+        second.replay(event, keep=0)
+    second.restart(0)
+    assert await asyncio.wait_for(second.admit(), 1) is not None
 
 
 async def test_after_the_close_no_end_of_a_ticket_is_recorded() -> None:

@@ -109,3 +109,14 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: 
 def test_a_moved_checkpoint_is_still_sound(tmp_path: Path) -> None:
     shutil.move(save(Checkpoints(tmp_path / "a"), 1), tmp_path / "b")
     assert read(tmp_path / "b").step == 1
+
+
+def test_a_checkpoint_takes_the_place_of_a_damaged_one_of_the_same_step(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    damaged = save(checkpoints, 2)
+    (damaged / "queue.json").write_text("no")
+    assert newest(tmp_path) != damaged
+    assert save(checkpoints, 2) == newest(tmp_path) == damaged
+    (tmp_path / "000009.bak").mkdir()  # is nobody's
+    assert newest(tmp_path) == damaged

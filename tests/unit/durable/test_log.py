@@ -172,3 +172,18 @@ async def test_after_a_failed_write_every_waiter_gets_the_error_and_nothing_more
         await writer.durable()
     writer.close()
     assert read(folder) == [b"one"]
+
+
+def test_a_log_has_one_writer_at_a_time(folder: Path) -> None:  # LG-4
+    first = LogWriter(folder)
+    with pytest.raises(RunFailed, match="another process still writes this log"):
+        LogWriter(folder)
+    first.close()
+    LogWriter(folder).close()
+
+
+async def test_a_closed_log_refuses_a_waiter(folder: Path) -> None:
+    writer = LogWriter(folder)
+    writer.close()
+    with pytest.raises(RunFailed, match="closed"):
+        await writer.durable()

@@ -34,7 +34,7 @@ PROMPT = Prompt(
         Trained(batch=2, tickets=(5, 3)),
         Drawn(ticket=3, prompt=PROMPT, mixture={"credits": {"a": 0.1 + 0.2}, "streams": [None, 1]}, learned=2),
         Published(version=3, digest="0f"),
-        Resumed(policy_version=3),
+        Resumed(policy_version=3, trainer={"fsdp": 1}),
     ],
     ids=lambda record: type(record).__name__,
 )
@@ -62,8 +62,8 @@ def test_a_group_comes_back_as_it_was(lengths: list[int], reward: float) -> None
 
 
 def test_an_annotation_comes_back_as_it_was() -> None:
-    column_RL = torch.rand(2, 3)
-    found = decode(encode(Annotated(batch=4, dp_rank=1, key="values", column_RL=column_RL)))
+    values_T = torch.rand(6)
+    found = decode(encode(Annotated(batch=4, key="values", places=(2, 0), values_T=values_T)))
     assert isinstance(found, Annotated)
-    assert (found.batch, found.dp_rank, found.key) == (4, 1, "values")
-    assert torch.equal(found.column_RL, column_RL)
+    assert (found.batch, found.key, found.places) == (4, "values", (2, 0))
+    assert torch.equal(found.values_T, values_T)

@@ -69,7 +69,7 @@ async def test_a_log_that_was_resumed_leads_on(tmp_path: Path) -> None:
     await admitted(log, queue, 3)
     queue.report(Dropped.failed(0, CANCELLED))
     await log.durable()
-    log.append(Resumed(policy_version=0))
+    log.append(Resumed(policy_version=0, trainer={}))
     second = queue_of(log)
     assert set(recover(tmp_path, second, 0).prompts) == {1, 2}
     second.report(grouped(1, GROUP))
@@ -105,7 +105,7 @@ async def test_trained_batches_come_annotated_and_with_the_digest_of_their_versi
         queue.report(grouped(2 * step + 1, GROUP))
         batch = await queue.next_batch()
         assert batch is not None
-        columns.append(torch.rand(queue.rows(batch.id, 0).rows.batch_size))
+        columns.append(queue.rows(batch.id, 0).rows["tokens"] * torch.rand(()))
         queue.annotate(batch.id, 0, "reference_logprobs", columns[-1])
         log.append(Published(version=step + 1, digest=f"d{step + 1}")) if step == 0 else None
         queue.trained(batch.id, batch.id + 1)

@@ -10,7 +10,7 @@ import pytest
 from goaly.config import load
 from goaly.errors import ConfigError
 from goaly.run.config import RunConfig
-from goaly.run.launch import RESTARTS, _restarts_left
+from goaly.run.launch import RESTARTS, _count_restart
 from goaly.run.resume import lock
 
 
@@ -83,7 +83,7 @@ def test_a_run_resumes_itself_so_often_without_a_new_version(  # LC-1
 ) -> None:
     monkeypatch.setenv(RESTARTS, "0@-1")
     settings = config(tiny_model_folder, "checkpoint.restarts=2")
-    assert [_restarts_left(settings, 5) for _ in range(3)] == [True, True, False]
-    assert _restarts_left(settings, 6)  # a new version
-    assert [_restarts_left(settings, version) for version in (5, 6)] == [True, False]
-    assert not _restarts_left(config(tiny_model_folder, "checkpoint.restarts=0"), 7)
+    assert [_count_restart(settings, 5) for _ in range(3)] == [True, True, False]
+    assert _count_restart(settings, 6)  # a new version
+    assert [_count_restart(settings, version) for version in (5, 6)] == [True, False]
+    assert not _count_restart(config(tiny_model_folder, "checkpoint.restarts=0"), 7)
