@@ -38,7 +38,7 @@ PASS_AT_1 = 0.85
 """Held-out pass@1 of a recipe that learns."""
 RUN_SECONDS = 1800.0
 """A run that takes longer hangs, or might as well."""
-WHERE_NOT_WHAT = ("run_dir", "hosts", "telemetry")
+WHERE_NOT_WHAT = ("run_dir", "hosts", "telemetry", "checkpoint", "save")
 """Sections of a config that its result does not depend on."""
 
 CONTROL = "control/"
