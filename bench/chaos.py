@@ -57,7 +57,7 @@ def disturbed(run_dir: Path, settings: list[str], kills: int, chance: random.Ran
             if code is None:
                 found = {**children(run.process.pid), run.process.pid: "controller"}
                 pid = chance.choice(sorted(found))
-                name = re.sub(r"[-.\d]+$", "", found[pid]) or "other"
+                name = found[pid].partition("-")[0] or "other"
                 os.kill(pid, signal.SIGKILL)
                 killed[name] += 1
                 if pid != run.process.pid:
