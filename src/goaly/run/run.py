@@ -101,7 +101,7 @@ class Run:
             evaluation = await (self._evaluate(version, sets) if running is None else asyncio.shield(running))
         self._evaluated = True
         self._stepped = time.monotonic()
-        self.progress.begin()
+        self.progress.begin(version)
         return evaluation
 
     def _recorded(self, version: int, sets: Iterable[str]) -> Evaluation | None:

@@ -56,9 +56,9 @@ class Progress:
         self._curve: deque[float] = deque(maxlen=CURVE_STEPS)
         self._last_line = float("-inf")
 
-    def begin(self) -> None:
-        """Start the clock of the ETA."""
-        self._finished = deque([(self._clock(), 0)], maxlen=RECENT_STEPS + 1)
+    def begin(self, policy_version: int) -> None:
+        """Start the clock of the ETA at this version."""
+        self._finished = deque([(self._clock(), policy_version)], maxlen=RECENT_STEPS + 1)
 
     def step(self, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step."""

@@ -50,6 +50,16 @@ def test_a_plain_line_says_everything_about_a_step():
     )
 
 
+def test_the_eta_of_a_run_that_goes_on_counts_its_own_steps_only():
+    clock, console = Clock(), screen(terminal=False)
+    progress = Progress(150, TelemetrySettings(), console=console, clock=clock)
+    clock.now = 3.0
+    progress.begin(100)
+    clock.now = 11.0
+    progress.step(110, METRICS)
+    assert shown(console).endswith("ETA 0:32\n")
+
+
 def test_plain_lines_keep_a_second_apart_but_the_last_step_is_always_shown():
     clock, console = Clock(), screen(terminal=False)
     progress = Progress(5, TelemetrySettings(), console=console, clock=clock)
