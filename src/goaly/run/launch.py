@@ -164,13 +164,13 @@ class _StopSignals:
     def _interrupt(self) -> None:
         if self.stopping:
             os._exit(INTERRUPTED)  # the run's processes die with this one
-        self._begin()
+        self._begin("once more stops at once")
         self._cancel()
 
     def _terminate(self) -> None:
         if self.stopping:
             return  # schedulers repeat it
-        self._begin()
+        self._begin("Ctrl-C stops at once")
         too_late = asyncio.get_running_loop().call_later(self._grace_seconds, self._cancel)
 
         def stop() -> None:
@@ -180,6 +180,6 @@ class _StopSignals:
         if self.run is None or not self.run.stop_after_step(stop):
             stop()
 
-    def _begin(self) -> None:
+    def _begin(self, how: str) -> None:
         self.stopping = True
-        logger.warning("stopping; Ctrl-C stops at once")
+        logger.warning("stopping; %s", how)
