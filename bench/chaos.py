@@ -32,8 +32,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.durable import Launched, children
+from bench.durable import Launched
 from bench.machine import Machine, exit_on_terminate
+from tests.loop.launched import children, named
 
 LAST_STEPS = 20
 LONGEST_PAUSE = 25.0
@@ -55,9 +56,8 @@ def disturbed(run_dir: Path, settings: list[str], kills: int, chance: random.Ran
             if code == 0:
                 return killed, resumed
             if code is None:
-                found = {**children(run.process.pid), run.process.pid: "controller"}
-                pid = chance.choice(sorted(found))
-                name = found[pid].partition("-")[0] or "other"
+                pid = chance.choice(sorted([*children(run.process.pid), run.process.pid]))
+                name = "controller" if pid == run.process.pid else named(pid).partition("-")[0] or "other"
                 os.kill(pid, signal.SIGKILL)
                 killed[name] += 1
                 if pid != run.process.pid:
@@ -77,15 +77,14 @@ def _resumption(run_dir: Path, settings: list[str]) -> list[str]:
 
 
 def accounts(run_dir: Path) -> dict[str, int]:
-    """What the log says about prompts and tickets."""
+    """The counts of prompts and tickets, from the log."""
     from goaly.backlog.admission import Ticket
     from goaly.backlog.events import Trained
     from goaly.backlog.ledger import Dropped
-    from goaly.config import load
     from goaly.durable.records import Drawn
     from goaly.durable.run_log import records
     from goaly.prompts.mixture import prompt_mixture
-    from goaly.run.config import RunConfig
+    from goaly.run.config import config_of
     from goaly.trajectory import Group
 
     drawn: dict[int, str] = {}
@@ -102,7 +101,7 @@ def accounts(run_dir: Path) -> dict[str, int]:
                 dropped.add(record.ticket)
             case Trained():
                 trained |= set(record.tickets)
-    config = load(RunConfig, ["--config", str(run_dir / "config.yaml")], prog="", description="").config
+    config = config_of(run_dir)
     mixture = prompt_mixture(config.prompts)
     expected = Counter(mixture.next().id for _ in drawn)
     found = Counter(drawn.values())

@@ -1,4 +1,4 @@
-"""What durability costs, and how soon a run goes on after a death.
+"""Costs of durability, and the time until a run goes on after a death.
 
     python -m bench.durable [--steps N] [--rounds N] [--dim N] [--layers N] [--json FILE] [--markdown FILE]
 
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import Machine, exit_on_terminate
+from tests.loop.launched import children, named
 
 WARM_STEPS = 5
 CHECKPOINT_EVERY = 10
@@ -40,13 +41,13 @@ DEADLINE_SECONDS = 600.0
 
 
 class Launched:
-    """A run of the GRPO script in a process of its own, whose output comes line by line."""
+    """A run of the GRPO script in a process of its own."""
 
     def __init__(self, run_dir: Path, *arguments: str):
         self.run_dir = run_dir
         self.began = time.time()
         command = [sys.executable, "-m", "apps.grpo.main", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def steps(self) -> list[dict[str, Any]]:
         """The recorded steps."""
@@ -69,16 +70,6 @@ class Launched:
         self.process.wait()
 
 
-def children(pid: int) -> dict[int, str]:
-    """The processes of a run by the name under which it spawned them."""
-    found = {}
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, listed.read_text().split()):
-            name = re.search(rb"HYPERACTOR_PROCESS_NAME=([^\0]*)", Path(f"/proc/{child}/environ").read_bytes())
-            found[child] = name[1].decode() if name else ""
-    return found
-
-
 def of_runs(folder: Path, steps: int) -> dict[str, Any]:
     """The costs and the times of one run that is killed twice."""
     run_dir = folder / "run"
@@ -88,7 +79,7 @@ def of_runs(folder: Path, steps: int) -> dict[str, Any]:
     try:
         third = steps // 3
         run.wait(lambda: len(run.steps()) >= third + CHECKPOINT_EVERY // 2)
-        (trainer,) = [pid for pid, name in children(run.process.pid).items() if name.startswith("trainer")]
+        (trainer,) = [pid for pid in children(run.process.pid) if named(pid).startswith("trainer")]
         known, killed = len(run.steps()), time.time()
         os.kill(trainer, signal.SIGKILL)
         log = run_dir / "logs" / "controller.log"

@@ -12,12 +12,12 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 def put_in_place(staging: Path, folder: Path) -> None:
     """Sync the written folder and put it in place; `staging` is then the old folder, if there was one."""
     for path in (*staging.iterdir(), staging):
-        _sync(path)
+        sync(path)
     if folder.exists():
         _exchange(staging, folder)
     else:
         staging.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def remove(folder: Path) -> None:
@@ -46,7 +46,8 @@ def _aside(folder: Path) -> Path:
     return aside
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Return when this file, or the names in this folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

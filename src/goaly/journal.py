@@ -24,13 +24,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from goaly.config import RUN_CONFIG, load
 from goaly.durable.records import Drawn
 from goaly.durable.run_log import records
 from goaly.errors import ConfigError, CorruptLog
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.run.config import RunConfig
+from goaly.run.config import config_of
 from goaly.run.start import LOG_FOLDER
 from goaly.trajectory import Group, Trajectory
 
@@ -39,10 +38,7 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 
 def journal(run_dir: Path, *, tokens: bool = False) -> Iterator[dict[str, Any]]:
     """The entries of a run's trajectories; `tokens`: with token ids and log-probs."""
-    file = run_dir / RUN_CONFIG
-    if not file.exists():
-        raise ConfigError([f"{run_dir}: must be the folder of a run, which has a {RUN_CONFIG}"])
-    config = load(RunConfig, ["--config", str(file)], prog="", description="").config
+    config = config_of(run_dir)
     chat = ChatTokenizer(config.model.path, config.chat)
     prompts: dict[int, Prompt] = {}
     for record in records(run_dir / LOG_FOLDER):

@@ -21,11 +21,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from goaly.actors import ask, spawn
 from goaly.backlog.queue import TrajectoryQueue
-from goaly.config import RUN_CONFIG, load, to_yaml
+from goaly.config import RUN_CONFIG, to_yaml
 from goaly.config.check import check
 from goaly.config.schema import plain
 from goaly.durable.checkpoint import Checkpoint, Checkpoints
@@ -33,18 +32,16 @@ from goaly.durable.records import Resumed
 from goaly.durable.run_log import records
 from goaly.errors import ConfigError, GoalyError, RunFailed, first_error
 from goaly.plan.dry_run import held_on_gpu
-from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.run.config import RunConfig
+from goaly.run.config import RunConfig, config_of
 from goaly.run.hosts import Hosts
 from goaly.run.placement import place, processes
 from goaly.run.process_agent import rendezvous
 from goaly.run.resume import changes
 from goaly.run.stages import TrainerStage
-from goaly.run.start import CHECKPOINT_FOLDER, LOG_FOLDER, POLICY_FOLDER
+from goaly.run.start import CHECKPOINT_FOLDER, LOG_FOLDER, POLICY_FOLDER, policy_trainer, trajectory_queue
 from goaly.telemetry import logs
 from goaly.telemetry.metrics import MetricsWriter
 from goaly.train.settings import TrainerSettings
-from goaly.train.trainer import PolicyTrainer
 from goaly.weights.store import WeightStore
 
 NEEDED = ("hub", "trainer")
@@ -66,7 +63,7 @@ class Asked:
 
 @dataclass(slots=True, kw_only=True)
 class Replayed:
-    """What was trained again."""
+    """The result of training again."""
 
     first: int
     version: int
@@ -94,29 +91,20 @@ def read_arguments(argv: Sequence[str]) -> Asked:
     parser.add_argument("--into", type=Path, metavar="FOLDER")
     parser.add_argument("overrides", nargs="*")
     line = parser.parse_intermixed_args(argv)
-    file = line.run / RUN_CONFIG
-    if not file.exists():
-        raise ConfigError([f"{line.run}: must be the folder of a run, which has a {RUN_CONFIG}"])
-    before, after = (
-        load(RunConfig, ["--config", str(file), *overrides], prog="", description="").config
-        for overrides in ((), line.overrides)
-    )
+    before, after = (config_of(line.run, overrides) for overrides in ((), line.overrides))
     changed = [key for key, _, _ in changes(plain(before), plain(after))]
-    if problems := list(_problems(line, changed, before, after)):
+    trainers = [one for one in records(line.run / LOG_FOLDER, of=Resumed) if isinstance(one, Resumed)]
+    if problems := list(_problems(line, changed, before, after, otherwise_from(trainers))):
         raise ConfigError(problems)
-    if not any(key.startswith("trainer.") for key in changed):
-        after = replace(after, trainer=_first_trainer(line.run, after.trainer))
+    if trainers and not any(key.startswith("trainer.") for key in changed):
+        after = replace(after, trainer=check(TrainerSettings, trainers[0].trainer)[0])
     same = not any(key.partition(".")[0] in ("loss", "trainer") for key in changed)
     return Asked(run_dir=line.run, config=after, same=same, to=line.to, check=line.check, into=line.into)
 
 
-def _first_trainer(run_dir: Path, now: TrainerSettings) -> TrainerSettings:
-    """The trainer settings that the run began with."""
-    first = next((record for record in records(run_dir / LOG_FOLDER) if isinstance(record, Resumed)), None)
-    return now if first is None else check(TrainerSettings, first.trainer)[0]
-
-
-def _problems(line: argparse.Namespace, changed: Sequence[str], before: RunConfig, after: RunConfig) -> Iterator[str]:
+def _problems(
+    line: argparse.Namespace, changed: Sequence[str], before: RunConfig, after: RunConfig, otherwise: int | None
+) -> Iterator[str]:
     for key in changed:
         if key.partition(".")[0] not in MAY_CHANGE or key in ("trainer.minibatches", "trainer.temperature"):
             may = ", ".join(MAY_CHANGE)
@@ -130,26 +118,16 @@ def _problems(line: argparse.Namespace, changed: Sequence[str], before: RunConfi
         yield f"loss.kl_coef={after.loss.kl_coef}: must be 0, because the log has no log-probs of a reference"
     if line.to is not None and line.to < 1:
         yield f"--to={line.to}: must be at least 1"
-    if (
-        not trains_otherwise
-        and (version := otherwise_from(line.run)) is not None
-        and (line.to or version + 1) > version
-    ):
-        yield f"--to={line.to}: must be at most {version}, from where the run went on with other trainer settings"
+    if not trains_otherwise and otherwise is not None and (line.to is None or line.to > otherwise):
+        yield f"--to={line.to}: must be at most {otherwise}, from where the run went on with other trainer settings"
     if line.into is not None and (line.into / RUN_CONFIG).exists():
         yield f"--into={line.into}: holds a run already; name another folder"
 
 
-def otherwise_from(run_dir: Path) -> int | None:
+def otherwise_from(trainers: Sequence[Resumed]) -> int | None:
     """The policy version from which the run went on with other trainer settings than those it began with; None if it
     did not."""
-    began: dict[str, Any] | None = None
-    for record in records(run_dir / LOG_FOLDER):
-        if isinstance(record, Resumed):
-            began = record.trainer if began is None else began
-            if record.trainer != began:
-                return record.policy_version
-    return None
+    return next((one.policy_version for one in trainers if one.trainer != trainers[0].trainer), None)
 
 
 async def train_again(asked: Asked, folder: Path) -> Replayed:
@@ -219,18 +197,8 @@ async def _trainer(asked: Asked, folder: Path) -> AsyncIterator[tuple[Trajectory
             places = place(needed, config.hosts, await hosts.cluster(), held_on_gpu(config))
             meshes = {each.name: hosts.spawn(each, places[each.name]) for each in needed}
             store = spawn(meshes["hub"], "store", WeightStore, config.weights)
-            queue = spawn(
-                meshes["hub"],
-                "queue",
-                TrajectoryQueue,
-                config.backlog,
-                config.advantages,
-                dp_ranks=config.trainer.fsdp,
-                pad_token=ChatTokenizer(config.model.path).pad_token,
-                minibatches=config.trainer.minibatches,
-            )
-            policy = (config.trainer, config.model, config.loss, config.weights, store, queue)
-            ranks = spawn(meshes["trainer"], "trainer", PolicyTrainer, *policy)
+            queue = trajectory_queue(meshes["hub"], config)
+            ranks = policy_trainer(meshes["trainer"], config, store, queue)
             await rendezvous(meshes["trainer"])
             yield queue, TrainerStage(ranks, steps=config.steps + 1, folder=folder / POLICY_FOLDER)
             watch.cancel()

@@ -267,10 +267,8 @@ async def test_no_pull_is_torn_while_the_trainer_runs_ahead_of_slow_and_fast_rea
     assert min(fast_pulls, slow_pulls) >= 20
 
 
-async def test_readers_see_whole_versions_of_many_buckets_while_the_trainer_publishes(ranks, transport: str) -> None:
-    versions = 10 if transport == "torchstore" else 40  # two calls of it for each bucket
-    settings = WeightSettings(bucket_mib=0.1, transport=transport, apply="flip" if transport == "shm" else "copy")
-    trainer, generator = await joined(ranks, "fsdp", "tp", shapes=LARGE, settings=settings)
+async def read_whole_while_published(trainer: Any, generator: Any, versions: int) -> None:
+    """The trainer publishes these versions, two readers follow at their own pace, and no pull is torn."""
     one, two = (generator.slice(procs=number) for number in (0, 1))
     _, *read = await asyncio.gather(
         trainer.publish_tagged.call(versions),
@@ -279,6 +277,13 @@ async def test_readers_see_whole_versions_of_many_buckets_while_the_trainer_publ
     )
     assert [torn for _, torn in read] == [0, 0]
     assert min(pulls for pulls, _ in read) >= 2
+
+
+async def test_readers_see_whole_versions_of_many_buckets_while_the_trainer_publishes(ranks, transport: str) -> None:
+    versions = 10 if transport == "torchstore" else 40  # two calls of it for each bucket
+    settings = WeightSettings(bucket_mib=0.1, transport=transport, apply="flip" if transport == "shm" else "copy")
+    trainer, generator = await joined(ranks, "fsdp", "tp", shapes=LARGE, settings=settings)
+    await read_whole_while_published(trainer, generator, versions)
 
 
 async def publish_and_follow(trainer: Any, generator: Any, version: int) -> None:
@@ -320,14 +325,7 @@ async def test_readers_that_copy_from_each_other_see_whole_versions_while_the_tr
     versions = 30
     settings = WeightSettings(bucket_mib=0.05, apply="flip")
     trainer, generator = await joined(ranks, "fsdp", None, shapes=LARGE, settings=settings, host="elsewhere")
-    one, two = (generator.slice(procs=number) for number in (0, 1))
-    _, *read = await asyncio.gather(
-        trainer.publish_tagged.call(versions),
-        one.follow.call_one(versions - 1, 1),
-        two.follow.call_one(versions - 1, 3),
-    )
-    assert [torn for _, torn in read] == [0, 0]
-    assert min(pulls for pulls, _ in read) >= 2
+    await read_whole_while_published(trainer, generator, versions)
 
 
 @pytest.mark.parametrize("transport", ["rdma", "direct", "torchstore"], indirect=True)

@@ -45,7 +45,6 @@ from goaly.trajectory import LATER, Group, PackedRows, check_tokens
 
 logger = logging.getLogger(__name__)
 
-
 E = TypeVar("E", bound=Event)
 
 RUN_ENDED = "the run ended"

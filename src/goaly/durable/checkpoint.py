@@ -22,7 +22,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from goaly.folder import remove
+from goaly.folder import remove, sync
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Checkpoint:
     folder: Path
     step: int
     facts: Mapping[str, Any]
-    """What its writer noted beside the files."""
+    """Notes of its writer beside the files."""
 
 
 class Checkpoints:
@@ -64,11 +64,11 @@ class Checkpoints:
         manifest = writing / MANIFEST
         manifest.write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=1) + "\n")
         for path in (manifest, *sorted({path.parent for path in _files(writing)}, reverse=True)):
-            _sync(path)
+            sync(path)
         if folder.exists():
             remove(folder)  # it is damaged, or there would be no new one
         os.rename(writing, folder)
-        _sync(self._folder)
+        sync(self._folder)
         return Checkpoint(folder, step, facts)
 
     def newest(self, *, at_most: int | None = None) -> Checkpoint | None:
@@ -127,11 +127,3 @@ def _described(path: Path, *, sync: bool = False) -> dict[str, Any]:
 
 def _checksum(content: Mapping[str, Any]) -> str:
     return xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -33,6 +33,7 @@ from typing import BinaryIO
 from xxhash import xxh3_64_intdigest
 
 from goaly.errors import CorruptLog, RunFailed
+from goaly.folder import sync
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +81,11 @@ class LogWriter:
         before = _segment(folder, self._end.segment - 1)
         self._previous = before.stat().st_size if before.exists() else 0
         self._file = os.open(_segment(folder, self._end.segment), APPENDING, 0o644)
-        _sync_folder(folder)
+        sync(folder)
         self._error: OSError | None = None
         self._closed = False
         self.cpu_seconds = 0.0
-        """What encoding and writing have cost so far."""
+        """CPU time of encoding and writing so far."""
         self._work: SimpleQueue[Callable[[], bytes] | _Waiter | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="run log", daemon=True)
         self._thread.start()
@@ -136,7 +137,7 @@ class LogWriter:
             if self._end.offset == 0:
                 self._append(_segment_header(self._end.segment, self._previous))
             payload = encode()
-            self._append(_frame_header(self._end, payload), payload)
+            self._append(_frame_header(self._end, payload) + payload)
             if self._end.offset >= self._segment_bytes:
                 self._sync()
                 following = os.open(_segment(self._folder, self._end.segment + 1), APPENDING, 0o644)
@@ -144,10 +145,9 @@ class LogWriter:
                 self._file = following
                 self._previous = self._end.offset
                 self._end = Position(self._end.segment + 1, 0)
-                _sync_folder(self._folder)
+                sync(self._folder)
 
-    def _append(self, *parts: bytes) -> None:
-        left = b"".join(parts) if len(parts) > 1 else parts[0]
+    def _append(self, left: bytes) -> None:
         self._end = Position(self._end.segment, self._end.offset + len(left))
         while left:
             left = left[os.write(self._file, left) :]
@@ -196,7 +196,7 @@ class _Mark:
             temporary = path.with_suffix(".new")
             temporary.write_bytes(_slot(START) * 2)
             os.rename(temporary, path)
-            _sync_folder(folder)
+            sync(folder)
         file = os.open(path, os.O_RDWR)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # LG-4; freed by the end of the process
@@ -315,11 +315,3 @@ def _segment(folder: Path, number: int) -> Path:
 
 def _segments(folder: Path) -> list[Path]:
     return sorted(folder.glob("[0-9]" * 6 + ".log"))
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -77,8 +77,7 @@ def encode(record: Record) -> bytes:
 
 def decode(payload: bytes) -> Record:
     """The record that `encode` made these bytes of."""
-    header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
-    kind, content = _KINDS[header[METADATA]["kind"]], json.loads(header[METADATA]["content"])
+    kind, content = kind_of(payload), json.loads(_metadata(payload)["content"])
     if kind is Annotated:
         places = tuple(content.pop("places"))
         return Annotated(**content, places=places, values_T=safetensors.torch.load(payload)[COLUMN])
@@ -89,6 +88,15 @@ def decode(payload: bytes) -> Record:
     return GroupParts(
         content["facts"], _adapter(list[SampleFacts]).validate_python(content["samples"]), columns
     ).group()
+
+
+def kind_of(payload: bytes) -> type:
+    """The class of an encoded record."""
+    return _KINDS[_metadata(payload)["kind"]]
+
+
+def _metadata(payload: bytes) -> dict[str, str]:
+    return json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])[METADATA]
 
 
 @cache

@@ -10,8 +10,8 @@ from goaly.backlog.batch import BatchHandle
 from goaly.backlog.events import Formed, Trained
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.ledger import Dropped
-from goaly.durable.log import START, LogWriter, Position, frames
-from goaly.durable.records import Drawn, Published, Record, Resumed, decode, encode
+from goaly.durable.log import LogWriter, frames
+from goaly.durable.records import Drawn, Published, Record, Resumed, decode, encode, kind_of
 from goaly.errors import CorruptLog
 from goaly.prompts.curriculum import Passes
 from goaly.prompts.prompt import Prompt
@@ -42,11 +42,12 @@ class RunLog:
         self._writer.close()
 
 
-def records(folder: Path, after: Position = START) -> Iterator[Record]:
-    """The records of a log after this position; a CorruptLog names the file and the offset of one that is damaged."""
-    for frame in frames(folder, after):
+def records(folder: Path, of: type | None = None) -> Iterator[Record]:
+    """The records of a log, or those of one kind; a CorruptLog names the file and the offset of one that is damaged."""
+    for frame in frames(folder):
         try:
-            yield decode(frame.payload)
+            if of is None or kind_of(frame.payload) is of:
+                yield decode(frame.payload)
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptLog(
                 f"{folder}, segment {frame.start.segment}, offset {frame.start.offset}: {error}"
@@ -76,7 +77,7 @@ def trained_batches(folder: Path, queue: GroupQueue, *, first: int) -> Iterator[
 
 @dataclass(slots=True, kw_only=True)
 class Recovered:
-    """What a log says beside the queue's state."""
+    """The content of a log beside the queue's state."""
 
     policy_version: int = 0
     """The newest version of the run; a trainer of an older one trains the batches up to it again."""

@@ -1,9 +1,11 @@
 """The settings of a run: those of each stage, and the checks of their combination."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import field
+from pathlib import Path
 
 from goaly.backlog.settings import BacklogSettings
+from goaly.config import RUN_CONFIG, load
 from goaly.config.settings import PositiveInt, Section, Settings
 from goaly.durable.settings import CheckpointSettings
 from goaly.errors import ConfigError
@@ -234,3 +236,11 @@ class RunConfig(Settings):
                 whose, path = ("model", self.model.path) if other.path is None else (section, other.path)
                 folders.setdefault(whose, (path, {}))[1][f"{section}.tp"] = other.tp
         return folders
+
+
+def config_of(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config in the folder of a run, with these overrides; ConfigError if it is no such folder."""
+    file = run_dir / RUN_CONFIG
+    if not file.exists():
+        raise ConfigError([f"{run_dir}: must be the folder of a run, which has a {RUN_CONFIG}"])
+    return load(RunConfig, ["--config", str(file), *overrides], prog="", description="").config

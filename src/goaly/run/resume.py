@@ -36,7 +36,7 @@ MAY_CHANGE = (
     "evaluation",
     "save",
 )
-"""Settings, or whole sections of them, that a resumed run may change."""
+"""Settings, or whole sections of them, that a resumed run may change. The longer name of this and `KEPT` counts."""
 
 KEPT = {
     "trainer.minibatches": "the parts of the logged batches depend on it",
@@ -58,11 +58,10 @@ KEPT = {
 def refused(before: object, after: object) -> Iterator[str]:
     """A line for each setting of a run that differs and may not."""
     for key, old, new in changes(plain(before), plain(after)):
-        kept = next((name for name in KEPT if _is_below(key, name)), None)
-        if kept in ("reference", None) and any(_is_below(key, name) for name in MAY_CHANGE):
-            continue
-        why = KEPT.get(kept or "", "the run was started with it")
-        yield f"{key}={new}: must stay {old} in a resumed run, because {why}"
+        nearest = max((name for name in (*MAY_CHANGE, *KEPT) if f"{key}.".startswith(f"{name}.")), key=len, default="")
+        if nearest not in MAY_CHANGE:
+            why = KEPT.get(nearest, "the run was started with it")
+            yield f"{key}={new}: must stay {old} in a resumed run, because {why}"
 
 
 def lock(run_dir: Path) -> int:
@@ -77,10 +76,6 @@ def lock(run_dir: Path) -> int:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
-
-
-def _is_below(key: str, name: str) -> bool:
-    return key == name or key.startswith(f"{name}.")
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

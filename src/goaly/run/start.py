@@ -114,7 +114,7 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     """Spawn all processes, create the stages from the hub to the generators, and start them all at once."""
     config = run.config
     checkpoints = Checkpoints(run.run_dir / CHECKPOINT_FOLDER)
-    checkpoint = await asyncio.to_thread(checkpoints.newest)
+    verified = run.tasks.create_task(asyncio.to_thread(checkpoints.newest), name="verify the newest checkpoint")
     run.progress.note("starting")
     places = placed(config, await hosts.cluster())  # fails before any process is spawned if something does not fit
     meshes = {name: hosts.spawn(each, places[name]) for name, each in planned.items()}
@@ -124,22 +124,11 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     rewards = None
     if config.reward.placement == "hub":
         rewards = spawn(meshes["hub"], "rewards", RewardPool, config.reward, config.evaluation.verifiers)
-    queue = spawn(
-        meshes["hub"],
-        "queue",
-        TrajectoryQueue,
-        config.backlog,
-        config.advantages,
-        dp_ranks=config.trainer.fsdp,
-        pad_token=ChatTokenizer(config.model.path).pad_token,
-        steps=config.steps,
-        minibatches=config.trainer.minibatches,
-    )
+    queue = trajectory_queue(meshes["hub"], config, steps=config.steps)
     run.backlog = BacklogStage(queue, run.report_wait, run.stopped)
 
     # The models that train or annotate batches: trainer, reference and critic.
-    policy = (config.trainer, config.model, config.loss, config.weights, store, queue)
-    ranks = spawn(meshes["trainer"], "trainer", PolicyTrainer, *policy)
+    ranks = policy_trainer(meshes["trainer"], config, store, queue)
     policy_folder = run.run_dir / POLICY_FOLDER
     run.trainer = TrainerStage(ranks, run.say, steps=config.steps, folder=policy_folder, record=run.backlog.record)
     if config.uses_reference:
@@ -191,6 +180,7 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     )
 
     # Start them all.
+    checkpoint = await verified
     folder, step = (None, 0) if checkpoint is None else (checkpoint.folder.absolute(), checkpoint.step)
     recovered = await run.backlog.open((run.run_dir / LOG_FOLDER).absolute(), step, plain(config.trainer))
     run.prompts.begin(recovered, run.backlog.record)
@@ -227,6 +217,27 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
         create_task=run.tasks.create_task,
         say=run.say,
     )
+
+
+def trajectory_queue(hub: ProcMesh, config: RunConfig, steps: int | None = None) -> TrajectoryQueue:
+    """The queue of a run of so many steps; without `steps` it admits groups without end."""
+    return spawn(
+        hub,
+        "queue",
+        TrajectoryQueue,
+        config.backlog,
+        config.advantages,
+        dp_ranks=config.trainer.fsdp,
+        pad_token=ChatTokenizer(config.model.path).pad_token,
+        steps=steps,
+        minibatches=config.trainer.minibatches,
+    )
+
+
+def policy_trainer(mesh: ProcMesh, config: RunConfig, store: WeightStore, queue: TrajectoryQueue) -> PolicyTrainer:
+    """The ranks of a run's trainer."""
+    policy = (config.trainer, config.model, config.loss, config.weights, store, queue)
+    return spawn(mesh, "trainer", PolicyTrainer, *policy)
 
 
 async def _join_and_start(

@@ -34,7 +34,7 @@ class Digest:
         """`tensors` are what this rank holds; they are read at each call. All ranks must make theirs at once."""
         self._tensors = dict(tensors)
         layouts: list[Layout] = [layout_of(tensors)]
-        self._several_ranks = dist.is_initialized() and dist.get_world_size() > 1
+        self._several_ranks = several_ranks()
         if self._several_ranks:
             layouts *= dist.get_world_size()
             dist.all_gather_object(layouts, layouts[0])
@@ -55,6 +55,11 @@ class Digest:
             dist.all_reduce(halves)
             low, high = halves.tolist()
         return f"{(low + (high << 32)) % 2**64:016x}"
+
+
+def several_ranks() -> bool:
+    """Whether this process is one of several ranks."""
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _sum(elements: torch.Tensor, row_R: torch.Tensor, column_C: torch.Tensor) -> torch.Tensor:

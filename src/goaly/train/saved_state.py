@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from goaly.train.digest import several_ranks
 from goaly.train.engine import ModelEngine
 from goaly.weights.layout import Layout, region
 from goaly.weights.placement import layout_of, local
@@ -43,7 +44,7 @@ class StagedState:
         """All ranks must make theirs at the same time: `write` gets a process group of its own."""
         self._engine = engine
         self._state = engine.state_dict()
-        self._group = dist.new_group(backend="gloo") if _several_ranks() else None
+        self._group = dist.new_group(backend="gloo") if several_ranks() else None
         self._copies = {name: _Held(held.layout, _host(held.local)) for name, held in _held(self._state).items()}
         self._version = -1
 
@@ -89,7 +90,7 @@ def load(engine: ModelEngine, folder: Path) -> None:
             _held(state),
             storage_reader=dcp.FileSystemReader(folder),
             planner=_LoadPlanner(),
-            no_dist=not _several_ranks(),
+            no_dist=not several_ranks(),
         )
     engine.load_state_dict(state)
 
@@ -116,10 +117,6 @@ def _held(state: Mapping[str, torch.Tensor]) -> dict[str, _Held]:
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-
-
-def _several_ranks() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -56,7 +56,7 @@ def test_a_commit_that_fails_at_any_step_leaves_the_checkpoint_before(
 
     target = {
         "files": (checkpoint, "_described"),
-        "manifest": (checkpoint, "_sync"),
+        "manifest": (checkpoint, "sync"),
         "rename": (checkpoint.os, "rename"),
     }
     with monkeypatch.context() as patched:
