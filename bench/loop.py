@@ -173,7 +173,7 @@ def measure_alone(config: RunConfig, load_name: str, run_dir: Path) -> tuple[flo
             finished.append(time.monotonic())
             if batch.id == config.steps - 1:
                 train_seconds = []
-                for _ in range(WARM_STEPS + 10):
+                for _ in range(config.steps):  # as many steps as the run's last checkpoint expects
                     begun = time.monotonic()
                     await run.trainer.step(batch)
                     train_seconds.append(time.monotonic() - begun)
