@@ -9,7 +9,8 @@ Invariants
     WV-2  The slot of a leased version is not written.
     WV-3  No writer waits for a reader. A writer that finds every slot leased revokes the leases of the oldest version,
           never those of the newest; the seals show their holders that their copies are void.
-    WV-4  Committed versions go up. A reader holds at most one lease.
+    WV-4  Committed versions go up; after `lost` the newest one may be committed once more. A reader holds at most one
+          lease.
     WV-5  The newest version is overwritten last: only while readers hold all the others. If the version that overwrites
           it is abandoned, readers get the newest that is left.
     WV-6  All ranks stage a version in the same slot. A slot that is reserved for the next version holds none.
@@ -31,6 +32,25 @@ class Lease:
     slot: int
     reader: int
     """The number of the reader that holds it."""
+    writers: int = 0
+    """How many groups of writers had been lost before those that staged it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """The store's answer to a writer rank that has staged its shards."""
+
+    committed: bool
+    """Whether it was the last rank, so that readers can have the version now."""
+    next_slot: int | None
+    """The slot of the next version, if it is known already; the rank then need not ask for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreClosed:
+    """No newer version will come; `why` says what ended it."""
+
+    why: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +71,8 @@ class VersionLedger:
             raise WeightsError(f"slots={slots}: must be at least 2, one to read and one to write")
         self.writers = writers
         self.newest: int | None = None
+        self.losses = 0
+        """How many groups of writers were lost."""
         self.ended: str | None = None
         """Why no version can begin any more, or None while one can."""
         self._slots: list[int | None] = [None] * slots
@@ -60,6 +82,7 @@ class VersionLedger:
         self._waiting: dict[int, int] = {}
         """Readers that wait for a commit, with the version that it must be above."""
         self._abandoned: tuple[int, str] | None = None
+        self._newest_is_lost = False
 
     def begin(self, rank: int, version: int) -> int | None:
         """The slot in which this rank stages the version; None while the version before it is being staged."""
@@ -114,6 +137,7 @@ class VersionLedger:
             return False
         self._slots[staging.slot] = version  # WV-1
         self.newest = version
+        self._newest_is_lost = False
         self._staging = None
         for reader in [reader for reader, after in self._waiting.items() if after < version]:
             self.lease(reader, version)  # WV-8
@@ -121,7 +145,7 @@ class VersionLedger:
 
     def abandon(self, version: int, why: str) -> None:
         """Skip a version that can't be completed. A committed version stays."""
-        if self.newest is not None and version <= self.newest:
+        if self._is_committed(version):
             return
         self._abandoned = max(self._abandoned or (version, why), (version, why))
         staging = self._staging
@@ -135,6 +159,15 @@ class VersionLedger:
         self.ended = self.ended or why
         if self._staging is not None and left not in self._staging.staged:
             self.abandon(self._staging.version, why)
+
+    def lost(self) -> None:
+        """Forget every version: the writers' memory is gone. Their successors begin with the newest version or the one
+        after it. Readers hold nothing; those that wait still do."""
+        self._slots = [None] * len(self._slots)
+        self._staging = self._reserved = self._abandoned = None
+        self._leases.clear()
+        self._newest_is_lost = True
+        self.losses += 1
 
     def lease(self, reader: int, version: int) -> bool:
         """Hold the version for the reader, in place of what it held or waited for. False if it is gone."""
@@ -169,6 +202,11 @@ class VersionLedger:
         return self._slots.index(version)
 
     @property
+    def may_return(self) -> int | None:
+        """The newest version, if it is lost and was not staged again."""
+        return self.newest if self._newest_is_lost else None
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """The committed versions that are still in memory, oldest first."""
         return tuple(sorted(version for version in self._slots if version is not None))
@@ -185,11 +223,15 @@ class VersionLedger:
 
     def _check_new(self, version: int) -> None:
         """Raise unless this version may be begun, now or later."""
-        if self.newest is not None and version <= self.newest:
+        if self._is_committed(version):
             raise WeightsError(f"version {version} comes after {self.newest}: versions must go up")  # WV-4
         why = self._abandoned[1] if self._abandoned is not None and version <= self._abandoned[0] else self.ended
         if why is not None:
             raise WeightsError(f"version {version} can't be staged any more: {why}")  # WV-7
+
+    def _is_committed(self, version: int) -> bool:
+        """Whether this version or a newer one is committed, and not lost again."""
+        return self.newest is not None and version <= self.newest - self._newest_is_lost
 
     def _free_slot(self, *, keep_newest: bool = False) -> int | None:
         """An empty slot, or else that of the oldest version without a lease (WV-2, WV-5), or None."""

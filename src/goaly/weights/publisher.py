@@ -21,11 +21,12 @@ from goaly.liveness import PULSE_SECONDS
 from goaly.telemetry.spans import span
 from goaly.weights.buckets import cut
 from goaly.weights.layout import in_dtype, view
+from goaly.weights.ledger import Staged
 from goaly.weights.mapping import Naming, renamed
 from goaly.weights.member import Member, SharedTask, gpu_of
 from goaly.weights.placement import layout_of, local
 from goaly.weights.settings import WeightSettings
-from goaly.weights.store import JoinedWriter, Staged, WeightStore
+from goaly.weights.store import JoinedWriter, WeightStore
 from goaly.weights.transport import SegmentHandle, Slots, slot_writer
 
 
@@ -58,6 +59,8 @@ class Publisher(Member):
         self._register = SharedTask(self._registered)
         self._slots: Slots | None = None
         self._next_slot: int | None = None
+        self._number = -1
+        """This rank's number in the store, once it has joined."""
 
     async def publish(self, version: int) -> bool:
         """Stage this rank's shards as `version`; True if this was the last rank and readers can have it now."""
@@ -66,11 +69,11 @@ class Publisher(Member):
             slot, self._next_slot = self._next_slot, None
             try:
                 if slot is None:
-                    slot = await self._store.begin.call_one(self._rank, version)  # the other ranks' `staged`
+                    slot = await self._store.begin.call_one(self._number, version)  # the other ranks' `staged`
                 await self._copier.run(partial(self._stage, slots, slot, version))
-                staged: Staged = await self._store.staged.call_one(self._rank, version, slot)  # the other ranks' last
+                staged: Staged = await self._store.staged.call_one(self._number, version, slot)  # the other ranks' last
             except BaseException as error:
-                self._store.abandon.broadcast(self._rank, version, repr(error))  # WB-2
+                self._store.abandon.broadcast(self._number, version, repr(error))  # WB-2
                 raise
             self._next_slot = staged.next_slot
             return staged.committed
@@ -81,7 +84,7 @@ class Publisher(Member):
         self._background.end()
         await self._register.end()  # a thread can't be cancelled; `close` below unregisters the memory
         if self._slots is not None:
-            await self._store.leave_writer.call_one(self._rank)
+            await self._store.leave_writer.call_one(self._number)
             await self._copier.run(self._slots.close)
             self._slots = None
         self._copier.close()
@@ -93,6 +96,7 @@ class Publisher(Member):
         joined: JoinedWriter = await self._store.join_writer.call_one(
             self._rank, self._world, layout, self._process
         )  # unblocked by the other ranks' first publish
+        self._number = joined.number
         pieces, buckets = cut(joined.layout, self._settings.bucket_bytes, joined.needs)
 
         def create() -> Slots:
@@ -101,22 +105,22 @@ class Publisher(Member):
             return self._slots
 
         slots = await self._copier.run(create)
-        await self._store.offer.call_one(self._rank, slots.source(self._process.host))
+        await self._store.offer.call_one(self._number, slots.source(self._process.host))
         if isinstance(slots.handle, SegmentHandle):
             self._background.start(self._offer_remotely(slots))
         if joined.pulse:
-            self._background.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(writer=self._rank))
+            self._background.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(writer=self._number))
         return slots
 
     async def _offer_remotely(self, slots: Slots) -> None:
         """Offer the slots to processes on other hosts once a reader there needs them."""
-        await self._store.wanted_remotely.call_one(self._rank)  # the first reader on another host
+        await self._store.wanted_remotely.call_one(self._number)  # the first reader on another host
         try:
             await self._register()
-            await self._store.offer.call_one(self._rank, slots.source(self._process.host))
+            await self._store.offer.call_one(self._number, slots.source(self._process.host))
         except Exception as error:  # the readers that wait for the offer get the error; readers on this host go on
             why = f"writer rank {self._rank} can't be reached from other hosts: {cause_of(error)}"
-            await self._store.offer.call_one(self._rank, replace(slots.source(self._process.host), unreachable=why))
+            await self._store.offer.call_one(self._number, replace(slots.source(self._process.host), unreachable=why))
             raise
 
     async def _registered(self) -> None:

@@ -9,6 +9,8 @@ Invariants
     WS-3  A cancelled call holds nothing: a reader's newer request supersedes it, and every rank skips the version that
           one rank withdrew (WV-7).
     WS-4  A reader waits for a neighbour's pull only while the lease of that pull is held.
+    WS-5  Where writers are replaced, the death of one loses the versions of all, and readers wait for their successors.
+          Calls of the lost writers are refused. No reader gets a version older than the one that it had.
 """
 
 import asyncio
@@ -24,7 +26,7 @@ from goaly.errors import WeightsError
 from goaly.liveness import ProcessMark, Watch, this_host, watch
 from goaly.weights.buckets import Needs, distinct
 from goaly.weights.layout import Layout, share
-from goaly.weights.ledger import Lease, VersionLedger
+from goaly.weights.ledger import Lease, Staged, StoreClosed, VersionLedger
 from goaly.weights.settings import WeightSettings
 from goaly.weights.transport import SegmentHandle, Source, needs_remote, reads_whole_buckets
 
@@ -37,6 +39,8 @@ Answer = TypeVar("Answer")
 class JoinedWriter:
     """The store's answer to a writer rank, once all ranks have joined."""
 
+    number: int
+    """The writer's number in later calls."""
     layout: Layout
     """The shards that this rank stages."""
     needs: tuple[Needs, ...]
@@ -54,23 +58,6 @@ class JoinedReader:
     """The reader's number in later calls."""
     pulse: bool
     """Whether the process must send pulses, because the store can't watch it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """The store's answer to a writer rank that has staged its shards."""
-
-    committed: bool
-    """Whether it was the last rank, so that readers can have the version now."""
-    next_slot: int | None
-    """The slot of the next version, if it is known already; the rank then need not ask for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreClosed:
-    """No newer version will come; `why` says what ended it."""
-
-    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +104,9 @@ class _Writer:
 class WeightStore(Actor):
     """Versions of the policy's weights: staged by the trainer's ranks, leased by readers."""
 
-    def __init__(self, settings: WeightSettings | None = None):
+    def __init__(self, settings: WeightSettings | None = None, *, replaces_writers: bool = False):
+        """`replaces_writers`: after the death of a writer a new group of the same size joins."""
+        self._replaces_writers = replaces_writers
         self._slots = (settings or WeightSettings()).slots
         self._changed = asyncio.Event()
         self._ledger = VersionLedger(slots=self._slots)
@@ -132,21 +121,25 @@ class WeightStore(Actor):
     @concurrent_endpoint
     async def join_writer(self, rank: int, world: int, layout: Layout, process: ProcessMark) -> JoinedWriter:
         """Add a trainer rank; returns once all have joined, with the share of its shards that it stages."""
-        if not self._writers:
-            self._ledger.writers = world
+        self._ledger.writers = self._ledger.writers or world
         if not 0 <= rank < world or world != self._ledger.writers:
             raise WeightsError(f"writer rank {rank} of {world} joins a group of {self._ledger.writers}")
+        known = self._writers.get(rank)
+        if known is not None and known.process != process:
+            if not self._replaces_writers:
+                raise WeightsError(f"writer rank {rank} has joined already, from {known.process}")
+            self._lose_writers()  # on another host, and not known to be dead yet
         if rank not in self._writers:
             watching = watch(process, lambda: self._writer_ended(rank, process))
             self._writers[rank] = _Writer(layout=layout, process=process, watch=watching)
-        elif self._writers[rank].process != process:
-            raise WeightsError(f"writer rank {rank} has joined already, from {self._writers[rank].process}")
         self._wake()
-        await self._until(self._all_joined)  # the other ranks' joins, or a rank's death
+        number = self._ledger.losses * world + rank
+        await self._until(lambda: self._all_joined(number))  # the other ranks' joins, or a rank's death
         if not self._shared:
             self._shared = share([self._writers[other].layout for other in range(world)])
             self._needs = [self._needs_at(self._writers[other].process.host) for other in range(world)]
         return JoinedWriter(
+            number=number,
             layout=self._shared[rank],
             needs=self._needs[rank],
             slots=self._slots,
@@ -154,29 +147,31 @@ class WeightStore(Actor):
         )
 
     @concurrent_endpoint
-    async def offer(self, rank: int, source: Source) -> None:
+    async def offer(self, writer: int, source: Source) -> None:
         """Tell the readers where this rank's slots are, and how they are reached from other hosts."""
-        self._writers[rank].source = source
+        self._writers[self._rank_of(writer)].source = source
         self._wake()
 
     @concurrent_endpoint
-    async def wanted_remotely(self, rank: int) -> None:
+    async def wanted_remotely(self, writer: int) -> None:
         """Return once a reader needs this rank's slots over the network; the rank then offers them so."""
-        writer = self._writers[rank]
-        await self._until(lambda: writer.wanted_remotely or None)  # the first such reader
+        await self._until(lambda: self._writers[self._rank_of(writer)].wanted_remotely or None)  # the first such reader
 
     @concurrent_endpoint
-    async def begin(self, rank: int, version: int) -> int:
+    async def begin(self, writer: int, version: int) -> int:
         """The slot to stage this version in; waits until the version before it is committed."""
-        slot = await self._until(lambda: self._ledger.begin(rank, version))  # the slower ranks' `staged`, or a death
+        slot = await self._until(
+            lambda: self._ledger.begin(self._rank_of(writer), version)
+        )  # the slower ranks' `staged`, or a death
         self._wake()  # readers that wait for a neighbour whose lease this revoked (WS-4)
         return slot
 
     @concurrent_endpoint
-    async def staged(self, rank: int, version: int, slot: int) -> Staged:
+    async def staged(self, writer: int, version: int, slot: int) -> Staged:
         """Record that this rank's shards are in place. The last rank's call commits the version and wakes readers."""
 
         def recorded() -> Staged | None:
+            rank = self._rank_of(writer)
             committed = self._ledger.staged(rank, version, slot)
             return None if committed is None else Staged(committed=committed, next_slot=self._ledger.reserve(rank))
 
@@ -185,14 +180,17 @@ class WeightStore(Actor):
         return staged
 
     @concurrent_endpoint
-    async def abandon(self, rank: int, version: int, why: str) -> None:
+    async def abandon(self, writer: int, version: int, why: str) -> None:
         """Skip a version that this rank can't stage, unless it is committed already."""
-        self._ledger.abandon(version, f"rank {rank} gave it up: {why}")
-        self._wake()
+        group, rank = divmod(writer, self._ledger.writers)
+        if group == self._ledger.losses:  # does not raise: nobody waits for the answer
+            self._ledger.abandon(version, f"rank {rank} gave it up: {why}")
+            self._wake()
 
     @concurrent_endpoint
-    async def leave_writer(self, rank: int) -> None:
+    async def leave_writer(self, writer: int) -> None:
         """The rank publishes no more, so no rank can; a version that it has already staged can still be committed."""
+        rank = self._rank_of(writer)
         self._writers[rank].watch.close()
         self._ledger.end(f"writer rank {rank} has left", left=rank)
         self._wake()
@@ -213,10 +211,13 @@ class WeightStore(Actor):
         return JoinedReader(number=reader, pulse=process.host != this_host())
 
     @concurrent_endpoint
-    async def sources(self, host: str, transport: str) -> tuple[Source, ...]:
-        """Where each writer rank's slots are, for a reader on this host; waits until all writers have offered them."""
+    async def sources(self, host: str, transport: str, writers: int) -> tuple[Source, ...]:
+        """Where the slots of these writers (`Lease.writers`) are, for a reader on this host; waits until all have
+        offered them. Empty once they are lost."""
 
         def offered() -> tuple[Source, ...] | None:
+            if writers != self._ledger.losses:
+                return ()
             if not self._writers or len(self._writers) < self._ledger.writers:
                 return None
             sources = []
@@ -255,9 +256,10 @@ class WeightStore(Actor):
 
     @concurrent_endpoint
     async def lease(self, reader: int, request: int, version: int) -> Lease | None:
-        """Hold this version for the reader; None if it is gone."""
+        """Hold this version for the reader; None if it is gone. Waits while the newest version is lost."""
         known = self._known(reader)
         known.request = max(known.request, request)
+        await self._until(lambda: version != self._ledger.may_return or None)  # the successors' commit (WS-5)
         self._check_current(reader, request)
         return self._held(reader, version) if self._ledger.lease(reader, version) else None
 
@@ -314,7 +316,7 @@ class WeightStore(Actor):
     @concurrent_endpoint
     async def pulse(self, *, writer: int | None = None, reader: int | None = None) -> None:
         """A process on another host reports that it is alive."""
-        member = self._writers.get(writer) if writer is not None else self._readers.get(reader or 0)
+        member = self._readers.get(reader or 0) if writer is None else self._writers.get(self._rank_of(writer))
         if member is not None:
             member.watch.beat()
 
@@ -354,10 +356,30 @@ class WeightStore(Actor):
     def _writer_ended(self, rank: int, process: ProcessMark) -> None:
         lost = f"writer rank {rank} ({process}) ended"
         logger.warning("%s", lost)
-        self._ledger.end(lost)  # WS-2
+        if self._replaces_writers and self._ledger.ended is None:
+            self._lose_writers()
+        else:
+            self._ledger.end(lost)  # WS-2
         self._wake()
 
-    def _all_joined(self) -> bool | None:
+    def _lose_writers(self) -> None:
+        """Forget the writers and what they staged; others join in their place (WS-5)."""
+        for writer in self._writers.values():
+            writer.watch.close()
+        self._writers.clear()
+        self._shared = ()
+        self._ledger.lost()
+        for reader in self._readers.values():
+            reader.pulls = reader.mirror = None
+
+    def _rank_of(self, writer: int) -> int:
+        group, rank = divmod(writer, self._ledger.writers)
+        if group != self._ledger.losses:
+            raise WeightsError(f"writer rank {rank} was lost, or another rank of its group; others take their place")
+        return rank
+
+    def _all_joined(self, writer: int) -> bool | None:
+        self._rank_of(writer)
         if len(self._writers) == self._ledger.writers:
             return True
         if self._ledger.ended is not None:
@@ -390,4 +412,5 @@ class WeightStore(Actor):
         return self._readers[reader]
 
     def _held(self, reader: int, version: int) -> Lease:
-        return Lease(version=version, slot=self._ledger.slot_of(version), reader=reader)
+        ledger = self._ledger
+        return Lease(version=version, slot=ledger.slot_of(version), reader=reader, writers=ledger.losses)

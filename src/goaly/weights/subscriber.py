@@ -11,6 +11,7 @@ Invariants
     WU-3  A prefetched version is applied once: the next `apply` needs another `prefetch`.
     WU-4  Readers on one host that need the same buckets from another host pull them once (`rdma.py`). The others copy
           them under their own leases, with the same check of the seals, or pull them if that fails.
+    WU-5  Each version is copied from the writers that staged it. Where those died meanwhile, `prefetch` returns False.
 """
 
 import asyncio
@@ -27,11 +28,11 @@ from goaly.liveness import PULSE_SECONDS
 from goaly.telemetry.spans import span
 from goaly.weights.destination import Destination
 from goaly.weights.layout import Copy, plan, region
-from goaly.weights.ledger import Lease
+from goaly.weights.ledger import Lease, StoreClosed
 from goaly.weights.mapping import Naming
 from goaly.weights.member import Member, Pair, SharedTask, gpu_of
 from goaly.weights.settings import WeightSettings
-from goaly.weights.store import JoinedReader, StoreClosed, WeightStore
+from goaly.weights.store import JoinedReader, WeightStore
 from goaly.weights.transport import SlotReader, Source, slot_reader
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Subscriber(Member):
         self._number: int | None = None
         self._request = 0
         self._held: Lease | None = None
+        self._writers: int | None = None
+        """The group of writers whose slots it reads, as in `Lease`."""
         self._sources: list[SlotReader] = []
         self._plan: list[dict[int, list[Copy]]] = []
         self._mirror: Mirror | None = None
@@ -120,7 +123,6 @@ class Subscriber(Member):
         `lent` is another reader's lease of it, which that reader must keep until this call has returned.
         """
         async with self._one_at_a_time:
-            await self._connect()
             if lent is not None:
                 return await self._fetch(lent)
             number = await self._join()
@@ -181,16 +183,27 @@ class Subscriber(Member):
             self._background.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(reader=joined.number))
         return joined.number
 
-    async def _connect(self) -> None:
-        """Connect to the writers' slots, plan the copies and allocate the spares, once."""
-        if self._sources:
-            return
+    async def _connect(self, writers: int) -> bool:
+        """Connect to the slots of these writers, plan the copies and allocate the spares, once. False if they are
+        lost."""
+        if self._writers == writers:
+            return True
         sources = await self._store.sources.call_one(
-            self._process.host, self._transport
-        )  # unblocked by the writers' first publish
+            self._process.host, self._transport, writers
+        )  # unblocked by the writers' offers, or their death
+        if not sources:
+            return False
+        self._writers = None
         self._sources = await self._copier.run(lambda: self._connected(sources))
+        self._writers = writers
+        return True
 
     def _connected(self, sources: tuple[Source, ...]) -> list[SlotReader]:
+        self._pairs.clear()
+        self._neighbours = []
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
         layouts = [source.layout for source in sources]
         self._destination.allocate({shard.name for layout in layouts for shard in layout})
         bucket_of = [
@@ -212,9 +225,13 @@ class Subscriber(Member):
     async def _fetch(self, lease: Lease) -> bool:
         """Fill the spares with a version that is held; False if its lease was revoked and its slot overwritten."""
         try:
+            if not await self._connect(lease.writers):
+                return False  # WU-5
             overwritten = await self._pull_or_copy(lease)
-        except BaseException:
+        except BaseException as error:
             self._forget()  # WU-2: `run` has waited for the copy's end
+            if isinstance(error, Exception) and not await self._store.holds.call_one(lease.reader, lease.version):
+                return False  # WU-5: the writers died during the copy
             raise
         if overwritten is None:
             return True

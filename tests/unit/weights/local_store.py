@@ -27,8 +27,8 @@ from goaly.weights.store import WeightStore
 class LocalStore:
     """Stands in for the mesh of one weight store."""
 
-    def __init__(self, settings: WeightSettings):
-        self.actor = WeightStore(settings)
+    def __init__(self, settings: WeightSettings, *, replaces_writers: bool = False):
+        self.actor = WeightStore(settings, replaces_writers=replaces_writers)
         self.failures: list[BaseException] = []
         self.calls = 0
         self.under_way: set[asyncio.Task[Any]] = set()

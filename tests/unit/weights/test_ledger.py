@@ -137,6 +137,18 @@ class Protocol(RuleBasedStateMachine):
         assert version not in self.ledger.versions
         assert version not in self.held.values()
 
+    @rule(goes_on=st.booleans())
+    def lose(self, goes_on: bool) -> None:
+        """All writers die; others begin with the version that is newest, or the one after it (WV-4)."""
+        self.ledger.lost()
+        self.writing.clear()
+        self.held.clear()
+        self.memory = [{} for _ in self.memory]
+        following = max(0, self.committed + goes_on)
+        self.next_version = [following] * len(self.next_version)
+        self.given_up = {version for version in self.given_up if version < following}
+        assert self.ledger.versions == ()
+
     @invariant()
     def what_is_held_is_whole(self) -> None:
         if not hasattr(self, "ledger"):
