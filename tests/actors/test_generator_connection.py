@@ -17,6 +17,7 @@ from goaly.errors import ReplicaLost
 from goaly.generate.connection import Clients, Connection
 from goaly.generate.request import Finish, Request, Sample, Sampling
 from goaly.generate.router import Router
+from goaly.liveness import ProcessMark
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -37,7 +38,7 @@ class Echo(Actor):
         self._changed = asyncio.Event()
 
     @concurrent_endpoint
-    async def connect(self, client: str, samples: Port) -> None:
+    async def connect(self, client: str, samples: Port, process: ProcessMark) -> None:
         self._clients.connect(client, samples)
         self._connected += 1
         await self._broken.wait()

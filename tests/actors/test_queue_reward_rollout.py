@@ -28,6 +28,7 @@ from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.rollout.running import GENERATING
 from goaly.rollout.settings import RolloutSettings
 from goaly.rollout.worker import RolloutWorker, pickled
+from goaly.run.replaceable import Replaceable
 from goaly.run.rollouts import RolloutStage
 from goaly.trajectory import Trajectory
 
@@ -60,7 +61,7 @@ class FakeGenerator(Actor):
         self._answering: set[asyncio.Task[None]] = set()
 
     @concurrent_endpoint
-    async def connect(self, client, samples) -> None:
+    async def connect(self, client, samples, process) -> None:
         self._clients.connect(client, samples)
         await asyncio.Event().wait()
 
@@ -258,7 +259,9 @@ async def test_an_evaluation_takes_no_ticket(stack):
 async def test_an_evaluation_that_nobody_waits_for_ends_in_its_worker_with_its_requests(stack):
     """WR-1"""
     long = Prompt(id="q3", source="sums", messages=(Message(role="user", content="1" * 57),))  # 7 tokens left: it hangs
-    evaluation = asyncio.create_task(RolloutStage([stack.worker]).rewards([long, long], 2, {}, 0))
+    evaluation = asyncio.create_task(
+        RolloutStage([Replaceable("rollout-0", stack.worker)]).rewards([long, long], 2, {}, 0)
+    )
     assert len(await stack.generator.when_under_way.call_one(4)) == 4
     evaluation.cancel()
     assert await asyncio.wait_for(_answer(stack.generator.when_under_way.call_one(0)), 30) == []
@@ -266,7 +269,9 @@ async def test_an_evaluation_that_nobody_waits_for_ends_in_its_worker_with_its_r
         await evaluation
     failing = Prompt(id="q2", source="sums", messages=PROMPT.messages, answer="no environment")
     with pytest.raises(ExceptionGroup) as failed:
-        await asyncio.wait_for(RolloutStage([stack.worker]).rewards([long, failing], 2, {}, 0), 30)
+        await asyncio.wait_for(
+            RolloutStage([Replaceable("rollout-0", stack.worker)]).rewards([long, failing], 2, {}, 0), 30
+        )
     assert failed.group_contains(RunFailed, match=r"rollout\.evaluate failed: LookupError: no environment")
     assert await asyncio.wait_for(_answer(stack.generator.when_under_way.call_one(0)), 30) == []
 

@@ -28,6 +28,7 @@ from monarch.actor import Channel, Port, PortReceiver
 
 from goaly.errors import ReplicaLost, root_cause
 from goaly.generate.request import Request, Sample, Sampling, settle
+from goaly.liveness import this_process
 from goaly.process import vital_task
 
 if TYPE_CHECKING:
@@ -119,7 +120,9 @@ class Connection:
 
     async def _connect(self, port: Port[Results]) -> None:
         try:
-            await self._replica.connect.call_one(self._name, port)  # unblocked by the replica's close, or its death
+            await self._replica.connect.call_one(
+                self._name, port, this_process()
+            )  # unblocked by the replica's close, or its death
             self._ended = ReplicaLost("the generator was closed")
         except Exception as error:  # it died, or only the connection broke
             self._disconnect()

@@ -9,10 +9,12 @@ Invariants
           are divided.
     GE-4  A rank that cannot follow the weights any more ends its process (PR-1), and with it its replica. The end of
           the writers is no failure: the replica serves the last version.
+    GE-5  The requests of a client on this host end with its process.
 """
 
 import asyncio
 import time
+from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,7 @@ from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.generate.request import GeneratorStats, Request, Sample
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
 from goaly.generate.weight_follower import WeightFollower
+from goaly.liveness import ExitWatch, ProcessMark, this_host
 from goaly.models.settings import ModelSettings
 from goaly.process import vital_task
 from goaly.telemetry import spans
@@ -55,6 +58,8 @@ class Generator(Actor):
         self._following: asyncio.Task[None] | None = None
         self._clients = Clients()
         self._quarantine = Quarantine()
+        self._running: defaultdict[str, set[str]] = defaultdict(set)
+        """The requests of each client."""
         self._closed = asyncio.Event()
 
     @concurrent_endpoint
@@ -92,13 +97,16 @@ class Generator(Actor):
         return loop.version
 
     @concurrent_endpoint
-    async def connect(self, client: str, samples: Port[Results]) -> None:
+    async def connect(self, client: str, samples: Port[Results], process: ProcessMark) -> None:
         """Send this client's samples to the port `samples` until the engine ends; see `Connection`."""
         self._clients.connect(client, samples)
+        watch = ExitWatch(process, lambda: self._end(client)) if process.host == this_host() else None  # GE-5
         try:
             await self._closed.wait()  # `close` sets it
         finally:
             self._clients.disconnect(client)
+            if watch is not None:
+                watch.close()
 
     @concurrent_endpoint
     async def submit(self, client: str, requests: list[Request]) -> None:
@@ -108,6 +116,7 @@ class Generator(Actor):
         """
         for request in requests:
             deliver = partial(self._deliver, client, time.time_ns())
+            self._running[client].add(request.request_id)
             try:
                 self._started_loop().submit(request, deliver)
             except ReplicaLost as not_started:
@@ -127,6 +136,7 @@ class Generator(Actor):
     async def disconnect(self, client: str, request_ids: list[str]) -> None:
         """Send nothing more to this client, and end these requests of it."""
         self._clients.disconnect(client)
+        self._running.pop(client, None)
         self._cancel(request_ids)
 
     @concurrent_endpoint
@@ -150,6 +160,10 @@ class Generator(Actor):
         self._closed.set()
         spans.flush()
 
+    def _end(self, client: str) -> None:
+        self._clients.disconnect(client)
+        self._cancel(list(self._running.pop(client, ())))
+
     def _cancel(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self._quarantine.leave(request_id)
@@ -163,6 +177,8 @@ class Generator(Actor):
 
     def _deliver(self, client: str, started_ns: int, request_id: str, result: Sample | Exception) -> None:
         self._quarantine.leave(request_id)
+        if client in self._running:
+            self._running[client].discard(request_id)
         self._clients.deliver(client, request_id, result)
         noted = {"tokens": len(result.tokens)} if isinstance(result, Sample) else {"error": type(result).__name__}
         spans.record("generation", started_ns, time.time_ns(), request=request_id, **noted)

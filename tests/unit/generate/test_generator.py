@@ -11,6 +11,7 @@ from goaly.errors import ReplicaLost
 from goaly.generate.generator import Generator
 from goaly.generate.request import Request, Sampling
 from goaly.generate.settings import GeneratorSettings
+from goaly.liveness import process, this_process
 from goaly.models.settings import ModelSettings
 
 
@@ -26,7 +27,9 @@ def call(generator: Generator, endpoint: str, *arguments: Any) -> Awaitable[Any]
 
 async def test_before_the_start_a_request_ends_as_at_a_lost_replica(generator: Generator) -> None:
     sent: list[tuple[str, Any]] = []
-    connected = asyncio.ensure_future(call(generator, "connect", "client", SimpleNamespace(send=sent.extend)))
+    connected = asyncio.ensure_future(
+        call(generator, "connect", "client", SimpleNamespace(send=sent.extend), this_process())
+    )
     await asyncio.sleep(0)
     await call(generator, "submit", "client", [Request(name, [1], Sampling(), 0) for name in ("one", "other")])
     await asyncio.sleep(0)
@@ -44,3 +47,34 @@ async def test_before_the_start_a_question_raises_as_at_a_lost_replica(
 ) -> None:
     with pytest.raises(ReplicaLost, match="the generator has not started"):
         await call(generator, endpoint, *arguments)
+
+
+async def test_the_requests_of_a_client_end_with_its_process_and_those_of_others_go_on(generator: Generator) -> None:
+    ended: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+    delivered: dict[str, Any] = {}
+
+    async def stop() -> None: ...
+
+    generator._engine_loop = SimpleNamespace(  # type: ignore[assignment]
+        submit=lambda request, deliver: delivered.update({request.request_id: deliver}),
+        cancel=lambda names: names and ended.set_result(names),
+        stop=stop,
+    )
+    port = SimpleNamespace(send=lambda results: None)
+    client = await asyncio.create_subprocess_exec(
+        "cat", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+    )
+    connected = [
+        asyncio.ensure_future(call(generator, "connect", name, port, mark))
+        for name, mark in (("dies", process(client.pid)), ("lives", this_process()))
+    ]
+    await asyncio.sleep(0)
+    for name in ("dies", "lives"):
+        requests = [Request(f"{name}.{index}", [1], Sampling(), 0) for index in range(3)]
+        await call(generator, "submit", name, requests)
+    delivered["dies.1"]("dies.1", ReplicaLost("an answer"))
+    client.kill()
+    await client.wait()
+    assert sorted(await asyncio.wait_for(ended, 10)) == ["dies.0", "dies.2"]  # GE-5
+    await call(generator, "close")
+    await asyncio.gather(*connected)
