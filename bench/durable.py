@@ -83,8 +83,8 @@ def of_runs(folder: Path, steps: int) -> dict[str, Any]:
         known, killed = len(run.steps()), time.time()
         os.kill(trainer, signal.SIGKILL)
         log = run_dir / "logs" / "controller.log"
-        stopped = run.wait(lambda: _logged(log, "resuming the run"))
-        up = run.wait(lambda: _logged(log, "resumed at policy version"))
+        stopped = run.wait(lambda: _logged(log, "it is being replaced"))
+        up = run.wait(lambda: _logged(log, "batches again"))
         recovered = run.wait(lambda: [step["time"] for step in run.steps()[known:] if step["time"] > up])[0]
         run.wait(lambda: len(run.steps()) >= 2 * third + CHECKPOINT_EVERY // 2)
         known = len(run.steps())

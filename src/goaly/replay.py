@@ -36,9 +36,11 @@ from goaly.run.config import RunConfig, config_of
 from goaly.run.hosts import Hosts
 from goaly.run.placement import place, processes
 from goaly.run.process_agent import rendezvous
+from goaly.run.replaceable import Replaceable
 from goaly.run.resume import changes
+from goaly.run.roles import policy_trainer, trajectory_queue
 from goaly.run.stages import TrainerStage
-from goaly.run.start import CHECKPOINT_FOLDER, LOG_FOLDER, POLICY_FOLDER, policy_trainer, trajectory_queue
+from goaly.run.start import CHECKPOINT_FOLDER, LOG_FOLDER, POLICY_FOLDER
 from goaly.telemetry import logs
 from goaly.telemetry.metrics import MetricsWriter
 from goaly.train.settings import TrainerSettings
@@ -139,12 +141,11 @@ async def train_again(asked: Asked, folder: Path) -> Replayed:
     telemetry = replace(asked.config.telemetry, wandb=None, tensorboard=is_kept and asked.config.telemetry.tensorboard)
     metrics = MetricsWriter(folder, telemetry)
     async with _trainer(asked, folder) as (queue, trainer):
-        await trainer.start(None if start is None else start.folder.absolute())
+        await trainer.start(start)
         begun = time.monotonic()
+        log = (asked.run_dir / LOG_FOLDER).absolute()
         while asked.to is None or found.version < asked.to:
-            logged = await ask(
-                "queue.replayed", queue.replayed.call_one((asked.run_dir / LOG_FOLDER).absolute(), first)
-            )
+            logged = await ask("queue.replayed", queue.replayed.call_one("replay", log, first))
             if logged is None:
                 break
             batch, recorded = logged
@@ -157,7 +158,6 @@ async def train_again(asked: Asked, folder: Path) -> Replayed:
                         f"policy version {found.version} has digest {digest}, the run recorded {recorded}"
                     )
                     break
-            await ask("queue.trained", queue.trained.call_one(batch.id, found.version))
         found.seconds = time.monotonic() - begun
         if asked.into is not None and found.difference is None:
             await trainer.save(asked.into / POLICY_FOLDER)
@@ -200,7 +200,10 @@ async def _trainer(asked: Asked, folder: Path) -> AsyncIterator[tuple[Trajectory
             queue = trajectory_queue(meshes["hub"], config)
             ranks = policy_trainer(meshes["trainer"], config, store, queue)
             await rendezvous(meshes["trainer"])
-            yield queue, TrainerStage(ranks, steps=config.steps + 1, folder=folder / POLICY_FOLDER)
+            yield (
+                queue,
+                TrainerStage(Replaceable("trainer", ranks), steps=config.steps + 1, folder=folder / POLICY_FOLDER),
+            )
             watch.cancel()
     finally:
         await hosts.stop_all()

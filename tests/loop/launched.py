@@ -59,8 +59,11 @@ def children(pid: int) -> list[int]:
 
 
 def named(pid: int) -> str:
-    """The name under which the run spawned this process."""
-    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    """The name under which the run spawned this process; empty if it has ended."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
     names = [
         entry.partition(b"=")[2].decode() for entry in environment if entry.startswith(b"HYPERACTOR_PROCESS_NAME=")
     ]

@@ -126,18 +126,15 @@ class GroupQueue:
     def report(self, end: Group | Dropped) -> bool:
         """Record how a ticket's episodes ended: with a complete group, or without one.
 
-        False if a group is not trained (its ticket or the run has ended, or it has no signal), or if a dropped ticket
-        had ended before.
+        False if a group is not trained (its ticket has ended or has another group, the run has ended, or the group has
+        no signal), or if a dropped ticket had ended before.
         """
         state = self._ledger.state(end.ticket)
-        if isinstance(end, Dropped) and state is not State.RUNNING:
-            logger.info("ticket %d is already %s; not %s: %s", end.ticket, state, end.state, end.why)
+        if state is not State.RUNNING:  # such as a group that ran once more, because its worker died as it reported
+            how = f"{end.state}: {end.why}" if isinstance(end, Dropped) else "a group"
+            logger.info("ticket %d is already %s; not %s", end.ticket, state, how)
             return False
         if isinstance(end, Group):
-            if state.ended:
-                return False
-            if state is not State.RUNNING:
-                raise ValueError(f"ticket {end.ticket} is {state}; only a running ticket may report a group, once")
             self._check(end)
             if self._closed:
                 self._ledger.move(end.ticket, State.REJECTED, RUN_ENDED)  # BL-3
@@ -240,6 +237,10 @@ class GroupQueue:
     def is_running(self, ticket: int) -> bool:
         """Whether this ticket is admitted and has not ended."""
         return ticket in self._min_versions
+
+    def holds(self, batch_id: int) -> bool:
+        """Whether this batch is in the queue."""
+        return batch_id in self._batches
 
     def handle(self, batch_id: int) -> BatchHandle:
         """The handle of a batch that is in the queue."""

@@ -11,7 +11,8 @@ Invariants
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from functools import wraps
+from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -26,6 +27,7 @@ from goaly.durable.records import Drawn, Published, Record, Resumed
 from goaly.durable.run_log import Recovered, RunLog, recover, trained_batches
 from goaly.reward.settings import AdvantageSettings
 from goaly.telemetry import spans
+from goaly.trajectory import PackedRows
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,6 +53,14 @@ def _immediate(method: Callable[Concatenate[GroupQueue, P], R]) -> EndpointPrope
     return concurrent_endpoint(call)
 
 
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """A log that is being read again, into a queue of its own."""
+
+    queue: GroupQueue
+    batches: Iterator[tuple[BatchHandle, str | None]]
+
+
 class TrajectoryQueue(Actor):
     """Admission, order, batches and accounting of one run; each endpoint is the `GroupQueue` method of its name."""
 
@@ -63,18 +73,19 @@ class TrajectoryQueue(Actor):
         steps: int | None = None,
         minibatches: int = 1,
     ):
-        self.queue = GroupQueue(
+        self._new_queue = partial(
+            GroupQueue,
             settings,
             advantages,
             dp_ranks=dp_ranks,
             pad_token=pad_token,
             steps=steps,
             minibatches=minibatches,
-            record=self._record,
         )
+        self.queue = self._new_queue(record=self._record)
+        self._replays: dict[str, _Replay] = {}
         self._log: RunLog | None = None
         self._cpu_seconds = 0.0
-        self._logged: Iterator[tuple[BatchHandle, str | None]] | None = None
 
     @concurrent_endpoint
     async def open(self, log: Path, policy_version: int, trainer: dict[str, Any]) -> Recovered:
@@ -89,11 +100,25 @@ class TrajectoryQueue(Actor):
         return recover(log, self.queue, policy_version)
 
     @concurrent_endpoint
-    async def replayed(self, log: Path, first: int) -> tuple[BatchHandle, str | None] | None:
+    async def replayed(self, reader: str, log: Path, first: int) -> tuple[BatchHandle, str | None] | None:
         """The next batch, from this one on, that a log has as trained, and the recorded digest of the version that it
-        made; None at the log's end. It is annotated as it was. Nothing is recorded."""
-        self._logged = self._logged or trained_batches(log, self.queue, first=first)
-        return await asyncio.to_thread(next, self._logged, None)
+        made; None at the log's end. Its rows are available, annotated as they were, until this reader asks again."""
+        if reader not in self._replays:
+            queue = self._new_queue()
+            self._replays[reader] = _Replay(queue, trained_batches(log, queue, first=first))
+        return await asyncio.to_thread(next, self._replays[reader].batches, None)
+
+    @concurrent_endpoint
+    async def end_replay(self, reader: str) -> None:
+        """Forget what was replayed for this reader."""
+        self._replays.pop(reader, None)
+
+    @concurrent_endpoint
+    async def rows(self, batch_id: int, dp_rank: int) -> PackedRows:
+        """The rows of a batch for one data-parallel rank; available until the batch is trained."""
+        queues = (self.queue, *(replay.queue for replay in self._replays.values()))
+        holder = next((queue for queue in queues if queue.holds(batch_id)), self.queue)
+        return holder.rows(batch_id, dp_rank)
 
     @concurrent_endpoint
     async def next_batch(self) -> BatchHandle | None:
@@ -121,10 +146,11 @@ class TrajectoryQueue(Actor):
     admit = _waiting(GroupQueue.admit)
     report = _immediate(GroupQueue.report)
     wait = _immediate(GroupQueue.wait)
-    rows = _immediate(GroupQueue.rows)
     annotate = _immediate(GroupQueue.annotate)
     trained = _immediate(GroupQueue.trained)
     close = _immediate(GroupQueue.close)
+    is_running = _immediate(GroupQueue.is_running)
+    handle = _immediate(GroupQueue.handle)
     counts = _immediate(GroupQueue.counts)
     reasons = _immediate(GroupQueue.reasons)
 

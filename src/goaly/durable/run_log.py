@@ -65,7 +65,7 @@ def replayed(folder: Path, queue: GroupQueue, *, keep: int) -> Iterator[Record]:
 
 def trained_batches(folder: Path, queue: GroupQueue, *, first: int) -> Iterator[tuple[BatchHandle, str | None]]:
     """The batches from this one on that a log has as trained, in order, each with the digest of the version that it
-    made. Each stays in the queue, annotated as it was, until the caller reports it as trained."""
+    made. Each is in the queue, annotated as it was, until the next one is asked for."""
     digests: dict[int, str] = {}
     for record in replayed(folder, queue, keep=first):
         match record:
@@ -73,6 +73,8 @@ def trained_batches(folder: Path, queue: GroupQueue, *, first: int) -> Iterator[
                 digests[record.version] = record.digest
             case Trained() if record.batch >= first:
                 yield queue.handle(record.batch), digests.pop(record.batch + 1, None)
+                if queue.holds(record.batch):
+                    queue.trained(record.batch, record.batch + 1)
 
 
 @dataclass(slots=True, kw_only=True)

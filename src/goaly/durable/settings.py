@@ -12,8 +12,9 @@ class CheckpointSettings(Settings):
     keep: PositiveInt = 2
     """Newest checkpoints that stay on disk. More than one lets a run go on if the newest is damaged."""
     restarts: NonNegativeInt = 3
-    """How many times in a row, without a training step in between, a run resumes by itself after the death of a process
-    that is not replaced. After that it ends; `--resume` goes on with it. 0: it ends at the first death."""
+    """How many times in a row, without a training step in between, the processes of a role are replaced when one dies,
+    or the run resumes by itself if they cannot be. After that it ends; `--resume` goes on with it. 0: it ends at the
+    first death of any process but a generator's."""
     grace_seconds: NonNegativeFloat = 30.0
     """Time that a run has after SIGTERM to finish its step and write a checkpoint; then it is stopped without one. Set
     it below the time that your scheduler waits before it kills the job."""

@@ -5,7 +5,8 @@ Training waits only until the state is copied; writing goes on in the background
 Invariants
     RC-1  A checkpoint holds the state of every trained model after the same step. It appears when all its files, and
           the records of the batches that led to it, are on disk.
-    RC-2  A checkpoint that cannot be written is reported, and the run goes on.
+    RC-2  A checkpoint that cannot be written is reported, and the run goes on. If its state was lost with a process,
+          the end of the run takes it again.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 from goaly.durable.checkpoint import Checkpoints
 from goaly.durable.settings import CheckpointSettings
 from goaly.errors import RunFailed, root_cause
+from goaly.run.replaceable import Lost
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class RunCheckpoints:
         self._checkpoints = checkpoints
         self._settings = settings
         self._stages = stages
-        self._newest = newest
+        self._newest: int | None = newest
         self._durable = durable
         self._create_task = create_task
         self._say = say
@@ -73,7 +75,7 @@ class RunCheckpoints:
         async with self._one_at_a_time:
             if self._writing is not None:
                 await asyncio.shield(self._writing)
-            if self._newest != step:
+            while self._newest != step:
                 await self._take(step)
                 assert self._writing is not None
                 await asyncio.shield(self._writing)
@@ -92,6 +94,10 @@ class RunCheckpoints:
             await asyncio.gather(*(stage.write(folder / name) for name, stage in self._stages.items()))
             await self._durable()
             await asyncio.to_thread(self._checkpoints.commit, step, {})
+        except Lost as lost:
+            self._newest = None
+            self._say(f"no checkpoint of step {step}: {lost}")
+            return
         except Exception as error:
             cause = root_cause(error.__cause__ or error)
             if not isinstance(cause, OSError):

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from goaly.actors import ask
@@ -13,6 +14,7 @@ from goaly.generate.generator import Generator
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group import NO_ROOM, GroupSummary
 from goaly.rollout.worker import RolloutWorker
+from goaly.run.replaceable import Lost, Replaceable
 from goaly.run.waiting import ANSWER_SECONDS, reporting
 
 logger = logging.getLogger(__name__)
@@ -29,14 +31,30 @@ CANCEL_SECONDS = 1.0
 """A group that a script cancels is cancelled so much later: by then it is known whether the run ends."""
 
 
-class RolloutStage:
-    """Stage 2: runs groups of episodes on the rollout workers."""
+async def _yes(ticket: int) -> bool:
+    return True
 
-    def __init__(self, workers: Sequence[RolloutWorker], say: Callable[[str], None] = logger.info):
-        """An evaluation that takes long is reported to `say`, as a line of text."""
-        self._workers = tuple(workers)
+
+class RolloutStage:
+    """Stage 2: runs groups of episodes on the rollout workers.
+
+    Invariants
+        GR-1  A group or an evaluation whose worker dies runs again, with the same prompt, unless its ticket has ended.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Replaceable[RolloutWorker]],
+        say: Callable[[str], None] = logger.info,
+        is_running: Callable[[int], Awaitable[bool]] = _yes,
+    ):
+        """An evaluation that takes long is reported to `say`, as a line of text. `is_running` tells whether a ticket
+        has not ended."""
+        self.workers = tuple(workers)
         self._say = say
-        self._running = [0] * len(self._workers)
+        self._is_running = is_running
+        self._replicas: Mapping[str, Generator] = {}
+        self._running = [0] * len(self.workers)
         self._groups: dict[int, tuple[int, Prompt]] = {}
         """The worker and the prompt of each running group, by ticket."""
         self._evaluations = itertools.count()
@@ -45,23 +63,36 @@ class RolloutStage:
 
     async def start(self) -> None:
         """Start the verifiers of every worker."""
-        await asyncio.gather(*(ask("rollout.start", worker.start.call_one()) for worker in self._workers))
+        await asyncio.gather(*(worker.call(_start) for worker in self.workers))
+
+    async def restore(self, worker: RolloutWorker) -> None:
+        """Start a worker that replaces a lost one."""
+        await _start(worker)
+        await ask("rollout.replicas", worker.replicas.call_one(self._replicas))
 
     async def group(self, ticket: Ticket, prompt: Prompt) -> None:
         """Run the group's episodes on the least busy worker. The worker reports the group to the queue in any case."""
 
-        async def run(index: int) -> GroupSummary:
-            worker = self._workers[index]
-            self._groups[ticket.index] = index, prompt
+        async def run(worker: RolloutWorker) -> GroupSummary:
             try:
                 return await ask("rollout.run_group", worker.run_group.call_one(ticket, prompt))
             except asyncio.CancelledError:
                 self._cancel_later(worker, ticket.index)
                 raise
+
+        while True:
+            index = self._least_busy()
+            self._groups[ticket.index] = index, prompt
+            try:
+                summary = await self._run_on(index, run)
+            except Lost:
+                if await self._is_running(ticket.index):
+                    continue  # GR-1
+                return
             finally:
                 del self._groups[ticket.index]
-
-        self._judge(await self._on_least_busy(run))
+            self._judge(summary)
+            return
 
     def _cancel_later(self, worker: RolloutWorker, ticket: int) -> None:
         """Have the worker end the group, which then counts as failed, unless the run ends: then a resumed run runs it
@@ -101,8 +132,10 @@ class RolloutStage:
         group = f"group {ticket} (prompt {prompt.id}, source {prompt.source})"
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                found = await ask("rollout.progress", self._workers[index].progress.call_one(ticket))
-        except TimeoutError:
+                found = await self.workers[index].call(
+                    lambda worker: ask("rollout.progress", worker.progress.call_one(ticket))
+                )
+        except (TimeoutError, Lost):
             return f"{group}, whose worker rollout-{index} does not answer"
         if found is None:
             return f"{group}, which rollout-{index} does not run"
@@ -120,12 +153,13 @@ class RolloutStage:
         async def evaluate(prompt: Prompt) -> list[float | None]:
             name = f"evaluation-{next(self._evaluations)}"
 
-            def run(index: int) -> Awaitable[list[float | None]]:
-                worker = self._workers[index]
+            def run(worker: RolloutWorker) -> Awaitable[list[float | None]]:
                 call = worker.evaluate.call_one(name, prompt, samples_per_prompt, sampling, policy_version)
                 return _cancelled_with_caller("rollout.evaluate", call, worker, name)
 
-            return await self._on_least_busy(run)
+            while True:
+                with suppress(Lost):  # GR-1
+                    return await self._run_on(self._least_busy(), run)
 
         async def report(seconds: float) -> None:
             left = [task.get_name() for task in tasks if not task.done()]
@@ -138,21 +172,32 @@ class RolloutStage:
 
     async def use(self, replicas: Mapping[str, Generator]) -> None:
         """Sample from these generator replicas from now on."""
-        calls = (worker.replicas.call_one(dict(replicas)) for worker in self._workers)
-        await asyncio.gather(*(ask("rollout.replicas", call) for call in calls))
+        self._replicas = dict(replicas)
+        await asyncio.gather(*(self._tell(worker) for worker in self.workers))
 
     async def close(self) -> None:
         """Cancel running groups and release what the workers hold."""
         self._closed = True
-        await asyncio.gather(*(worker.close.call_one() for worker in self._workers))
+        await asyncio.gather(*(worker.call(lambda actor: actor.close.call_one()) for worker in self.workers))
 
-    async def _on_least_busy(self, call: Callable[[int], Awaitable[T]]) -> T:
-        index = min(range(len(self._workers)), key=self._running.__getitem__)
+    async def _tell(self, worker: Replaceable[RolloutWorker]) -> None:
+        with suppress(Lost):  # those that replace it are told as well
+            replicas = self._replicas
+            await worker.call(lambda actor: ask("rollout.replicas", actor.replicas.call_one(replicas)))
+
+    def _least_busy(self) -> int:
+        return min(range(len(self.workers)), key=lambda index: (not self.workers[index].serves, self._running[index]))
+
+    async def _run_on(self, index: int, call: Callable[[RolloutWorker], Awaitable[T]]) -> T:
         self._running[index] += 1
         try:
-            return await call(index)
+            return await self.workers[index].call(call)
         finally:
             self._running[index] -= 1
+
+
+async def _start(worker: RolloutWorker) -> None:
+    await ask("rollout.start", worker.start.call_one())
 
 
 async def _cancelled_with_caller(endpoint: str, call: Awaitable[T], worker: RolloutWorker, key: int | str) -> T:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.group_queue import Wait
@@ -20,6 +21,7 @@ from goaly.run.config import RunConfig
 from goaly.run.periodic import PeriodicEvaluation
 from goaly.run.policies import SavedPolicies
 from goaly.run.prompts import RunPrompts
+from goaly.run.replaceable import Replaceable
 from goaly.run.rollouts import RolloutStage
 from goaly.run.stages import BacklogStage, CriticStage, ReferenceStage, TrainerStage
 from goaly.telemetry.lines import read_lines
@@ -41,10 +43,15 @@ class Run:
     checkpoints: RunCheckpoints
     tasks: asyncio.TaskGroup
     """Owns what the run does beside the script."""
+    keepers: list[asyncio.Task[None]]
+    """Those of `tasks` that replace processes."""
+    replaceable: list[Replaceable[Any]]
 
     def __init__(self, config: RunConfig, run_dir: Path):
         self.config = config
         self.run_dir = run_dir
+        self.keepers = []
+        self.replaceable = []
         self.prompts = RunPrompts(prompt_mixture(config.prompts))
         self.problem_sets = ProblemSets(config.evaluation, config.prompts)
         self._earlier = list(self._recorded_evaluations())

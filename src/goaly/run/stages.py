@@ -3,17 +3,20 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from goaly.actors import ask
 from goaly.backlog.admission import Ticket
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.group_queue import Wait
 from goaly.backlog.queue import TrajectoryQueue
+from goaly.durable.checkpoint import Checkpoint
 from goaly.durable.records import Drawn, Published
 from goaly.durable.run_log import Recovered
 from goaly.errors import RunFailed
+from goaly.run.replaceable import Lost, Replaceable
 from goaly.run.waiting import FIRST_SECONDS, reporting
 from goaly.train.critic import CriticModel
 from goaly.train.reference import ReferenceModel
@@ -23,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 RankActor = TypeVar("RankActor", PolicyTrainer, ReferenceModel, CriticModel)
+
+Again = Callable[[str, int, int], AsyncIterator[BatchHandle]]
+"""Gives a reader the batches from one number on and before another, as they were trained."""
 
 QUEUE_LOST = "failed: the trajectory queue was lost"
 
@@ -45,11 +51,13 @@ class BacklogStage:
         self.final_reasons: dict[str, int] = {}
         self._admitted = 0
         self._first_batch = 0
+        self._log: Path | None = None
         self._last_counts: dict[str, int] = {}
         self.is_giving_batches = False
 
     async def open(self, log: Path, policy_version: int, trainer: dict[str, Any]) -> Recovered:
         """Record events in this log, and go on from where it ends with a trainer of this version and these settings."""
+        self._log = log
         self._first_batch = policy_version
         return await ask("queue.open", self._queue.open.call_one(log, policy_version, trainer))
 
@@ -94,6 +102,25 @@ class BacklogStage:
         """Record that a training step consumed this batch and made this policy version."""
         await ask("queue.trained", self._queue.trained.call_one(batch.id, policy_version))
 
+    async def again(self, reader: str, first: int, end: int) -> AsyncIterator[BatchHandle]:
+        """The batches from `first` on and before `end` as they were trained, for a reader that lost what it made of
+        them."""
+        assert self._log is not None, "open comes first"
+        await self.durable()
+        try:
+            for batch in range(first, end):
+                found = await ask("queue.replayed", self._queue.replayed.call_one(reader, self._log, first))
+                if found is None:  # its step is done, but not recorded yet
+                    yield await ask("queue.handle", self._queue.handle.call_one(batch))
+                else:
+                    yield found[0]
+        finally:
+            self._queue.end_replay.broadcast(reader)
+
+    async def is_running(self, ticket: int) -> bool:
+        """Whether this ticket has not ended."""
+        return await ask("queue.is_running", self._queue.is_running.call_one(ticket))
+
     async def counts(self) -> dict[str, int]:
         """How many groups were admitted, and how many are in each state."""
         self._last_counts = await ask("queue.counts", self._queue.counts.call_one())
@@ -116,40 +143,73 @@ class BacklogStage:
 
 
 class _RanksStage(Generic[RankActor]):
-    """A mesh of actors, one for each rank."""
+    """A mesh of actors, one for each rank.
 
-    _role: ClassVar[str]
+    Invariants
+        SG-1  A call whose ranks die is made again to those that replace them. These have the state of the ranks before
+              the call.
+    """
 
-    def __init__(self, ranks: RankActor, say: Callable[[str], None] = logger.info):
+    def __init__(self, ranks: Replaceable[RankActor], say: Callable[[str], None] = logger.info):
         """A call that takes long is reported to `say`, as a line of text."""
-        self._ranks = ranks
+        self.ranks = ranks
         self._say = say
         self._longest: dict[str, float] = {}
+        self.steps_done = 0
+        """How many batches the ranks have trained."""
+
+    async def start(self, checkpoint: Checkpoint | None = None) -> None:
+        """Build and load the model on every rank, in the state of this checkpoint."""
+        self.steps_done = 0 if checkpoint is None else checkpoint.step
+        await self.ranks.call(lambda ranks: self._start(ranks, checkpoint))
+
+    async def restore(self, ranks: RankActor, checkpoint: Checkpoint | None, again: Again) -> None:
+        """Bring new ranks from this checkpoint to the state that the lost ones had; `again` gives their batches."""
+        await self._start(ranks, checkpoint)
+        first = 0 if checkpoint is None else checkpoint.step
+        if first < self.steps_done:
+            self._say(f"{self.ranks.name} trains {self.steps_done - first} batches again")
+        async for batch in again(self.ranks.name, first, self.steps_done):
+            await self._train(ranks, batch)
 
     async def stage(self) -> int | None:
         """Copy the ranks' state aside; the number of steps that it is the result of."""
-        return await self._ask(f"{self._role}.stage", self._ranks.stage.stream())
+        return await self._ask("stage", lambda ranks: ranks.stage.stream())
 
     async def write(self, folder: Path) -> None:
-        """Write the copy of the state to this folder."""
-        await ask(f"{self._role}.write", _from_all_ranks(self._ranks.write.stream(folder)))
+        """Write the copy of the state to this folder. `Lost` if the copy is, because a rank died."""
+        await self.ranks.call(lambda ranks: self._answer("write", ranks.write.stream(folder)))
 
     async def close(self) -> None:
         """Release what the ranks hold."""
-        await self._ranks.close.call()
+        await self.ranks.call(lambda ranks: ranks.close.call())
 
-    async def _ask(self, endpoint: str, answers: Iterable[Awaitable[T]]) -> T:
-        """The answer of a call to all ranks. A call that takes unusually long is reported."""
+    async def _start(self, ranks: RankActor, checkpoint: Checkpoint | None) -> Any:
+        folder = None if checkpoint is None else checkpoint.folder.absolute()
+        return await self._answer("start", ranks.start.stream(folder))
+
+    async def _train(self, ranks: RankActor, batch: BatchHandle) -> dict[str, float]:
+        raise NotImplementedError
+
+    async def _ask(self, endpoint: str, call: Callable[[RankActor], Iterable[Awaitable[T]]]) -> T:
+        """The answer of a call to all ranks (SG-1). A call that takes unusually long is reported."""
 
         async def report(seconds: float) -> None:
-            self._say(f"waiting {seconds:.0f} s for {endpoint}")
+            self._say(f"waiting {seconds:.0f} s for {self.ranks.role}.{endpoint}")
 
         clock = asyncio.get_running_loop().time
-        began, longest = clock(), self._longest.get(endpoint, 0.0)
+        longest = self._longest.get(endpoint, 0.0)
         async with reporting(report, max(FIRST_SECONDS, 2 * longest)):
-            answer = await ask(endpoint, _from_all_ranks(answers))
+            while True:
+                began = clock()
+                with suppress(Lost):
+                    answer = await self.ranks.call(lambda ranks: self._answer(endpoint, call(ranks)))
+                    break
         self._longest[endpoint] = max(longest, clock() - began)
         return answer
+
+    async def _answer(self, endpoint: str, answers: Iterable[Awaitable[T]]) -> T:
+        return await ask(f"{self.ranks.role}.{endpoint}", _from_all_ranks(answers))
 
 
 class TrainerStage(_RanksStage[PolicyTrainer]):
@@ -160,13 +220,12 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
               stops the save: a failing evaluation or an interrupt finds the policy on disk.
         SV-2  A saved policy is the result of whole steps.
         SV-3  A step waits for the save of the version before it, so that a save never sees half a step.
+        SV-4  Ranks that replace lost ones serve once generators can read the version that the run is at.
     """
-
-    _role = "trainer"
 
     def __init__(
         self,
-        ranks: PolicyTrainer,
+        ranks: Replaceable[PolicyTrainer],
         say: Callable[[str], None] = logger.info,
         *,
         steps: int,
@@ -183,25 +242,35 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
         self._between_steps = asyncio.Lock()
         self._saving: asyncio.Task[None] | None = None
         self.start_version = 0
-        self.policy_version = 0
 
     def expect(self, digests: Mapping[int, str]) -> None:
         """Report a version that is published with another digest than this one."""
         self._expected.update(digests)
 
-    async def start(self, checkpoint: Path | None = None) -> int:
-        """Build and load the model on every rank; its policy version."""
-        self.policy_version = await ask("trainer.start", _from_all_ranks(self._ranks.start.stream(checkpoint)))
-        self.start_version = self.policy_version
-        return self.policy_version
+    @property
+    def policy_version(self) -> int:
+        """The newest version: how many batches are trained."""
+        return self.steps_done
+
+    async def start(self, checkpoint: Checkpoint | None = None) -> None:
+        """Build and load the model on every rank, in the state of this checkpoint."""
+        self.start_version = self.steps_done = await self.ranks.call(lambda ranks: self._start(ranks, checkpoint))
+
+    async def restore(self, ranks: PolicyTrainer, checkpoint: Checkpoint | None, again: Again) -> None:
+        """Bring new ranks from this checkpoint to the state of the lost ones, and publish their version (SV-4)."""
+        await super().restore(ranks, checkpoint, again)
+        if self.policy_version > 0:
+            digest = await self._answer("digest", ranks.digest.stream())
+            self._compare(self.policy_version, digest)
+            await self._answer("publish", ranks.publish.stream())
 
     async def step(self, batch: BatchHandle) -> dict[str, float]:
         """Train the next policy version on this batch; the step's metrics. After the last step the save begins."""
         async with self._between_steps:  # SV-3; unblocked by the trainer's answer or death
             self._in_step = True  # SV-2: stays True if the step fails
-            metrics = await self._ask("trainer.step", self._ranks.step.stream(batch))
+            metrics = await self._ask("step", lambda ranks: ranks.step.stream(batch))
             self._in_step = False
-            self.policy_version = batch.id + 1
+            self.steps_done = batch.id + 1
         if self.is_done:
             self._save()
         return metrics
@@ -209,10 +278,10 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
     async def publish(self) -> int:
         """Make the new weights readable by generators; their version. Waits for the save of the last policy."""
         version, digest = await asyncio.gather(
-            self._ask("trainer.publish", self._ranks.publish.stream()), self.digest()
+            self._ask("publish", lambda ranks: ranks.publish.stream()), self.digest()
         )
-        if (before := self._expected.pop(version, digest)) != digest:
-            self._say(f"policy version {version} has digest {digest}, but had {before} before the run was resumed")
+        self._compare(version, digest)
+        self._expected = {version: digest, **{newer: one for newer, one in self._expected.items() if newer > version}}
         self._record(Published(version=version, digest=digest))
         if self._saving is not None:
             await asyncio.shield(self._saving)  # SV-1; unblocked by the trainer's answer or death
@@ -220,11 +289,11 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
 
     async def digest(self) -> str:
         """The digest of the current parameters."""
-        return await self._ask("trainer.digest", self._ranks.digest.stream())
+        return await self._ask("digest", lambda ranks: ranks.digest.stream())
 
     async def save(self, folder: str | Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        await self._ask("trainer.save", self._ranks.save.stream(folder))
+        await self._ask("save", lambda ranks: ranks.save.stream(folder))
 
     async def save_version(self, policy_version: int, folder: Path) -> None:
         """Write the policy of this version as a Hugging Face folder; RunFailed if a step has replaced it."""
@@ -254,6 +323,13 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
         if self._saving is not None:
             await asyncio.shield(self._saving)  # unblocked by the trainer's answer or death
 
+    async def _train(self, ranks: PolicyTrainer, batch: BatchHandle) -> dict[str, float]:
+        return await self._answer("step", ranks.step.stream(batch))
+
+    def _compare(self, version: int, digest: str) -> None:
+        if (before := self._expected.get(version, digest)) != digest:
+            self._say(f"policy version {version} has digest {digest}, but had {before} when it was made first")
+
     def _save(self) -> None:
         self._saving = asyncio.create_task(self.save(self._folder), name="save the policy")
 
@@ -261,19 +337,13 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
 class ReferenceStage(_RanksStage[ReferenceModel]):
     """Stage 5: computes log-probabilities under the reference weights, which the policy is kept close to."""
 
-    _role = "reference"
-
-    async def start(self, checkpoint: Path | None = None) -> None:
-        """Build and load the model on every rank."""
-        await ask("reference.start", _from_all_ranks(self._ranks.start.stream(checkpoint)))
-
     async def stage(self) -> None:
         """Copy the ranks' state aside; it is that of the last refresh."""
         await super().stage()
 
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `reference_logprobs` to the batch's rows. Also record the reference's version if it is refreshed."""
-        version = await self._ask("reference.annotate", self._ranks.annotate.stream(batch))
+        version = await self._ask("annotate", lambda ranks: ranks.annotate.stream(batch))
         if version is not None:
             batch.metrics["reference/version"] = float(version)
 
@@ -281,19 +351,18 @@ class ReferenceStage(_RanksStage[ReferenceModel]):
 class CriticStage(_RanksStage[CriticModel]):
     """Stage 5: predicts the return from each token on."""
 
-    _role = "critic"
-
-    async def start(self, checkpoint: Path | None = None) -> None:
-        """Build the model on every rank."""
-        await ask("critic.start", _from_all_ranks(self._ranks.start.stream(checkpoint)))
-
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `values` to the batch's rows. The queue then adds advantages and returns."""
-        await self._ask("critic.annotate", self._ranks.annotate.stream(batch))
+        await self._ask("annotate", lambda ranks: ranks.annotate.stream(batch))
 
     async def step(self, batch: BatchHandle) -> dict[str, float]:
         """Train the critic on the batch's returns; the step's metrics."""
-        return await self._ask("critic.step", self._ranks.step.stream(batch))
+        metrics = await self._ask("step", lambda ranks: ranks.step.stream(batch))
+        self.steps_done = batch.id + 1
+        return metrics
+
+    async def _train(self, ranks: CriticModel, batch: BatchHandle) -> dict[str, float]:
+        return await self._answer("step", ranks.step.stream(batch))
 
 
 async def _from_all_ranks(answers: Iterable[Awaitable[T]]) -> T:

@@ -1,7 +1,8 @@
 """Brings the actors of a run up, and takes them down. Every task belongs to the script's TaskGroup or to the run's.
 
 Invariants
-    RN-1  The death of an actor that is not replaced ends the run with a RunFailed that names it.
+    RN-1  Trainer, reference, critic and rollout workers are replaced when they die (`replaceable.py`), generators by
+          their service. The death of any other actor ends the run with a RunFailed that names it.
     RN-2  However the block is left, every admitted group is accounted for, `summary.json` is written, and the run's
           processes are stopped.
     RN-3  The policy is saved without the script's help (SV-1): after the last step, or when the block is left. An
@@ -10,7 +11,6 @@ Invariants
 """
 
 import asyncio
-import dataclasses
 import json
 import logging
 import time
@@ -19,36 +19,26 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import ProcMesh
-
-from goaly.actors import ask, spawn
-from goaly.backlog.queue import TrajectoryQueue
+from goaly.actors import ask
 from goaly.config.schema import plain
 from goaly.durable.checkpoint import Checkpoints
-from goaly.errors import RunFailed, root_cause
-from goaly.generate.generator import Generator
 from goaly.generate.service import GeneratorService
 from goaly.plan.dry_run import placed
-from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.reward.pool import RewardPool
 from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.worker import RolloutWorker, pickled
 from goaly.run.checkpoints import RunCheckpoints, Stateful
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
 from goaly.run.placement import Processes, processes
-from goaly.run.process_agent import rendezvous
+from goaly.run.replaceable import Replaceable, Restarts
+from goaly.run.roles import HUB_ACTORS, Roles, replaced_roles
 from goaly.run.rollouts import RolloutStage
 from goaly.run.run import Run
 from goaly.run.stages import BacklogStage, CriticStage, ReferenceStage, TrainerStage
 from goaly.run.waiting import run_all
 from goaly.telemetry import spans
 from goaly.telemetry.trace import merge
-from goaly.train.critic import CriticModel
-from goaly.train.reference import ReferenceModel
-from goaly.train.trainer import PolicyTrainer
 from goaly.weights import torchstore
-from goaly.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +51,6 @@ SAVE_SECONDS = 600.0
 POLICY_FOLDER = "policy"
 LOG_FOLDER = "log"
 CHECKPOINT_FOLDER = "checkpoints"
-
-HUB_ACTORS = ("store", "rewards", "queue")
-"""Actors of the hub process; those of other processes have the name of their process."""
 
 
 @asynccontextmanager
@@ -81,6 +68,7 @@ async def started(
 
     def on_failure(actor: str, report: str) -> None:
         is_replaced = hasattr(run, "generators") and run.generators.lost(actor, report)
+        is_replaced = is_replaced or any(one.lost(actor, report) for one in run.replaceable)
         if actor in names and not is_replaced:
             run.lost(actor, report)  # RN-1
 
@@ -91,13 +79,13 @@ async def started(
             run.tasks = owned
             watch = owned.create_task(run.alive())
             await _bring_up(run, hosts, planned, pickled(episode))
-            supervision = owned.create_task(run.generators.supervise())
+            run.keepers.append(owned.create_task(run.generators.supervise()))
             yield run
             await run.trainer.save_newest()  # RN-3: if the script ended before the last step
             await run.periodic.ended()
             await run.checkpoints.finish(run.policy_version)
-            supervision.cancel()
-            watch.cancel()
+            for task in (watch, *run.keepers):
+                task.cancel()
             status = "finished"
     except asyncio.CancelledError:
         status = "interrupted"
@@ -117,63 +105,28 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     verified = run.tasks.create_task(asyncio.to_thread(checkpoints.newest), name="verify the newest checkpoint")
     run.progress.note("starting")
     places = placed(config, await hosts.cluster())  # fails before any process is spawned if something does not fit
-    meshes = {name: hosts.spawn(each, places[name]) for name, each in planned.items()}
+    roles = Roles(config, hosts, planned, places, episode)
 
-    # The hub: weight store, rewards and queue.
-    store = spawn(meshes["hub"], "store", WeightStore, config.weights)
-    rewards = None
-    if config.reward.placement == "hub":
-        rewards = spawn(meshes["hub"], "rewards", RewardPool, config.reward, config.evaluation.verifiers)
-    queue = trajectory_queue(meshes["hub"], config, steps=config.steps)
-    run.backlog = BacklogStage(queue, run.report_wait, run.stopped)
+    trainer, reference, critic = await asyncio.gather(roles.trainer(), roles.reference(), roles.critic())
 
-    # The models that train or annotate batches: trainer, reference and critic.
-    ranks = policy_trainer(meshes["trainer"], config, store, queue)
-    policy_folder = run.run_dir / POLICY_FOLDER
-    run.trainer = TrainerStage(ranks, run.say, steps=config.steps, folder=policy_folder, record=run.backlog.record)
-    if config.uses_reference:
-        frozen = (config.reference, config.trainer, config.model, queue, config.weights, store)
-        run.reference = ReferenceStage(spawn(meshes["reference"], "reference", ReferenceModel, *frozen), run.say)
-    if config.critic is not None:
-        valued = (config.critic, config.trainer, config.model, queue)
-        run.critic = CriticStage(spawn(meshes["critic"], "critic", CriticModel, *valued), run.say)
-
-    # The rollout workers, which run the script's episode.
-    workers = [
-        spawn(
-            meshes[f"rollout-{index}"],
-            f"rollout-{index}",
-            RolloutWorker,
-            f"rollout-{index}",
-            config.rollout,
-            episode,
-            queue=queue,
-            rewards=rewards or config.reward,
-            verifiers=config.evaluation.verifiers,
-            tokenizer=config.model.path,
-            chat=config.chat,
-            sampling=config.sampling,
-            group_size=config.backlog.group_size,
-            max_context=config.max_context,
-            first_replica=index,
-            seed=config.generator.seed,
-        )
-        for index in range(config.rollout.workers)
-    ]
-    run.rollouts = RolloutStage(workers, run.say)
-
-    # The generators, which the service replaces when they die.
-    async def spawn_replica(name: str) -> Generator:
-        replica = int(name.split("-")[1])
-        first = f"generator-{replica}"  # a replacement takes the place of the first one
-        mesh = hosts.spawn(dataclasses.replace(planned[first], name=name), places[first])
-        if config.generator.tp > 1:
-            await rendezvous(mesh)
-        return spawn(mesh, name, Generator, config.generator, config.model, store, replica, config.weights)
-
+    # The stages.
+    run.backlog = BacklogStage(roles.queue, run.report_wait, run.stopped)
+    run.trainer = TrainerStage(
+        Replaceable("trainer", trainer),
+        run.say,
+        steps=config.steps,
+        folder=run.run_dir / POLICY_FOLDER,
+        record=run.backlog.record,
+    )
+    if reference is not None:
+        run.reference = ReferenceStage(Replaceable("reference", reference), run.say)
+    if critic is not None:
+        run.critic = CriticStage(Replaceable("critic", critic), run.say)
+    workers = [Replaceable(f"rollout-{index}", roles.rollout(index)) for index in range(config.rollout.workers)]
+    run.rollouts = RolloutStage(workers, run.say, run.backlog.is_running)
     run.generators = GeneratorService(
         replicas=config.generator.replicas,
-        spawn=spawn_replica,
+        spawn=roles.generator,
         kill=hosts.kill,
         announce=run.rollouts.use,
         start_minutes=config.generator.start_minutes,
@@ -181,25 +134,24 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
 
     # Start them all.
     checkpoint = await verified
-    folder, step = (None, 0) if checkpoint is None else (checkpoint.folder.absolute(), checkpoint.step)
+    step = 0 if checkpoint is None else checkpoint.step
     recovered = await run.backlog.open((run.run_dir / LOG_FOLDER).absolute(), step, plain(config.trainer))
     run.prompts.begin(recovered, run.backlog.record)
     run.trainer.expect(recovered.digests)
-    await _join("trainer", meshes["trainer"])
     if config.weights.transport == "torchstore":
-        await torchstore.start(meshes["trainer"])
+        await torchstore.start(roles.mesh("trainer"))
     starts: dict[str, Coroutine[Any, Any, Any]] = {
         "rollouts": run.rollouts.start(),
-        "trainer": run.trainer.start(folder),
+        "trainer": run.trainer.start(checkpoint),
         "generators": run.generators.start(),
     }
-    if rewards is not None:
-        starts["rewards"] = ask("rewards.start", rewards.start.call())
+    if roles.rewards is not None:
+        starts["rewards"] = ask("rewards.start", roles.rewards.start.call())
     for name, stage in (("reference", run.reference), ("critic", run.critic)):
         if stage is not None:
-            starts[name] = _join_and_start(name, meshes[name], stage, folder)
+            starts[name] = stage.start(checkpoint)
     await run_all(starts, "starting", run.say)
-    if folder is not None:
+    if checkpoint is not None:
         await run.trainer.publish()  # generators begin with the model's folder
         run.say(f"resumed at policy version {step}; the log has {recovered.policy_version} trained batches")
 
@@ -217,42 +169,46 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
         create_task=run.tasks.create_task,
         say=run.say,
     )
+    _keep(run, hosts, roles, checkpoints)
 
 
-def trajectory_queue(hub: ProcMesh, config: RunConfig, steps: int | None = None) -> TrajectoryQueue:
-    """The queue of a run of so many steps; without `steps` it admits groups without end."""
-    return spawn(
-        hub,
-        "queue",
-        TrajectoryQueue,
-        config.backlog,
-        config.advantages,
-        dp_ranks=config.trainer.fsdp,
-        pad_token=ChatTokenizer(config.model.path).pad_token,
-        steps=steps,
-        minibatches=config.trainer.minibatches,
-    )
+def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> None:
+    """Replace processes that die from now on, and let the new ones catch up with the run (RN-1)."""
+    restarts = Restarts(run.config.checkpoint.restarts, lambda: run.policy_version)
+    replaced = replaced_roles(run.config)
 
+    def keep(one: Replaceable[Any], replace: Callable[[str], Coroutine[Any, Any, Any]]) -> None:
+        run.replaceable.append(one)
+        kept = one.keep(replace, kill=hosts.kill, restarts=restarts, say=run.say)
+        run.keepers.append(run.tasks.create_task(kept, name=f"keep {one.role}"))
 
-def policy_trainer(mesh: ProcMesh, config: RunConfig, store: WeightStore, queue: TrajectoryQueue) -> PolicyTrainer:
-    """The ranks of a run's trainer."""
-    policy = (config.trainer, config.model, config.loss, config.weights, store, queue)
-    return spawn(mesh, "trainer", PolicyTrainer, *policy)
+    def replace_ranks(stage: Any, spawned: Callable[[str], Coroutine[Any, Any, Any]]) -> None:
+        async def replace(name: str) -> Any:
+            newest = asyncio.create_task(asyncio.to_thread(checkpoints.newest))
+            ranks = await spawned(name)
+            await stage.restore(ranks, await newest, run.backlog.again)
+            return ranks
 
+        keep(stage.ranks, replace)
 
-async def _join_and_start(
-    name: str, mesh: ProcMesh, stage: ReferenceStage | CriticStage, checkpoint: Path | None
-) -> None:
-    await _join(name, mesh)
-    await stage.start(checkpoint)
+    def replace_worker(index: int) -> None:
+        async def replace(name: str) -> RolloutWorker:
+            worker = roles.rollout(index, name)
+            await run.rollouts.restore(worker)
+            return worker
 
+        keep(run.rollouts.workers[index], replace)
 
-async def _join(name: str, mesh: ProcMesh) -> None:
-    """Let these processes find each other, so that they can form a torch process group."""
-    try:
-        await rendezvous(mesh)
-    except Exception as error:  # Monarch's error, which does not name these processes
-        raise RunFailed(f"{name} did not start: {root_cause(error)}") from error
+    for role, stage, spawned in (
+        ("trainer", run.trainer, roles.trainer),
+        ("reference", run.reference, roles.reference),
+        ("critic", run.critic, roles.critic),
+    ):
+        if stage is not None and role in replaced:
+            replace_ranks(stage, spawned)
+    if "rollout" in replaced:
+        for index in range(run.config.rollout.workers):
+            replace_worker(index)
 
 
 async def _save_policy(run: Run, status: str) -> None:

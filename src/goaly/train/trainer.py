@@ -4,7 +4,8 @@ A mesh of `fsdp * tp` actors is one trainer; the controller calls each endpoint 
 environment (RANK and friends) must be set before `start`.
 
 Invariants
-    PT-1  Weights are published only between two batches; their version is the number of batches trained.
+    PT-1  Weights are published only between two batches; their version is the number of batches trained. A version is
+          published once, however often it is asked for.
 """
 
 import asyncio
@@ -53,6 +54,7 @@ class PolicyTrainer(ModelActor):
         self._queue = queue
         self._thread: RankThread[TrainEngine] = RankThread("train")
         self._publisher: Publisher | None = None
+        self._published: int | None = None
         self._parameters_at_rest = asyncio.Lock()
 
     @concurrent_endpoint
@@ -99,8 +101,10 @@ class PolicyTrainer(ModelActor):
         assert self._publisher is not None, "start makes engine and publisher"
         async with self._parameters_at_rest:  # PT-1
             version = engine.policy_version
-            with spans.span("publish", version=version):
-                await self._publisher.publish(version)
+            if version != self._published:
+                with spans.span("publish", version=version):
+                    await self._publisher.publish(version)
+                self._published = version
         return version
 
     @concurrent_endpoint

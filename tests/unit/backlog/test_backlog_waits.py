@@ -306,12 +306,17 @@ async def test_a_group_of_weights_older_than_its_ticket_allows_is_refused():
         queue.report(group(ticket.index, version=0))  # BL-6
 
 
-async def test_a_group_comes_once_and_only_from_a_running_ticket():
+async def test_the_first_group_of_a_ticket_counts_and_another_one_changes_nothing():
     queue = backlog()
     await queue.admit()
-    queue.report(group(0))
-    with pytest.raises(ValueError, match="ticket 0 is queued; only a running ticket may report a group, once"):
-        queue.report(group(0))
+    first = group(0, rewards=(1.0, 0.0))
+    assert queue.report(first)
+    counts = queue.counts()
+    assert not queue.report(group(0, rewards=(0.0, 1.0)))
+    assert queue.counts() == counts
+    assert queue._groups[0] is first
+    with pytest.raises(ValueError, match="ticket 1 was never admitted"):
+        queue.report(group(1))
 
 
 DYNAMIC = replace(SETTINGS, dynamic_sampling=True, max_no_signal_share=0.5)

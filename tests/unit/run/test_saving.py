@@ -13,6 +13,7 @@ import pytest
 from goaly.config import load
 from goaly.errors import RunFailed
 from goaly.run.config import RunConfig
+from goaly.run.replaceable import Replaceable
 from goaly.run.stages import TrainerStage
 from goaly.run.start import _save_policy, started
 
@@ -72,7 +73,7 @@ class Ranks:
 
 async def trained(ranks: Ranks, upto: int, steps: int = 3, since: int = 0) -> TrainerStage:
     """A trainer for so many steps, after some of them, each published."""
-    trainer = TrainerStage(ranks, steps=steps, folder=Path("policy"))
+    trainer = TrainerStage(Replaceable("trainer", ranks), steps=steps, folder=Path("policy"))
     await trainer.start()
     for index in range(since, upto):
         await trainer.step(SimpleNamespace(id=index))

@@ -11,6 +11,7 @@ from monarch.actor import ActorError
 
 from goaly.backlog.admission import Ticket
 from goaly.errors import RunFailed
+from goaly.run.replaceable import Replaceable
 from goaly.run.stages import QUEUE_LOST, BacklogStage, TrainerStage
 
 
@@ -72,7 +73,7 @@ async def test_a_run_ends_with_the_error_that_started_it_however_many_actor_call
         raise error
 
     ranks = SimpleNamespace(publish=SimpleNamespace(stream=lambda: [publish()]))
-    trainer = TrainerStage(ranks, steps=1, folder=Path())
+    trainer = TrainerStage(Replaceable("trainer", ranks), steps=1, folder=Path())
     with pytest.raises(RunFailed) as failed:
         await trainer.publish()
     assert str(failed.value) == "trainer.publish failed: RuntimeError: sabotage"

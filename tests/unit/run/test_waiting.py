@@ -14,6 +14,7 @@ from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.group import GroupSummary
 from goaly.rollout.running import DONE, GENERATING, GroupProgress
 from goaly.run import waiting
+from goaly.run.replaceable import Replaceable
 from goaly.run.rollouts import FAILURES_IN_A_ROW, TOO_LONG_IN_A_ROW, RolloutStage
 from goaly.run.run import Run
 from goaly.run.stages import BacklogStage, TrainerStage
@@ -47,7 +48,7 @@ NEITHER = {"rejected": "it had ended before it started"}
 
 
 async def after(*ends: dict) -> RolloutStage:
-    rollouts = RolloutStage([FakeWorker(*ends)])
+    rollouts = RolloutStage([Replaceable("rollout-0", FakeWorker(*ends))])
     for index in range(len(ends)):
         await rollouts.group(Ticket(index=index, min_version=0), PROMPT)
     return rollouts
@@ -92,7 +93,7 @@ async def test_a_group_under_way_is_described_by_its_prompt_its_worker_and_its_e
 
     worker = FakeWorker()
     worker.run_group, worker.progress = endpoint(run_group), endpoint(answer)
-    rollouts = RolloutStage([FakeWorker(), worker])
+    rollouts = RolloutStage([Replaceable("rollout-0", FakeWorker()), Replaceable("rollout-1", worker)])
     rollouts._running[0] = 1  # the other one is busier
     group = asyncio.create_task(rollouts.group(Ticket(index=17, min_version=0), PROMPT))
     await asyncio.sleep(0)
@@ -114,7 +115,7 @@ def test_a_worker_that_does_not_answer_is_described_as_such():
     async def main() -> str:
         worker = FakeWorker()
         worker.run_group, worker.progress = endpoint(never), endpoint(never)
-        rollouts = RolloutStage([worker])
+        rollouts = RolloutStage([Replaceable("rollout-0", worker)])
         group = asyncio.create_task(rollouts.group(Ticket(index=17, min_version=0), PROMPT))
         await asyncio.sleep(0)
         found = await rollouts.describe(17)
@@ -180,7 +181,9 @@ def test_a_long_evaluation_tells_how_many_prompts_are_done():
     worker = FakeWorker()
     worker.evaluate = endpoint(evaluate)
     slow = Prompt(id="slow", source="sums", messages=PROMPT.messages)
-    rewards = virtual_time.run(RolloutStage([worker], said.append).rewards([PROMPT, slow], 1, 0.0, 0))
+    rewards = virtual_time.run(
+        RolloutStage([Replaceable("rollout-0", worker)], said.append).rewards([PROMPT, slow], 1, 0.0, 0)
+    )
     assert rewards == [[1.0], [1.0]]
     assert said == [f"evaluating for {at} s: 1 of 2 prompts are done; waiting for prompt slow" for at in (30, 60)]
 
@@ -204,7 +207,7 @@ def test_a_call_to_the_trainer_that_takes_more_than_twice_as_long_as_ever_is_tol
             return {"loss": 1.0}
 
         actors = SimpleNamespace(step=SimpleNamespace(stream=lambda *arguments: [step(*arguments)]))
-        trainer = TrainerStage(actors, said.append, steps=10, folder=Path("policy"))
+        trainer = TrainerStage(Replaceable("trainer", actors), said.append, steps=10, folder=Path("policy"))
         for _ in steps:
             assert await trainer.step(batch) == {"loss": 1.0}
 

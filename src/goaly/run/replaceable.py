@@ -1,0 +1,164 @@
+"""Actors of one role that are replaced when one of their processes dies.
+
+The processes of a role are one unit: when one dies, the others are killed, because they may wait for it for ever. Their
+replacement has a name of its own (`trainer`, then `trainer-1`), so that a late report of the first death is not taken
+for another one.
+
+Invariants
+    RB-1  A call ends: with an answer, with its endpoint's error, or with `Lost` if a process died meanwhile.
+    RB-2  A call is made to actors that have caught up. While they are being replaced, it waits.
+    RB-3  More than `checkpoint.restarts` deaths in a row without a training step in between end the run.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from goaly.actors import SupervisionError
+from goaly.errors import GoalyError, RunFailed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Actors = TypeVar("Actors")
+
+REPORT_SECONDS = 2.0
+"""The error of an actor whose peer has died may come so much earlier than the report of that death."""
+
+
+class Lost(GoalyError):
+    """A process of these actors died during a call; the call can be made again."""
+
+
+class Restarts:
+    """How often each role may still be replaced."""
+
+    def __init__(self, limit: int, policy_version: Callable[[], int]):
+        """`limit` replacements of a role in a row at the same policy version."""
+        self._limit = limit
+        self._policy_version = policy_version
+        self._spent: dict[str, tuple[int, int]] = {}
+
+    def spend(self, role: str, report: str) -> None:
+        """Count a death; RunFailed if there were too many (RB-3)."""
+        version = self._policy_version()
+        at, count = self._spent.get(role, (version, 0))
+        count = count + 1 if at == version else 1
+        self._spent[role] = version, count
+        if count > self._limit:
+            raise RunFailed(
+                f"{role} died {count} times without a training step in between (checkpoint.restarts={self._limit}); "
+                f"the last time: {report}"
+            )
+
+
+class Replaceable(Generic[Actors]):
+    """The actors of a role, as callers reach them."""
+
+    def __init__(self, role: str, actors: Actors):
+        """Until `keep` runs, they are not replaced: their death is the error of the call."""
+        self.role = role
+        self.name = role
+        """The name of their present processes."""
+        self._actors = actors
+        self._names = {role}
+        self._died = asyncio.Event()
+        self._report: str | None = None
+        """Why they died; None while they serve."""
+        self._serves = asyncio.Event()
+        self._serves.set()
+        self._is_kept = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether a call would be made at once."""
+        return self._report is None
+
+    def lost(self, name: str, report: str) -> bool:
+        """Report the death of an actor or a process of this name; True if it belonged to this role and is replaced."""
+        if name not in self._names or (name == self.name and not self._is_kept):
+            return False
+        if name == self.name and not self._died.is_set():
+            self._report = report
+            self._serves.clear()
+            self._died.set()
+        return True
+
+    async def call(self, call: Callable[[Actors], Awaitable[T]]) -> T:
+        """The answer of the actors to this call; `Lost` if one of their processes dies before (RB-1)."""
+        await self._serves.wait()  # RB-2; unblocked by the replacement, or by the end of `keep`
+        if not self._is_kept:
+            if self._report is not None:
+                raise RunFailed(f"{self.role} died: {self._report}")
+            return await call(self._actors)
+        died, name = self._died, self.name
+        answer = asyncio.ensure_future(call(self._actors))
+        death = asyncio.ensure_future(died.wait())
+        try:
+            await asyncio.wait((answer, death), return_when=asyncio.FIRST_COMPLETED)
+            if answer.done() and answer.exception() is not None:
+                await asyncio.wait((death,), timeout=REPORT_SECONDS)  # the report of a death that caused the error
+                if _is_death(answer.exception()):
+                    self.lost(name, str(answer.exception()))
+            if died.is_set() and not (answer.done() and answer.exception() is None):
+                raise Lost(f"{name} died: {self._report}")
+            return answer.result()
+        finally:
+            death.cancel()
+            answer.cancel()  # no effect once it is done
+
+    async def keep(
+        self,
+        replace: Callable[[str], Awaitable[Actors]],
+        *,
+        kill: Callable[[str], Awaitable[None]],
+        restarts: Restarts,
+        say: Callable[[str], None],
+    ) -> None:
+        """Replace the processes whenever one dies, until cancelled.
+
+        `replace` spawns and starts the actors under this name, and brings them to the state that the run is in. `kill`
+        ends the processes of a name.
+        """
+        self._is_kept = True
+        try:
+            while True:
+                await self._died.wait()  # unblocked by `lost`
+                restarts.spend(self.role, self._report or "")
+                say(f"{self.name} died: {self._report}; it is being replaced")
+                await kill(self.name)
+                if await self._replace(replace):
+                    say(f"{self.name} serves in its place")
+        finally:
+            self._is_kept = False
+            self._serves.set()
+
+    async def _replace(self, replace: Callable[[str], Awaitable[Actors]]) -> bool:
+        """Replace the processes; False if the new ones have died, too."""
+        self.name = f"{self.role}-{len(self._names)}"
+        self._names.add(self.name)
+        self._died = died = asyncio.Event()
+        replacing = asyncio.ensure_future(replace(self.name))
+        death = asyncio.ensure_future(died.wait())
+        try:
+            await asyncio.wait((replacing, death), return_when=asyncio.FIRST_COMPLETED)
+            if replacing.done() and replacing.exception() is not None:
+                await asyncio.wait((death,), timeout=REPORT_SECONDS)
+                if _is_death(replacing.exception()):
+                    self.lost(self.name, str(replacing.exception()))
+            if died.is_set():
+                return False
+            self._actors, self._report = replacing.result(), None
+            self._serves.set()
+            return True
+        finally:
+            death.cancel()
+            replacing.cancel()
+            await asyncio.wait((replacing,))  # a cancelled call ends at once
+            if not replacing.cancelled():
+                replacing.exception()  # retrieve it: it is the death's
+
+
+def _is_death(error: BaseException | None) -> bool:
+    return isinstance(error, SupervisionError) or isinstance(getattr(error, "__cause__", None), SupervisionError)

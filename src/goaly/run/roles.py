@@ -1,0 +1,155 @@
+"""Spawns the actors of a run: those of the hub once, those of the other roles again when they are replaced."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from monarch.actor import ProcMesh
+
+from goaly.actors import spawn
+from goaly.backlog.queue import TrajectoryQueue
+from goaly.errors import RunFailed, root_cause
+from goaly.generate.generator import Generator
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.reward.pool import RewardPool
+from goaly.rollout.worker import RolloutWorker
+from goaly.run.config import RunConfig
+from goaly.run.hosts import Hosts
+from goaly.run.placement import Placed, Processes
+from goaly.run.process_agent import rendezvous
+from goaly.train.critic import CriticModel
+from goaly.train.reference import ReferenceModel
+from goaly.train.trainer import PolicyTrainer
+from goaly.weights.store import WeightStore
+
+HUB_ACTORS = ("store", "rewards", "queue")
+"""Actors of the hub process; those of other processes have the name of their process."""
+
+
+class Roles:
+    """The actors of one run, by role. `name` is that of their processes: the planned one, or a replacement's."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        hosts: Hosts,
+        planned: Mapping[str, Processes],
+        places: Mapping[str, Placed],
+        episode: bytes,
+    ):
+        """Spawns all planned processes, and the actors of the hub."""
+        self._config = config
+        self._hosts = hosts
+        self._planned = planned
+        self._places = places
+        self._episode = episode
+        for name in planned:
+            self.mesh(name)
+        hub = self.mesh("hub")
+        self.store = spawn(
+            hub, "store", WeightStore, config.weights, replaces_writers="trainer" in replaced_roles(config)
+        )
+        self.rewards: RewardPool | None = None
+        if config.reward.placement == "hub":
+            self.rewards = spawn(hub, "rewards", RewardPool, config.reward, config.evaluation.verifiers)
+        self.queue = trajectory_queue(hub, config, steps=config.steps)
+
+    async def trainer(self, name: str = "trainer") -> PolicyTrainer:
+        """The ranks that train the policy."""
+        mesh = await self._joined("trainer", name)
+        return policy_trainer(mesh, self._config, self.store, self.queue, name)
+
+    async def reference(self, name: str = "reference") -> ReferenceModel | None:
+        """The ranks of the reference model, if the run has one."""
+        config = self._config
+        if not config.uses_reference:
+            return None
+        mesh = await self._joined("reference", name)
+        frozen = (config.reference, config.trainer, config.model, self.queue, config.weights, self.store)
+        return spawn(mesh, name, ReferenceModel, *frozen)
+
+    async def critic(self, name: str = "critic") -> CriticModel | None:
+        """The ranks of the critic, if the run has one."""
+        config = self._config
+        if config.critic is None:
+            return None
+        mesh = await self._joined("critic", name)
+        return spawn(mesh, name, CriticModel, config.critic, config.trainer, config.model, self.queue)
+
+    def rollout(self, index: int, name: str | None = None) -> RolloutWorker:
+        """A rollout worker, which runs the script's episode."""
+        config, planned = self._config, f"rollout-{index}"
+        return spawn(
+            self.mesh(planned, name),
+            name or planned,
+            RolloutWorker,
+            name or planned,
+            config.rollout,
+            self._episode,
+            queue=self.queue,
+            rewards=self.rewards or config.reward,
+            verifiers=config.evaluation.verifiers,
+            tokenizer=config.model.path,
+            chat=config.chat,
+            sampling=config.sampling,
+            group_size=config.backlog.group_size,
+            max_context=config.max_context,
+            first_replica=index,
+            seed=config.generator.seed,
+        )
+
+    async def generator(self, name: str) -> Generator:
+        """The ranks of a generator replica; `generator-0-1` takes the place of `generator-0`."""
+        config, replica = self._config, int(name.split("-")[1])
+        first = f"generator-{replica}"
+        mesh = self.mesh(first, name) if config.generator.tp == 1 else await self._joined(first, name)
+        return spawn(mesh, name, Generator, config.generator, config.model, self.store, replica, config.weights)
+
+    def mesh(self, planned: str, name: str | None = None) -> ProcMesh:
+        """The planned processes, or those of another name in their place; started if they are not."""
+        processes = self._planned[planned]
+        return self._hosts.spawn(dataclasses.replace(processes, name=name or planned), self._places[planned])
+
+    async def _joined(self, planned: str, name: str) -> ProcMesh:
+        """These processes, once they have found each other, so that they can form a torch process group."""
+        mesh = self.mesh(planned, name)
+        try:
+            await rendezvous(mesh)
+        except Exception as error:  # Monarch's error, which does not name these processes
+            raise RunFailed(f"{name} did not start: {root_cause(error)}") from error
+        return mesh
+
+
+def trajectory_queue(hub: ProcMesh, config: RunConfig, steps: int | None = None) -> TrajectoryQueue:
+    """The queue of a run of so many steps; without `steps` it admits groups without end."""
+    return spawn(
+        hub,
+        "queue",
+        TrajectoryQueue,
+        config.backlog,
+        config.advantages,
+        dp_ranks=config.trainer.fsdp,
+        pad_token=ChatTokenizer(config.model.path).pad_token,
+        steps=steps,
+        minibatches=config.trainer.minibatches,
+    )
+
+
+def policy_trainer(
+    mesh: ProcMesh, config: RunConfig, store: WeightStore, queue: TrajectoryQueue, name: str = "trainer"
+) -> PolicyTrainer:
+    """The ranks of a run's trainer."""
+    policy = (config.trainer, config.model, config.loss, config.weights, store, queue)
+    return spawn(mesh, name, PolicyTrainer, *policy)
+
+
+def replaced_roles(config: RunConfig) -> set[str]:
+    """The roles, beside the generators, whose processes are replaced when one dies. The death of another process ends
+    the run, which then resumes itself."""
+    if config.checkpoint.restarts == 0:
+        return set()
+    roles = {"critic", "rollout"}
+    if config.weights.transport != "torchstore":  # its volumes are in the trainer's processes
+        roles.add("trainer")
+    if config.reference.refresh_every is None:  # or its weights may be of a version that is nowhere any more
+        roles.add("reference")
+    return roles

@@ -1,0 +1,71 @@
+"""A run whose processes are killed at random moments, its controller among them: `bench.chaos` in small."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+from launched import ROOT, START_SECONDS, LaunchedRun, gone_within, orphaned_memory, orphaned_within
+
+from bench.chaos import accounts
+
+pytestmark = pytest.mark.timeout(900)
+
+STEPS = 100
+VICTIMS = ("critic", "rollout", "generator", "trainer", "hub", "rollout", "controller")
+LONGEST_PAUSE = 5.0
+"""Seconds between two kills: some hit a run that recovers, some one that trains."""
+
+
+def going(run: LaunchedRun, launch: Callable[..., LaunchedRun], seconds: float) -> LaunchedRun:
+    """The run after this time, resumed if it has ended."""
+    with suppress(subprocess.TimeoutExpired):
+        assert run.process.wait(seconds) != 0, run.text()
+        return launch(resume=run, app="ppo")
+    return run
+
+
+def test_eight_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: Callable[..., LaunchedRun]) -> None:
+    chance = random.Random(0)
+    before = orphaned_memory()
+    settings = ("checkpoint.every=5", "checkpoint.restarts=3", "backlog.max_staleness=2")
+    run = launch(f"steps={STEPS}", *settings, app="ppo")
+    run.wait_for_steps(7)
+    generators, seen = run.spawned("generator"), set(run.processes())
+    run.kill("trainer")
+    run.wait_for_text("batches again", START_SECONDS)
+    run.wait_for_text("trainer-1 serves in its place", START_SECONDS)
+    assert run.spawned("generator") == generators  # which worked on
+
+    for victim in VICTIMS:
+        killed = False
+        while not killed:
+            run = going(run, launch, chance.uniform(0.0, LONGEST_PAUSE))
+            seen |= set(run.processes())
+            for pid in [run.process.pid] if victim == "controller" else run.spawned(victim):
+                with suppress(ProcessLookupError):  # it died with another one
+                    os.kill(pid, signal.SIGKILL)
+                    killed = True
+    while run.wait(START_SECONDS) != 0:  # a role died too often
+        run = launch(resume=run, app="ppo")
+
+    assert [step["policy_version"] for step in run.lines("metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert "when it was made first" not in (run.folder / "logs" / "controller.log").read_text()
+    found = accounts(run.folder)
+    assert found["trained"] == 2 * STEPS
+    assert {key: found[key] for key in ("lost", "doubled", "failed", "unaccounted")} == {
+        "lost": 0,
+        "doubled": 0,
+        "failed": 0,
+        "unaccounted": 0,
+    }
+    checked = subprocess.run(
+        [sys.executable, "-m", "goaly.replay", str(run.folder), "--check"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert f"{STEPS} digests are as recorded" in checked.stdout, checked.stdout + checked.stderr
+    assert gone_within(list(seen)) == []
+    assert orphaned_within(before) == set()

@@ -1,0 +1,361 @@
+"""Actors that are replaced: what their callers get, and when a run gives up."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from goaly.actors import SupervisionError
+from goaly.backlog.admission import Ticket
+from goaly.durable.checkpoint import Checkpoint
+from goaly.errors import RunFailed
+from goaly.prompts.prompt import Prompt
+from goaly.rollout.group import GroupSummary
+from goaly.run.replaceable import Lost, Replaceable, Restarts
+from goaly.run.rollouts import RolloutStage
+from goaly.run.stages import CriticStage, TrainerStage
+from tests import virtual_time
+
+
+class Kept:
+    """A role whose actors are their own names, and what happened to it."""
+
+    def __init__(self, limit: int = 3):
+        self.version = 0
+        self.one = Replaceable[str]("trainer", "trainer")
+        self.events: list[str] = []
+        self.may_replace = asyncio.Event()
+        self.may_replace.set()
+        self.restarts = Restarts(limit, lambda: self.version)
+        self.task = asyncio.ensure_future(
+            self.one.keep(self.replace, kill=self.kill, restarts=self.restarts, say=self.events.append)
+        )
+
+    async def replace(self, name: str) -> str:
+        self.events.append(f"replace {name}")
+        await self.may_replace.wait()
+        return name
+
+    async def kill(self, name: str) -> None:
+        self.events.append(f"kill {name}")
+
+
+async def turns(count: int = 10) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def echo(actors: str) -> str:
+    return actors
+
+
+async def never(actors: str) -> str:
+    return await asyncio.Future()
+
+
+async def test_a_call_to_actors_that_die_is_lost_and_the_next_one_waits_for_their_replacement() -> None:
+    kept = Kept()
+    await turns()
+    hanging = asyncio.ensure_future(kept.one.call(never))
+    await turns()
+    kept.may_replace.clear()
+    assert kept.one.lost("trainer", "process 7 ended")
+    with pytest.raises(Lost, match="trainer died: process 7 ended"):
+        await hanging  # RB-1
+    waiting = asyncio.ensure_future(kept.one.call(echo))
+    await turns()
+    assert not kept.one.serves
+    assert not waiting.done()  # RB-2
+    kept.may_replace.set()
+    assert await waiting == "trainer-1"
+    assert kept.one.serves
+    assert kept.events == [
+        "trainer died: process 7 ended; it is being replaced",
+        "kill trainer",
+        "replace trainer-1",
+        "trainer-1 serves in its place",
+    ]
+    kept.task.cancel()
+
+
+async def test_a_death_is_counted_once_however_late_it_is_reported_again() -> None:
+    kept = Kept()
+    await turns()
+    assert kept.one.lost("trainer", "process 7 ended")
+    assert kept.one.lost("trainer", "the same, from another source")
+    await turns()
+    assert kept.one.lost("trainer", "half a minute later")
+    await turns()
+    assert await kept.one.call(echo) == "trainer-1"
+    assert not kept.one.lost("critic", "another role")
+    kept.task.cancel()
+
+
+async def test_actors_that_die_while_they_are_replaced_are_replaced_again() -> None:
+    kept = Kept()
+    await turns()
+    kept.may_replace.clear()
+    kept.one.lost("trainer", "first")
+    await turns()
+    kept.one.lost("trainer-1", "second")
+    await turns()
+    kept.may_replace.set()
+    assert await kept.one.call(echo) == "trainer-2"
+    assert kept.events[3:] == [
+        "trainer-1 died: second; it is being replaced",
+        "kill trainer-1",
+        "replace trainer-2",
+        "trainer-2 serves in its place",
+    ]
+    kept.task.cancel()
+
+
+def test_the_error_of_an_actor_whose_peer_has_died_is_the_peers_death_also_if_that_is_reported_later() -> None:
+    async def main() -> None:
+        kept = Kept()
+        await turns()
+
+        async def broken(actors: str) -> str:
+            asyncio.get_running_loop().call_later(1.0, kept.one.lost, "trainer", "rank 1 ended")
+            raise RunFailed("trainer.step failed: connection closed by peer")
+
+        with pytest.raises(Lost, match="rank 1 ended"):
+            await kept.one.call(broken)
+        kept.task.cancel()
+
+    virtual_time.run(main())
+
+
+def test_an_actors_own_error_is_the_callers_and_nothing_is_replaced() -> None:
+    async def main() -> None:
+        kept = Kept()
+        await turns()
+
+        async def broken(actors: str) -> str:
+            raise RunFailed("trainer.step failed: the loss is NaN")
+
+        with pytest.raises(RunFailed, match="the loss is NaN"):
+            await kept.one.call(broken)
+        assert await kept.one.call(echo) == "trainer"
+        kept.task.cancel()
+
+    virtual_time.run(main())
+
+
+def test_a_death_that_only_the_call_reports_counts() -> None:
+    async def main() -> None:
+        kept = Kept()
+        await turns()
+
+        async def dead(actors: str) -> str:
+            if actors == "trainer":
+                raise RunFailed("trainer died during trainer.step") from SupervisionError("no such process")
+            return actors
+
+        with pytest.raises(Lost):
+            await kept.one.call(dead)
+        assert await kept.one.call(dead) == "trainer-1"
+        kept.task.cancel()
+
+    virtual_time.run(main())
+
+
+async def test_a_role_that_dies_too_often_without_a_step_in_between_ends_the_run() -> None:
+    kept = Kept(limit=2)
+    for death in range(5):  # a step after every second one
+        await turns()
+        kept.version = death // 2
+        kept.one.lost(kept.one.name, f"death {death}")
+    await turns()
+    assert await kept.one.call(echo) == "trainer-5"
+    for death in (5, 6):
+        kept.one.lost(kept.one.name, f"death {death}")
+        await turns()
+    with pytest.raises(RunFailed, match=r"trainer died 3 times .*checkpoint.restarts=2.*the last time: death 6"):
+        await kept.task  # RB-3
+
+
+async def test_once_nobody_replaces_them_a_call_to_dead_actors_fails() -> None:
+    kept = Kept()
+    await turns()
+    kept.may_replace.clear()
+    kept.one.lost("trainer", "process 7 ended")
+    waiting = asyncio.ensure_future(kept.one.call(echo))
+    await turns()
+    kept.task.cancel()
+    with pytest.raises(RunFailed, match="trainer died: process 7 ended"):
+        await waiting
+    assert not Replaceable("critic", "critic").lost("critic", "before anyone keeps it")
+
+
+async def test_a_cancelled_call_is_cancelled_at_the_actors() -> None:
+    kept = Kept()
+    await turns()
+    ended = asyncio.Event()
+
+    async def call(actors: str) -> str:
+        try:
+            return await asyncio.Future()
+        finally:
+            ended.set()
+
+    calling = asyncio.ensure_future(kept.one.call(call))
+    await turns()
+    calling.cancel()
+    await asyncio.wait_for(ended.wait(), 5)
+    kept.task.cancel()
+
+
+class Ranks:
+    """A model that counts the batches that it trains; its `hangs`-th step never ends."""
+
+    def __init__(self, hangs: int | None = None):
+        self.trained: list[int] = []
+        self.published: list[int] = []
+        self._hangs = hangs
+        for name in ("start", "step", "publish", "digest"):
+            endpoint = SimpleNamespace(stream=self._stream(getattr(self, f"_{name}")))
+            setattr(self, name, endpoint)
+
+    def _stream(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., list[Awaitable[Any]]]:
+        return lambda *arguments: [method(*arguments)]
+
+    async def _start(self, folder: Path | None) -> int:
+        self.trained = list(range(0 if folder is None else int(folder.name)))
+        return len(self.trained)
+
+    async def _step(self, batch: Any) -> dict[str, float]:
+        if batch.id == self._hangs:
+            await asyncio.Future()
+        assert batch.id == len(self.trained)
+        self.trained.append(batch.id)
+        return {"loss": float(batch.id)}
+
+    async def _publish(self) -> int:
+        self.published.append(len(self.trained))
+        return len(self.trained)
+
+    async def _digest(self) -> str:
+        return f"digest of {self.trained}"
+
+
+async def logged(reader: str, first: int, end: int) -> Any:
+    for batch in range(first, end):
+        yield SimpleNamespace(id=batch)
+
+
+async def replaced_in_step(stage: Any, newer: Ranks, checkpoint: Checkpoint | None) -> dict[str, float]:
+    """The metrics of step 5, during which the stage's ranks die."""
+
+    async def replace(name: str) -> Ranks:
+        await stage.restore(newer, checkpoint, logged)
+        return newer
+
+    async def kill(name: str) -> None:
+        pass
+
+    keeping = asyncio.ensure_future(
+        stage.ranks.keep(replace, kill=kill, restarts=Restarts(1, lambda: 5), say=lambda text: None)
+    )
+    for batch in range(3, 5):
+        await stage.step(SimpleNamespace(id=batch))
+    step = asyncio.ensure_future(stage.step(SimpleNamespace(id=5)))
+    await turns()
+    stage.ranks.lost(stage.ranks.role, "process 7 ended")
+    metrics = await step
+    keeping.cancel()
+    return metrics
+
+
+@pytest.mark.parametrize("step", [None, 4])
+async def test_ranks_that_replace_lost_ones_train_the_logged_batches_and_then_the_step_that_was_lost(
+    step: int | None, tmp_path: Path
+) -> None:
+    checkpoint = None if step is None else Checkpoint(tmp_path / str(step), step, {})
+    for stage_of in (
+        lambda ranks: TrainerStage(ranks, steps=9, folder=tmp_path),
+        lambda ranks: CriticStage(ranks),
+    ):
+        newer = Ranks()
+        stage = stage_of(Replaceable("model", Ranks(hangs=5)))
+        await stage.start(Checkpoint(tmp_path / "3", 3, {}))
+        assert await replaced_in_step(stage, newer, checkpoint) == {"loss": 5.0}
+        assert newer.trained == [0, 1, 2, 3, 4, 5]  # SG-1
+        assert stage.steps_done == 6
+        if isinstance(stage, TrainerStage):
+            assert newer.published == [5]  # SV-4
+
+
+async def test_a_version_that_is_made_again_with_another_digest_is_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    stage = TrainerStage(Replaceable("trainer", Ranks()), said.append, steps=9, folder=tmp_path)
+    await stage.start(None)
+    await stage.step(SimpleNamespace(id=0))
+    await stage.publish()
+    await stage.restore(Ranks(), None, logged)
+    assert said == ["trainer trains 1 batches again"]
+    other = Ranks()
+    other.digest = SimpleNamespace(stream=lambda: [echo("another digest")])
+    await stage.restore(other, None, logged)
+    assert said[2:] == ["policy version 1 has digest another digest, but had digest of [0] when it was made first"]
+
+
+class Worker:
+    """A rollout worker that runs groups until it dies."""
+
+    def __init__(self, name: str):
+        self.ran: list[int] = []
+        self.name = name
+        self.tables: list[Any] = []
+        for endpoint in ("run_group", "start", "replicas"):
+            setattr(self, endpoint, SimpleNamespace(call_one=getattr(self, f"_{endpoint}")))
+        self.cancel = SimpleNamespace(broadcast=lambda keys: None)
+
+    async def _run_group(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
+        self.ran.append(ticket.index)
+        if self.name == "rollout-0":
+            await asyncio.Future()
+        return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, rewards=(1.0,))
+
+    async def _start(self) -> None: ...
+
+    async def _replicas(self, replicas: Any) -> None:
+        self.tables.append(replicas)
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+async def test_the_groups_of_a_worker_that_dies_run_elsewhere_unless_they_were_reported(is_running: bool) -> None:
+    async def asked(ticket: int) -> bool:
+        return is_running
+
+    async def kill(name: str) -> None: ...
+
+    first, second, third = Worker("rollout-0"), Worker("rollout-1"), Worker("rollout-0-1")
+    rollouts = RolloutStage([Replaceable("rollout-0", first), Replaceable("rollout-1", second)], is_running=asked)
+    await rollouts.use({"generator-0": "replica"})
+
+    async def replace(name: str) -> Worker:
+        assert name == "rollout-0-1"
+        await rollouts.restore(third)
+        return third
+
+    worker = rollouts.workers[0]
+    keeping = asyncio.ensure_future(
+        worker.keep(replace, kill=kill, restarts=Restarts(1, lambda: 0), say=lambda text: None)
+    )
+    await turns()
+    prompt = Prompt(id="q", source="sums", messages=())
+    group = asyncio.ensure_future(rollouts.group(Ticket(index=0, min_version=0), prompt))
+    await turns()
+    assert first.ran == [0]
+    worker.lost("rollout-0", "process 7 ended")
+    await asyncio.wait_for(group, 5)
+    assert second.ran == ([0] if is_running else [])  # GR-1
+    await turns()
+    assert third.tables == [{"generator-0": "replica"}]  # it has the newest routing table when it serves
+    await rollouts.group(Ticket(index=1, min_version=0), prompt)
+    assert third.ran == [1]
+    keeping.cancel()
