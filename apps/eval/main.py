@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 async def evaluation(config: EvalConfig) -> "dict[str, list[Answered]]":
     """Sample the policy's answers to the problems of every set, and score them."""
-    from goaly.evaluation.result import ask
+    from goaly.evaluation.result import sample_and_verify
     from goaly.evaluation.sets import ProblemSets
     from goaly.generate.request import Sampling
     from goaly.prompts.tokenizer import ChatTokenizer
@@ -40,7 +40,7 @@ async def evaluation(config: EvalConfig) -> "dict[str, list[Answered]]":
         for one in sets:
             sampling = Sampling.of(one.settings.sampled(config.sampling), tokenizer.stop_token_ids)
             samples = one.settings.samples_per_prompt
-            answered[one.name] = await ask(sample, tokenizer, one.prompts, verify, samples, sampling)
+            answered[one.name] = await sample_and_verify(sample, tokenizer, one.prompts, verify, samples, sampling)
     return answered
 
 

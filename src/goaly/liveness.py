@@ -37,10 +37,10 @@ class ProcessMark:
 
 def this_process(host: str | None = None) -> ProcessMark:
     """The mark of the calling process; `host` overrides its host."""
-    return process(os.getpid(), host)
+    return process_mark(os.getpid(), host)
 
 
-def process(pid: int, host: str | None = None) -> ProcessMark:
+def process_mark(pid: int, host: str | None = None) -> ProcessMark:
     """The mark of a process of this host, or of `host`."""
     return ProcessMark(host=host or this_host(), pid=pid, started=_started(pid))
 

@@ -209,7 +209,7 @@ def check_tokens(data: TensorDict, *, where: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Minibatch:
     """The rows of a batch for one optimizer step: their number on each rank, and counts over all ranks."""
 
     rows: int
@@ -228,18 +228,18 @@ class PackedRows:
     rows: TensorDict
     batch_trained_tokens: int
     batch_sequences: int
-    parts: tuple[Part, ...] = ()
-    """The parts of the rows, in order; empty if all rows make one optimizer step."""
+    minibatches: tuple[Minibatch, ...] = ()
+    """In the order of their rows; empty if all rows make one optimizer step."""
 
     def split(self) -> list["PackedRows"]:
-        """The rows of each optimizer step, with their own counts; a part without trained tokens makes no step."""
-        if not self.parts:
+        """The rows of each optimizer step, with their own counts; a minibatch without trained tokens makes no step."""
+        if not self.minibatches:
             return [self]
-        rows = self.rows.split([part.rows for part in self.parts])
+        rows = self.rows.split([minibatch.rows for minibatch in self.minibatches])
         steps = [
-            PackedRows(rows=of_part, batch_trained_tokens=part.trained_tokens, batch_sequences=part.sequences)
-            for of_part, part in zip(rows, self.parts, strict=True)
-            if part.trained_tokens
+            PackedRows(rows=its_rows, batch_trained_tokens=one.trained_tokens, batch_sequences=one.sequences)
+            for its_rows, one in zip(rows, self.minibatches, strict=True)
+            if one.trained_tokens
         ]
         return steps or [self]
 

@@ -10,7 +10,7 @@ import pytest
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from goaly.errors import RunFailed
-from goaly.liveness import ExitWatch, SilenceWatch, process
+from goaly.liveness import ExitWatch, SilenceWatch, process_mark
 from goaly.process import give_up
 from goaly.run.host_settings import HostSettings
 from goaly.run.hosts import Hosts
@@ -107,7 +107,7 @@ async def test_a_stopped_process_is_killed_and_named_and_one_that_gave_up_says_w
     quitter, caller, pair = spawned("quitter", 1), spawned("caller", 1), spawned("pair", 2)
     pids = [pid for _, pid in (await pair.pid.call()).items()]
     ended = [asyncio.Event() for _ in pids]
-    watches = [ExitWatch(process(pid), event.set) for pid, event in zip(pids, ended, strict=True)]
+    watches = [ExitWatch(process_mark(pid), event.set) for pid, event in zip(pids, ended, strict=True)]
     await quitter.pid.call_one()
     os.kill(pids[1], signal.SIGSTOP)
     quitter.give_up.broadcast()

@@ -12,7 +12,7 @@ import torch
 from monarch.actor import ActorError, this_proc
 
 from goaly.errors import WeightsError
-from goaly.liveness import process
+from goaly.liveness import process_mark
 from goaly.weights.layout import Layout
 from goaly.weights.placement import layout_of
 from goaly.weights.publisher import Publisher
@@ -113,7 +113,7 @@ async def test_a_killed_readers_lease_is_free_at_once(other_process: subprocess.
     settings = WeightSettings(slots=2)
     store = new_store(settings)
     trainer, reader = Trainer(store, settings), Reader(store, "alive")
-    doomed = (await store.join_reader.call_one("doomed", process(other_process.pid))).number
+    doomed = (await store.join_reader.call_one("doomed", process_mark(other_process.pid))).number
     await within(trainer.publish(0))
     assert (await within(store.lease_newer.call_one(doomed, 1, -1))).version == 0
     await within(trainer.publish(1))
@@ -198,7 +198,7 @@ async def test_a_killed_trainer_rank_leaves_no_half_version_and_the_others_are_t
     trainer = Trainer(store, settings, 0, 2)
     layout: Layout = layout_of(trainer.tensors)
     joining = asyncio.create_task(trainer.publish(0))
-    await within(store.join_writer.call_one(1, 2, layout, process(other_process.pid)))
+    await within(store.join_writer.call_one(1, 2, layout, process_mark(other_process.pid)))
     assert await within(joining) is False
     waiting = asyncio.create_task(trainer.publish(1))
     await store.state.call_one()

@@ -1,6 +1,8 @@
-"""Which modules may import which: no cycles in `goaly`, and only tests of `bench` import it."""
+"""Which modules may import which: no cycles in `goaly`, and only tests of `bench` import it. No two classes of `goaly`
+have the same name."""
 
 import ast
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -40,6 +42,12 @@ def test_no_module_imports_itself_by_way_of_others():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(" -> ".join(error.args[1])) from error
+
+
+def test_a_class_name_means_one_thing():
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in modules().values()]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} == set()
 
 
 def test_only_tests_of_bench_import_bench():

@@ -18,7 +18,18 @@ from goaly.prompts.prompt import PASS_REWARD
 from goaly.reward.advantages import has_signal
 from goaly.reward.estimate import estimate
 from goaly.reward.settings import AdvantageSettings
-from goaly.trajectory import TRUNCATED, Group, Outcome, PackedRows, Part, Row, Trajectory, lengths, pack_rows, spans
+from goaly.trajectory import (
+    TRUNCATED,
+    Group,
+    Minibatch,
+    Outcome,
+    PackedRows,
+    Row,
+    Trajectory,
+    lengths,
+    pack_rows,
+    spans,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +84,14 @@ def build_batch(
     """
     samples = [sample for group in groups for sample in group.samples]
     sequences = [sample.tokens for sample in samples]
-    rows_by_rank, parts = _placed(groups, minibatches, settings.row_length, dp_ranks)
+    rows_by_rank, counted = _placed(groups, minibatches, settings.row_length, dp_ranks)
     trained_tokens = sum(sample.trained_tokens for sample in samples)
     ranks = tuple(
         PackedRows(
             rows=pack_rows(sequences, rows, settings.row_length, pad_token),
             batch_trained_tokens=trained_tokens,
             batch_sequences=len(samples),
-            parts=parts,
+            minibatches=counted,
         )
         for rows in rows_by_rank
     )
@@ -112,22 +123,22 @@ def build_batch(
 
 def _placed(
     groups: Sequence[Group], minibatches: int, row_length: int, dp_ranks: int
-) -> tuple[tuple[tuple[Row, ...], ...], tuple[Part, ...]]:
-    """The rows of each rank, ordered by minibatch; and if there are several minibatches, the `Part` of each."""
+) -> tuple[tuple[tuple[Row, ...], ...], tuple[Minibatch, ...]]:
+    """The rows of each rank, ordered by minibatch; and if there are several, the `Minibatch` of each."""
     samples = [sample for group in groups for sample in group.samples]
     if minibatches == 1:
         return assign(lengths(samples), row_length, dp_ranks), ()
     group_of = [number for number, group in enumerate(groups) for _ in group.samples]
     rows_by_rank: list[list[Row]] = [[] for _ in range(dp_ranks)]
-    parts = []
+    counted = []
     for members in divide([sum(lengths(group.samples)) for group in groups], minibatches):
         places = [place for place, number in enumerate(group_of) if number in members]
-        of_part = assign([len(samples[place]) for place in places], row_length, dp_ranks)
-        for rank, rows in enumerate(of_part):
+        by_rank = assign([len(samples[place]) for place in places], row_length, dp_ranks)
+        for rank, rows in enumerate(by_rank):
             rows_by_rank[rank] += [tuple(places[at] for at in row) for row in rows]
         trained_tokens = sum(samples[place].trained_tokens for place in places)
-        parts.append(Part(rows=len(of_part[0]), trained_tokens=trained_tokens, sequences=len(places)))
-    return tuple(tuple(rows) for rows in rows_by_rank), tuple(parts)
+        counted.append(Minibatch(rows=len(by_rank[0]), trained_tokens=trained_tokens, sequences=len(places)))
+    return tuple(tuple(rows) for rows in rows_by_rank), tuple(counted)
 
 
 def by_sequence(batch: Batch, dp_rank: int, column_RL: Tensor) -> tuple[tuple[int, ...], Tensor]:

@@ -4,7 +4,7 @@ Invariants
     PK-1  Every sequence is in exactly one row, and is not split.
     PK-2  Every rank gets the same number of rows, so that all ranks take part in every collective.
     PK-3  The same sequences in the same order give the same rows, bit for bit.
-    PK-4  If a batch has several parts, each group is in one of them, and no part is empty.
+    PK-4  If a batch has several minibatches, each group is in one of them, and none is empty.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from goaly.errors import SchemaError
 from goaly.trajectory import Row
 
 
-def divide(weights: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
-    """Divide groups with these token counts into parts with similar token counts; groups by their index in the batch.
+def divide(weights: Sequence[int], minibatches: int) -> tuple[tuple[int, ...], ...]:
+    """Divide groups with these token counts into minibatches with similar ones; groups by their index in the batch.
 
-    The groups of a part, and the parts by their first group, are in the order of the batch.
+    The groups of a minibatch, and the minibatches by their first group, are in the order of the batch.
     """
-    assert parts <= len(weights), "settings with more parts than groups are refused"
+    assert minibatches <= len(weights), "settings with more minibatches than groups are refused"
     heaviest_first = sorted(range(len(weights)), key=lambda place: (-weights[place], place))
-    return tuple(sorted(tuple(sorted(share)) for share in _deal(heaviest_first, weights, parts)))  # PK-4
+    return tuple(sorted(tuple(sorted(share)) for share in _deal(heaviest_first, weights, minibatches)))  # PK-4
 
 
 def assign(lengths: Sequence[int], row_length: int, ranks: int) -> tuple[tuple[Row, ...], ...]:

@@ -59,7 +59,7 @@ class Checkpoints:
     def commit(self, step: int, facts: Mapping[str, Any]) -> Checkpoint:
         """Make the checkpoint of `begin` appear, with these facts (CK-1)."""
         writing, folder = self._folder / f"{WRITING}{step:06d}", self._folder / f"{step:06d}"
-        files = {str(path.relative_to(writing)): _described(path, sync=True) for path in _files(writing)}
+        files = {str(path.relative_to(writing)): _file_entry(path, sync=True) for path in _files(writing)}
         content = {"format": FORMAT, "step": step, "facts": facts, "files": files}
         manifest = writing / MANIFEST
         manifest.write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=1) + "\n")
@@ -87,7 +87,7 @@ class Checkpoints:
             if at_most is not None and int(folder.name) > at_most:
                 continue
             try:
-                yield read(folder)
+                yield read_checkpoint(folder)
             except (OSError, ValueError) as error:
                 logger.warning("checkpoint %s is skipped: %s", folder, error)
 
@@ -96,7 +96,7 @@ class Checkpoints:
         return sorted(found, key=lambda path: int(path.name), reverse=True)
 
 
-def read(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in this folder; a ValueError or OSError names the file that is missing, changed or damaged."""
     content = json.loads((folder / MANIFEST).read_text())
     claimed = content.pop("checksum", None)
@@ -105,7 +105,7 @@ def read(folder: Path) -> Checkpoint:
     if content["format"] != FORMAT:
         raise ValueError(f"{MANIFEST} has format {content['format']}, this goaly reads format {FORMAT}")
     for name, described in content["files"].items():
-        found = _described(folder / name)
+        found = _file_entry(folder / name)
         if found != described:
             raise ValueError(f"{name} is {found}, was written as {described}")
     return Checkpoint(folder, content["step"], content["facts"])
@@ -115,7 +115,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _described(path: Path, *, sync: bool = False) -> dict[str, Any]:
+def _file_entry(path: Path, *, sync: bool = False) -> dict[str, Any]:
     digest = xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

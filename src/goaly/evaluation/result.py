@@ -187,7 +187,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1 - comb(samples - right, k) / comb(samples, k)
 
 
-async def ask(
+async def sample_and_verify(
     sample: SampleFunction,
     tokenizer: ChatTokenizer,
     prompts: Sequence[Prompt],

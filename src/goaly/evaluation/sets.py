@@ -30,7 +30,7 @@ class ProblemSets:
         requested."""
         self._sets = {
             name: ProblemSet(
-                name=name, settings=one, prompts=_problems(one, f"evaluation.{settings.key(name)}", prompts)
+                name=name, settings=one, prompts=_prompts(one, f"evaluation.{settings.key(name)}", prompts)
             )
             for name, one in settings.named.items()
         }
@@ -44,7 +44,7 @@ class ProblemSets:
         return [one for name, one in self._sets.items() if name in wanted]
 
 
-def _problems(one: EvaluationSet, key: str, prompts: PromptSettings) -> tuple[Prompt, ...]:
+def _prompts(one: EvaluationSet, key: str, prompts: PromptSettings) -> tuple[Prompt, ...]:
     source, split = one.source(prompts)
     found = distinct_prompts(source, split, one.count)
     kind = "held-out problems" if split is Split.HELD_OUT else "problems"

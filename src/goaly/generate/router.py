@@ -42,7 +42,7 @@ MOST_BREAKS = 10
 
 
 @dataclass(slots=True, eq=False)
-class _Replica:
+class _ConnectedReplica:
     """A serving replica: the connection to it and its running requests."""
 
     name: str
@@ -59,7 +59,7 @@ class Router:
         self._connect = connect
         self._turn = first
         self._handles: dict[str, Generator] = {}
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, _ConnectedReplica] = {}
         self._breaks: dict[str, int] = {}
         self._sessions: dict[str, str] = {}
         self._some_replica = asyncio.Event()
@@ -111,7 +111,7 @@ class Router:
             attempt += 1
             logger.warning("request %s is retried: replica %s is lost", request_id, replica.name)
 
-    async def _choose(self, session: str | None) -> _Replica:
+    async def _choose(self, session: str | None) -> _ConnectedReplica:
         while not self._replicas:
             await self._some_replica.wait()  # RO-2: `_open` sets it
         if session is not None and (known := self._replicas.get(self._sessions.get(session, ""))) is not None:
@@ -124,7 +124,7 @@ class Router:
                 del self._sessions[next(iter(self._sessions))]
         return replica
 
-    def _least_loaded(self) -> _Replica:
+    def _least_loaded(self) -> _ConnectedReplica:
         replicas = list(self._replicas.values())
         count = len(replicas)
         index = min(range(count), key=lambda i: (len(replicas[i].requests), (i - self._turn) % count))  # RO-6
@@ -133,10 +133,10 @@ class Router:
 
     def _open(self, name: str) -> None:
         if name in self._handles and name not in self._replicas:  # RO-5
-            self._replicas[name] = _Replica(name, self._connect(self._handles[name]))
+            self._replicas[name] = _ConnectedReplica(name, self._connect(self._handles[name]))
             self._some_replica.set()
 
-    def _reconnect_later(self, replica: _Replica, error: ReplicaLost) -> None:
+    def _reconnect_later(self, replica: _ConnectedReplica, error: ReplicaLost) -> None:
         """Open a broken connection again after a pause, unless the service announces the replica's death (RO-7)."""
         if replica.lost:
             return
@@ -146,7 +146,7 @@ class Router:
             give_up(f"the connection to {replica.name} broke {breaks} times in a row", error)
         asyncio.get_running_loop().call_later(REOPEN_SECONDS * 2 ** (breaks - 1), self._open, replica.name)
 
-    def _remove(self, replica: _Replica) -> None:
+    def _remove(self, replica: _ConnectedReplica) -> None:
         if replica.lost:
             return
         replica.lost = True

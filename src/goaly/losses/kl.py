@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-Estimator = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k1", "k2", "k3"]
 BinaryDivergence = Literal["total_variation", "kl"]
 
 K3_BOUND = 5.0
@@ -40,12 +40,12 @@ def k3(drawn_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor:
     return bounded_P.expm1() - bounded_P + expm1(K3_BOUND) * (difference_P - K3_BOUND).relu()
 
 
-ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def divergence(estimator: Estimator, drawn_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor:
+def divergence(estimator: KlEstimator, drawn_P: torch.Tensor, other_P: torch.Tensor) -> torch.Tensor:
     """The estimate of KL(p || q) at each token; p drew it with log-prob `drawn_P`, and q gives it `other_P`."""
-    return ESTIMATORS[estimator](drawn_P, other_P)
+    return KL_ESTIMATORS[estimator](drawn_P, other_P)
 
 
 def binary_divergence(kind: BinaryDivergence, p_P: torch.Tensor, q_P: torch.Tensor) -> torch.Tensor:

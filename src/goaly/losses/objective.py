@@ -49,14 +49,14 @@ class Contribution:
 
 
 PROXIMAL = "proximal_logprobs"
-"""The column of the trainer's log-probs before the batch, in all parts of the batch but the first."""
+"""The column of the trainer's log-probs before the batch, in all minibatches of the batch but the first."""
 
 
 class Likelihood:
     """Supervised training: the mean negative log-likelihood of the trained tokens."""
 
     needs_proximal = False
-    """Whether parts of a batch after the first need `PROXIMAL`."""
+    """Whether minibatches of a batch after the first need `PROXIMAL`."""
 
     def denominator(self, packed: PackedRows) -> int:
         """The batch's trained tokens."""

@@ -26,7 +26,7 @@ def memory_by_role(config: RunConfig) -> dict[str, tuple[float, str]]:
     """By role, the GiB that a rank needs, and their purposes."""
     in_words = {
         role: (sum(parts.values()) / GIB, ", ".join(f"{part} {size / GIB:.3f} GiB" for part, size in parts.items()))
-        for role, parts in _parts(config).items()
+        for role, parts in _bytes_by_purpose(config).items()
     }
     return {"hub": (0.0, "queue, rewards, weight store"), "rollout": (0.0, "episodes"), **in_words}
 
@@ -35,11 +35,11 @@ def held_on_gpu(config: RunConfig) -> dict[str, float]:
     """By role, the GiB that a rank holds on its GPU all the time."""
     return {
         role: sum(size for part, size in parts.items() if part not in NOT_HELD) / GIB
-        for role, parts in _parts(config).items()
+        for role, parts in _bytes_by_purpose(config).items()
     }
 
 
-def _parts(config: RunConfig) -> dict[str, dict[str, float]]:
+def _bytes_by_purpose(config: RunConfig) -> dict[str, dict[str, float]]:
     """By role, the bytes that a rank needs for each purpose."""
     shape = architecture(read_config(config.model.path), where=config.model.path)
     count = shape.elements

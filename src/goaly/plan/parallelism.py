@@ -17,7 +17,7 @@ from goaly.models.decoder import Parameter
 from goaly.weights.layout import Extent, Layout
 from goaly.weights.placement import shards_of
 
-Placed = tuple[tuple[int, int, int], tuple[Placement, ...]]
+MeshPlacements = tuple[tuple[int, int, int], tuple[Placement, ...]]
 """The sizes of a mesh's axes, and a placement on each."""
 
 
@@ -59,7 +59,7 @@ class Parallelism:
         )
         return found
 
-    def placed(self, parameter: Parameter) -> Placed:
+    def placed(self, parameter: Parameter) -> MeshPlacements:
         """The mesh of the parameter, and its placements there."""
         on_tp = Replicate() if parameter.tp_dim is None else Shard(parameter.tp_dim)
         if not parameter.expert:

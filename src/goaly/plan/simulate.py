@@ -30,7 +30,7 @@ from goaly.weights.settings import MIB, WeightSettings
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ def simulate(
     )
 
 
-class _Writer:
+class _WriterBuckets:
     """One trainer rank's pieces, by bucket."""
 
     def __init__(self, layout: Layout, buckets: Sequence[range]):
@@ -168,7 +168,7 @@ class _Writer:
 
 def _cut(
     shares: Sequence[Layout], destinations: Sequence[Layout], replicas: int, network: Network, bucket_bytes: int
-) -> tuple[list[_Writer], float]:
+) -> tuple[list[_WriterBuckets], float]:
     """Each trainer rank's share, cut for the generator ranks on other hosts; and the longest time that took."""
     needs = [needs_of(destination) for destination in destinations]
     writers, longest = [], 0.0
@@ -179,12 +179,12 @@ def _cut(
         }
         told = distinct(needs[rank] for rank in sorted(elsewhere))
         cut_here, seconds = _timed(lambda share=layout, told=told: cut(share, bucket_bytes, told))
-        writers.append(_Writer(*cut_here))
+        writers.append(_WriterBuckets(*cut_here))
         longest = max(longest, seconds)
     return writers, longest
 
 
-def _links(writers: Sequence[_Writer], copies: Sequence[Copy], generator: int, network: Network) -> list[Link]:
+def _links(writers: Sequence[_WriterBuckets], copies: Sequence[Copy], generator: int, network: Network) -> list[Link]:
     """The links of one generator rank."""
     host = network.host(len(writers) + generator)
     by_trainer: dict[int, list[Copy]] = defaultdict(list)
@@ -207,7 +207,7 @@ def _links(writers: Sequence[_Writer], copies: Sequence[Copy], generator: int, n
     return links
 
 
-def _timed(work: Callable[[], Answer]) -> tuple[Answer, float]:
+def _timed(work: Callable[[], T]) -> tuple[T, float]:
     begun = time.perf_counter()
     answer = work()
     return answer, time.perf_counter() - begun

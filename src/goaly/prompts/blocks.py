@@ -28,11 +28,12 @@ POOL_BLOCKS = 16
 _EDGE_BYTES = 1 << 16
 """Bytes at each end of a file that its fingerprint covers."""
 
-Record = Mapping[str, Any]
+FileRecord = Mapping[str, Any]
+"""A JSONL object or a Parquet row."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where a record stands; errors show it."""
 
     file: str
@@ -69,19 +70,19 @@ def _block_count(file: str) -> int:
     return -(-os.stat(file).st_size // BLOCK_BYTES)
 
 
-def read_block(block: Block) -> Iterator[tuple[Place, Record]]:
-    """The records of a block, each with its place."""
+def read_block(block: Block) -> Iterator[tuple[Location, FileRecord]]:
+    """The records of a block, each with its location."""
     return _read_row_group(block) if block.file.endswith(".parquet") else _read_lines(block)
 
 
-def _read_row_group(block: Block) -> Iterator[tuple[Place, Record]]:
+def _read_row_group(block: Block) -> Iterator[tuple[Location, FileRecord]]:
     with pyarrow.parquet.ParquetFile(block.file) as file:
         first = sum(file.metadata.row_group(number).num_rows for number in range(block.number))
         for row, record in enumerate(file.read_row_group(block.number).to_pylist()):
-            yield Place(block.file, first + row), record
+            yield Location(block.file, first + row), record
 
 
-def _read_lines(block: Block) -> Iterator[tuple[Place, Record]]:
+def _read_lines(block: Block) -> Iterator[tuple[Location, FileRecord]]:
     """The lines that begin in the block; the last one may end in the next."""
     start, stop = block.number * BLOCK_BYTES, (block.number + 1) * BLOCK_BYTES
     with open(block.file, "rb") as lines:
@@ -90,18 +91,18 @@ def _read_lines(block: Block) -> Iterator[tuple[Place, Record]]:
             start += len(lines.readline()) - 1  # the end of a line that began before
         while start < stop and (line := lines.readline()):
             if line.strip():
-                place = Place(block.file, start)
-                yield place, _record(line, place)
+                location = Location(block.file, start)
+                yield location, _record(line, location)
             start += len(line)
 
 
-def _record(line: bytes, place: Place) -> Record:
+def _record(line: bytes, location: Location) -> FileRecord:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{place}: not JSON: {error}") from error
+        raise ValueError(f"{location}: not JSON: {error}") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: must be a JSON object")
+        raise ValueError(f"{location}: must be a JSON object")
     return record
 
 

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from goaly.prompts.blocks import Place
+from goaly.prompts.blocks import Location
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One example to imitate; `place` names its origin in errors."""
+    """One example to imitate; `location` names its origin in errors."""
 
-    place: Place | str
+    location: Location | str
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
 
@@ -27,7 +27,10 @@ class Document:
 
 
 def chat_document(
-    tokenizer: ChatTokenizer, messages: Sequence[Message], place: Place | str, tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Message],
+    location: Location | str,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Document:
     """A chat whose assistant messages are trained."""
     text, tokens, trained = "", [], []
@@ -38,7 +41,7 @@ def chat_document(
         answered = tokenizer.render_text(messages[: index + 1], add_generation_prompt=False, tools=tools)
         if not question.startswith(text) or not answered.startswith(question):
             raise ValueError(
-                f"{place}: with message {index} the chat template renders the messages before it differently; "
+                f"{location}: with message {index} the chat template renders the messages before it differently; "
                 "split the chat so that each document has one assistant message"
             )
         context = tokenizer.encode(question[len(text) :])  # DO-2
@@ -47,17 +50,17 @@ def chat_document(
         trained += [False] * len(context) + _until_stop(answer, tokenizer.stop_token_ids)
         text = answered
     if not any(trained):
-        raise ValueError(f"{place}: has no assistant message to train on")
-    return _document(place, tokens, trained)
+        raise ValueError(f"{location}: has no assistant message to train on")
+    return _document(location, tokens, trained)
 
 
-def plain_document(tokenizer: ChatTokenizer, prompt: str, completion: str, place: Place | str) -> Document:
+def plain_document(tokenizer: ChatTokenizer, prompt: str, completion: str, location: Location | str) -> Document:
     """A text and its completion, without chat template; the completion and a stop token are trained."""
     context = tokenizer.encode(prompt)
     answer = tokenizer.encode(completion) + list(tokenizer.stop_token_ids[:1])
     if not answer:
-        raise ValueError(f"{place}: the completion is empty")
-    return _document(place, context + answer, [False] * len(context) + [True] * len(answer))
+        raise ValueError(f"{location}: the completion is empty")
+    return _document(location, context + answer, [False] * len(context) + [True] * len(answer))
 
 
 def _until_stop(answer: Sequence[int], stop_token_ids: Sequence[int]) -> list[bool]:
@@ -66,5 +69,6 @@ def _until_stop(answer: Sequence[int], stop_token_ids: Sequence[int]) -> list[bo
     return [place <= last for place in range(len(answer))]
 
 
-def _document(place: Place | str, tokens: Sequence[int], trained: Sequence[bool]) -> Document:
-    return Document(place=place, tokens=tuple(tokens), trained=(False, *trained[1:]))  # nothing predicts the first
+def _document(location: Location | str, tokens: Sequence[int], trained: Sequence[bool]) -> Document:
+    untrained_first = (False, *trained[1:])  # nothing predicts the first token
+    return Document(location=location, tokens=tuple(tokens), trained=untrained_first)

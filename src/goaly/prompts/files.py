@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from goaly.prompts.blocks import POOL_BLOCKS, Block, Place, Record, blocks_of, read_block
+from goaly.prompts.blocks import POOL_BLOCKS, Block, FileRecord, Location, blocks_of, read_block
 from goaly.prompts.prompt import Message, Prompt
 
 _OWN_KEYS = ("id", "source", "messages", "prompt", "answer", "tools")
@@ -30,46 +30,46 @@ def prompts_of(block: Block) -> tuple[Prompt, ...]:
 @lru_cache(maxsize=POOL_BLOCKS)
 def _parsed(block: Block, state: tuple[int, ...]) -> tuple[Prompt, ...]:
     """`state` changes whenever the content of the file does."""
-    return tuple(_prompt(place, record) for place, record in read_block(block))
+    return tuple(_prompt(location, record) for location, record in read_block(block))
 
 
-def _prompt(place: Place, record: Record) -> Prompt:
-    messages = read_messages(record, place)
+def _prompt(location: Location, record: FileRecord) -> Prompt:
+    messages = read_messages(record, location)
     answer = record.get("answer")
     content = "\x1e".join(message.key for message in messages)
     return Prompt(
         id=str(record.get("id") or blake2b(content.encode(), digest_size=8).hexdigest()),
-        source=str(record.get("source") or Path(place.file).stem),
+        source=str(record.get("source") or Path(location.file).stem),
         messages=messages,
         answer=None if answer is None else str(answer),
-        tools=read_tools(record, place),
+        tools=read_tools(record, location),
         metadata={key: str(value) for key, value in record.items() if key not in _OWN_KEYS and value is not None},
     )
 
 
-def read_messages(record: Mapping[str, Any], place: Place | str) -> tuple[Message, ...]:
+def read_messages(record: Mapping[str, Any], location: Location | str) -> tuple[Message, ...]:
     """A record's `messages`, or its `prompt` as a user's message."""
     if record.get("messages") is not None:
         try:
             return tuple(_message(entry) for entry in record["messages"])
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{place}: `messages` must be a list of {{role, content}}") from error
+            raise ValueError(f"{location}: `messages` must be a list of {{role, content}}") from error
     if isinstance(record.get("prompt"), str):
         return (Message(role="user", content=record["prompt"]),)
-    raise ValueError(f"{place}: needs `messages` (a list of {{role, content}}) or `prompt` (a text)")
+    raise ValueError(f"{location}: needs `messages` (a list of {{role, content}}) or `prompt` (a text)")
 
 
-def read_tools(record: Mapping[str, Any], place: Place | str) -> tuple[Mapping[str, Any], ...]:
+def read_tools(record: Mapping[str, Any], location: Location | str) -> tuple[Mapping[str, Any], ...]:
     """A record's `tools`: a list of JSON schemas, or the JSON text of one, which every file format can hold."""
     tools = record.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: `tools` is not JSON: {error}") from error
+        raise ValueError(f"{location}: `tools` is not JSON: {error}") from error
     if tools is None:
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"{place}: `tools` must be a list of JSON schemas")
+        raise ValueError(f"{location}: `tools` must be a list of JSON schemas")
     return tuple(tools)
 
 

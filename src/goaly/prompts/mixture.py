@@ -122,7 +122,7 @@ def prompt_mixture(settings: PromptSettings, split: Split = Split.TRAIN) -> Mixt
         for name, alone in each_source(settings).items()
     }
     curriculum = Curriculum(streams, settings.curriculum) if settings.curriculum and split is Split.TRAIN else None
-    return Mixture(streams, _weights(settings), curriculum)
+    return Mixture(streams, _source_weights(settings), curriculum)
 
 
 def each_source(settings: PromptSettings) -> dict[str, PromptSettings]:
@@ -151,7 +151,7 @@ def distinct_prompts(settings: PromptSettings, split: Split, count: int | None) 
         name: Distinct(alone, split, name if settings.sources else None, seen)
         for name, alone in each_source(settings).items()
     }
-    weights = {name: weight for name, weight in _weights(settings).items() if weight > 0}
+    weights = {name: weight for name, weight in _source_weights(settings).items() if weight > 0}
     found: list[Prompt] = []
     mixture = Mixture(streams, weights)
     while weights and (count is None or len(found) < count):
@@ -188,7 +188,7 @@ def empty_split(settings: PromptSettings, split: Split) -> str | None:
     return "; ".join(f"{name}: {why}" if settings.sources else why for name, why in reasons.items())
 
 
-def _weights(settings: PromptSettings) -> dict[str, float]:
+def _source_weights(settings: PromptSettings) -> dict[str, float]:
     return {source.name: source.weight for source in settings.sources} or {"prompts": 1.0}
 
 

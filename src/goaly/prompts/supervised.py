@@ -19,7 +19,7 @@ import torch
 from torchdata.nodes import BaseNode
 
 from goaly.errors import ConfigError
-from goaly.prompts.blocks import Block, Place, ShuffledFiles, fingerprint_of, read_block
+from goaly.prompts.blocks import Block, Location, ShuffledFiles, fingerprint_of, read_block
 from goaly.prompts.documents import ASSISTANT, Document, chat_document, plain_document
 from goaly.prompts.files import read_messages, read_tools
 from goaly.prompts.prompt import SPLIT_KEY, Message, Split, split_key_of, split_of_key
@@ -58,7 +58,7 @@ class Demonstrations(BaseNode[Document]):
         prompt = next(self._prompts)
         answer = self._task.demonstration(prompt, Random(f"{self._settings.seed}/demonstration/{position}"))
         messages = (*prompt.messages, Message(role="assistant", content=answer))
-        return chat_document(self._tokenizer, messages, place=prompt.id)
+        return chat_document(self._tokenizer, messages, location=prompt.id)
 
     def get_state(self) -> dict[str, Any]:
         """The position among the task's problems."""
@@ -101,12 +101,12 @@ class FileDocuments(ShuffledFiles[Document]):
         return document
 
     def _shown(self, block: Block) -> Iterator[Document]:
-        for place, record in read_block(block):
+        for location, record in read_block(block):
             self._seen += 1
-            if is_held_out(place, record, self._settings.held_out_fraction):
+            if is_held_out(location, record, self._settings.held_out_fraction):
                 self._held_out += 1
                 continue
-            document = _document(record, place, self._settings, self._tokenizer)
+            document = _document(record, location, self._settings, self._tokenizer)
             if self._settings.too_long == "refuse" or len(document) <= self._settings.row_length:
                 yield document
 
@@ -147,7 +147,7 @@ class RowStream:
             document = self.peek()
             if len(document) > self._row_length:
                 raise ValueError(
-                    f"{document.place}: has {len(document)} tokens, more than data.row_length={self._row_length}; "
+                    f"{document.location}: has {len(document)} tokens, more than data.row_length={self._row_length}; "
                     "make rows longer or set data.too_long=skip"
                 )
             row = next((place for place, free in enumerate(room) if free >= len(document)), None)
@@ -205,27 +205,27 @@ def pack(rows: Sequence[Sequence[Document]], row_length: int, pad_token: int) ->
     )
 
 
-def is_held_out(place: Place | str, record: Mapping[str, Any], held_out_fraction: float) -> bool:
+def is_held_out(location: Location | str, record: Mapping[str, Any], held_out_fraction: float) -> bool:
     """Whether a document shows the answer to a held-out problem (SU-4): the messages before any answer are a
     problem."""
     if record.get(SPLIT_KEY) is not None:
         keys = [str(record[SPLIT_KEY])]
     else:
-        messages = read_messages(record, place)
+        messages = read_messages(record, location)
         answers = [index for index, message in enumerate(messages) if message.role == ASSISTANT]
         keys = [split_key_of(messages[:index]) for index in answers or [len(messages)]]
     return any(split_of_key(key, held_out_fraction) is Split.HELD_OUT for key in keys)
 
 
 def _document(
-    record: Mapping[str, Any], place: Place | str, settings: SupervisedSettings, tokenizer: ChatTokenizer
+    record: Mapping[str, Any], location: Location | str, settings: SupervisedSettings, tokenizer: ChatTokenizer
 ) -> Document:
     completion = record.get("completion")
     if completion is None:
-        return chat_document(tokenizer, read_messages(record, place), place, read_tools(record, place))
+        return chat_document(tokenizer, read_messages(record, location), location, read_tools(record, location))
     if not isinstance(completion, str) or not isinstance(record.get("prompt"), str):
-        raise ValueError(f"{place}: `prompt` and `completion` must both be texts")
+        raise ValueError(f"{location}: `prompt` and `completion` must both be texts")
     if settings.template == "plain":
-        return plain_document(tokenizer, record["prompt"], completion, place)
-    messages = (*read_messages(record, place), Message(role="assistant", content=completion))
-    return chat_document(tokenizer, messages, place, read_tools(record, place))
+        return plain_document(tokenizer, record["prompt"], completion, location)
+    messages = (*read_messages(record, location), Message(role="assistant", content=completion))
+    return chat_document(tokenizer, messages, location, read_tools(record, location))

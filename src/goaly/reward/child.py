@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from goaly.dotted_path import function_at
-from goaly.reward.frames import Refused, encode, read
+from goaly.reward.frames import Refused, encode_message, read_message
 
 _PR_SET_PDEATHSIG = 1
 
@@ -31,13 +31,13 @@ def main(verifier: str, parent_pid: int) -> None:
         try:
             function = function_at(verifier)
         except Exception as error:
-            replies.write(encode(Refused(_describe(error))))
+            replies.write(encode_message(Refused(_describe(error))))
             return
-        replies.write(encode(None))
+        replies.write(encode_message(None))
         replies.flush()
-        while (pairs := read(requests)) is not None:
+        while (pairs := read_message(requests)) is not None:
             for prompt, response in pairs:
-                replies.write(encode(_judge(function, prompt, response)))
+                replies.write(encode_message(_judge(function, prompt, response)))
                 replies.flush()
 
 

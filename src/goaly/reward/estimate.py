@@ -56,7 +56,9 @@ def penalize_overlong(batch: Scored, settings: OverlongSettings) -> Scored:
     return replace(batch, rewards=tuple(rewards))
 
 
-def penalize_divergence(batch: Scored, references: Sequence[Tensor], kl_coef: float, estimator: kl.Estimator) -> Scored:
+def penalize_divergence(
+    batch: Scored, references: Sequence[Tensor], kl_coef: float, estimator: kl.KlEstimator
+) -> Scored:
     """The batch with a penalty on each trained token: the sampler's divergence from the reference (log-probs `[T]`)."""
     rewards = []
     for sample, rewards_T, reference_T in zip(batch.samples, batch.rewards, references, strict=True):

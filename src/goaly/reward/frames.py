@@ -20,7 +20,7 @@ class Refused:
     why: str
 
 
-def encode(message: Any) -> bytes:
+def encode_message(message: Any) -> bytes:
     """The frame of a message: length and pickle."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _HEADER.pack(len(body)) + body
@@ -31,14 +31,14 @@ def body_length(header: bytes) -> int:
     return int(_HEADER.unpack(header)[0])
 
 
-def decode(body: bytes) -> Any:
+def decode_message(body: bytes) -> Any:
     """The message of a frame's body."""
     return pickle.loads(body)
 
 
-def read(source: BinaryIO) -> Any | None:
+def read_message(source: BinaryIO) -> Any | None:
     """The next message; None at the end of the stream."""
     header = source.read(HEADER_BYTES)
     if len(header) < HEADER_BYTES:
         return None
-    return decode(source.read(body_length(header)))
+    return decode_message(source.read(body_length(header)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from goaly.errors import GoalyError
 from goaly.prompts.prompt import Prompt
-from goaly.reward.frames import HEADER_BYTES, Refused, body_length, decode, encode
+from goaly.reward.frames import HEADER_BYTES, Refused, body_length, decode_message, encode_message
 
 START_LIMIT_SECONDS = 60.0
 """Longest time for a process to start and import its verifier."""
@@ -74,7 +74,7 @@ class VerifierProcess:
     async def send(self, pairs: Sequence[tuple[Prompt, str]]) -> None:
         """Send these pairs; the process gives one reply to each."""
         try:
-            self._requests.write(encode(list(pairs)))
+            self._requests.write(encode_message(list(pairs)))
             await self._requests.drain()  # Unblocked by the child's reading, or by its death.
         except (BrokenPipeError, ConnectionResetError) as error:
             raise VerifierDied("the verifier's process is gone") from error
@@ -109,11 +109,11 @@ class VerifierProcess:
     async def _read(self) -> Any:
         try:
             header = await self._replies.readexactly(HEADER_BYTES)
-            return decode(await self._replies.readexactly(body_length(header)))
+            return decode_message(await self._replies.readexactly(body_length(header)))
         except asyncio.IncompleteReadError:
             code = await self._process.wait()
-            raise VerifierDied(f"the verifier's process ended with {_exit(code)}") from None
+            raise VerifierDied(f"the verifier's process ended with {_exit_reason(code)}") from None
 
 
-def _exit(code: int) -> str:
+def _exit_reason(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

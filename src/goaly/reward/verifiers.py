@@ -175,7 +175,7 @@ class VerifierPool:
                 else:
                     self._stats.scores += 1
                     self._errors_in_a_row = 0
-                    _resolve(request, reply)
+                    _set_score(request, reply)
         except TimeoutError:  # RW-1
             self._spent(time.monotonic() - started)
             self._ran_out(waiting.popleft())
@@ -217,7 +217,7 @@ class VerifierPool:
         limit = self._settings.time_limit_seconds
         logger.warning("prompt %s: the verifier exceeded reward.time_limit_seconds=%g", request.prompt.id, limit)
         if self._settings.on_time_limit == "zero":
-            _resolve(request, Unscored("timeout"))
+            _set_score(request, Unscored("timeout"))
         else:
             why = f"prompt {request.prompt.id}: the verifier exceeded reward.time_limit_seconds={limit:g}"
             _refuse(request, RewardTimeout(why))
@@ -230,7 +230,7 @@ class VerifierPool:
             _refuse(request, error)
         elif self._errors_in_a_row <= ERRORS_IN_A_ROW:  # RW-5
             logger.warning("reward 0, because reward.on_error is zero: %s", error)
-            _resolve(request, Unscored("error"))
+            _set_score(request, Unscored("error"))
         else:
             count = self._errors_in_a_row
             _refuse(request, VerifierError(f"{error} ({count} errors in a row: too many for reward.on_error=zero)"))
@@ -279,7 +279,7 @@ class Judge:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
 
-def _resolve(request: _Request, value: float) -> None:
+def _set_score(request: _Request, value: float) -> None:
     if not request.score.done():
         request.score.set_result(value)
 

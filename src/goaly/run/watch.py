@@ -28,7 +28,7 @@ from typing import TypeVar
 from monarch.actor import ProcMesh
 
 from goaly.errors import first_error
-from goaly.liveness import ExitWatch, ProcessMark, is_stopped, process, this_host
+from goaly.liveness import ExitWatch, ProcessMark, is_stopped, process_mark, this_host
 from goaly.process import FATAL
 from goaly.run.process_agent import ProcessAgent
 
@@ -42,7 +42,7 @@ START_SECONDS = 600.0
 """A process may take so long until its first answer, whatever the limit: it imports its modules first."""
 TAIL_BYTES = 1 << 16
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 
 
 class MeshWatch:
@@ -145,7 +145,7 @@ def tick_of(limit: float) -> float:
     return min(HEARTBEAT_SECONDS, limit / TICKS)
 
 
-async def answered_within(answer: Awaitable[Answer], seconds: float | None) -> Answer | None:
+async def answered_within(answer: Awaitable[T], seconds: float | None) -> T | None:
     """The answer; None after so many seconds without one, counted while this event loop runs (PW-3)."""
     if seconds is None:
         return await answer
@@ -169,7 +169,7 @@ def child_that_logs_to(log: Path) -> ProcessMark | None:
     for pid in map(int, children):
         with contextlib.suppress(OSError):  # it has ended, or there is no log yet
             if os.path.samefile(f"/proc/{pid}/fd/2", log):
-                return process(pid)
+                return process_mark(pid)
     return None
 
 

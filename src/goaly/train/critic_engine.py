@@ -4,8 +4,8 @@ Shape suffixes: T tokens of a microbatch, P predicted tokens, D model width.
 
 Invariants
     VE-1  The value of a token is computed from the hidden state that predicts it: the state before it is written.
-    VE-2  The critic makes its steps on the same parts of a batch as the policy. Each step has the gradient of the mean
-          loss over the part's trained tokens, on any packing, microbatches and ranks.
+    VE-2  The critic makes its steps on the same minibatches as the policy. Each step has the gradient of the mean
+          loss over the minibatch's trained tokens, on any packing, microbatches and ranks.
     VH-1  A new head gives 0 for every state, whatever the trunk.
     VH-2  All tensor-parallel ranks hold the whole head and compute the same values.
 """
@@ -46,12 +46,12 @@ class CriticEngine(ModelEngine):
         return self._column(rows)
 
     def train_steps(self, packed: PackedRows) -> dict[str, float]:
-        """`epochs` passes over this rank's rows, with an optimizer step for each part; the metrics of the global batch.
+        """`epochs` passes over this rank's rows, with a step for each minibatch; the metrics of the global batch.
 
         The rows hold `values`, computed before the first step, and `returns`.
         """
-        parts = packed.split() * self._epochs
-        return explained(self._train(parts, self._loss, lambda part: part.batch_trained_tokens))  # VE-2
+        minibatches = packed.split() * self._epochs
+        return explained(self._train(minibatches, self._loss, lambda minibatch: minibatch.batch_trained_tokens))  # VE-2
 
     def _head(self) -> Head:
         return VALUES

@@ -40,7 +40,7 @@ class Digest:
             dist.all_gather_object(layouts, layouts[0])
         mine = share(layouts)[dist.get_rank() if self._several_ranks else 0]  # each element once
         self._device = gpu_of(tensors) or torch.device("cpu")
-        self._weighted = [(shard, *_weights(shard, self._device)) for shard in mine]
+        self._weighted = [(shard, *_factors(shard, self._device)) for shard in mine]
 
     @torch.no_grad()
     def compute(self) -> str:
@@ -73,7 +73,7 @@ def _sum(elements: torch.Tensor, row_R: torch.Tensor, column_C: torch.Tensor) ->
     return (sum_R * row_R).sum()
 
 
-def _weights(shard: Shard, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(shard: Shard, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights of a rectangle's elements, as one factor for each row and one for each column."""
     offset, shape = shard.offset or (0,), shard.shape or (1,)
     *leading, column_C = [

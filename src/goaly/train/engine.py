@@ -13,7 +13,7 @@ Invariants
     TE-3  The same inputs give bit-identical parameters.
     TE-4  The policy version and the schedules count batches, however many optimizer steps a batch makes.
     TE-5  A forward pass uses the current parameters, also when something other than the optimizer has written them.
-    TE-6  The proximal policy of all parts of a batch is the policy before the first part's step.
+    TE-6  The proximal policy of all minibatches of a batch is the policy before the first one's step.
 """
 
 import math
@@ -109,14 +109,17 @@ class ModelEngine(ABC):
         return metrics
 
     def _train(
-        self, parts: Sequence[PackedRows], objective: Callable[..., Contribution], counted: Callable[[PackedRows], int]
+        self,
+        minibatches: Sequence[PackedRows],
+        objective: Callable[..., Contribution],
+        counted: Callable[[PackedRows], int],
     ) -> dict[str, float]:
-        """Take an optimizer step for each part of a batch, divided by what is `counted` in it; the batch's metrics."""
+        """Take an optimizer step for each minibatch, divided by what is `counted` in it; the batch's metrics."""
         steps = []
-        for number, part in enumerate(parts, 1):
-            microbatches = part.rows.split(self._settings.microbatch_rows)
-            found = self.forward_backward(microbatches, objective, counted(part))
-            found.means |= self.optimizer_step(last=number == len(parts))
+        for number, minibatch in enumerate(minibatches, 1):
+            microbatches = minibatch.rows.split(self._settings.microbatch_rows)
+            found = self.forward_backward(microbatches, objective, counted(minibatch))
+            found.means |= self.optimizer_step(last=number == len(minibatches))
             steps.append(found)
         return combine(steps).metrics
 
@@ -224,11 +227,11 @@ class TrainEngine(ModelEngine):
         return self.steps_done
 
     def train_step(self, packed: PackedRows, objective: Objective) -> dict[str, float]:
-        """Take an optimizer step for each part of a batch; the metrics of the global batch."""
-        parts = packed.split()
-        for part in parts[1:] if objective.needs_proximal else ():
-            part.rows[PROXIMAL] = self.logprobs(part.rows)  # TE-6: no step of this batch is done yet
-        return self._train(parts, objective, objective.denominator)
+        """Take an optimizer step for each minibatch of a batch; the metrics of the global batch."""
+        minibatches = packed.split()
+        for minibatch in minibatches[1:] if objective.needs_proximal else ():
+            minibatch.rows[PROXIMAL] = self.logprobs(minibatch.rows)  # TE-6: no step of this batch is done yet
+        return self._train(minibatches, objective, objective.denominator)
 
     def logprobs(self, rows: TensorDict) -> torch.Tensor:
         """Log-probs `[R, L]` f32 of the trained tokens; 0 at all others."""

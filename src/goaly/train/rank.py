@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from goaly.train.engine import ModelEngine
     from goaly.train.saved_state import StagedState
 
-Result = TypeVar("Result")
-Engine = TypeVar("Engine", bound="ModelEngine")
+T = TypeVar("T")
+EngineT = TypeVar("EngineT", bound="ModelEngine")
 
 
-class RankThread(Generic[Engine]):
+class RankThread(Generic[EngineT]):
     """Builds an engine on its thread and runs calls there."""
 
     def __init__(self, name: str):
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)  # RK-1
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-checkpoint")
-        self._engine: Engine | None = None
+        self._engine: EngineT | None = None
         self._staged: StagedState | None = None
         self._writing: asyncio.Future[None] | None = None
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineT:
         """The engine, once built."""
         if self._engine is None:
             raise RuntimeError("the engine is not built: call `start` first")
@@ -47,20 +47,20 @@ class RankThread(Generic[Engine]):
         return int(os.environ.get("RANK", "0"))
 
     async def build(
-        self, settings: TrainerSettings, make: Callable[[], Engine], checkpoint: Path | None = None
+        self, settings: TrainerSettings, make: Callable[[], EngineT], checkpoint: Path | None = None
     ) -> None:
         """Join the process group, and build the engine; with `checkpoint` load its state from that folder."""
-        await self.run(lambda: join(settings.threads, settings.ranks))  # RK-1: on the thread that runs all calls
+        await self.run(lambda: join_process_group(settings.threads, settings.ranks))  # RK-1: on the thread
         self._engine = await self.run(make)
         if checkpoint is not None:
-            from goaly.train.saved_state import load
+            from goaly.train.saved_state import load_state
 
-            await self.run(lambda: load(self.engine, checkpoint), "load")
+            await self.run(lambda: load_state(self.engine, checkpoint), "load")
 
-    async def run(self, call: Callable[[], Result], span: str | None = None, **about: int) -> Result:
+    async def run(self, call: Callable[[], T], span: str | None = None, **about: int) -> T:
         """Run `call` on the thread, as a span of this name."""
 
-        def recorded() -> Result:
+        def recorded() -> T:
             with contextlib.nullcontext() if span is None else spans.span(span, **about):
                 return call()
 
@@ -98,7 +98,7 @@ class RankThread(Generic[Engine]):
         return self._staged.stage()
 
 
-def join(threads: int, ranks: int) -> None:
+def join_process_group(threads: int, ranks: int) -> None:
     """Use this process's device and so many threads, and join the process group of so many ranks."""
     import torch
     import torch.distributed as dist

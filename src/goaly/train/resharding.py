@@ -6,7 +6,7 @@ rounds.
 Invariants
     SH-1  Every share goes to exactly one data-parallel rank. All ranks have the same number of rounds and rows, so they
           take part in every collective: a rank without a share in a round computes the first share as a dummy.
-    SH-2  The parts of a batch (one optimizer step each) hold the same groups on any number of ranks.
+    SH-2  The minibatches of a batch hold the same groups on any number of ranks.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -46,10 +46,11 @@ async def rows(queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", *
         async for number, packed in _shares(queue, batch_id, engine, count)
     ]
     first = shares[0]
-    sizes = [part.rows for part in first.parts] or [len(first.rows)]
-    by_part = zip(*(share.rows.split(sizes) for share in shares), strict=True)  # SH-2
-    parts = tuple(replace(part, rows=part.rows * len(shares)) for part in first.parts)
-    return replace(first, rows=torch.cat([rows for of_part in by_part for rows in of_part]), parts=parts)
+    sizes = [minibatch.rows for minibatch in first.minibatches] or [len(first.rows)]
+    by_minibatch = zip(*(share.rows.split(sizes) for share in shares), strict=True)  # SH-2
+    minibatches = tuple(replace(one, rows=one.rows * len(shares)) for one in first.minibatches)
+    joined = torch.cat([rows for of_minibatch in by_minibatch for rows in of_minibatch])
+    return replace(first, rows=joined, minibatches=minibatches)
 
 
 async def _shares(

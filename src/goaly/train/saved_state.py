@@ -45,7 +45,8 @@ class StagedState:
         self._engine = engine
         self._state = engine.state_dict()
         self._group = dist.new_group(backend="gloo") if several_ranks() else None
-        self._copies = {name: _Held(held.layout, _host(held.local)) for name, held in _held(self._state).items()}
+        live = _local_tensors(self._state)
+        self._copies = {name: _LocalTensor(one.layout, _host(one.local)) for name, one in live.items()}
         self._version = -1
 
     def stage(self) -> int:
@@ -81,13 +82,13 @@ class StagedState:
         assert len(set(versions)) == 1, f"the ranks staged different versions: {versions}"  # SS-2
 
 
-def load(engine: ModelEngine, folder: Path) -> None:
+def load_state(engine: ModelEngine, folder: Path) -> None:
     """Continue from the state in this folder; every rank must call it."""
     (folder / ".metadata").stat()  # or it would be reported as an assertion
     state = engine.state_dict()
     with _cause_raised(folder):
         dcp.load(
-            _held(state),
+            _local_tensors(state),
             storage_reader=dcp.FileSystemReader(folder),
             planner=_LoadPlanner(),
             no_dist=not several_ranks(),
@@ -96,7 +97,7 @@ def load(engine: ModelEngine, folder: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _LocalTensor:
     """The rectangles of a tensor that this rank holds, and the local tensor that they are in."""
 
     layout: Layout
@@ -111,8 +112,8 @@ class _Held:
         return next(region(self.local, *one.place) for one in self.layout if one.offset == index.offset)
 
 
-def _held(state: Mapping[str, torch.Tensor]) -> dict[str, _Held]:
-    return {name: _Held(layout_of({name: tensor}), local(tensor)) for name, tensor in state.items()}
+def _local_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, _LocalTensor]:
+    return {name: _LocalTensor(layout_of({name: tensor}), local(tensor)) for name, tensor in state.items()}
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,7 +123,7 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
 class _SavePlanner(DefaultSavePlanner):
     """Plans the rank's rectangles. A rectangle that several ranks hold is written by one of them."""
 
-    state_dict: dict[str, _Held]
+    state_dict: dict[str, _LocalTensor]
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -154,7 +155,7 @@ class _SavePlanner(DefaultSavePlanner):
 class _LoadPlanner(DefaultLoadPlanner):
     """Plans reads into the rank's rectangles."""
 
-    state_dict: dict[str, _Held]
+    state_dict: dict[str, _LocalTensor]
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
         """Refuse a folder of another model (SS-3)."""

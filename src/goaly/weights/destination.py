@@ -55,7 +55,7 @@ class Destination:
         self._layouts: dict[str, Layout] = {
             name: renamed(layout_of({name: tensor}), naming or {}) for name, tensor in tensors.items()
         }
-        self._live = {name: _held(tensor) for name, tensor in tensors.items()} if live is None else dict(live)
+        self._live = {name: _local(tensor) for name, tensor in tensors.items()} if live is None else dict(live)
         self._mode = mode
         self._memories: list[_Memory] = []
         self._side = 0
@@ -120,7 +120,7 @@ class Destination:
         self._side ^= self._mode == "flip"
 
 
-def _held(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The object that holds this rank's part of the tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 

@@ -26,18 +26,18 @@ from goaly.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class SharedTask(Generic[Result]):
+class SharedTask(Generic[T]):
     """One run of some work, shared by all callers; after a failure the next caller runs it again."""
 
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, Result]]):
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]):
         self._work = work
-        self._task: asyncio.Task[Result] | None = None
+        self._task: asyncio.Task[T] | None = None
 
-    async def __call__(self) -> Result:
+    async def __call__(self) -> T:
         """The result. A cancelled caller leaves the work running for the next one."""
         if self._task is None or (self._task.done() and (self._task.cancelled() or self._task.exception())):
             self._task = asyncio.create_task(self._work())
@@ -119,7 +119,7 @@ class Copier:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weights", initializer=_use, initargs=(device,))
 
-    async def run(self, work: Callable[[], Result]) -> Result:
+    async def run(self, work: Callable[[], T]) -> T:
         """Do the work in a thread; a cancelled caller still waits for its end (WC-1)."""
         context = contextvars.copy_context()  # Monarch's calls need the actor's context
         done = asyncio.get_running_loop().run_in_executor(self._pool, lambda: context.run(work))

@@ -153,14 +153,14 @@ def test_a_batch_in_one_part_has_the_rows_that_it_always_had():  # PK-3
     groups = [group(0, [4, 9]), group(1, [7, 2])]
     batch = batch_of(groups)
     assert batch.placement == assign([4, 9, 7, 2], 16, 1)
-    assert batch.ranks[0].parts == ()
+    assert batch.ranks[0].minibatches == ()
 
 
 def test_minibatches_are_balanced_by_tokens_not_by_groups():
     # 16 tokens against 4 x 4: by groups it would be 3 and 2
     groups = [group(0, [8, 8]), *(group(ticket, [2, 2]) for ticket in range(1, 5))]
     batch = batch_of(groups, minibatches=2)
-    assert [part.sequences for part in batch.ranks[0].parts] == [2, 8]
+    assert [part.sequences for part in batch.ranks[0].minibatches] == [2, 8]
 
 
 def test_a_groups_weight_multiplies_its_advantages_and_not_the_returns_that_a_critic_learns():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from goaly.durable import checkpoint
-from goaly.durable.checkpoint import Checkpoints, read
+from goaly.durable.checkpoint import Checkpoints, read_checkpoint
 
 
 def save(checkpoints: Checkpoints, step: int) -> Path:
@@ -55,7 +55,7 @@ def test_a_commit_that_fails_at_any_step_leaves_the_checkpoint_before(
         raise OSError(28, "No space left on device")
 
     target = {
-        "files": (checkpoint, "_described"),
+        "files": (checkpoint, "_file_entry"),
         "manifest": (checkpoint, "sync"),
         "rename": (checkpoint.os, "rename"),
     }
@@ -103,12 +103,12 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: 
         patched.setattr(checkpoint, "FORMAT", 9)
         folder = save(Checkpoints(tmp_path), 1)
     with pytest.raises(ValueError, match="has format 9, this goaly reads format 1"):
-        read(folder)
+        read_checkpoint(folder)
 
 
 def test_a_moved_checkpoint_is_still_sound(tmp_path: Path) -> None:
     shutil.move(save(Checkpoints(tmp_path / "a"), 1), tmp_path / "b")
-    assert read(tmp_path / "b").step == 1
+    assert read_checkpoint(tmp_path / "b").step == 1
 
 
 def test_a_checkpoint_takes_the_place_of_a_damaged_one_of_the_same_step(tmp_path: Path) -> None:

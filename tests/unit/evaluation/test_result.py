@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from apps.eval.config import EvalConfig
 from apps.eval.main import results_of
-from goaly.evaluation.result import Answered, EvalResult, Evaluation, ask, pass_at_k, summaries_by, summary
+from goaly.evaluation.result import (
+    Answered,
+    EvalResult,
+    Evaluation,
+    pass_at_k,
+    sample_and_verify,
+    summaries_by,
+    summary,
+)
 from goaly.generate.request import PromptTooLong
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tasks.arithmetic import addition, verify, work_out
@@ -99,9 +107,11 @@ class Adder:
 
 async def test_an_evaluation_asks_every_prompt_and_judges_the_texts(tokenizer: ChatTokenizer) -> None:
     prompts = [addition(1, 2), addition(99, 1)]
-    result = summary(await ask(Adder(tokenizer), tokenizer, prompts, right, 4, "greedy"))
+    result = summary(await sample_and_verify(Adder(tokenizer), tokenizer, prompts, right, 4, "greedy"))
     assert result.pass_at == {1: 0.75, 2: pytest.approx((1 + 5 / 6) / 2), 4: 1.0}
-    by_digits = summaries_by(await ask(Adder(tokenizer), tokenizer, prompts, right, 4, "greedy"), "digits")
+    by_digits = summaries_by(
+        await sample_and_verify(Adder(tokenizer), tokenizer, prompts, right, 4, "greedy"), "digits"
+    )
     assert {digits: found.pass_at_1 for digits, found in by_digits.items()} == {"1": 1.0, "2": 0.5}
     assert by_digits["1"].lengths is not None
     assert by_digits["1"].lengths.mean == len("1+2+0=03|3") + 1
@@ -115,7 +125,7 @@ async def test_a_prompt_that_is_too_long_counts_as_not_solved_and_the_record_say
             raise PromptTooLong("too long")
         return await adder(tokens, sampling)
 
-    answered = await ask(short_context, tokenizer, [addition(1, 2), addition(98, 1)], right, 2, "greedy")
+    answered = await sample_and_verify(short_context, tokenizer, [addition(1, 2), addition(98, 1)], right, 2, "greedy")
     both, alone = summary(answered), summary(answered[1:])
     assert (both.pass_at_1, both.average, both.prompts, both.too_long) == (0.5, 0.5, 2, 1)
     assert both.lengths == summary(answered[:1]).lengths
@@ -143,7 +153,7 @@ async def test_a_failing_sampler_fails_the_evaluation(tokenizer: ChatTokenizer) 
         raise RuntimeError("engine gone")
 
     with pytest.raises(ExceptionGroup) as caught:
-        await ask(broken, tokenizer, [addition(1, 2)], right, 1, None)
+        await sample_and_verify(broken, tokenizer, [addition(1, 2)], right, 1, None)
     assert caught.group_contains(RuntimeError, match="engine gone")
 
 

@@ -11,7 +11,7 @@ from goaly.errors import ReplicaLost
 from goaly.generate.generator import Generator
 from goaly.generate.request import Request, Sampling
 from goaly.generate.settings import GeneratorSettings
-from goaly.liveness import process, this_process
+from goaly.liveness import process_mark, this_process
 from goaly.models.settings import ModelSettings
 
 
@@ -66,7 +66,7 @@ async def test_the_requests_of_a_client_end_with_its_process_and_those_of_others
     )
     connected = [
         asyncio.ensure_future(call(generator, "connect", name, port, mark))
-        for name, mark in (("dies", process(client.pid)), ("lives", this_process()))
+        for name, mark in (("dies", process_mark(client.pid)), ("lives", this_process()))
     ]
     await asyncio.sleep(0)
     for name in ("dies", "lives"):

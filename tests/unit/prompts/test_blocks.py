@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from goaly.prompts import blocks
-from goaly.prompts.blocks import Block, Place, ShuffledFiles, blocks_of, fingerprint_of, read_block
+from goaly.prompts.blocks import Block, Location, ShuffledFiles, blocks_of, fingerprint_of, read_block
 
 
 @pytest.fixture
@@ -125,5 +125,5 @@ def test_a_row_of_a_parquet_file_is_named_by_its_number_in_the_file(tmp_path: Pa
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"number": n} for n in range(9)]), path, row_group_size=4)
     places = [place for block in blocks_of([str(path)]) for place, _ in read_block(block)]
-    assert places == [Place(str(path), n) for n in range(9)]
+    assert places == [Location(str(path), n) for n in range(9)]
     assert str(places[5]) == f"{path}, row 5"

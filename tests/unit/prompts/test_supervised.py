@@ -47,7 +47,7 @@ class Numbered(BaseNode[Document]):
         """The document at this position."""
         length = self._lengths[position % len(self._lengths)]
         trained = tuple(place >= length / 2 and place > 0 for place in range(length))
-        return Document(place=str(position), tokens=(position + 1,) * length, trained=trained)
+        return Document(location=str(position), tokens=(position + 1,) * length, trained=trained)
 
 
 def stream_of(lengths: list[int], rows: int = 3) -> RowStream:

@@ -12,7 +12,7 @@ import pytest
 
 from goaly.config import load
 from goaly.errors import RunFailed
-from goaly.liveness import ExitWatch, ProcessMark, process
+from goaly.liveness import ExitWatch, ProcessMark, process_mark
 from goaly.process import FATAL
 from goaly.run import watch
 from goaly.run.config import RunConfig
@@ -179,7 +179,7 @@ def go_on(child: subprocess.Popen[bytes]) -> None:
 def test_a_child_is_found_by_its_own_log_only(log: Path, child: subprocess.Popen[bytes]) -> None:
     other = log.with_name("hub.log")
     other.touch()
-    assert child_that_logs_to(log) == process(child.pid)
+    assert child_that_logs_to(log) == process_mark(child.pid)
     assert child_that_logs_to(other) is None
     assert child_that_logs_to(log.with_name("none.log")) is None
 
@@ -299,7 +299,7 @@ async def test_a_callback_that_fails_in_the_controller_ends_the_run_with_its_err
         raise KeyError("sabotage")
 
     child = await asyncio.create_subprocess_exec("sleep", "100")
-    ExitWatch(process(child.pid), breaks)
+    ExitWatch(process_mark(child.pid), breaks)
     child.kill()
     with pytest.raises(RunFailed, match=r"the controller's callback ExitWatch\._exited failed: KeyError: 'sabotage'"):
         await asyncio.wait_for(run.alive(), 30)

@@ -20,7 +20,7 @@ from goaly.train import resharding
 from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine
 from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
-from goaly.trajectory import Group, Outcome, PackedRows, Part, Trajectory, token_data
+from goaly.trajectory import Group, Minibatch, Outcome, PackedRows, Trajectory, token_data
 from tests.unit.train.batches import Document, documents, pack
 
 TRAINER = TrainerSettings(microbatch_rows=2)
@@ -69,8 +69,10 @@ def gradients(engine: CriticEngine, packed: PackedRows, microbatch_rows: int) ->
 def in_parts(packed: PackedRows, *sizes: int) -> PackedRows:
     """The same rows in parts of so many."""
     counts = [int(rows["trained"].sum()) for rows in packed.rows.split(list(sizes))]
-    parts = tuple(Part(rows=rows, trained_tokens=count, sequences=1) for rows, count in zip(sizes, counts, strict=True))
-    return dataclasses.replace(packed, parts=parts)
+    minibatches = tuple(
+        Minibatch(rows=rows, trained_tokens=count, sequences=1) for rows, count in zip(sizes, counts, strict=True)
+    )
+    return dataclasses.replace(packed, minibatches=minibatches)
 
 
 def groups_of_two(sequences: Sequence[Document]) -> list[Group]:
@@ -215,7 +217,7 @@ def test_a_batchs_metrics_are_means_over_its_tokens_not_over_its_steps(engine):
         document["returns"] = 10.0 * (number == 3) * document["trained"].float()
     packed = in_parts(pack([*sequences[::2], *sequences[1::2]], rows=2, row_length=200), 1, 1)
     returns = packed.rows["returns"][packed.rows["trained"]]
-    counts = [part.trained_tokens for part in packed.parts]
+    counts = [part.trained_tokens for part in packed.minibatches]
     assert counts[0] != counts[1]
     metrics = engine().train_steps(packed)
     assert metrics["return"] == pytest.approx(float(returns.mean()))

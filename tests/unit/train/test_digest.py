@@ -67,7 +67,7 @@ def test_it_is_the_sum_over_any_pieces(limit: int):  # PD-2
     pieces, _ = cut(layout_of(found), limit)
     assert len(pieces) > 10
     cpu = torch.device("cpu")
-    total = sum(int(digest._sum(view(found, piece), *digest._weights(piece, cpu))) for piece in pieces)
+    total = sum(int(digest._sum(view(found, piece), *digest._factors(piece, cpu))) for piece in pieces)
     assert f"{total % 2**64:016x}" == Digest(found).compute()
 
 

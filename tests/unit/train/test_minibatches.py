@@ -13,7 +13,7 @@ from goaly.models.settings import ModelSettings
 from goaly.train.engine import TrainEngine
 from goaly.train.settings import OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.train.step_metrics import StepMetrics, combine
-from goaly.trajectory import PackedRows, Part
+from goaly.trajectory import Minibatch, PackedRows
 from tests.unit.train.batches import documents, pack
 
 SETTINGS = TrainerSettings(
@@ -40,11 +40,11 @@ def engine(tiny_model_folder: Path):
 def in_two(batch: PackedRows) -> PackedRows:
     """The batch in two parts: its first two rows, and the others."""
     rows = (batch.rows[:2], batch.rows[2:])
-    parts = tuple(
-        Part(rows=len(of_part), trained_tokens=int(of_part["trained"].sum()), sequences=number)
+    minibatches = tuple(
+        Minibatch(rows=len(of_part), trained_tokens=int(of_part["trained"].sum()), sequences=number)
         for of_part, number in zip(rows, (4, 2), strict=True)
     )
-    return dataclasses.replace(batch, parts=parts)
+    return dataclasses.replace(batch, minibatches=minibatches)
 
 
 def batch(seed: int = 0) -> PackedRows:
@@ -114,11 +114,13 @@ def test_the_proximal_policy_of_every_part_is_that_of_before_the_batch(engine):
 
 def test_each_of_many_parts_has_the_proximal_policy_of_before_the_batch(engine):
     made, whole = engine(), batch()
-    parts = tuple(Part(rows=1, trained_tokens=int(row["trained"].sum()), sequences=2) for row in whole.rows.split(1))
+    minibatches = tuple(
+        Minibatch(rows=1, trained_tokens=int(row["trained"].sum()), sequences=2) for row in whole.rows.split(1)
+    )
     before = made.logprobs(whole.rows)
     seen.clear()
     settings = LossSettings(name=f"{__name__}:watched", proximal="trainer")
-    made.train_step(dataclasses.replace(whole, parts=parts), PolicyObjective(settings))
+    made.train_step(dataclasses.replace(whole, minibatches=minibatches), PolicyObjective(settings))
     assert len(seen) == 3
     for row, tokens in enumerate(seen):
         assert torch.equal(tokens.proximal_logprobs_P, before[row][whole.rows["trained"][row]])  # TE-6

@@ -16,9 +16,9 @@ from goaly.run.process_agent import lasting_port
 from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine
 from goaly.train.parallel import _layout
-from goaly.train.rank import join
+from goaly.train.rank import join_process_group
 from goaly.train.settings import CriticSettings, OptimizerSettings, TrainerSettings
-from goaly.trajectory import PackedRows, Part
+from goaly.trajectory import Minibatch, PackedRows
 from tests.unit.train.batches import documents, pack
 
 REJECTION = Rejection(measure="ratio", level="token", low=0.3, high=3.0, policy="current")
@@ -84,8 +84,8 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
 def in_two(batch: PackedRows, rank: int, ranks: int) -> PackedRows:
     """A rank's share of the batch in two parts, each two of its four rows."""
     counts = [int(rows["trained"].sum()) for rows in batch.rows.split(2)]
-    parts = tuple(Part(rows=2 // ranks, trained_tokens=count, sequences=5) for count in counts)
-    return dataclasses.replace(batch, rows=batch.rows[rank::ranks], parts=parts)
+    minibatches = tuple(Minibatch(rows=2 // ranks, trained_tokens=count, sequences=5) for count in counts)
+    return dataclasses.replace(batch, rows=batch.rows[rank::ranks], minibatches=minibatches)
 
 
 def in_parts(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
@@ -236,6 +236,6 @@ def test_a_rank_that_is_alone_communicates_by_the_same_backends_as_one_among_oth
     monkeypatch.setattr("goaly.models.spec.use_local_device", lambda: None)
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", meet)
-    for meeting in (lambda: _layout(SETTINGS), lambda: join(threads=1, ranks=2)):
+    for meeting in (lambda: _layout(SETTINGS), lambda: join_process_group(threads=1, ranks=2)):
         with pytest.raises(Met, match=f"^{backends}$"):
             meeting()

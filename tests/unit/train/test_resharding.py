@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goaly.train import resharding
-from goaly.trajectory import Part
+from goaly.trajectory import Minibatch
 from tests.unit.train.batches import documents, pack
 
 
@@ -75,8 +75,8 @@ def test_all_ranks_get_as_many_rows_with_every_trained_token_once(count: int, ra
 def test_a_part_of_the_batch_is_one_part_of_all_shares_on_any_number_of_ranks(count: int, ranks: int):
     queue, packed, _ = queue_of(count)
     counts = [sum(int(share.rows["trained"][row].sum()) for share in packed) for row in range(2)]
-    parts = tuple(Part(rows=1, trained_tokens=tokens, sequences=count) for tokens in counts)
-    packed[:] = [replace(share, parts=parts) for share in packed]
+    minibatches = tuple(Minibatch(rows=1, trained_tokens=tokens, sequences=count) for tokens in counts)
+    packed[:] = [replace(share, minibatches=minibatches) for share in packed]
     found = [asyncio.run(resharding.rows(queue, 0, Engine(rank, ranks), count=count)) for rank in range(ranks)]
     for number, of_ranks in enumerate(zip(*(one.split() for one in found), strict=True)):
         assert sum(int(step.rows["trained"].sum()) for step in of_ranks) == counts[number]  # SH-2

@@ -21,7 +21,7 @@ from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.run.process_agent import lasting_port
 from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import ModelEngine, TrainEngine
-from goaly.train.saved_state import StagedState, _Held, _LoadPlanner, _SavePlanner, load
+from goaly.train.saved_state import StagedState, _LoadPlanner, _LocalTensor, _SavePlanner, load_state
 from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.trajectory import PackedRows
 from goaly.weights.layout import region
@@ -102,7 +102,7 @@ def test_a_loaded_state_continues_bit_for_bit_and_holds_nothing_of_later_steps( 
     expected = [step(made), step(made)]
     staged.write(tmp_path / "state")
     resumed = make(folder)
-    load(resumed, tmp_path / "state")
+    load_state(resumed, tmp_path / "state")
     assert resumed.steps_done == 2
     assert [step(resumed), step(resumed)] == expected
     assert resumed.digest() == made.digest()
@@ -113,7 +113,7 @@ def test_staging_before_the_first_step_changes_nothing(folder: Path, tmp_path: P
     made, untouched = policy(folder), policy(folder)
     saved(made, tmp_path / "state")
     resumed = policy(folder)
-    load(resumed, tmp_path / "state")
+    load_state(resumed, tmp_path / "state")
     assert step(made) == step(untouched) == step(resumed)
     assert same(made.state_dict(), untouched.state_dict())
     assert same(resumed.state_dict(), untouched.state_dict())
@@ -129,7 +129,7 @@ def test_the_memory_of_a_staged_state_is_allocated_once(folder: Path, tmp_path: 
     assert {name: held.local.data_ptr() for name, held in staged._copies.items()} == places
     staged.write(tmp_path / "state")
     resumed = policy(folder)
-    load(resumed, tmp_path / "state")
+    load_state(resumed, tmp_path / "state")
     assert same(resumed.state_dict(), made.state_dict())
 
 
@@ -141,7 +141,7 @@ def test_rates_schedule_and_decays_are_the_engines_own_and_the_moments_the_check
     adamw = OptimizerSettings(lr=3e-3, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2)
     changed = dataclasses.replace(SETTINGS, optimizer=adamw, schedule=ScheduleSettings(warmup_steps=8))
     resumed, expected = policy(folder, changed), policy(folder, changed)
-    load(resumed, path)
+    load_state(resumed, path)
     assert same(resumed.state_dict(), made.state_dict())
     for name, tensor in expected.state_dict().items():
         tensor.copy_(made.state_dict()[name])
@@ -162,10 +162,10 @@ def test_a_schedule_that_has_ended_stays_at_its_end(folder: Path, tmp_path: Path
     for _ in range(3):
         step(made)
     resumed = policy(folder, short)
-    load(resumed, saved(made, tmp_path / "state"))
+    load_state(resumed, saved(made, tmp_path / "state"))
     assert step(resumed) == step(made)
     longer = policy(folder, dataclasses.replace(short, schedule=dataclasses.replace(short.schedule, total_steps=10)))
-    load(longer, tmp_path / "state")
+    load_state(longer, tmp_path / "state")
     assert step(longer)["lr"] > 0.75e-2
 
 
@@ -179,10 +179,10 @@ def test_the_state_of_another_model_is_refused(folder: Path, tmp_path: Path):  #
         other = policy(write_tiny_model(tmp_path / f"{size.layers}.{size.hidden_dim}", size))
         before = other.digest()
         with pytest.raises(ValueError, match=problem):
-            load(other, path)
+            load_state(other, path)
         assert other.digest() == before
     with pytest.raises(FileNotFoundError, match=r"nowhere/\.metadata"):
-        load(policy(folder), tmp_path / "nowhere")
+        load_state(policy(folder), tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata.tmp"])
@@ -197,7 +197,7 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_the_next_write_works(fo
     assert caught.value.errno == ENOSPC
     staged.stage()
     staged.write(tmp_path / "state")
-    load(policy(folder), tmp_path / "state")
+    load_state(policy(folder), tmp_path / "state")
 
 
 PLACEMENTS = {
@@ -208,13 +208,13 @@ PLACEMENTS = {
 }
 
 
-def shares(tensor: torch.Tensor, placements: tuple[Any, ...]) -> list[_Held]:
+def shares(tensor: torch.Tensor, placements: tuple[Any, ...]) -> list[_LocalTensor]:
     """What each of 3 * 2 ranks holds of a matrix."""
     found = []
     for coordinate in itertools.product(range(3), range(2)):
         layout = shards_of("w", tensor.dtype, tuple(tensor.shape), (3, 2), coordinate, placements)
         size = [max((one.start[dim] + one.shape[dim] for one in layout), default=0) for dim in range(2)]
-        found.append(_Held(layout, torch.zeros(size)))
+        found.append(_LocalTensor(layout, torch.zeros(size)))
         for one in layout:
             found[-1].part(MetadataIndex("w", one.offset)).copy_(region(tensor, one.offset, one.shape))
     return found
@@ -241,7 +241,7 @@ def test_a_tensor_loads_from_any_placement_into_any_other(  # SS-3
     ]
     first.finish(metadata, written)
     for expected in shares(tensor, PLACEMENTS[after]):
-        held = _Held(expected.layout, torch.zeros_like(expected.local))
+        held = _LocalTensor(expected.layout, torch.zeros_like(expected.local))
         dcp.load({"w": held}, checkpoint_id=tmp_path, planner=_LoadPlanner(), no_dist=True)
         assert torch.equal(held.local, expected.local)
 
@@ -263,14 +263,14 @@ def in_each_process(rank: int, port: int, folder: Path, out: Path) -> None:
             writing = pool.submit(staged.write, out / name)
             ends = [step(made), step(made)]
             writing.result()
-        load(resumed, out / name)
+        load_state(resumed, out / name)
         found["loaded"] = resumed.digest(), same(whole(resumed), found["state"])
         found["continued"] = [step(resumed), step(resumed)] == ends and same(whole(resumed), whole(made))
         found["digests"] = made.digest(), resumed.digest()
-        load(resumed, out / "one")
+        load_state(resumed, out / "one")
         found["from one"] = resumed.digest(), whole(resumed)
         torch.save(found, out / f"{name}.{rank}")
-    load(resumed, out / "fsdp")  # by the ranks of tensor parallelism
+    load_state(resumed, out / "fsdp")  # by the ranks of tensor parallelism
     torch.save((resumed.digest(), whole(resumed)), out / f"crossed.{rank}")
     staged = StagedState(resumed)
     staged.stage()
@@ -332,7 +332,7 @@ def test_a_state_and_its_digest_are_the_same_on_one_rank_and_on_two(  # SS-3, PD
         assert found["from one"][0] == one.digest()
         assert same(found["from one"][1], whole(one))
     loaded = policy(folder)
-    load(loaded, out / layout)
+    load_state(loaded, out / layout)
     assert loaded.digest() == found["digest"]
     assert same(loaded.state_dict(), found["state"])
     assert loaded.steps_done == 2

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from goaly.liveness import ProcessMark, process
+from goaly.liveness import ProcessMark, process_mark
 from goaly.weights import member
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
@@ -73,7 +73,7 @@ class Life:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)  # ends with us
-        self.mark: ProcessMark = process(self._process.pid)
+        self.mark: ProcessMark = process_mark(self._process.pid)
 
     def kill(self) -> None:
         """End it as the kernel would."""
