@@ -193,6 +193,21 @@ class LaunchedRun:
             time.sleep(0.05)
 
 
+def assert_whole(run: LaunchedRun, steps: int) -> None:
+    """Every step was recorded once, and every group was trained once."""
+    assert [step["policy_version"] for step in run.lines("metrics.jsonl")] == list(range(1, steps + 1))
+    summary = run.summary()
+    assert summary["policy_version"] == steps
+    assert summary["admitted"] == summary["trained"] == 2 * steps
+    assert (summary["rejected"], summary["failed"], summary["reasons"]) == (0, 0, {})
+
+
+def replayed(run: LaunchedRun, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m goaly.replay` with this run's folder."""
+    command = [sys.executable, "-m", "goaly.replay", str(run.folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False, cwd=ROOT)
+
+
 def gone_within(pids: list[int], seconds: float = END_SECONDS) -> list[int]:
     """Those of these processes that are still alive after so many seconds."""
     return left_within(lambda: [pid for pid in pids if alive(pid)], seconds)

@@ -1,14 +1,21 @@
-"""Runs that are killed or told to stop, and resumed."""
+"""Runs that are killed, and resumed. Several tests look at one run, because each start of a run takes long."""
 
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from launched import ROOT, START_SECONDS, LaunchedRun, gone_within, orphaned_memory, orphaned_within
+from launched import (
+    START_SECONDS,
+    LaunchedRun,
+    assert_whole,
+    gone_within,
+    orphaned_memory,
+    orphaned_within,
+    replayed,
+)
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.timeout(900)
@@ -25,89 +32,115 @@ REPEATABLE = (
 """Answers do not depend on timing, to the last bit."""
 REWARDED = "reward.verifier=tests.loop.verifiers:share_of_digits"
 """Rewards that differ, so that every step changes the policy."""
+PPO = (
+    f"steps={STEPS}",
+    "checkpoint.every=3",
+    "critic.epochs=2",
+    "critic.value_clip=0.5",
+    "trainer.minibatches=2",
+    "loss.proximal=trainer",
+    "evaluation.prompts=2",
+    REWARDED,
+    *REPEATABLE,
+)
 
 
-def assert_whole(run: LaunchedRun, steps: int = STEPS) -> None:
-    """Every step was recorded once, and every group was trained once."""
-    assert [step["policy_version"] for step in run.lines("metrics.jsonl")] == list(range(1, steps + 1))
-    summary = run.summary()
-    assert summary["policy_version"] == steps
-    assert summary["admitted"] == summary["trained"] == 2 * steps
-    assert (summary["rejected"], summary["failed"], summary["reasons"]) == (0, 0, {})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A run of PPO that was ended, and what that left of it."""
+
+    run: LaunchedRun
+    processes: list[int]
+    """Those that it had."""
+    survivors: list[int]
+    """Those that were still there after a while."""
+
+
+@pytest.fixture(scope="module")
+def whole(launch_shared: Launch) -> Ended:
+    """A run that trained all steps without interruption, and was ended by a second Ctrl-C during the evaluation after
+    them."""
+    run = launch_shared(*PPO, app="ppo", module="tests.loop.hanging_evaluation")
+    run.wait_for_text("the final evaluation hangs", START_SECONDS)
+    processes = list(run.processes())
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for_text("once more stops at once")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    return Ended(run=run, processes=processes, survivors=gone_within(processes))
+
+
+@pytest.fixture(scope="module")
+def memory_before() -> set[str]:
+    """What was orphaned in /dev/shm before the run that is killed."""
+    return orphaned_memory()
+
+
+@pytest.fixture(scope="module")
+def killed(launch_shared: Launch, memory_before: set[str]) -> Ended:
+    """A run with the same settings whose controller was killed after some steps."""
+    run = launch_shared(*PPO, app="ppo")
+    run.wait_for_steps(5)
+    processes = list(run.processes())
+    run.process.kill()
+    return Ended(run=run, processes=processes, survivors=gone_within(processes))
+
+
+@pytest.fixture(scope="module")
+def resumed(launch_shared: Launch, killed: Ended) -> LaunchedRun:
+    """The killed run, resumed and finished."""
+    run = launch_shared(resume=killed.run, app="ppo")
+    assert run.wait(START_SECONDS) == 0, run.text()
+    return run
 
 
 def policy(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "policy" / "model.safetensors")
 
 
-def replay(run: LaunchedRun, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "goaly.replay", str(run.folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False, cwd=ROOT)
+def test_a_second_ctrl_c_stops_a_run_without_its_closing(whole: Ended) -> None:
+    assert not (whole.run.folder / "summary.json").exists()
+    assert whole.survivors == []
 
 
-def test_a_killed_and_resumed_run_equals_one_that_was_not_killed_and_can_be_trained_again_to_the_last_bit(
-    launch: Launch, tmp_path: Path
-) -> None:
-    settings = (f"steps={STEPS}", "checkpoint.every=3", REWARDED, *REPEATABLE)
-    whole = launch(*settings, app="ppo")
-    assert whole.wait(START_SECONDS) == 0, whole.text()
+def test_nothing_outlives_a_controller_that_is_killed(killed: Ended, memory_before: set[str]) -> None:
+    assert len(killed.processes) >= 5
+    assert killed.survivors == []  # HO-1
+    assert orphaned_within(memory_before) == set()
 
-    before = orphaned_memory()
-    killed = launch(*settings, app="ppo")
-    killed.wait_for_steps(5)
-    processes = list(killed.processes())
-    killed.process.kill()
-    assert gone_within(processes) == []
-    resumed = launch(resume=killed, app="ppo")
-    assert resumed.wait(START_SECONDS) == 0, resumed.text()
+
+def test_a_killed_and_resumed_run_equals_one_that_was_not_killed(whole: Ended, resumed: LaunchedRun) -> None:
     assert "resumed at policy version 3" in resumed.text()
-    assert_whole(resumed)
+    assert_whole(resumed, STEPS)
     assert "when it was made first" not in resumed.text()  # the versions made again have the same digests
     assert all(step["grad_norm"] > 0 for step in resumed.lines("metrics.jsonl"))
-    for name, tensor in policy(whole.folder).items():
+    for name, tensor in policy(whole.run.folder).items():
         assert torch.equal(tensor, policy(resumed.folder)[name]), name
 
-    checked = replay(resumed, "--check")
+
+def test_a_run_trains_policy_and_critic_on_every_batch(resumed: LaunchedRun) -> None:
+    assert "held-out pass@1" in resumed.text().splitlines()[-1]
+    steps = resumed.lines("metrics.jsonl")
+    assert [step["policy_version"] for step in steps] == list(range(1, STEPS + 1))
+    assert steps[0]["critic/value"] == 0  # it began with a head of 0,
+    assert all(step["critic/value"] != 0 for step in steps[1:])  # and learned from each batch
+    reported = {"loss", "critic/loss", "critic/explained_variance", "critic/clip_fraction", "critic/grad_norm"}
+    assert all(reported <= step.keys() for step in steps)
+    summary = resumed.summary()
+    assert summary["admitted"] == summary["trained"] == 2 * STEPS
+    events = (resumed.folder / "trace.json").read_text()
+    assert all(f'"{name}"' in events for name in ("values", "train_critic", "train"))
+
+
+def test_a_run_can_be_trained_again_to_the_last_bit_or_with_other_settings(
+    resumed: LaunchedRun, memory_before: set[str], tmp_path: Path
+) -> None:
+    checked = replayed(resumed, "--check")
     assert checked.returncode == 0, checked.stderr
     assert f"{STEPS} digests are as recorded" in checked.stdout
-    other = replay(resumed, "--into", str(tmp_path / "other"), "trainer.optimizer.lr=1e-2")
+    other = replayed(resumed, "--into", str(tmp_path / "other"), "trainer.optimizer.lr=1e-2")
     assert other.returncode == 0, other.stderr
     assert len((tmp_path / "other" / "metrics.jsonl").read_text().splitlines()) == STEPS
     for name, tensor in policy(tmp_path / "other").items():
         assert not torch.equal(tensor, policy(resumed.folder)[name]), name
-    assert orphaned_within(before) == set()
-
-
-def test_a_run_that_is_told_to_stop_leaves_a_checkpoint_and_goes_on_in_another_shape(launch: Launch) -> None:  # RN-4
-    run = launch("steps=1000", "checkpoint.every=null", "backlog.max_staleness=2", "loss.kl_coef=0.01")
-    run.wait_for_steps(3)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait() == 130, run.text()
-    done = run.steps()
-    (checkpoint,) = (run.folder / "checkpoints").iterdir()
-    assert int(checkpoint.name) == done >= 3
-    resumed = launch(f"steps={done + 3}", "trainer.fsdp=2", "rollout.workers=2", resume=run)
-    assert resumed.wait(START_SECONDS) == 0, resumed.text()
-    assert f"resumed at policy version {done}" in resumed.text()
-    assert_whole(resumed, done + 3)
-    checked = replay(resumed, "--check")
-    assert checked.returncode == 2
-    assert f"must be at most {done}, from where the run went on with other trainer settings" in checked.stderr
-    checked = replay(resumed, "--check", "--to", str(done))
-    assert checked.returncode == 0, checked.stderr
-    assert f"{done} digests are as recorded" in checked.stdout
-
-
-def test_what_a_resumed_run_may_not_change_is_refused_and_nothing_is_lost(launch: Launch, tmp_path: Path) -> None:
-    run = launch("steps=1", "evaluation.prompts=1")
-    assert run.wait(START_SECONDS) == 0, run.text()
-    before = {path: path.read_bytes() for path in sorted(run.folder.rglob("*")) if path.is_file()}
-    refused = launch("backlog.group_size=8", "loss.name=gspo", "steps=2", resume=run)
-    assert refused.wait() == 2
-    assert "backlog.group_size=8: must stay 4 in a resumed run, because the logged groups" in refused.text()
-    assert "loss.name=gspo: must stay" in refused.text()
-    assert "(override)" in refused.text()
-    assert {path: path.read_bytes() for path in sorted(run.folder.rglob("*")) if path.is_file()} == before
-    nowhere = LaunchedRun(tmp_path / "nowhere", tmp_path, resume=True)
-    assert nowhere.wait() == 2
-    assert f"--resume={tmp_path / 'nowhere'}: must be the folder of a run" in nowhere.text()
+    assert orphaned_within(memory_before) == set()

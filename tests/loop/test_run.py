@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,67 +93,6 @@ def assert_evaluated_and_saved_every_20_steps(run: LaunchedRun) -> None:
     scores = [(line["policy_version"], line["evaluation/held_out/pass@1"]) for line in evaluations]
     assert (best["policy_version"], best["pass@1"]) in scores
     assert (policies / "best" / "model.safetensors").stat().st_size > 0
-
-
-def test_the_death_of_a_follower_is_the_death_of_its_replica_and_costs_no_request(launch: Launch) -> None:
-    steps = 30
-    run = launch(f"steps={steps}", "generator.tp=2")
-    run.wait_for_steps(2)
-    ranks = run.spawned("generator-0")
-    assert len(ranks) == 2
-    run.kill("generator-0", rank=1)
-    run.wait_for_text("generator 0 serves again", START_SECONDS)
-    assert gone_within(ranks) == []
-    assert run.wait(START_SECONDS) == 0, run.text()
-    summary = run.summary()
-    assert (summary["policy_version"], summary["admitted"], summary["trained"]) == (steps, 2 * steps, 2 * steps)
-
-
-def test_ctrl_c_stops_a_run_cleanly(launch: Launch) -> None:
-    before = orphaned_memory()
-    run = launch("steps=10000")
-    run.wait_for_steps(2)
-    children = list(run.processes())
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 130
-    summary = run.summary()
-    assert summary["status"] == "interrupted"
-    assert summary["admitted"] == summary["trained"] + summary["rejected"] + summary["failed"]  # RN-2
-    assert (run.folder / "trace.json").exists()
-    assert gone_within(children) == []
-    assert orphaned_within(before) == set()
-
-
-def test_ctrl_c_during_the_final_evaluation_does_not_lose_the_policy(launch: Launch) -> None:
-    run = launch("steps=2", module="tests.loop.hanging_evaluation")
-    run.wait_for_text("the final evaluation hangs", START_SECONDS)
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 130
-    assert (run.folder / "policy" / "model.safetensors").exists()
-    assert (run.summary()["status"], run.summary()["policy_version"]) == ("interrupted", 2)
-
-
-def test_a_second_ctrl_c_stops_a_run_without_its_closing(launch: Launch) -> None:
-    run = launch("steps=10000")
-    run.wait_for_steps(1)
-    children = list(run.processes())
-    run.process.send_signal(signal.SIGINT)
-    run.wait_for_text("once more stops at once")
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 130
-    assert not (run.folder / "summary.json").exists()
-    assert gone_within(children) == []
-
-
-def test_nothing_outlives_a_controller_that_is_killed(launch: Launch) -> None:
-    before = orphaned_memory()
-    run = launch("steps=10000")
-    run.wait_for_steps(1)
-    children = list(run.processes())
-    assert len(children) >= 4
-    run.process.kill()
-    assert gone_within(children) == []  # HO-1
-    assert orphaned_within(before) == set()
 
 
 def test_a_killed_trainer_ends_the_run_with_an_error_that_names_it(launch: Launch) -> None:

@@ -2,12 +2,13 @@
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing
 from safetensors.torch import load_file
 
 from apps.sft.config import SftConfig
@@ -17,6 +18,7 @@ from goaly.config import Loaded
 from goaly.errors import ConfigError
 from goaly.models.tiny import TinyModel
 from goaly.prompts.settings import ArithmeticSettings, SupervisedSettings
+from goaly.run.process_agent import lasting_port
 from goaly.telemetry.settings import TelemetrySettings
 from goaly.train.settings import OptimizerSettings, TrainerSettings
 
@@ -122,7 +124,15 @@ def test_a_folder_of_something_else_is_never_overwritten(tmp_path: Path) -> None
         run(config(tmp_path / "model"))
 
 
-@pytest.mark.timeout(400)  # three processes import torch
+def as_torchrun_starts_it(rank: int, port: int, arguments: list[str]) -> None:
+    """`python -m apps.sft.main` as one of two ranks."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in ranks.items()}
+    sys.argv = ["apps.sft.main", *arguments]
+    runpy.run_module("apps.sft.main", run_name="__main__", alter_sys=True)
+
+
+@pytest.mark.timeout(400)  # the first that needs it waits for torchtitan and vLLM
 def test_two_ranks_train_what_one_trains(trained: Path, tmp_path: Path) -> None:
     output = tmp_path / "model"
     overrides = [
@@ -139,16 +149,9 @@ def test_two_ranks_train_what_one_trains(trained: Path, tmp_path: Path) -> None:
         "telemetry.progress=off",
         "telemetry.tensorboard=false",
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    finished = subprocess.run(
-        [*command, "-m", "apps.sft.main", *overrides],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=220,
-        check=False,
+    torch.multiprocessing.start_processes(
+        as_torchrun_starts_it, (lasting_port(), overrides), nprocs=2, start_method="forkserver"
     )
-    assert finished.returncode == 0, finished.stderr[-3000:]
     expected = weights(trained)
     for name, tensor in weights(output).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)

@@ -1,5 +1,9 @@
-"""`max_staleness=0` is synchronous RL: the same parameters, bit for bit, as a plain loop over the same trajectories."""
+"""`max_staleness=0` is synchronous RL: the same parameters, bit for bit, as a plain loop over the same trajectories.
 
+Its final evaluation never ends, so that Ctrl-C during that can be seen too.
+"""
+
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from launched import LaunchedRun
+from launched import START_SECONDS, LaunchedRun
 from safetensors.torch import load_file
 
 from goaly.backlog.batch import build_batch
@@ -22,6 +26,7 @@ from goaly.train.settings import OptimizerSettings, ScheduleSettings, TrainerSet
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
 
 STEPS = 10
+pytestmark = pytest.mark.timeout(400)
 BACKLOG = BacklogSettings(groups_per_step=2, group_size=4, max_staleness=0, window=2, row_length=128)
 TRAINER = TrainerSettings(optimizer=OptimizerSettings(lr=1e-3), schedule=ScheduleSettings(warmup_steps=5))
 
@@ -72,11 +77,10 @@ def plain_loop(groups: list[Group], model: Path, output: Path) -> None:
     engine.save_hf(output)
 
 
-@pytest.mark.timeout(400)
-def test_staleness_zero_equals_a_plain_loop_to_the_last_bit(
-    launch: Callable[..., LaunchedRun], tiny_model_folder: Path, tmp_path: Path
-) -> None:
-    run = launch(
+@pytest.fixture(scope="module")
+def run(launch_shared: Callable[..., LaunchedRun]) -> LaunchedRun:
+    """A synchronous run that Ctrl-C stopped during its final evaluation."""
+    run = launch_shared(
         f"steps={STEPS}",
         "backlog.max_staleness=0",
         "reward.verifier=tests.loop.verifiers:share_of_digits",
@@ -84,8 +88,22 @@ def test_staleness_zero_equals_a_plain_loop_to_the_last_bit(
         f"trainer.schedule.warmup_steps={TRAINER.schedule.warmup_steps}",
         f"trainer.schedule.decay={TRAINER.schedule.decay}",
         f"trainer.schedule.min_lr_factor={TRAINER.schedule.min_lr_factor}",
+        module="tests.loop.hanging_evaluation",
     )
-    assert run.wait(300) == 0, run.text()
+    run.wait_for_text("the final evaluation hangs", START_SECONDS)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.text()
+    return run
+
+
+def test_ctrl_c_during_the_final_evaluation_does_not_lose_the_policy(run: LaunchedRun) -> None:
+    assert (run.folder / "policy" / "model.safetensors").exists()
+    assert (run.summary()["status"], run.summary()["policy_version"]) == ("interrupted", STEPS)
+
+
+def test_staleness_zero_equals_a_plain_loop_to_the_last_bit(
+    run: LaunchedRun, tiny_model_folder: Path, tmp_path: Path
+) -> None:
     rollouts = list(journal(run.folder, tokens=True))
     for entry in rollouts:
         step = entry["ticket"] // BACKLOG.groups_per_step
