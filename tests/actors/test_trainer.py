@@ -1,4 +1,7 @@
-"""Trainer and reference in real processes: two FSDP ranks, one reference rank for both, a real weight store."""
+"""Trainer and reference in real processes: two FSDP ranks, one reference rank for both, a real weight store.
+
+Each process takes seconds to import torchtitan, so tests that need further actors spawn them in these processes.
+"""
 
 import asyncio
 import sys
@@ -12,7 +15,7 @@ import cloudpickle
 import pytest
 import torch
 from monarch.actor import Actor, concurrent_endpoint, this_host
-from monarch.spmd import setup_torch_elastic_env, setup_torch_elastic_env_async
+from monarch.spmd import setup_torch_elastic_env
 from torch.distributed.tensor import DTensor
 
 from goaly.backlog.batch import BatchHandle
@@ -66,6 +69,10 @@ class Shares(Actor):
 class Actors:
     """What a test talks to."""
 
+    pair: Any
+    """The two processes of the trainer."""
+    alone: Any
+    """The process of all other actors."""
     trainer: Any
     reference: Any
     queue: Any
@@ -102,7 +109,9 @@ def actors(tiny_model_folder: Path) -> Iterator[Actors]:
     assert list(trainer_starts.get().values()) == [0, 0]
     reference_starts.get()
     handle = BatchHandle(id=0, sequences=10, trained_tokens=packed.batch_trained_tokens, tokens=640, metrics={})
-    yield Actors(trainer=trainer, reference=reference, queue=queue, store=store, handle=handle)
+    yield Actors(
+        pair=trainers, alone=alone, trainer=trainer, reference=reference, queue=queue, store=store, handle=handle
+    )
     trainer.close.call().get()
     reference.close.call().get()
     alone.stop().get()
@@ -161,9 +170,7 @@ async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_
         return await first(actors.trainer.publish.call()), metrics
 
     model, settings = ModelSettings(path=str(tiny_model_folder)), ReferenceSettings(fsdp=2, refresh_every=2)
-    processes = this_host().spawn_procs(per_host={"procs": 2}, bootstrap=partial(import_ahead, IMPORTS["trainer"]))
-    await setup_torch_elastic_env_async(processes)
-    reference = processes.spawn(
+    reference = actors.pair.spawn(
         "following", ReferenceModel, settings, SETTINGS, model, actors.queue, WeightSettings(), actors.store
     )
     readers = (await actors.store.state.call_one()).readers
@@ -191,18 +198,16 @@ async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_
     ):
         await annotated(1)
     await reference.close.call()
-    await processes.stop()
 
 
 async def test_trainer_and_reference_continue_from_a_checkpoint_that_is_written_while_steps_go_on(
     actors: Actors, tiny_model_folder: Path, tmp_path: Path
 ):
     model, following = ModelSettings(path=str(tiny_model_folder)), ReferenceSettings(refresh_every=2)
-    processes = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=partial(import_ahead, IMPORTS["trainer"]))
 
     def reference(name: str) -> Any:
         arguments = following, SETTINGS, model, actors.queue, WeightSettings(), actors.store
-        return processes.spawn(name, ReferenceModel, *arguments)
+        return actors.alone.spawn(name, ReferenceModel, *arguments)
 
     async def version_of(reference: Any, batch_id: int) -> int:
         return await first(reference.annotate.call(replace(actors.handle, id=batch_id)))
@@ -232,7 +237,7 @@ async def test_trainer_and_reference_continue_from_a_checkpoint_that_is_written_
         newer = await published()
 
     settings = replace(SETTINGS, fsdp=1)
-    resumed = processes.spawn(
+    resumed = actors.alone.spawn(
         "resumed", PolicyTrainer, settings, model, LOSS, WeightSettings(), actors.store, actors.queue
     )
     assert await first(resumed.start.call(str(checkpoint.folder))) == version
@@ -245,4 +250,3 @@ async def test_trainer_and_reference_continue_from_a_checkpoint_that_is_written_
     assert newer > version + 3
     for actor in (before, after, resumed):
         await actor.close.call()
-    await processes.stop()
