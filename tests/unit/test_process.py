@@ -38,17 +38,32 @@ def test_what_is_imported_ahead_is_never_looked_at_by_the_collector_and_what_is_
     subprocess.run([sys.executable, "-c", script], timeout=20, check=True)
 
 
-@pytest.mark.parametrize("modules", [("goaly.run.start",), IMPORTS["hub"], IMPORTS["rollout"]])
-def test_controller_hub_and_rollout_workers_do_not_load_the_compiler(modules: tuple[str, ...]) -> None:
-    script = (
-        "import sys, torch\n"
-        "from goaly.process import import_ahead\n"
-        f"import_ahead({modules!r})\n"
-        "assert 'tensordict' in sys.modules and 'torch._dynamo' not in sys.modules\n"
-        "marked = torch.compiler.disable(lambda: 1)\n"
-        "assert marked() == 1 and 'torch._dynamo' in sys.modules, 'the compiler is as it was'\n"
-    )
-    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+WITHOUT_COMPILER = {"controller": ("goaly.run.start",), "hub": IMPORTS["hub"], "rollout": IMPORTS["rollout"]}
+
+
+@pytest.fixture(scope="module")
+def imported() -> str:
+    """A line for each of these processes that imported its modules and did not load the compiler."""
+    script = f"""
+import multiprocessing, sys, torch
+from goaly.process import import_ahead
+def imports(process, modules):
+    import_ahead(modules)
+    assert 'tensordict' in sys.modules and 'torch._dynamo' not in sys.modules
+    marked = torch.compiler.disable(lambda: 1)
+    assert marked() == 1 and 'torch._dynamo' in sys.modules, 'the compiler is as it was'
+    print(process, 'is without it', flush=True)
+for arguments in {WITHOUT_COMPILER}.items():  # each has the torch of this process, and nothing of the others
+    child = multiprocessing.get_context('fork').Process(target=imports, args=arguments)
+    child.start()
+    child.join()
+"""
+    return subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60).stdout
+
+
+@pytest.mark.parametrize("process", WITHOUT_COMPILER)
+def test_controller_hub_and_rollout_workers_do_not_load_the_compiler(imported: str, process: str) -> None:
+    assert f"{process} is without it" in imported.splitlines()
 
 
 ENDS = {
