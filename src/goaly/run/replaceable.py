@@ -107,6 +107,7 @@ class Replaceable(Generic[Actors]):
         finally:
             death.cancel()
             answer.cancel()  # no effect once it is done
+            answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # if nobody awaits it
 
     async def keep(
         self,
