@@ -6,8 +6,9 @@ From runs of `configs/grpo/tiny.yaml` on its warm start:
 
     log_share          the log's cost as a share of a step: CPU time of its thread and the wait for the disk, over the
                        step's time
-    recovery_seconds   from `kill -9` of the trainer to the run's next new step, without help; `stop` until its other
-                       processes are stopped, `start` until all processes are up again, `train` for the rest
+    recovery_seconds   from `kill -9` of the trainer to the run's next new step, while the other processes go on;
+                       `notice` until the run has noticed, `start` until a new process has loaded the newest checkpoint,
+                       `train` for the steps since then and the new one
     resume_seconds     from `--resume`, after `kill -9` of the controller, to the next new step
     replay_over_train  steps a second of `python -m goaly.replay` over those of the trainer in the run
 
@@ -83,7 +84,7 @@ def of_runs(folder: Path, steps: int) -> dict[str, Any]:
         known, killed = len(run.steps()), time.time()
         os.kill(trainer, signal.SIGKILL)
         log = run_dir / "logs" / "controller.log"
-        stopped = run.wait(lambda: _logged(log, "it is being replaced"))
+        noticed = run.wait(lambda: _logged(log, "it is being replaced"))
         up = run.wait(lambda: _logged(log, "batches again"))
         recovered = run.wait(lambda: [step["time"] for step in run.steps()[known:] if step["time"] > up])[0]
         run.wait(lambda: len(run.steps()) >= 2 * third + CHECKPOINT_EVERY // 2)
@@ -107,7 +108,7 @@ def of_runs(folder: Path, steps: int) -> dict[str, Any]:
         "log_share": log_seconds / whole,
         "step_seconds": whole / len(steady),
         "recovery_seconds": recovered - killed,
-        "recovery": {"stop": stopped - killed, "start": up - stopped, "train": recovered - up},
+        "recovery": {"notice": noticed - killed, "start": up - noticed, "train": recovered - up},
         "resume_seconds": resume_seconds,
         "replay_over_train": train_seconds / replay_seconds,
         "digests_checked": int(re.search(r"(\d+) digests are as recorded", replayed.stdout)[1]),  # type: ignore[index]
