@@ -5,15 +5,19 @@ Invariants
           owner notices the death, and replaces the process or ends the run. No process stays alive after it has failed.
     PR-2  An exception in one of goaly's own event loop callbacks does the same; in the controller it ends the run. An
           exception in another library's callback is only logged, as by default: some libraries raise and continue.
+    PR-3  SIGINT and SIGTERM do not end a process that the controller spawned: the controller ends it. Subprocesses of
+          such a process do not inherit this.
 """
 
 import asyncio
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -70,6 +74,18 @@ def without_the_compiler() -> Iterator[None]:
 
 def _unmarked(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
     return (lambda decorated: decorated) if function is None else function
+
+
+def outlive_stop_signals() -> None:
+    """Let SIGINT and SIGTERM have no effect on this process from now on (PR-3).
+
+    A handler that does nothing, because subprocesses inherit ignored signals, and `Popen.terminate()` would not end
+    them. A function of the C library, because Python lets only the main thread set its handlers.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        libc.signal(number, ctypes.cast(libc.abs, ctypes.c_void_p))
 
 
 def exit_quickly(code: int) -> NoReturn:

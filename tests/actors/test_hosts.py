@@ -3,6 +3,7 @@ what it was given."""
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,7 +42,11 @@ class Witness(Actor):
         names = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HYPERACTOR_PROCESS_NAME")
         threads = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
         cores = ",".join(map(str, sorted(set().union(*threads))))
-        return {name: os.environ.get(name) for name in names} | {"agent": str(os.getppid()), "cores": cores}
+        return {name: os.environ.get(name) for name in names} | {
+            "pid": str(os.getpid()),
+            "agent": str(os.getppid()),
+            "cores": cores,
+        }
 
 
 @asynccontextmanager
@@ -104,11 +109,16 @@ async def test_a_job_is_asked_what_its_hosts_have_and_two_of_one_machine_are_one
     assert found.hosts[0].cores == os.sched_getaffinity(0)
 
 
-async def test_on_cpus_a_process_keeps_the_environment_that_it_came_with(tmp_path: Path) -> None:
+async def test_on_cpus_a_process_keeps_the_environment_that_it_came_with_and_outlives_a_sigterm(tmp_path: Path) -> None:
     settings = HostSettings()
     async with hosts_of(settings, tmp_path) as hosts:
         on = await hosts.cluster()
         generator = Processes(name="generator-0", role="generator", count=2, group=2)
         found = await told(hosts, generator, settings, on, with_ranks=True)
+        for said in found:
+            os.kill(int(said["pid"] or 0), signal.SIGTERM)  # HO-1
+        mesh = hosts.spawn(generator, place([generator], settings, on)["generator-0"])
+        again = await mesh.spawn("after-the-signal", Witness).say.call()
+    assert {said["pid"] for _, said in again.items()} == {said["pid"] for said in found}
     assert [said["LOCAL_RANK"] for said in found] == ["0", "1"]
     assert {said["CUDA_VISIBLE_DEVICES"] for said in found} == {os.environ.get("CUDA_VISIBLE_DEVICES")}

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,29 @@ for arguments in {WITHOUT_COMPILER}.items():  # each has the torch of this proce
 @pytest.mark.parametrize("process", WITHOUT_COMPILER)
 def test_controller_hub_and_rollout_workers_do_not_load_the_compiler(imported: str, process: str) -> None:
     assert f"{process} is without it" in imported.splitlines()
+
+
+def test_stop_signals_end_what_a_process_of_a_run_starts_but_not_itself() -> None:  # PR-3
+    script = """
+import subprocess, threading
+from goaly.process import outlive_stop_signals
+thread = threading.Thread(target=outlive_stop_signals)  # actors run in threads
+thread.start()
+thread.join()
+print(flush=True)
+input()
+sleeper = subprocess.Popen(["sleep", "60"])
+sleeper.terminate()
+print(sleeper.wait(10))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            process.send_signal(number)
+        output, _ = process.communicate("\n", timeout=20)
+    assert (process.returncode, output) == (0, f"{-signal.SIGTERM}\n")
 
 
 ENDS = {

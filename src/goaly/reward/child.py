@@ -26,6 +26,7 @@ def main(verifier: str, parent_pid: int) -> None:
     """Serve until standard input ends."""
     die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C: it closes the input or kills this process
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which subprocesses of the verifier inherit
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as replies:
         _detach_standard_streams()
         try:

@@ -2,7 +2,8 @@
 
 Invariants
     HO-1  Every process of the run dies with the controller, however the controller ends (Monarch sets the parent-death
-          signal). Each is in its own process group: a terminal's Ctrl-C reaches only the controller.
+          signal), and not before: a terminal's Ctrl-C reaches only the controller, because each process is in a group
+          of its own; the SIGTERM that schedulers send to all processes ends none of them (PR-3).
     HO-2  A process that ends or hangs is reported (`watch.py`). No process of a stopped mesh is left on this host.
     HO-3  A process sees only the GPUs of its place, from before CUDA is loaded. On a host with GPUs, a process without
           a GPU sees none.
@@ -185,7 +186,10 @@ def _bootstrap(processes: Processes, places: Sequence[Place], run_dir: Path, *, 
 
     def bootstrap() -> None:
         sys.path.extend(path for path in module_path if path not in sys.path)  # includes the folder of a user's script
+        from goaly.process import outlive_stop_signals
+
         os.setpgid(0, 0)  # HO-1
+        outlive_stop_signals()
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
         rank = current_rank()
         place = places[rank.rank]

@@ -4,6 +4,7 @@ import asyncio
 import os
 import pickle
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -259,6 +260,13 @@ async def test_a_caller_that_goes_away_leaves_the_pool_in_order():
         for task in gone:
             task.cancel()
         assert await pool.score(PROMPT, "fine") == 1.0
+
+
+async def test_a_verifier_outlives_the_sigterm_of_a_scheduler():
+    async with pool_of() as pool:
+        pid = await pool.score(PROMPT, "pid")
+        os.kill(int(pid), signal.SIGTERM)
+        assert await pool.score(PROMPT, "pid") == pid
 
 
 def test_a_busy_verifier_dies_with_its_parent():
