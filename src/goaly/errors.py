@@ -8,6 +8,7 @@
     │   └── WritersGone    no newer weights will come
     ├── CorruptLog         a run's log is damaged; names the file and the offset
     ├── ReplicaLost        a replica died or was closed; its requests may be retried elsewhere
+    ├── Lost               a process of a role died during a call, which can be made again (run/replaceable.py)
     ├── PoisonRequest      replicas keep dying while they run this request; it is not retried
     └── RunFailed          a failure ended the run; names the actor, the endpoint and the cause
 

@@ -14,7 +14,7 @@ import torch
 from monarch.actor import Actor, Port, concurrent_endpoint, this_host
 
 from goaly.errors import ReplicaLost
-from goaly.generate.connection import Clients, Connection
+from goaly.generate.connection import Clients, Connection, own_name
 from goaly.generate.request import Finish, Request, Sample, Sampling
 from goaly.generate.router import Router
 from goaly.liveness import ProcessMark
@@ -32,6 +32,7 @@ class Echo(Actor):
     def __init__(self) -> None:
         self._clients = Clients()
         self._messages: list[list[str]] = []
+        self._names: list[str] = []
         self._cancelled: list[str] = []
         self._connected = 0
         self._broken = asyncio.Event()
@@ -51,12 +52,13 @@ class Echo(Actor):
     @concurrent_endpoint
     async def disconnect(self, client: str, request_ids: list[str]) -> None:
         self._clients.disconnect(client)
-        self._cancelled += request_ids
+        self._cancelled += map(own_name, request_ids)
         self._wake()
 
     @concurrent_endpoint
     async def submit(self, client: str, requests: list[Request]) -> None:
-        self._messages.append([request.request_id for request in requests])
+        self._messages.append([own_name(request.request_id) for request in requests])
+        self._names += [request.request_id for request in requests]
         self._wake()
         for request in requests:
             tokens = torch.tensor(request.prompt)
@@ -70,12 +72,16 @@ class Echo(Actor):
 
     @concurrent_endpoint
     async def cancel(self, request_ids: list[str]) -> None:
-        self._cancelled += request_ids
+        self._cancelled += map(own_name, request_ids)
         self._wake()
 
     @concurrent_endpoint
     async def seen(self) -> tuple[list[list[str]], list[str]]:
         return self._messages, self._cancelled
+
+    @concurrent_endpoint
+    async def names(self) -> list[str]:
+        return self._names
 
     @concurrent_endpoint
     async def when(self, messages: int, cancelled: int) -> tuple[list[list[str]], list[str], int]:
@@ -162,6 +168,8 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end()
 
     other = Connection(replica)
     assert (await other.submit("0", [7], SAMPLING)).tokens.tolist() == [7]
+    names = await replica.names.call_one()
+    assert len(set(names)) == len(names)  # LI-3: "0" came from both
     hung_up = other.submit("1", [7], SAMPLING, HELD)
     await replica.when.call_one(4, 0)
     left_behind = other.submit("2", [7], SAMPLING)

@@ -17,7 +17,7 @@ from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.durable.log import LogWriter
 from goaly.errors import RunFailed
-from goaly.generate.connection import Clients
+from goaly.generate.connection import Clients, own_name
 from goaly.generate.request import Finish, Sample
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Message, Prompt
@@ -96,7 +96,7 @@ class FakeGenerator(Actor):
     async def when_under_way(self, count: int) -> list[str]:
         while len(self.under_way) != count:
             await self._changed.wait()
-        return sorted(self.under_way)
+        return sorted(map(own_name, self.under_way))
 
     def _wake(self) -> None:
         self._changed.set()

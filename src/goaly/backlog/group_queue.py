@@ -238,9 +238,9 @@ class GroupQueue:
         """Whether this ticket is admitted and has not ended."""
         return ticket in self._min_versions
 
-    def holds(self, batch_id: int) -> bool:
-        """Whether this batch is in the queue."""
-        return batch_id in self._batches
+    def open_batches(self, first: int) -> dict[int, Batch]:
+        """The batches from this one on that are in the queue."""
+        return {number: batch for number, batch in self._batches.items() if number >= first}
 
     def handle(self, batch_id: int) -> BatchHandle:
         """The handle of a batch that is in the queue."""

@@ -10,8 +10,7 @@ Invariants
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -20,7 +19,7 @@ from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import Actor
 
 from goaly.actors import concurrent_endpoint
-from goaly.backlog.batch import BatchHandle
+from goaly.backlog.batch import Batch, BatchHandle
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.durable.records import Drawn, Published, Record, Resumed
@@ -53,12 +52,35 @@ def _immediate(method: Callable[Concatenate[GroupQueue, P], R]) -> EndpointPrope
     return concurrent_endpoint(call)
 
 
-@dataclass(frozen=True, slots=True)
 class _Replay:
-    """A log that is being read again, into a queue of its own."""
+    """The batches of a run once more, for one reader: from its log, then those whose step was not recorded yet."""
 
-    queue: GroupQueue
-    batches: Iterator[tuple[BatchHandle, str | None]]
+    def __init__(self, log: Path, queue: GroupQueue, first: int, untrained: Mapping[int, Batch]):
+        """`queue` is a new one, and `untrained` are the batches in that of the run."""
+        self._queue = queue
+        self._logged = trained_batches(log, queue, first=first)
+        self._untrained = untrained
+        self._next = first
+        self.current: int | None = None
+        """The batch that `next` returned last; None while another one is being made."""
+
+    async def next(self) -> tuple[BatchHandle, str | None] | None:
+        """The next batch, and the digest of the version that it made, as far as it is recorded."""
+        self.current = None
+        found = await asyncio.to_thread(next, self._logged, None)
+        if found is None and self._next in self._untrained:
+            found = self._untrained[self._next].handle, None
+        if found is not None:
+            self.current = found[0].id
+            self._next = self.current + 1
+        return found
+
+    def rows(self, dp_rank: int) -> PackedRows:
+        """The rows of the current batch."""
+        assert self.current is not None
+        if self.current in self._untrained:
+            return self._untrained[self.current].ranks[dp_rank]
+        return self._queue.rows(self.current, dp_rank)
 
 
 class TrajectoryQueue(Actor):
@@ -104,9 +126,10 @@ class TrajectoryQueue(Actor):
         """The next batch, from this one on, that a log has as trained, and the recorded digest of the version that it
         made; None at the log's end. Its rows are available, annotated as they were, until this reader asks again."""
         if reader not in self._replays:
-            queue = self._new_queue()
-            self._replays[reader] = _Replay(queue, trained_batches(log, queue, first=first))
-        return await asyncio.to_thread(next, self._replays[reader].batches, None)
+            untrained = self.queue.open_batches(first)  # before the log, which has those that are trained meanwhile
+            await self._durable()
+            self._replays[reader] = _Replay(log, self._new_queue(), first, untrained)
+        return await self._replays[reader].next()
 
     @concurrent_endpoint
     async def end_replay(self, reader: str) -> None:
@@ -116,9 +139,10 @@ class TrajectoryQueue(Actor):
     @concurrent_endpoint
     async def rows(self, batch_id: int, dp_rank: int) -> PackedRows:
         """The rows of a batch for one data-parallel rank; available until the batch is trained."""
-        queues = (self.queue, *(replay.queue for replay in self._replays.values()))
-        holder = next((queue for queue in queues if queue.holds(batch_id)), self.queue)
-        return holder.rows(batch_id, dp_rank)
+        for replay in self._replays.values():
+            if replay.current == batch_id:
+                return replay.rows(dp_rank)
+        return self.queue.rows(batch_id, dp_rank)
 
     @concurrent_endpoint
     async def next_batch(self) -> BatchHandle | None:
@@ -150,7 +174,6 @@ class TrajectoryQueue(Actor):
     trained = _immediate(GroupQueue.trained)
     close = _immediate(GroupQueue.close)
     is_running = _immediate(GroupQueue.is_running)
-    handle = _immediate(GroupQueue.handle)
     counts = _immediate(GroupQueue.counts)
     reasons = _immediate(GroupQueue.reasons)
 

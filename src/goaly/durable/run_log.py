@@ -73,7 +73,7 @@ def trained_batches(folder: Path, queue: GroupQueue, *, first: int) -> Iterator[
                 digests[record.version] = record.digest
             case Trained() if record.batch >= first:
                 yield queue.handle(record.batch), digests.pop(record.batch + 1, None)
-                if queue.holds(record.batch):
+                if record.batch in queue.open_batches(record.batch):
                     queue.trained(record.batch, record.batch + 1)
 
 

@@ -17,6 +17,8 @@ Invariants
     LI-1  Every request ends once: with its sample, with its own error, or with `ReplicaLost` when the connection broke
           or the replica was closed, even if it is submitted after that.
     LI-2  A request that is cancelled before it was sent is never sent. A sent one is cancelled at the replica.
+    LI-3  At the replica no two requests have one name, also if a request of a client that died comes again from another
+          one.
 """
 
 import asyncio
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 SUSPECT_DEATHS = 2
 POISON_DEATHS = 3
 
+NAME_LENGTH = 12
+
 Results = list[tuple[str, Sample | Exception | None]]
 """Request ids, each with its sample or its error. None tells a suspect that its turn has come."""
 
@@ -47,7 +51,7 @@ class Connection:
     def __init__(self, replica: "Generator"):
         """`replica` is the handle of a generator, or of its first rank."""
         self._replica = replica
-        self._name = uuid.uuid4().hex
+        self._name = uuid.uuid4().hex[:NAME_LENGTH]
         self._futures: dict[str, asyncio.Future[Any]] = {}
         self._unsent: list[Request] = []
         self._ended: Exception | None = None
@@ -65,14 +69,14 @@ class Connection:
         if self._ended is None:
             if not self._unsent:
                 asyncio.get_running_loop().call_soon(self._send)
-            self._unsent.append(Request(request_id, prompt, sampling, min_version))
+            self._unsent.append(Request(self._sent(request_id), prompt, sampling, min_version))
         return future
 
     def wait_turn(self, request_id: str) -> asyncio.Future[None]:
         """Wait until the replica runs no other suspect. Then `submit` this request, or `cancel` it."""
         future = self._expect(request_id)
         if self._ended is None:
-            self._replica.isolate.broadcast(self._name, request_id)
+            self._replica.isolate.broadcast(self._name, self._sent(request_id))
         return future
 
     def cancel(self, request_id: str) -> None:
@@ -81,9 +85,9 @@ class Connection:
         if future is None:
             return
         future.cancel()
-        unsent = [request for request in self._unsent if request.request_id != request_id]
+        unsent = [request for request in self._unsent if request.request_id != self._sent(request_id)]
         if len(unsent) == len(self._unsent):
-            self._replica.cancel.broadcast([request_id])
+            self._replica.cancel.broadcast([self._sent(request_id)])
         self._unsent = unsent  # LI-2
 
     def close(self) -> None:
@@ -116,7 +120,7 @@ class Connection:
         try:
             self._replica.submit.broadcast(self._name, [request])
         except Exception as error:
-            settle(self._futures.pop(request.request_id), error)  # LI-1
+            settle(self._futures.pop(own_name(request.request_id)), error)  # LI-1
 
     async def _connect(self, port: Port[Results]) -> None:
         try:
@@ -131,7 +135,8 @@ class Connection:
 
     async def _receive(self, samples: PortReceiver[Results]) -> None:
         while True:
-            for request_id, result in await samples.recv():  # unblocked by the replica, or by `close`
+            for sent, result in await samples.recv():  # unblocked by the replica, or by `close`
+                request_id = own_name(sent)
                 future = self._futures.get(request_id)
                 if future is None:
                     continue  # cancelled
@@ -139,9 +144,13 @@ class Connection:
                     del self._futures[request_id]
                 settle(future, result)
 
+    def _sent(self, request_id: str) -> str:
+        """The name of a request at the replica (LI-3)."""
+        return f"{self._name}.{request_id}"
+
     def _disconnect(self) -> None:
         unsent = {request.request_id for request in self._unsent}
-        sent = [request_id for request_id in self._futures if request_id not in unsent]
+        sent = [name for name in map(self._sent, self._futures) if name not in unsent]
         self._replica.disconnect.broadcast(self._name, sent)  # LI-2; a dead replica ignores it
 
     def _end_all(self, error: Exception | None) -> None:
@@ -151,6 +160,11 @@ class Connection:
                 future.cancel()
             else:
                 settle(future, error)
+
+
+def own_name(sent: str) -> str:
+    """The client's name of a request that was sent."""
+    return sent[NAME_LENGTH + 1 :]
 
 
 class Clients:

@@ -22,7 +22,7 @@ from monarch.actor import Actor, Port
 
 from goaly.actors import concurrent_endpoint
 from goaly.errors import ConfigError, ReplicaLost
-from goaly.generate.connection import Clients, Quarantine, Results
+from goaly.generate.connection import Clients, Quarantine, Results, own_name
 from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.generate.request import GeneratorStats, Request, Sample
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
@@ -60,6 +60,8 @@ class Generator(Actor):
         self._quarantine = Quarantine()
         self._running: defaultdict[str, set[str]] = defaultdict(set)
         """The requests of each client."""
+        self._gone: set[str] = set()
+        """Clients whose processes have ended: what they sent before may arrive later."""
         self._closed = asyncio.Event()
 
     @concurrent_endpoint
@@ -114,7 +116,7 @@ class Generator(Actor):
 
         The client gets an invalid request's error in place of a sample.
         """
-        for request in requests:
+        for request in requests if client not in self._gone else ():
             deliver = partial(self._deliver, client, time.time_ns())
             self._running[client].add(request.request_id)
             try:
@@ -125,6 +127,7 @@ class Generator(Actor):
     @concurrent_endpoint
     async def isolate(self, client: str, request_id: str) -> None:
         """Tell the client when it is this suspect's turn; the client then submits the request (`connection.py`)."""
+        self._running[client].add(request_id)
         self._quarantine.enter(request_id, partial(self._clients.deliver, client, request_id, None))
 
     @concurrent_endpoint
@@ -161,6 +164,7 @@ class Generator(Actor):
         spans.flush()
 
     def _end(self, client: str) -> None:
+        self._gone.add(client)
         self._clients.disconnect(client)
         self._cancel(list(self._running.pop(client, ())))
 
@@ -181,4 +185,4 @@ class Generator(Actor):
             self._running[client].discard(request_id)
         self._clients.deliver(client, request_id, result)
         noted = {"tokens": len(result.tokens)} if isinstance(result, Sample) else {"error": type(result).__name__}
-        spans.record("generation", started_ns, time.time_ns(), request=request_id, **noted)
+        spans.record("generation", started_ns, time.time_ns(), request=own_name(request_id), **noted)

@@ -87,9 +87,9 @@ class HostSettings(Settings):
     machine. Other runs use the hosts of `job`."""
     silent_seconds: AtLeastOne | None = 60.0
     """Seconds without an answer to the controller's heartbeat after which a process counts as lost. It is killed if it
-    is on this host; then a generator is replaced, and any other process ends the run. Only a process that is stopped,
-    swapped out or stuck in native code does not answer. A starting process has ten minutes for its first answer, unless
-    it is stopped on this host. Raise it if machines stall for longer; null waits for every process that exists."""
+    is on this host, and what follows is the same as after any death. Only a process that is stopped, swapped out or
+    stuck in native code does not answer. A starting process has ten minutes for its first answer, unless it is stopped
+    on this host. Raise it if machines stall for longer; null waits for every process that exists."""
 
     def of(self, role: str) -> RolePlacement:
         """The placement of a role that computes."""

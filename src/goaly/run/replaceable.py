@@ -23,9 +23,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Actors = TypeVar("Actors")
 
-REPORT_SECONDS = 2.0
-"""The error of an actor whose peer has died may come so much earlier than the report of that death."""
-
 
 class Lost(GoalyError):
     """A process of these actors died during a call; the call can be made again."""
@@ -69,6 +66,7 @@ class Replaceable(Generic[Actors]):
         self._serves = asyncio.Event()
         self._serves.set()
         self._is_kept = False
+        self._report_seconds = 0.0
 
     @property
     def serves(self) -> bool:
@@ -98,9 +96,9 @@ class Replaceable(Generic[Actors]):
         try:
             await asyncio.wait((answer, death), return_when=asyncio.FIRST_COMPLETED)
             if answer.done() and answer.exception() is not None:
-                await asyncio.wait((death,), timeout=REPORT_SECONDS)  # the report of a death that caused the error
                 if _is_death(answer.exception()):
                     self.lost(name, str(answer.exception()))
+                await asyncio.wait((death,), timeout=self._report_seconds)
             if died.is_set() and not (answer.done() and answer.exception() is None):
                 raise Lost(f"{name} died: {self._report}")
             return answer.result()
@@ -109,6 +107,10 @@ class Replaceable(Generic[Actors]):
             answer.cancel()  # no effect once it is done
             answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # if nobody awaits it
 
+    def broadcast(self, call: Callable[[Actors], None]) -> None:
+        """Make this call to the present actors, dead or alive, without an answer."""
+        call(self._actors)
+
     async def keep(
         self,
         replace: Callable[[str], Awaitable[Actors]],
@@ -116,13 +118,16 @@ class Replaceable(Generic[Actors]):
         kill: Callable[[str], Awaitable[None]],
         restarts: Restarts,
         say: Callable[[str], None],
+        report_seconds: float = 0.0,
     ) -> None:
         """Replace the processes whenever one dies, until cancelled.
 
         `replace` spawns and starts the actors under this name, and brings them to the state that the run is in. `kill`
-        ends the processes of a name.
+        ends the processes of a name. The error of an actor whose peer has died may come `report_seconds` before the
+        report of that death.
         """
         self._is_kept = True
+        self._report_seconds = report_seconds
         try:
             while True:
                 await self._died.wait()  # unblocked by `lost`
@@ -136,7 +141,7 @@ class Replaceable(Generic[Actors]):
             self._serves.set()
 
     async def _replace(self, replace: Callable[[str], Awaitable[Actors]]) -> bool:
-        """Replace the processes; False if the new ones have died, too."""
+        """Replace the processes; False if the new ones have died, too, or could not be brought up."""
         self.name = f"{self.role}-{len(self._names)}"
         self._names.add(self.name)
         self._died = died = asyncio.Event()
@@ -144,10 +149,9 @@ class Replaceable(Generic[Actors]):
         death = asyncio.ensure_future(died.wait())
         try:
             await asyncio.wait((replacing, death), return_when=asyncio.FIRST_COMPLETED)
-            if replacing.done() and replacing.exception() is not None:
-                await asyncio.wait((death,), timeout=REPORT_SECONDS)
-                if _is_death(replacing.exception()):
-                    self.lost(self.name, str(replacing.exception()))
+            if replacing.done() and (error := replacing.exception()) is not None:
+                logger.info("%s was not brought up", self.name, exc_info=error)
+                self.lost(self.name, str(error))
             if died.is_set():
                 return False
             self._actors, self._report = replacing.result(), None

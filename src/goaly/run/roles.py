@@ -104,6 +104,10 @@ class Roles:
         mesh = self.mesh(first, name) if config.generator.tp == 1 else await self._joined(first, name)
         return spawn(mesh, name, Generator, config.generator, config.model, self.store, replica, config.weights)
 
+    def count(self, planned: str) -> int:
+        """The number of processes of a role."""
+        return self._planned[planned].count
+
     def mesh(self, planned: str, name: str | None = None) -> ProcMesh:
         """The planned processes, or those of another name in their place; started if they are not."""
         processes = self._planned[planned]

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 
 from goaly.actors import ask
 from goaly.backlog.admission import Ticket
+from goaly.backlog.ledger import CANCELLED
 from goaly.errors import RunFailed
 from goaly.generate.generator import Generator
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group import NO_ROOM, GroupSummary
 from goaly.rollout.worker import RolloutWorker
 from goaly.run.replaceable import Lost, Replaceable
+from goaly.run.stages import BacklogStage
 from goaly.run.waiting import ANSWER_SECONDS, reporting
 
 logger = logging.getLogger(__name__)
@@ -27,12 +29,11 @@ FAILURES_IN_A_ROW = 16
 TOO_LONG_IN_A_ROW = 64
 """The run ends after so many groups without room for an answer and without a completed group between them."""
 
+POISON_DEATHS = 3
+POISONED = f"its worker died {POISON_DEATHS} times"
+
 CANCEL_SECONDS = 1.0
 """A group that a script cancels is cancelled so much later: by then it is known whether the run ends."""
-
-
-async def _yes(ticket: int) -> bool:
-    return True
 
 
 class RolloutStage:
@@ -40,20 +41,22 @@ class RolloutStage:
 
     Invariants
         GR-1  A group or an evaluation whose worker dies runs again, with the same prompt, unless its ticket has ended.
+        GR-2  A group under which workers have died `POISON_DEATHS` times fails: it may be what kills them.
     """
 
     def __init__(
         self,
         workers: Sequence[Replaceable[RolloutWorker]],
         say: Callable[[str], None] = logger.info,
-        is_running: Callable[[int], Awaitable[bool]] = _yes,
+        backlog: BacklogStage | None = None,
     ):
-        """An evaluation that takes long is reported to `say`, as a line of text. `is_running` tells whether a ticket
-        has not ended."""
+        """An evaluation that takes long is reported to `say`, as a line of text. Without a `backlog` every ticket is
+        running."""
         self.workers = tuple(workers)
         self._say = say
-        self._is_running = is_running
+        self._backlog = backlog
         self._replicas: Mapping[str, Generator] = {}
+        self._announcements: set[asyncio.Task[None]] = set()
         self._running = [0] * len(self.workers)
         self._groups: dict[int, tuple[int, Prompt]] = {}
         """The worker and the prompt of each running group, by ticket."""
@@ -71,36 +74,39 @@ class RolloutStage:
         await ask("rollout.replicas", worker.replicas.call_one(self._replicas))
 
     async def group(self, ticket: Ticket, prompt: Prompt) -> None:
-        """Run the group's episodes on the least busy worker. The worker reports the group to the queue in any case."""
+        """Run the group's episodes on the least busy worker, which reports the group to the queue."""
 
-        async def run(worker: RolloutWorker) -> GroupSummary:
-            try:
-                return await ask("rollout.run_group", worker.run_group.call_one(ticket, prompt))
-            except asyncio.CancelledError:
-                self._cancel_later(worker, ticket.index)
-                raise
+        def run(worker: RolloutWorker) -> Awaitable[GroupSummary]:
+            return ask("rollout.run_group", worker.run_group.call_one(ticket, prompt))
 
-        while True:
+        for _ in range(POISON_DEATHS):
             index = self._least_busy()
             self._groups[ticket.index] = index, prompt
             try:
-                summary = await self._run_on(index, run)
-            except Lost:
-                if await self._is_running(ticket.index):
-                    continue  # GR-1
+                self._judge(await self._run_on(index, run))
                 return
+            except Lost:
+                if self._backlog is not None and not await self._backlog.is_running(ticket.index):
+                    return  # GR-1
+            except asyncio.CancelledError:
+                self._cancel_later(self.workers[index], ticket.index)
+                raise
             finally:
                 del self._groups[ticket.index]
-            self._judge(summary)
-            return
+        if self._backlog is not None:
+            self._backlog.drop(ticket.index, POISONED)  # GR-2
+        self._judge(GroupSummary(ticket=ticket.index, prompt_id=prompt.id, failed=POISONED))
 
-    def _cancel_later(self, worker: RolloutWorker, ticket: int) -> None:
+    def _cancel_later(self, worker: Replaceable[RolloutWorker], ticket: int) -> None:
         """Have the worker end the group, which then counts as failed, unless the run ends: then a resumed run runs it
         again."""
 
         def cancel() -> None:
-            if not self._closed:
-                worker.cancel.broadcast([ticket])
+            if self._closed:
+                return
+            worker.broadcast(lambda actor: actor.cancel.broadcast([ticket]))
+            if self._backlog is not None:  # the worker may have died
+                self._backlog.drop(ticket, CANCELLED)
 
         asyncio.get_running_loop().call_later(CANCEL_SECONDS, cancel)
 
@@ -157,9 +163,10 @@ class RolloutStage:
                 call = worker.evaluate.call_one(name, prompt, samples_per_prompt, sampling, policy_version)
                 return _cancelled_with_caller("rollout.evaluate", call, worker, name)
 
-            while True:
+            for _ in range(POISON_DEATHS):
                 with suppress(Lost):  # GR-1
                     return await self._run_on(self._least_busy(), run)
+            raise RunFailed(f"evaluation of prompt {prompt.id}: {POISONED}")
 
         async def report(seconds: float) -> None:
             left = [task.get_name() for task in tasks if not task.done()]
@@ -173,17 +180,29 @@ class RolloutStage:
     async def use(self, replicas: Mapping[str, Generator]) -> None:
         """Sample from these generator replicas from now on."""
         self._replicas = dict(replicas)
-        await asyncio.gather(*(self._tell(worker) for worker in self.workers))
+        serving = [worker for worker in self.workers if worker.serves]
+        for worker in set(self.workers) - set(serving):  # once it is replaced
+            telling = asyncio.create_task(self._tell(worker), name=f"announce to {worker.role}")
+            self._announcements.add(telling)
+            telling.add_done_callback(self._announced)
+        await asyncio.gather(*map(self._tell, serving))
 
     async def close(self) -> None:
         """Cancel running groups and release what the workers hold."""
         self._closed = True
-        await asyncio.gather(*(worker.call(lambda actor: actor.close.call_one()) for worker in self.workers))
+        closing = (worker.call(lambda actor: actor.close.call_one()) for worker in self.workers)
+        for ended in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
 
     async def _tell(self, worker: Replaceable[RolloutWorker]) -> None:
-        with suppress(Lost):  # those that replace it are told as well
-            replicas = self._replicas
-            await worker.call(lambda actor: ask("rollout.replicas", actor.replicas.call_one(replicas)))
+        with suppress(Lost):  # one that replaces it begins with the newest
+            await worker.call(lambda actor: ask("rollout.replicas", actor.replicas.call_one(self._replicas)))
+
+    def _announced(self, telling: asyncio.Task[None]) -> None:
+        self._announcements.discard(telling)
+        if not telling.cancelled() and (error := telling.exception()) is not None:  # the run ends
+            logger.info("%s: %s", telling.get_name(), error)
 
     def _least_busy(self) -> int:
         return min(range(len(self.workers)), key=lambda index: (not self.workers[index].serves, self._running[index]))

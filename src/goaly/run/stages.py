@@ -11,6 +11,7 @@ from goaly.actors import ask
 from goaly.backlog.admission import Ticket
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.group_queue import Wait
+from goaly.backlog.ledger import Dropped
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.durable.checkpoint import Checkpoint
 from goaly.durable.records import Drawn, Published
@@ -106,20 +107,22 @@ class BacklogStage:
         """The batches from `first` on and before `end` as they were trained, for a reader that lost what it made of
         them."""
         assert self._log is not None, "open comes first"
-        await self.durable()
         try:
             for batch in range(first, end):
                 found = await ask("queue.replayed", self._queue.replayed.call_one(reader, self._log, first))
-                if found is None:  # its step is done, but not recorded yet
-                    yield await ask("queue.handle", self._queue.handle.call_one(batch))
-                else:
-                    yield found[0]
+                if found is None:
+                    raise RunFailed(f"the log ends before batch {batch}")
+                yield found[0]
         finally:
             self._queue.end_replay.broadcast(reader)
 
     async def is_running(self, ticket: int) -> bool:
         """Whether this ticket has not ended."""
         return await ask("queue.is_running", self._queue.is_running.call_one(ticket))
+
+    def drop(self, ticket: int, why: str) -> None:
+        """Record that this ticket has failed, unless it has ended."""
+        self._queue.report.broadcast(Dropped.failed(ticket, why))
 
     async def counts(self) -> dict[str, int]:
         """How many groups were admitted, and how many are in each state."""
@@ -155,6 +158,7 @@ class _RanksStage(Generic[RankActor]):
         self.ranks = ranks
         self._say = say
         self._longest: dict[str, float] = {}
+        self._staged_by = ranks.name
         self.steps_done = 0
         """How many batches the ranks have trained."""
 
@@ -174,11 +178,20 @@ class _RanksStage(Generic[RankActor]):
 
     async def stage(self) -> int | None:
         """Copy the ranks' state aside; the number of steps that it is the result of."""
-        return await self._ask("stage", lambda ranks: ranks.stage.stream())
+        steps = await self._ask("stage", lambda ranks: ranks.stage.stream())
+        self._staged_by = self.ranks.name
+        return steps
 
     async def write(self, folder: Path) -> None:
         """Write the copy of the state to this folder. `Lost` if the copy is, because a rank died."""
-        await self.ranks.call(lambda ranks: self._answer("write", ranks.write.stream(folder)))
+        staged_by = self._staged_by
+
+        async def write(ranks: RankActor) -> None:
+            if self.ranks.name != staged_by:
+                raise Lost(f"{staged_by} died with its copy of the state")
+            await self._answer("write", ranks.write.stream(folder))
+
+        await self.ranks.call(write)
 
     async def close(self) -> None:
         """Release what the ranks hold."""
@@ -336,6 +349,10 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
 
 class ReferenceStage(_RanksStage[ReferenceModel]):
     """Stage 5: computes log-probabilities under the reference weights, which the policy is kept close to."""
+
+    async def restore(self, ranks: ReferenceModel, checkpoint: Checkpoint | None, again: Again) -> None:
+        """Start new ranks: the reference trains nothing."""
+        await self._start(ranks, checkpoint)
 
     async def stage(self) -> None:
         """Copy the ranks' state aside; it is that of the last refresh."""

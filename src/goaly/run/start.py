@@ -48,6 +48,11 @@ CLOSE_SECONDS = 2.0
 SAVE_SECONDS = 600.0
 """Longest wait for the policy to be saved after a run failed or was interrupted."""
 
+REPORT_SECONDS = 10.0
+"""Longest time from the error of a rank whose peer on this host has died to the report of that death."""
+REMOTE_REPORT_SECONDS = 45.0
+"""The same with several hosts: Monarch reports a death there up to half a minute later."""
+
 POLICY_FOLDER = "policy"
 LOG_FOLDER = "log"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -123,7 +128,7 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     if critic is not None:
         run.critic = CriticStage(Replaceable("critic", critic), run.say)
     workers = [Replaceable(f"rollout-{index}", roles.rollout(index)) for index in range(config.rollout.workers)]
-    run.rollouts = RolloutStage(workers, run.say, run.backlog.is_running)
+    run.rollouts = RolloutStage(workers, run.say, run.backlog)
     run.generators = GeneratorService(
         replicas=config.generator.replicas,
         spawn=roles.generator,
@@ -177,19 +182,21 @@ def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> Non
     restarts = Restarts(run.config.checkpoint.restarts, lambda: run.policy_version)
     replaced = replaced_roles(run.config)
 
-    def keep(one: Replaceable[Any], replace: Callable[[str], Coroutine[Any, Any, Any]]) -> None:
+    def keep(one: Replaceable[Any], replace: Callable[[str], Coroutine[Any, Any, Any]], ranks: int = 1) -> None:
         run.replaceable.append(one)
-        kept = one.keep(replace, kill=hosts.kill, restarts=restarts, say=run.say)
+        seconds = 0.0 if ranks == 1 else REPORT_SECONDS if run.config.hosts.job == "local" else REMOTE_REPORT_SECONDS
+        kept = one.keep(replace, kill=hosts.kill, restarts=restarts, say=run.say, report_seconds=seconds)
         run.keepers.append(run.tasks.create_task(kept, name=f"keep {one.role}"))
 
     def replace_ranks(stage: Any, spawned: Callable[[str], Coroutine[Any, Any, Any]]) -> None:
         async def replace(name: str) -> Any:
-            newest = asyncio.create_task(asyncio.to_thread(checkpoints.newest))
-            ranks = await spawned(name)
-            await stage.restore(ranks, await newest, run.backlog.again)
+            if stage is run.trainer:
+                await ask("store.lose_writers", roles.store.lose_writers.call_one())
+            ranks, newest = await asyncio.gather(spawned(name), asyncio.to_thread(checkpoints.newest))
+            await stage.restore(ranks, newest, run.backlog.again)
             return ranks
 
-        keep(stage.ranks, replace)
+        keep(stage.ranks, replace, roles.count(stage.ranks.role))
 
     def replace_worker(index: int) -> None:
         async def replace(name: str) -> RolloutWorker:

@@ -111,7 +111,9 @@ class ReferenceModel(ModelActor):
             return None
         due = batch_id - batch_id % self._refresh_every  # RF-1
         if due != engine.policy_version:
-            if not await subscriber.prefetch(due):
+            if not (
+                await subscriber.prefetch(due) or await subscriber.prefetch(due)
+            ):  # its writers died: they come again
                 raise WeightsError(
                     f"reference: batch {batch_id} needs policy version {due}, which is no longer in the weight store; "
                     f"the reference is still at version {engine.policy_version}"

@@ -195,6 +195,13 @@ class WeightStore(Actor):
         self._ledger.end(f"writer rank {rank} has left", left=rank)
         self._wake()
 
+    @concurrent_endpoint
+    async def lose_writers(self) -> None:
+        """The writers are dead, which the store itself may learn later, if they are on another host (WS-5)."""
+        if self._writers:
+            self._lose_writers()
+            self._wake()
+
     # Readers
 
     @concurrent_endpoint

@@ -205,7 +205,8 @@ class Subscriber(Member):
             self._mirror.close()
             self._mirror = None
         layouts = [source.layout for source in sources]
-        self._destination.allocate({shard.name for layout in layouts for shard in layout})
+        if not self._destination.layout:
+            self._destination.allocate({shard.name for layout in layouts for shard in layout})
         bucket_of = [
             {index: number for number, bucket in enumerate(source.buckets) for index in bucket} for source in sources
         ]

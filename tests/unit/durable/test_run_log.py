@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from trajectories import grouped, sampled
 
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.ledger import CANCELLED, Dropped
+from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.durable.records import Drawn, Published, Resumed
 from goaly.durable.run_log import RunLog, recover, trained_batches
@@ -128,3 +130,57 @@ async def test_a_record_that_cannot_be_understood_is_named(tmp_path: Path) -> No
     with pytest.raises(CorruptLog, match="segment 0, offset "):
         recover(tmp_path, queue_of(), 0)
     log.close()
+
+
+async def call(queue: TrajectoryQueue, endpoint: str, *arguments: Any) -> Any:
+    """The actor's own code without Monarch around it."""
+    return await getattr(TrajectoryQueue, endpoint)._method.__wrapped__(queue, *arguments)
+
+
+async def test_ranks_that_lost_their_state_get_every_batch_once_more_also_one_that_is_trained_meanwhile(
+    tmp_path: Path,
+) -> None:
+    actor = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0)
+    await call(actor, "open", tmp_path, 0, {})
+    rows = []
+    for step in range(3):
+        for _ in range(2):
+            ticket = await asyncio.wait_for(call(actor, "admit"), 1)
+            await call(actor, "report", grouped(ticket.index, GROUP))
+        batch = await call(actor, "next_batch")
+        rows.append((await call(actor, "rows", batch.id, 0)).rows["tokens"])
+        if step < 2:
+            await call(actor, "trained", batch.id, batch.id + 1)
+
+    first, _ = await call(actor, "replayed", "critic-1", tmp_path, 0)
+    other, _ = await call(actor, "replayed", "trainer-1", tmp_path, 1)
+    assert (first.id, other.id) == (0, 1)
+    await call(actor, "trained", 2, 3)  # by the trainer, while the critic catches up
+    for batch in (0, 1, 2):
+        assert torch.equal((await call(actor, "rows", batch, 0)).rows["tokens"], rows[batch])
+        found = await call(actor, "replayed", "critic-1", tmp_path, 0)
+        assert (found is None) == (batch == 2)
+    with pytest.raises(ValueError, match="unknown batch 0; open batches: none"):
+        await call(actor, "rows", 0, 0)  # nobody reads it any more
+    await call(actor, "end_replay", "critic-1")
+    await call(actor, "end_replay", "trainer-1")
+    await call(actor, "settle")
+
+
+async def test_the_rows_of_a_batch_that_is_being_read_again_are_not_given_out_half_made(tmp_path: Path) -> None:
+    actor = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0)
+    await call(actor, "open", tmp_path, 0, {})
+    for _ in range(2):
+        ticket = await asyncio.wait_for(call(actor, "admit"), 1)
+        await call(actor, "report", grouped(ticket.index, GROUP))
+    batch = await call(actor, "next_batch")
+    column = (await call(actor, "rows", 0, 0)).rows["tokens"] * 0.5
+    await call(actor, "annotate", 0, 0, "reference_logprobs", column)
+    await call(actor, "trained", batch.id, 1)
+    await call(actor, "replayed", "one", tmp_path, 0)
+    other = actor._replays["one"]
+    other.current = None  # as while its next batch is made
+    other._queue._batches[0].ranks[0].rows.pop("reference_logprobs", None)
+    await call(actor, "replayed", "two", tmp_path, 0)
+    assert "reference_logprobs" in (await call(actor, "rows", 0, 0)).rows.keys()  # noqa: SIM118
+    await call(actor, "settle")

@@ -10,12 +10,13 @@ import pytest
 
 from goaly.actors import SupervisionError
 from goaly.backlog.admission import Ticket
+from goaly.backlog.ledger import CANCELLED
 from goaly.durable.checkpoint import Checkpoint
 from goaly.errors import RunFailed
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group import GroupSummary
 from goaly.run.replaceable import Lost, Replaceable, Restarts
-from goaly.run.rollouts import RolloutStage
+from goaly.run.rollouts import CANCEL_SECONDS, POISON_DEATHS, RolloutStage
 from goaly.run.stages import CriticStage, TrainerStage
 from tests import virtual_time
 
@@ -27,16 +28,21 @@ class Kept:
         self.version = 0
         self.one = Replaceable[str]("trainer", "trainer")
         self.events: list[str] = []
+        self.errors: list[Exception] = []
         self.may_replace = asyncio.Event()
         self.may_replace.set()
         self.restarts = Restarts(limit, lambda: self.version)
         self.task = asyncio.ensure_future(
-            self.one.keep(self.replace, kill=self.kill, restarts=self.restarts, say=self.events.append)
+            self.one.keep(
+                self.replace, kill=self.kill, restarts=self.restarts, say=self.events.append, report_seconds=5.0
+            )
         )
 
     async def replace(self, name: str) -> str:
         self.events.append(f"replace {name}")
         await self.may_replace.wait()
+        if self.errors:
+            raise self.errors.pop()
         return name
 
     async def kill(self, name: str) -> None:
@@ -178,6 +184,18 @@ async def test_a_role_that_dies_too_often_without_a_step_in_between_ends_the_run
         await kept.task  # RB-3
 
 
+async def test_a_replacement_that_cannot_be_brought_up_counts_as_a_death() -> None:
+    kept = Kept(limit=2)
+    await turns()
+    kept.errors.append(RunFailed("trainer.start failed: no memory"))
+    kept.one.lost("trainer", "process 7 ended")
+    assert await kept.one.call(echo) == "trainer-2"
+    kept.errors += [RunFailed("trainer.start failed: no memory")] * 2
+    kept.one.lost("trainer-2", "process 8 ended")
+    with pytest.raises(RunFailed, match=r"trainer died 3 times .*the last time: process 8 ended"):
+        await kept.task
+
+
 async def test_once_nobody_replaces_them_a_call_to_dead_actors_fails() -> None:
     kept = Kept()
     await turns()
@@ -216,7 +234,8 @@ class Ranks:
         self.trained: list[int] = []
         self.published: list[int] = []
         self._hangs = hangs
-        for name in ("start", "step", "publish", "digest"):
+        self.written: list[Path] = []
+        for name in ("start", "step", "publish", "digest", "stage", "write"):
             endpoint = SimpleNamespace(stream=self._stream(getattr(self, f"_{name}")))
             setattr(self, name, endpoint)
 
@@ -237,6 +256,12 @@ class Ranks:
     async def _publish(self) -> int:
         self.published.append(len(self.trained))
         return len(self.trained)
+
+    async def _stage(self) -> int:
+        return len(self.trained)
+
+    async def _write(self, folder: Path) -> None:
+        self.written.append(folder)
 
     async def _digest(self) -> str:
         return f"digest of {self.trained}"
@@ -303,12 +328,38 @@ async def test_a_version_that_is_made_again_with_another_digest_is_told(tmp_path
     assert said[2:] == ["policy version 1 has digest another digest, but had digest of [0] when it was made first"]
 
 
+async def test_a_copy_of_the_state_that_died_with_its_ranks_is_not_written_by_the_new_ones(tmp_path: Path) -> None:
+    stage = CriticStage(Replaceable("critic", Ranks()))
+    newer = Ranks()
+
+    async def replace(name: str) -> Ranks:
+        return newer
+
+    async def kill(name: str) -> None: ...
+
+    keeping = asyncio.ensure_future(
+        stage.ranks.keep(replace, kill=kill, restarts=Restarts(1, lambda: 0), say=lambda text: None)
+    )
+    await turns()
+    assert await stage.stage() == 0
+    stage.ranks.lost("critic", "process 7 ended")
+    await turns()
+    with pytest.raises(Lost, match="critic died with its copy of the state"):
+        await stage.write(tmp_path)
+    await stage.stage()
+    await stage.write(tmp_path)
+    assert newer.written == [tmp_path]
+    keeping.cancel()
+
+
 class Worker:
     """A rollout worker that runs groups until it dies."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, *, answers: bool):
         self.ran: list[int] = []
+        self.running: list[int] = []
         self.name = name
+        self._answers = answers
         self.tables: list[Any] = []
         for endpoint in ("run_group", "start", "replicas"):
             setattr(self, endpoint, SimpleNamespace(call_one=getattr(self, f"_{endpoint}")))
@@ -316,7 +367,8 @@ class Worker:
 
     async def _run_group(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
         self.ran.append(ticket.index)
-        if self.name == "rollout-0":
+        if not self._answers:
+            self.running.append(ticket.index)
             await asyncio.Future()
         return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, rewards=(1.0,))
 
@@ -326,36 +378,118 @@ class Worker:
         self.tables.append(replicas)
 
 
+class Backlog:
+    """The tickets that run, and those that were dropped."""
+
+    def __init__(self, is_running: bool = True):
+        self._is_running = is_running
+        self.dropped: list[tuple[int, str]] = []
+
+    async def is_running(self, ticket: int) -> bool:
+        return self._is_running
+
+    def drop(self, ticket: int, why: str) -> None:
+        self.dropped.append((ticket, why))
+
+
+PROMPT = Prompt(id="q", source="sums", messages=())
+
+
+class Rollouts:
+    """Two workers, of which those named in `deadly` never answer; each may be replaced by one of the same kind."""
+
+    def __init__(self, backlog: Backlog, deadly: str = "rollout-0 "):
+        self.spawned: dict[str, Worker] = {}
+        self.may_replace = asyncio.Event()
+        self.may_replace.set()
+        self._deadly = deadly
+        workers = [Replaceable(name, self.spawn(name)) for name in ("rollout-0", "rollout-1")]
+        self.stage = RolloutStage(workers, backlog=backlog)
+        self.keeping = [
+            asyncio.ensure_future(
+                worker.keep(self.replace, kill=self.kill, restarts=Restarts(9, lambda: 0), say=lambda text: None)
+            )
+            for worker in workers
+        ]
+
+    def spawn(self, name: str) -> Worker:
+        self.spawned[name] = Worker(name, answers=f"{name} " not in self._deadly)
+        return self.spawned[name]
+
+    async def replace(self, name: str) -> Worker:
+        worker = self.spawn(name)
+        await self.stage.restore(worker)
+        await self.may_replace.wait()
+        return worker
+
+    async def kill(self, name: str) -> None: ...
+
+    def close(self) -> None:
+        for keeping in self.keeping:
+            keeping.cancel()
+
+
 @pytest.mark.parametrize("is_running", [True, False])
 async def test_the_groups_of_a_worker_that_dies_run_elsewhere_unless_they_were_reported(is_running: bool) -> None:
-    async def asked(ticket: int) -> bool:
-        return is_running
-
-    async def kill(name: str) -> None: ...
-
-    first, second, third = Worker("rollout-0"), Worker("rollout-1"), Worker("rollout-0-1")
-    rollouts = RolloutStage([Replaceable("rollout-0", first), Replaceable("rollout-1", second)], is_running=asked)
-    await rollouts.use({"generator-0": "replica"})
-
-    async def replace(name: str) -> Worker:
-        assert name == "rollout-0-1"
-        await rollouts.restore(third)
-        return third
-
-    worker = rollouts.workers[0]
-    keeping = asyncio.ensure_future(
-        worker.keep(replace, kill=kill, restarts=Restarts(1, lambda: 0), say=lambda text: None)
-    )
+    rollouts = Rollouts(Backlog(is_running))
+    await rollouts.stage.use({"generator-0": "replica"})
     await turns()
-    prompt = Prompt(id="q", source="sums", messages=())
-    group = asyncio.ensure_future(rollouts.group(Ticket(index=0, min_version=0), prompt))
+    group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=0, min_version=0), PROMPT))
     await turns()
-    assert first.ran == [0]
-    worker.lost("rollout-0", "process 7 ended")
+    assert rollouts.spawned["rollout-0"].ran == [0]
+    rollouts.stage.workers[0].lost("rollout-0", "process 7 ended")
     await asyncio.wait_for(group, 5)
-    assert second.ran == ([0] if is_running else [])  # GR-1
+    assert rollouts.spawned["rollout-1"].ran == ([0] if is_running else [])  # GR-1
     await turns()
-    assert third.tables == [{"generator-0": "replica"}]  # it has the newest routing table when it serves
-    await rollouts.group(Ticket(index=1, min_version=0), prompt)
-    assert third.ran == [1]
-    keeping.cancel()
+    new = rollouts.spawned["rollout-0-1"]
+    assert new.tables == [{"generator-0": "replica"}]  # it has the routing table when it serves
+    await rollouts.stage.group(Ticket(index=1, min_version=0), PROMPT)
+    assert new.ran == [1]
+    rollouts.close()
+
+
+async def test_a_routing_table_reaches_a_worker_that_is_being_replaced_and_does_not_wait_for_it() -> None:
+    rollouts = Rollouts(Backlog())
+    await turns()
+    rollouts.may_replace.clear()
+    rollouts.stage.workers[0].lost("rollout-0", "process 7 ended")
+    await turns()
+    await asyncio.wait_for(rollouts.stage.use({"generator-1": "replica"}), 5)
+    assert rollouts.spawned["rollout-1"].tables == [{"generator-1": "replica"}]
+    rollouts.may_replace.set()
+    await turns(20)
+    assert rollouts.spawned["rollout-0-1"].tables[-1] == {"generator-1": "replica"}
+    rollouts.close()
+
+
+async def test_a_group_under_which_workers_keep_dying_fails() -> None:
+    backlog = Backlog()
+    rollouts = Rollouts(backlog, deadly="rollout-0 rollout-1 rollout-0-1 rollout-1-1 ")
+    await turns()
+    group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=4, min_version=0), PROMPT))
+    for _ in range(POISON_DEATHS):
+        await turns(20)
+        (name,) = [name for name, worker in rollouts.spawned.items() if worker.running == [4]]
+        rollouts.spawned[name].running.clear()
+        rollouts.stage.workers[int(name.split("-")[1])].lost(name, "process 7 ended")
+    await asyncio.wait_for(group, 5)
+    assert backlog.dropped == [(4, "its worker died 3 times")]  # GR-2
+    rollouts.close()
+
+
+def test_a_group_that_is_cancelled_while_its_worker_is_being_replaced_ends() -> None:
+    async def main() -> None:
+        backlog = Backlog()
+        rollouts = Rollouts(backlog, deadly="rollout-0 rollout-1 ")
+        await turns()
+        rollouts.may_replace.clear()
+        for worker in rollouts.stage.workers:
+            worker.lost(worker.name, "process 7 ended")
+        group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=4, min_version=0), PROMPT))
+        await turns()
+        group.cancel()
+        await asyncio.sleep(CANCEL_SECONDS + 1)
+        assert backlog.dropped == [(4, CANCELLED)]
+        rollouts.close()
+
+    virtual_time.run(main())
