@@ -18,8 +18,9 @@ Invariants
     TR-5  The padding of a packed row is at its end, is never trained, and has its own positions from 0.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 
 from goaly.errors import SchemaError
 from goaly.process import without_the_compiler
+from goaly.tensor_file import Buffer, TensorFile, tensor_file
 
 with without_the_compiler():  # goaly compiles no code that uses a TensorDict
     from tensordict import TensorDict
@@ -111,61 +113,51 @@ class Group:
     """Responses that got reward 0 because the verifier failed (`reward.on_error=zero`)."""
     verifier_timeouts: int = 0
     """Responses that got reward 0 because the verifier exceeded its time limit (`reward.on_time_limit=zero`)."""
+    _encoded: bytearray | None = field(default=None, init=False, repr=False, compare=False)
+    """Its bytes, if it was made of some: the memory of its tensors."""
 
-    def parts(self) -> "GroupParts":
-        """The group as a few facts and one tensor for each column, over the tokens of all samples."""
+    def encoded(self) -> Buffer:
+        """The group as bytes, for pickles and for the run's log: a safetensors file of one tensor for each column."""
+        if self._encoded is not None:
+            return self._encoded
         keys = [str(key) for key in self.samples[0].tokens.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
-        return GroupParts(
-            facts={field.name: getattr(self, field.name) for field in fields(self) if field.name != "samples"},
-            samples=[
-                (len(sample), sample.prompt_id, sample.sample_index, sample.turns, sample.environment, sample.outcome)
-                for sample in self.samples
-            ],
-            columns={key: torch.cat([sample.tokens[key] for sample in self.samples]) for key in keys},
-        )
+        columns = {key: torch.cat([sample.tokens[key] for sample in self.samples]) for key in keys}
+        columns["tokens"] = columns["tokens"].int()  # no vocabulary has 2^31 tokens
+        content = {
+            "facts": {name: getattr(self, name) for name in _GROUP_FACTS},
+            "samples": [[len(sample), *(getattr(sample, name) for name in _FACTS)] for sample in self.samples],
+        }
+        metadata = {"kind": "Group", "content": json.dumps(content, default=asdict)}
+        return b"".join(tensor_file(metadata, columns))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles one buffer for each column; pickling each sample's tensors takes ten times as long."""
-        parts = self.parts()
-        buffers = {key: (column.dtype, column.numpy().tobytes()) for key, column in parts.columns.items()}
-        return _unpickled, (parts.facts, parts.samples, buffers)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupParts:
-    """A group in few parts, for pickles and logs."""
-
-    facts: dict[str, Any]
-    """The fields of the group, without its samples."""
-    samples: list["SampleFacts"]
-    columns: dict[str, torch.Tensor]
-
-    def group(self) -> Group:
-        """The group, whose tokens are not checked again."""
-        lengths = [length for length, *_ in self.samples]
-        columns = {key: column.split(lengths) for key, column in self.columns.items()}
+    @classmethod
+    def decoded(cls, encoded: bytearray) -> "Group":
+        """The group of these bytes, whose memory it shares. Its tokens are not checked again."""
+        file = TensorFile.read(encoded)
+        content, columns = json.loads(file.metadata["content"]), file.tensors()
+        columns["tokens"] = columns["tokens"].long()
+        lengths = [length for length, *_ in content["samples"]]
+        split = {key: column.split(lengths) for key, column in columns.items()}
         samples = []
-        for place, (length, *known) in enumerate(self.samples):
-            tokens = TensorDict({key: parts[place] for key, parts in columns.items()}, batch_size=[length])
+        for place, (length, prompt_id, sample_index, turns, environment, outcome) in enumerate(content["samples"]):
+            tokens = TensorDict({key: parts[place] for key, parts in split.items()}, batch_size=[length])
+            turns = tuple(Turn(**turn) for turn in turns)
+            known = (tokens, prompt_id, sample_index, turns, environment, Outcome(outcome))
             sample = object.__new__(Trajectory)
-            for name, value in zip(_FACTS, (tokens, *known), strict=True):
+            for name, value in zip(("tokens", *_FACTS), known, strict=True):
                 object.__setattr__(sample, name, value)
             samples.append(sample)
-        return Group(samples=tuple(samples), **self.facts)
+        group = cls(samples=tuple(samples), **content["facts"])
+        object.__setattr__(group, "_encoded", encoded)
+        return group
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles one buffer; pickling each sample's tensors takes ten times as long."""
+        return Group.decoded, (bytearray(self.encoded()),)
 
 
-SampleFacts = tuple[int, str, int, tuple[Turn, ...], str, Outcome]
-"""The number of tokens, and the fields of a trajectory after its tokens."""
-
-
-def _unpickled(
-    facts: dict[str, Any], samples: list[SampleFacts], buffers: dict[str, tuple[torch.dtype, bytes]]
-) -> Group:
-    columns = {key: torch.frombuffer(bytearray(buffer), dtype=dtype) for key, (dtype, buffer) in buffers.items()}
-    return GroupParts(facts, samples, columns).group()
-
-
-_FACTS = tuple(field.name for field in fields(Trajectory))
+_GROUP_FACTS = tuple(one.name for one in fields(Group) if one.init and one.name != "samples")
+_FACTS = tuple(one.name for one in fields(Trajectory) if one.name != "tokens")
 
 
 def token_data(columns: Mapping[str, torch.Tensor]) -> TensorDict:

@@ -1,4 +1,4 @@
-"""The records of a run's log: the queue's events and the prompts that were drawn, each as one safetensors file.
+"""The records of a run's log: the queue's events, the prompts that were drawn and more, each as one safetensors file.
 
 The tensors are the token columns of a group or the column of an annotation; everything else is JSON in the file's
 metadata.
@@ -9,18 +9,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args
 
-import safetensors.numpy
-import safetensors.torch
 import torch
 from pydantic import TypeAdapter
 
 from goaly.backlog.events import Annotated, Event
 from goaly.prompts.prompt import Prompt
-from goaly.trajectory import Group, GroupParts, SampleFacts
+from goaly.tensor_file import Buffer, TensorFile, tensor_file
+from goaly.trajectory import Group
 
-TOKENS = "tokens"
 COLUMN = "column"
-METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,47 +53,36 @@ Record = Event | Drawn | Published | Resumed
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Record)}
 
 
-def encode(record: Record) -> bytes:
-    """The record as bytes."""
-    columns: dict[str, torch.Tensor] = {}
-    if isinstance(record, Group):
-        parts = record.parts()
-        content: dict[str, Any] = {
-            "facts": parts.facts,
-            "samples": _adapter(list[SampleFacts]).dump_python(parts.samples, mode="json"),
-        }
-        columns = parts.columns | {TOKENS: parts.columns[TOKENS].int()}  # no vocabulary has 2^31 tokens
-    elif isinstance(record, Annotated):
-        content = {"batch": record.batch, "key": record.key, "places": record.places}
-        columns = {COLUMN: record.values_T}
-    else:
-        content = _adapter(type(record)).dump_python(record, mode="json")
-    metadata = {"kind": type(record).__name__, "content": json.dumps(content)}
-    return safetensors.numpy.save({name: column.numpy() for name, column in columns.items()}, metadata)
+def encode(record: Record) -> list[Buffer]:
+    """The record as the buffers of one safetensors file, in order. They share the memory of its tensors."""
+    tensors: dict[str, torch.Tensor | list[Buffer]] = {}
+    match record:
+        case Group():
+            return [record.encoded()]
+        case Annotated():
+            content: Any = {"batch": record.batch, "key": record.key, "places": record.places}
+            tensors[COLUMN] = record.values_T
+        case _:
+            content = _adapter(type(record)).dump_python(record, mode="json")
+    return tensor_file({"kind": type(record).__name__, "content": json.dumps(content)}, tensors)
 
 
-def decode(payload: bytes) -> Record:
+def decode(payload: Buffer) -> Record:
     """The record that `encode` made these bytes of."""
-    kind, content = kind_of(payload), json.loads(_metadata(payload)["content"])
+    file = TensorFile.read(payload)
+    kind, content = _KINDS[file.metadata["kind"]], file.metadata["content"]
+    if kind is Group:
+        return Group.decoded(bytearray(payload))
     if kind is Annotated:
-        places = tuple(content.pop("places"))
-        return Annotated(**content, places=places, values_T=safetensors.torch.load(payload)[COLUMN])
-    if kind is not Group:
-        return _adapter(kind).validate_python(content)
-    columns = safetensors.torch.load(payload)
-    columns[TOKENS] = columns[TOKENS].long()
-    return GroupParts(
-        content["facts"], _adapter(list[SampleFacts]).validate_python(content["samples"]), columns
-    ).group()
+        values_T = TensorFile.read(bytearray(payload)).tensors()[COLUMN]
+        known = json.loads(content)
+        return Annotated(**known | {"places": tuple(known["places"])}, values_T=values_T)
+    return _adapter(kind).validate_python(json.loads(content))
 
 
-def kind_of(payload: bytes) -> type:
+def kind_of(payload: Buffer) -> type:
     """The class of an encoded record."""
-    return _KINDS[_metadata(payload)["kind"]]
-
-
-def _metadata(payload: bytes) -> dict[str, str]:
-    return json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])[METADATA]
+    return _KINDS[TensorFile.read(payload).metadata["kind"]]
 
 
 @cache

@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 from goaly.durable import log
 from goaly.durable.log import LogWriter, Position, durable_mark, frames
 from goaly.errors import CorruptLog, RunFailed
+from goaly.tensor_file import Buffer
 
 PAYLOADS = st.lists(st.binary(max_size=40), max_size=12)
 SEGMENT_BYTES = 150
 """So small that a log of a few frames has several segments."""
+
+
+def halves(payload: bytes) -> list[Buffer]:
+    """The payload in parts of both kinds."""
+    middle = len(payload) // 2
+    return [payload[:middle], memoryview(payload)[middle:]]
 
 
 async def write(folder: Path, payloads: list[bytes], *, durable: int | None = None) -> None:
@@ -24,7 +31,7 @@ async def write(folder: Path, payloads: list[bytes], *, durable: int | None = No
     for number, payload in enumerate(payloads):
         if number == durable:
             await writer.durable()
-        writer.append(lambda payload=payload: payload)
+        writer.append(lambda payload=payload: halves(payload))
     writer.close()
 
 
@@ -85,7 +92,7 @@ async def test_a_flipped_or_missing_byte_before_the_durable_mark_is_an_error(pay
 async def test_a_segment_without_its_last_frame_is_an_error_also_before_an_empty_one(folder: Path) -> None:
     writer = LogWriter(folder, segment_bytes=100)
     for size in (10, 60):
-        writer.append(bytes(size).__bytes__)
+        writer.append(lambda size=size: [bytes(size)])
     await writer.durable()
     writer.close()
     assert [path.stat().st_size > 0 for path in log._segments(folder)] == [True, False]
@@ -135,10 +142,10 @@ async def test_damage_behind_the_mark_is_reported_and_cut_off(folder: Path, capl
 
 async def test_what_is_durable_is_read_while_more_is_written(folder: Path) -> None:
     writer = LogWriter(folder)
-    writer.append(lambda: b"one")
+    writer.append(lambda: [b"one"])
     await writer.durable()
     first = list(frames(folder))
-    writer.append(lambda: b"two")
+    writer.append(lambda: [b"two"])
     await writer.durable()
     assert [frame.payload for frame in frames(folder, first[-1].end)] == [b"two"]
     writer.close()
@@ -156,20 +163,32 @@ async def test_after_a_failed_write_every_waiter_gets_the_error_and_nothing_more
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = LogWriter(folder)
-    writer.append(lambda: b"one")
+    writer.append(lambda: [b"one"])
     await writer.durable()
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(log.os, "write", full)
-    writer.append(lambda: b"two")
+    monkeypatch.setattr(log.os, "writev", full)
+    writer.append(lambda: [b"two"])
     with pytest.raises(RunFailed, match="No space left on device"):
         await writer.durable()
     monkeypatch.undo()
-    writer.append(lambda: b"three")
+    writer.append(lambda: [b"three"])
     with pytest.raises(RunFailed, match="No space left"):  # LG-3
         await writer.durable()
+    writer.close()
+    assert read(folder) == [b"one"]
+
+
+async def test_after_a_record_that_cannot_be_encoded_every_waiter_gets_the_error(folder: Path) -> None:  # LG-3
+    writer = LogWriter(folder)
+    writer.append(lambda: [b"one"])
+    writer.append(lambda: [b"two" + 2])  # type: ignore[operator]
+    writer.append(lambda: [b"three"])
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="the run's log cannot be written: can't concat int to bytes"):
+            await writer.durable()
     writer.close()
     assert read(folder) == [b"one"]
 
@@ -180,6 +199,26 @@ def test_a_log_has_one_writer_at_a_time(folder: Path) -> None:  # LG-4
         LogWriter(folder)
     first.close()
     LogWriter(folder).close()
+
+
+@given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=40), at_once=st.integers(1, 50))
+def test_a_payload_of_many_parts_is_whole_however_little_is_written_at_once(sizes: list[int], at_once: int) -> None:
+    written = bytearray()
+
+    def writev(file: int, buffers: list[Buffer]) -> int:
+        some = b"".join(buffers)[:at_once]
+        written.extend(some)
+        return len(some)
+
+    with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(log, "BUFFERS_PER_WRITE", 3)
+        writer = LogWriter(Path(name))
+        patched.setattr(log.os, "writev", writev)
+        parts = [bytes([number % 256]) * size for number, size in enumerate(sizes)]
+        writer.append(lambda: parts)
+        writer.close()
+        (Path(name) / "000000.log").write_bytes(written)
+        assert read(Path(name)) == [b"".join(parts)]
 
 
 async def test_a_closed_log_refuses_a_waiter(folder: Path) -> None:

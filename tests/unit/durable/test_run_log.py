@@ -125,7 +125,7 @@ async def test_trained_batches_come_annotated_and_with_the_digest_of_their_versi
 
 async def test_a_record_that_cannot_be_understood_is_named(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
-    log._writer.append(lambda: b"\x02\0\0\0\0\0\0\0{}")
+    log._writer.append(lambda: [b"\x02\0\0\0\0\0\0\0{}"])
     await log.durable()
     with pytest.raises(CorruptLog, match="segment 0, offset "):
         recover(tmp_path, queue_of(), 0)
