@@ -40,7 +40,9 @@ async def evaluation(config: EvalConfig) -> "dict[str, list[Answered]]":
         for one in sets:
             sampling = Sampling.of(one.settings.sampled(config.sampling), tokenizer.stop_token_ids)
             samples = one.settings.samples_per_prompt
-            answered[one.name] = await sample_and_verify(sample, tokenizer, one.prompts, verify, samples, sampling)
+            answered[one.name] = await sample_and_verify(
+                sample, tokenizer, one.prompts, verify, samples, sampling, seed=config.generator.seed
+            )
     return answered
 
 

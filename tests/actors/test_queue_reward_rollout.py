@@ -56,6 +56,7 @@ class FakeGenerator(Actor):
     def __init__(self) -> None:
         self.under_way: set[str] = set()
         self.cancelled: list[str] = []
+        self.seeds: list[int | None] = []
         self._changed = asyncio.Event()
         self._clients = Clients()
         self._answering: set[asyncio.Task[None]] = set()
@@ -72,6 +73,7 @@ class FakeGenerator(Actor):
 
     async def _answer(self, client, asked) -> None:
         self.under_way.add(asked.request_id)
+        self.seeds.append(asked.sampling.seed)
         self._wake()
         while asked.sampling.max_tokens == 7 and asked.request_id not in self.cancelled:
             await self._changed.wait()
@@ -91,6 +93,11 @@ class FakeGenerator(Actor):
     async def cancel(self, request_ids) -> None:
         self.cancelled += request_ids
         self._wake()
+
+    @concurrent_endpoint
+    async def take_seeds(self) -> list[int | None]:
+        taken, self.seeds = self.seeds, []
+        return taken
 
     @concurrent_endpoint
     async def when_under_way(self, count: int) -> list[str]:
@@ -251,9 +258,16 @@ async def test_a_worker_says_how_far_a_groups_episodes_are(stack):
     assert await stack.worker.progress.call_one(ticket.index) is None
 
 
-async def test_an_evaluation_takes_no_ticket(stack):
-    assert await stack.worker.evaluate.call_one("evaluation-0", PROMPT, 3, {"temperature": 0.0}) == [2.0] * 3
+async def test_an_evaluation_takes_no_ticket_and_asks_the_same_when_it_is_repeated(stack):
+    seeds = []
+    for name in ("evaluation-0", "evaluation-1"):
+        assert await stack.worker.evaluate.call_one(name, PROMPT, 3, {"temperature": 0.5}) == [2.0] * 3
+        seeds.append(sorted(await stack.generator.take_seeds.call_one()))
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 3
     assert (await stack.queue.counts.call_one())["admitted"] == 0
+    await stack.worker.run_group.call_one(await stack.queue.admit.call_one(), PROMPT)
+    assert await stack.generator.take_seeds.call_one() == [None] * 4
 
 
 async def test_an_evaluation_that_nobody_waits_for_ends_in_its_worker_with_its_requests(stack):

@@ -14,7 +14,7 @@ from math import comb
 from statistics import fmean
 from typing import Any
 
-from goaly.generate.request import PromptTooLong, Sample, Sampling
+from goaly.generate.request import PromptTooLong, Sample, Sampling, evaluation_seeds, seed_of
 from goaly.prompts.prompt import PASS_REWARD, Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
 
@@ -194,12 +194,17 @@ async def sample_and_verify(
     verify: Verifier,
     samples_per_prompt: int,
     sampling: Sampling,
+    seed: int = 0,
 ) -> list[Answered]:
-    """Sample every prompt `samples_per_prompt` times, all at once, and verify each answer as it arrives."""
+    """Sample every prompt `samples_per_prompt` times, all at once, and verify each answer as it arrives.
 
-    async def one(prompt: Prompt, tokens: list[int]) -> tuple[int, float] | None:
+    Each sample has its own seed, made of `seed`, unless `sampling` has one.
+    """
+
+    async def one(prompt: Prompt, tokens: list[int], index: int) -> tuple[int, float] | None:
+        own = Sampling(seed=seed_of(f"{evaluation_seeds(seed, 0, prompt.id)}.{index}.0"))
         try:
-            answer = await sample(tokens, sampling)
+            answer = await sample(tokens, own.changed(sampling))
         except PromptTooLong:
             return None
         written = answer.tokens.tolist()
@@ -208,7 +213,7 @@ async def sample_and_verify(
     rendered = [tokenizer.render(prompt.messages, tools=prompt.tools) for prompt in prompts]
     async with asyncio.TaskGroup() as tasks:
         asked = [
-            [tasks.create_task(one(prompt, tokens)) for _ in range(samples_per_prompt)]
+            [tasks.create_task(one(prompt, tokens, index)) for index in range(samples_per_prompt)]
             for prompt, tokens in zip(prompts, rendered, strict=True)
         ]
     answers = [[task.result() for task in group] for group in asked]

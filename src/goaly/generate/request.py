@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,16 @@ class Sampling:
         """The parameters that decide the distribution that tokens are drawn from: every key of `NEUTRAL`."""
         given = {key: getattr(self, key) for key in NEUTRAL}
         return {key: NEUTRAL[key] if value in (None, {}, ()) else value for key, value in given.items()}
+
+
+def seed_of(name: str) -> int:
+    """A seed for the request of this name."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "big")
+
+
+def evaluation_seeds(seed: int, policy_version: int, prompt_id: str) -> str:
+    """The start of the names of an evaluation's requests with this prompt: their seeds are the same each time."""
+    return f"{seed}/evaluation/{policy_version}/{prompt_id}"
 
 
 class PromptTooLong(ValueError):

@@ -55,7 +55,8 @@ class GeneratorSettings(Settings):
     longer is killed: at the start of the run this ends the run, later it starts another one. Raise it for models that
     load slowly."""
     seed: int = 0
-    """Seeds the sampling of requests without a seed of their own; replica i uses seed + i."""
+    """Seeds the sampling; replica i uses seed + i. Each request of an evaluation has a seed of its own, made of this
+    one, the policy version, the problem and the number of the sample, so that an evaluation can be repeated."""
 
     def problems(self, prefix: str, *, device: str | None = None, updates: bool = True) -> list[str]:
         """One line for each setting that cannot work on `device` (null: vLLM's own), with weight updates or without."""

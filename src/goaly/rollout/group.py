@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
 from goaly.errors import EpisodeError, first_error
-from goaly.generate.request import Sampling
+from goaly.generate.request import Sampling, evaluation_seeds
 from goaly.generate.router import Router
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -67,8 +67,8 @@ class GroupRunner:
     sampling: Sampling
     group_size: int
     max_context: int
-    seed: int | None = None
-    """Seeds every request; None leaves the draws to the engines."""
+    seed: int = 0
+    """Seeds the requests of evaluations, and with `rollout.repeatable` all others."""
 
     def __post_init__(self) -> None:
         self._places = asyncio.Semaphore(self.settings.concurrency)
@@ -128,12 +128,16 @@ class GroupRunner:
                 logger.info("an evaluation counts prompt %s as not solved: %s", prompt.id, error)
                 return None if isinstance(error, PromptFillsContext) else 0.0
 
-        group = self._group(samples, name=name, sampling=sampling, min_version=min_version, evaluation=True)
+        seeds = evaluation_seeds(self.seed, min_version, prompt.id)
+        group = self._group(
+            samples, name=name, sampling=sampling, min_version=min_version, seeds=seeds, evaluation=True
+        )
         return list(await _all(group, reward))
 
     async def _sample_group(self, ticket: Ticket, prompt: Prompt) -> Group:
         name, min_version = str(ticket.index), ticket.min_version
-        group = self._group(self.group_size, name=name, sampling=self.sampling, min_version=min_version)
+        seeds = f"{self.seed}/{name}" if self.settings.repeatable else None
+        group = self._group(self.group_size, name=name, sampling=self.sampling, min_version=min_version, seeds=seeds)
         self._running[ticket.index] = group
         try:
             async with asyncio.timeout(None) as limit:
@@ -157,7 +161,14 @@ class GroupRunner:
         )
 
     def _group(
-        self, count: int, *, name: str, sampling: Sampling, min_version: int, evaluation: bool = False
+        self,
+        count: int,
+        *,
+        name: str,
+        sampling: Sampling,
+        min_version: int,
+        seeds: str | None,
+        evaluation: bool = False,
     ) -> RunningGroup:
         def policy(index: int) -> Policy:
             return Policy(
@@ -169,7 +180,7 @@ class GroupRunner:
                 max_context=self.max_context,
                 decode=self.chat.decode,
                 evaluation=evaluation,
-                seed=self.seed,
+                seeds=None if seeds is None else f"{seeds}.{index}",
             )
 
         return RunningGroup([RunningEpisode(policy(index), index) for index in range(count)])

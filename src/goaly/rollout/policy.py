@@ -11,13 +11,12 @@ Invariants
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from goaly.errors import EpisodeError
-from goaly.generate.request import Finish, Sampling
+from goaly.generate.request import Finish, Sampling, seed_of
 from goaly.generate.settings import SamplingSettings
 from goaly.telemetry.spans import span
 
@@ -76,8 +75,8 @@ class Policy:
     decode: Callable[[Sequence[int]], str]
     evaluation: bool = False
     """Whether its episode is part of an evaluation."""
-    seed: int | None = None
-    """Seeds each request, together with the request's id; None leaves the draws to the engine's own seed."""
+    seeds: str | None = None
+    """Seeds each request, together with its number; None leaves the draws to the engine's own seed."""
     _requests: int = field(default=0, init=False)
     _under_way: int = field(default=0, init=False)
     _ended: bool = field(default=False, init=False)
@@ -118,8 +117,8 @@ class Policy:
         if wanted.min_tokens is not None:
             limits["min_tokens"] = min(wanted.min_tokens, limits["max_tokens"])
         request_id = f"{self.name}.{self._requests}"
-        if self.seed is not None and wanted.seed is None:
-            limits["seed"] = seed_of(self.seed, request_id)
+        if self.seeds is not None and wanted.seed is None:
+            limits["seed"] = seed_of(f"{self.seeds}.{self._requests}")
         self._requests += 1
         self._under_way += 1
         try:
@@ -142,11 +141,6 @@ class Policy:
             stop=sample.stop,
             trained=trained,
         )
-
-
-def seed_of(seed: int, request_id: str) -> int:
-    """A seed for this request, the same in every run with the same seed."""
-    return int.from_bytes(blake2b(f"{seed}/{request_id}".encode(), digest_size=7).digest(), "big")
 
 
 REFUSED = {

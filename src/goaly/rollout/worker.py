@@ -95,7 +95,7 @@ class RolloutWorker(Actor):
             sampling=Sampling.of(sampling, self._chat.stop_token_ids),
             group_size=group_size,
             max_context=max_context,
-            seed=seed if settings.repeatable else None,
+            seed=seed,
         )
 
     @concurrent_endpoint

@@ -21,7 +21,7 @@ from goaly.evaluation.result import (
     summaries_by,
     summary,
 )
-from goaly.generate.request import PromptTooLong
+from goaly.generate.request import PromptTooLong, Sampling
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tasks.arithmetic import addition, verify, work_out
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -90,15 +90,20 @@ async def right(prompt: Prompt, response: str) -> float:
     return verify(prompt, response)
 
 
+GREEDY = Sampling(temperature=0.0)
+
+
 class Adder:
     """A fake policy that works additions out, and gets every second answer to 99+1 wrong."""
 
     def __init__(self, tokenizer: ChatTokenizer):
         self._tokenizer = tokenizer
         self._asked = 0
+        self.seeds: list[int | None] = []
 
-    async def __call__(self, tokens: list[int], sampling: object) -> Wrote:
-        assert sampling == "greedy"
+    async def __call__(self, tokens: list[int], sampling: Sampling) -> Wrote:
+        assert sampling.temperature == 0.0
+        self.seeds.append(sampling.seed)
         first, second = self._tokenizer.decode(tokens).removesuffix("=").split("+")
         self._asked += first == "99"
         text = "|0" if first == "99" and self._asked % 2 else work_out(first, second)
@@ -107,11 +112,11 @@ class Adder:
 
 async def test_an_evaluation_asks_every_prompt_and_judges_the_texts(tokenizer: ChatTokenizer) -> None:
     prompts = [addition(1, 2), addition(99, 1)]
-    result = summary(await sample_and_verify(Adder(tokenizer), tokenizer, prompts, right, 4, "greedy"))
+    adder = Adder(tokenizer)
+    result = summary(await sample_and_verify(adder, tokenizer, prompts, right, 4, GREEDY))
+    assert len(set(adder.seeds)) == 8
     assert result.pass_at == {1: 0.75, 2: pytest.approx((1 + 5 / 6) / 2), 4: 1.0}
-    by_digits = summaries_by(
-        await sample_and_verify(Adder(tokenizer), tokenizer, prompts, right, 4, "greedy"), "digits"
-    )
+    by_digits = summaries_by(await sample_and_verify(Adder(tokenizer), tokenizer, prompts, right, 4, GREEDY), "digits")
     assert {digits: found.pass_at_1 for digits, found in by_digits.items()} == {"1": 1.0, "2": 0.5}
     assert by_digits["1"].lengths is not None
     assert by_digits["1"].lengths.mean == len("1+2+0=03|3") + 1
@@ -120,12 +125,12 @@ async def test_an_evaluation_asks_every_prompt_and_judges_the_texts(tokenizer: C
 async def test_a_prompt_that_is_too_long_counts_as_not_solved_and_the_record_says_so(tokenizer: ChatTokenizer) -> None:
     adder = Adder(tokenizer)
 
-    async def short_context(tokens: list[int], sampling: object) -> Wrote:
+    async def short_context(tokens: list[int], sampling: Sampling) -> Wrote:
         if tokenizer.decode(tokens).startswith("98"):
             raise PromptTooLong("too long")
         return await adder(tokens, sampling)
 
-    answered = await sample_and_verify(short_context, tokenizer, [addition(1, 2), addition(98, 1)], right, 2, "greedy")
+    answered = await sample_and_verify(short_context, tokenizer, [addition(1, 2), addition(98, 1)], right, 2, GREEDY)
     both, alone = summary(answered), summary(answered[1:])
     assert (both.pass_at_1, both.average, both.prompts, both.too_long) == (0.5, 0.5, 2, 1)
     assert both.lengths == summary(answered[:1]).lengths
@@ -149,11 +154,11 @@ def test_a_prompt_counts_as_too_long_once_and_its_other_samples_count_as_they_ar
 
 
 async def test_a_failing_sampler_fails_the_evaluation(tokenizer: ChatTokenizer) -> None:
-    async def broken(tokens: list[int], sampling: object) -> Wrote:
+    async def broken(tokens: list[int], sampling: Sampling) -> Wrote:
         raise RuntimeError("engine gone")
 
     with pytest.raises(ExceptionGroup) as caught:
-        await sample_and_verify(broken, tokenizer, [addition(1, 2)], right, 1, None)
+        await sample_and_verify(broken, tokenizer, [addition(1, 2)], right, 1, GREEDY)
     assert caught.group_contains(RuntimeError, match="engine gone")
 
 

@@ -1,6 +1,7 @@
 """Groups of episodes on fakes at the Protocol seams: every started ticket is reported exactly once."""
 
 import asyncio
+import itertools
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped, State
 from goaly.config.check import check
-from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.request import Finish, Sample, Sampling, seed_of
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward.verifiers import Unscored
 from goaly.rollout.episode import Episode, EpisodeContext
@@ -49,6 +50,7 @@ class FakeSampler:
     pauses: int = 1
     asked: list[tuple] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
+    seeds: list[int | None] = field(default_factory=list)
     under_way: int = 0
     most_under_way: int = 0
     cancelled: list[str] = field(default_factory=list)
@@ -56,6 +58,7 @@ class FakeSampler:
     async def generate(self, request_id, tokens, sampling, min_version=0, session=None) -> Sample:
         self.asked.append((request_id, len(tokens), sampling.max_tokens, min_version, session))
         self.temperatures.append(sampling.temperature)
+        self.seeds.append(sampling.seed)
         self.under_way += 1
         self.most_under_way = max(self.under_way, self.most_under_way)
         try:
@@ -114,7 +117,11 @@ def runner(sampler: FakeSampler, queue: FakeQueue, episode=ask_once, **changes) 
         "max_context": 16,
     }
     limits = {"concurrency": 100, "episode_seconds": None}
-    limits |= {key: changes.pop(key) for key in ("concurrency", "episode_seconds", "group_seconds") if key in changes}
+    limits |= {
+        key: changes.pop(key)
+        for key in ("concurrency", "episode_seconds", "group_seconds", "repeatable")
+        if key in changes
+    }
     arguments["settings"] = RolloutSettings(**limits)
     return GroupRunner(episode=episode, sampler=sampler, report=queue.report, **{**arguments, **changes})
 
@@ -241,6 +248,32 @@ async def test_an_evaluation_reports_nothing_to_the_queue_and_asks_by_its_own_te
         ("rollout-0.evaluation-2.0.0", 3, 13, 0, "rollout-0.evaluation-2"),
     ]
     assert queue.reports == []
+
+
+async def test_each_answer_of_an_evaluation_has_a_seed_which_is_the_same_when_it_is_repeated_anywhere():
+    async def seeds(version: int = 9, prompt: Prompt = PROMPT, seed: int = 1, **changes) -> list[int | None]:
+        sampler = FakeSampler()
+        evaluating = runner(sampler, FakeQueue(), seed=seed, **changes)
+        await evaluating.evaluate(PROMPT, 1, min_version=3)
+        await evaluating.evaluate(prompt, 2, min_version=version)
+        return sampler.seeds[1:]
+
+    first = await seeds()
+    assert None not in first
+    assert await seeds(name="rollout-1") == first
+    others = [await seeds(version=10), await seeds(prompt=replace(PROMPT, id="q2")), await seeds(seed=2)]
+    assert len({*first, *itertools.chain(*others)}) == 8
+
+
+async def test_a_group_has_seeds_only_if_the_run_is_repeatable_and_then_by_its_ticket():
+    drawn, repeated, again = FakeSampler(), FakeSampler(), FakeSampler()
+    await runner(drawn, FakeQueue()).run(TICKET, PROMPT)
+    for sampler in (repeated, again):
+        await runner(sampler, FakeQueue(), repeatable=True, seed=1).run(TICKET, PROMPT)
+    assert drawn.seeds == [None] * 3
+    assert sorted(repeated.seeds) == sorted(again.seeds)
+    assert seed_of("1/4.2.0") in repeated.seeds
+    assert len(set(repeated.seeds)) == 3
 
 
 async def test_in_an_evaluation_a_sample_without_room_for_an_answer_has_no_reward_and_ends_nothing():
