@@ -64,10 +64,11 @@ def steps(engine: Any, count: int | None = None) -> dict[str, Sample]:
     return ended
 
 
-def sample_all(which: str, prompts: list[list[int]], sampling: Sampling) -> list[Sample]:
+def sample_all(which: str, prompts: list[list[int]], *samplings: Sampling) -> list[Sample]:
+    """A sample of each prompt, each by its own sampling if there are several."""
     engine = getattr(engines, which)
     for number, prompt in enumerate(prompts):
-        engine.add(str(number), prompt, sampling)
+        engine.add(str(number), prompt, samplings[number % len(samplings)])
     samples = steps(engine)
     return [samples[str(number)] for number in range(len(prompts))]
 

@@ -5,7 +5,8 @@ W&B's own step must never decrease, but an evaluation may end after newer steps.
 
 Invariants
     WI-1  Nothing here ends a run or keeps it waiting: a thread makes all calls of W&B. A failure there, or a W&B that
-          is too slow, costs records in W&B and one warning; `metrics.jsonl` has them all.
+          is too slow, costs records in W&B and one warning; `metrics.jsonl` has them all. A server that does not answer
+          delays the end of a run by a few seconds, because W&B's process is killed then.
     WI-2  All starts of a run are one run of W&B: its id is in the run folder.
 """
 
@@ -25,9 +26,11 @@ logger = logging.getLogger(__name__)
 MOST_WAITING = 10_000
 """Records that wait for W&B; further ones are lost."""
 START_SECONDS = 30.0
-"""Longest wait for W&B's server when the run starts. Without it a short run would wait at its exit, for 90 s."""
+"""Longest wait for W&B's server when the run starts."""
+UNANSWERED_SECONDS = 4.0
+"""Longest wait at the end of a run that W&B's server has not answered yet."""
 FINISH_SECONDS = 8.0
-"""Longest time for uploading what is left at the end of a run; W&B takes as long again at exit if it has not ended."""
+"""Longest time for uploading what is left at the end of a run."""
 ID_FILE = Path("wandb") / "goaly_run_id"
 
 
@@ -40,6 +43,8 @@ class WandbRun:
         self._records: SimpleQueue[dict[str, float] | None] = SimpleQueue()
         self._gave_up = False
         self._failed = False
+        self._answered = threading.Event()
+        self._library: Any = None
         self._thread = threading.Thread(target=self._send, name="wandb", daemon=True)
         self._thread.start()
 
@@ -55,25 +60,33 @@ class WandbRun:
         """Send what is left, and finish the run there. `failed`: whether W&B should show it as failed."""
         self._failed = failed
         self._records.put(None)
-        self._thread.join(FINISH_SECONDS + 2)
-        if self._thread.is_alive():
-            self._give_up(f"it did not finish within {FINISH_SECONDS + 2:.0f} s")
+        if not self._answered.wait(UNANSWERED_SECONDS):
+            self._give_up(f"its server did not answer until {UNANSWERED_SECONDS:.0f} s after the run's end")
+        else:
+            self._thread.join(FINISH_SECONDS + 2)
+            if self._thread.is_alive():
+                self._give_up(f"it did not finish within {FINISH_SECONDS + 2:.0f} s")
+        if self._gave_up:
+            self._end_process()
 
     def _send(self) -> None:
         try:
             run = self._start()
+            self._answered.set()
             while (record := self._records.get()) is not None:  # unblocked by `log` and `close`
                 run.log(record)
             run.finish(exit_code=int(self._failed))
         except Exception as error:  # WI-1
             self._give_up(f"{type(error).__name__}: {error}")
+        finally:
+            self._answered.set()
 
     def _start(self) -> Any:
         import wandb
 
         mode: Any = self._settings.mode or os.environ.get("WANDB_MODE") or "online"
         quiet = wandb.Settings(silent=True, console="off")  # it neither prints nor captures what others print
-        wandb.setup(quiet)
+        self._library = wandb.setup(quiet)
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             raise RuntimeError("no API key: run `wandb login`, set WANDB_API_KEY, or use telemetry.wandb.mode=offline")
         run = wandb.init(
@@ -106,6 +119,13 @@ class WandbRun:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(known + "\n")
         return known
+
+    def _end_process(self) -> None:
+        """Kill W&B's own process. At exit W&B would wait until that has given the server up, too."""
+        connection = getattr(self._library, "_connection", None)
+        if connection is not None and connection._proc is not None:
+            connection._cleanup()  # removes the exit handler that waits for the process
+            connection._proc._process.kill()
 
     def _give_up(self, why: str) -> None:
         if not self._gave_up:

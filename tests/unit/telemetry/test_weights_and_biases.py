@@ -1,6 +1,9 @@
 """Weights & Biases gets what `metrics.jsonl` gets, and its failures cost nothing but its own records."""
 
 import logging
+import os
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -31,7 +34,8 @@ def written(run_dir: Path) -> list[Path]:
 def test_metrics_keep_their_names_and_versions_and_a_second_start_is_the_same_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # WI-2
-    monkeypatch.setattr(weights_and_biases, "FINISH_SECONDS", 60.0)  # a busy machine
+    for limit in ("UNANSWERED_SECONDS", "FINISH_SECONDS"):
+        monkeypatch.setattr(weights_and_biases, limit, 60.0)  # a busy machine
     run_dir = tmp_path / "adder"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text("steps: 9\nmodel: {path: tiny}\n")
@@ -127,7 +131,7 @@ def test_one_that_hangs_delays_neither_steps_nor_the_end_for_long(
 
     monkeypatch.setitem(sys.modules, "wandb", Hanging)
     monkeypatch.setattr(weights_and_biases, "MOST_WAITING", 5)
-    monkeypatch.setattr(weights_and_biases, "FINISH_SECONDS", -1.95)  # `close` waits two seconds longer
+    monkeypatch.setattr(weights_and_biases, "UNANSWERED_SECONDS", 0.05)
     run = WandbRun(tmp_path, WandbSettings(mode="offline"))
     for version in range(20):
         run.log(version, {"loss": 1.0})
@@ -138,6 +142,46 @@ def test_one_that_hangs_delays_neither_steps_nor_the_end_for_long(
         assert [record.getMessage() for record in caplog.records] == [
             "Weights & Biases gets no more metrics: 5 records wait for it; metrics.jsonl has all of them"
         ]
+
+
+def test_a_server_that_never_answers_delays_the_end_of_a_short_run_by_seconds(tmp_path: Path) -> None:  # WI-1
+    script = """
+import logging, sys, time
+from pathlib import Path
+from goaly.process import exit_quickly
+from goaly.telemetry import weights_and_biases
+from goaly.telemetry.settings import WandbSettings
+logging.basicConfig()
+weights_and_biases.UNANSWERED_SECONDS = 1.0
+run = weights_and_biases.WandbRun(Path(sys.argv[1]), WandbSettings(mode="online"))
+while run._library is None or run._library._connection is None:
+    time.sleep(0.01)
+run.log(1, {"loss": 1.0})
+print(time.time(), flush=True)
+run.close()
+exit_quickly(3)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = {
+            **os.environ,
+            "WANDB_BASE_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "WANDB_API_KEY": "0" * 40,
+        }
+        ended = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    seconds = time.time() - float(ended.stdout)
+    assert ended.returncode == 3, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert (
+        "gets no more metrics: its server did not answer until 1 s after the run's end; metrics.jsonl has all" in line
+    )
+    assert seconds < 20  # W&B itself waits for 30
 
 
 @pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None)], ids=["nothing", "a folder of its runs"])
