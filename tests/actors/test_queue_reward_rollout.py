@@ -78,6 +78,7 @@ class FakeGenerator(Actor):
         while asked.sampling.max_tokens == 7 and asked.request_id not in self.cancelled:
             await self._changed.wait()
         self.under_way.discard(asked.request_id)
+        self._wake()  # `when_under_way` may wait before this request did
         tokens = torch.tensor([4, 4, 1])
         versions = torch.full((3,), asked.min_version, dtype=torch.int32)
         sample = Sample(tokens=tokens, logprobs=torch.full((3,), -0.5), versions=versions, finish=Finish.STOP)
