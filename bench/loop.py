@@ -258,6 +258,17 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _machines(rounds: Sequence[Round]) -> str:
+    """What the runs were made on, and how busy it was."""
+    seen = [run.machine for one in rounds for run in one.runs]
+    speeds = sorted(one["gflops"] for one in seen)
+    return (
+        f"{seen[0]['cores']} cores of {speeds[0]:.0f} to {speeds[-1]:.0f} GFLOP/s. At the start of the worst of "
+        f"{len(seen)} runs {max(one['busy_cores'] for one in seen):.2f} cores were busy with other work; the host took "
+        f"{max(one['stolen_cores'] for one in seen):.2f} away. Steps a run: {rounds[0].steps}."
+    )
+
+
 def main() -> None:
     """Measure, print, and write the numbers where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -265,14 +276,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tails", default=f"{TASK},2,5,20", help="loads, separated by commas")
-    parser.add_argument("--runs", type=Path, default=Path("runs/loop.jsonl"))
+    parser.add_argument("--runs", type=Path, default=Path("docs/results/loop.jsonl"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("overrides", nargs="*", help="key=value settings of every arm")
     arguments = parser.parse_args()
     argv = ["--config", arguments.config, f"steps={arguments.steps}", "telemetry.progress=off", *arguments.overrides]
     folder = Path(tempfile.mkdtemp(prefix="bench-loop-"))
-    machine = Machine.now()
 
     def config(*overrides: str) -> RunConfig:
         return load(RunConfig, [*argv, *overrides], prog="bench.loop", description="").config
@@ -298,14 +308,14 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     result = summary(rounds)
-    stolen = max(run.machine["stolen_cores"] for one in rounds for run in one.runs)
-    text = f"{machine}; the host took {stolen:.2f} of them away in the worst run\n\n{table(result)}\n"
+    text = f"{_machines(rounds)}\n\n{table(result)}\n"
     print(f"\n{text}")
     if arguments.json:
-        content = {"machine": machine.record(), "loads": result, "rounds": [asdict(one) for one in rounds]}
+        content = {"loads": result, "rounds": [asdict(one) for one in rounds]}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     if arguments.markdown:
-        command = "    python -m bench.loop --json docs/results/loop.json --markdown docs/results/loop.md"
+        asked = f"--steps {arguments.steps} --tails {arguments.tails}"
+        command = f"    python -m bench.loop {asked} --json docs/results/loop.json --markdown docs/results/loop.md"
         doc = (__doc__ or "").partition("Arms, all")[2]
         arguments.markdown.write_text(f"# Overlap\n\n{command}\n\nArms, all{doc}\n{text}")
 
