@@ -1,5 +1,6 @@
 """Runs that are told to stop, and one that goes on after that in another shape."""
 
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ Launch = Callable[..., LaunchedRun]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """A run after SIGTERM, as it was then."""
+    """A run after SIGTERM to all of its processes, as it was then."""
 
     run: LaunchedRun
     steps: int
@@ -36,8 +37,10 @@ class Stopped:
 def stopped(launch_shared: Launch) -> Stopped:
     run = launch_shared("steps=1000", "checkpoint.every=null", "backlog.max_staleness=2", "loss.kl_coef=0.01")
     run.wait_for_steps(3)
-    run.process.send_signal(signal.SIGTERM)
+    for pid in (*run.processes(), run.process.pid):  # as schedulers send it
+        os.kill(pid, signal.SIGTERM)
     assert run.wait() == 130, run.text()
+    assert " died" not in run.text()  # HO-1
     checkpoints = [checkpoint.name for checkpoint in (run.folder / "checkpoints").iterdir()]
     return Stopped(run=run, steps=run.steps(), checkpoints=checkpoints)
 
