@@ -5,9 +5,8 @@ product is current / sampler for every proximal policy:
 
     sampler       proximal = sampler. The weight is 1: PPO, GRPO.
     trainer       proximal = the trainer's weights before the batch. In the first optimizer step of a batch these are
-    the
-                  current weights, so their log-probs need no extra forward pass and the ratio is 1. For later steps
-                  they are computed before the first step.
+                  the current weights, so their log-probs need no extra forward pass and the ratio is 1. For later
+                  steps they are computed before the first step.
     interpolated  between the two on the logarithmic scale, by the token's age a (A-3PO, arXiv:2512.06547):
                   log proximal = log sampler + a / (a + 1) * (log current - log sampler)
 

@@ -39,7 +39,7 @@ MAY_CHANGE = (
 """Settings, or whole sections of them, that a resumed run may change. The longer name of this and `KEPT` counts."""
 
 KEPT = {
-    "trainer.minibatches": "the parts of the logged batches depend on it",
+    "trainer.minibatches": "the rows of the logged batches depend on it",
     "trainer.temperature": "the log-probs of the logged groups depend on it",
     "critic.path": "the checkpoints have another model",
     "generator.seed": "the prompts that run again would be answered differently",

@@ -78,9 +78,9 @@ class TrainerSettings(RanksSettings):
     microbatch_rows: PositiveInt = 4
     """Packed rows in one forward and backward pass. Changes memory and speed, not the gradient."""
     minibatches: PositiveInt = 1
-    """Parts into which a batch is split, balanced by tokens and without splitting a group. Each is one optimizer step
-    of the policy, and of the critic. The policy version and the schedules advance by one for each batch, not for each
-    part."""
+    """Number of minibatches into which a batch is split, balanced by tokens and without splitting a group. Each is one
+    optimizer step of the policy, and of the critic. The policy version and the schedules advance by one for each batch,
+    not for each minibatch."""
     logprob_chunk: PositiveInt = 1024
     """Tokens whose logits are in memory at once."""
     temperature: PositiveFloat = 1.0

@@ -45,7 +45,7 @@ def test_shape_length_and_learning_rates_may_change(tiny_model_folder: Path, cha
             "backlog.groups_per_step=3: must stay 8 in a resumed run, because the logged groups",
         ),
         ("prompts.seed=1", "prompts.seed=1: must stay 0 in a resumed run, because the data position"),
-        ("trainer.minibatches=2", "trainer.minibatches=2: must stay 1 in a resumed run, because the parts"),
+        ("trainer.minibatches=2", "trainer.minibatches=2: must stay 1 in a resumed run, because the rows"),
         ("sampling.max_tokens=7", "sampling.max_tokens=7: must stay 256 in a resumed run, because the logged groups"),
         ("loss.name=gspo", "loss.name=gspo: must stay grpo in a resumed run, because the published versions"),
         (
