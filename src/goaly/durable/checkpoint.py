@@ -7,14 +7,15 @@
 Invariants
     CK-1  A folder named by its step was written whole and synced. It never changes.
     CK-2  `newest` gives only a checkpoint whose files have the sizes and checksums of its manifest.
-    CK-3  `prune` removes only what is older than the newest `keep` sound checkpoints.
+    CK-3  `prune` removes only what is older than the newest `keep` sound checkpoints. It reads each of them once: those
+          whose files have the sizes and times of then are still sound.
 """
 
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -30,6 +31,9 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 WRITING = "writing-"
 CHUNK_BYTES = 1 << 20
+
+_Files = Mapping[Path, tuple[int, int, int]]
+"""The inode, size and time of change of files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path):
         self._folder = folder
+        self._verified: dict[Path, _Files] = {}
+        """The files of each checkpoint that was found sound, or was made, by this process."""
 
     def begin(self, step: int) -> Path:
         """An empty folder for the files of a new checkpoint; leftovers of interrupted ones are removed."""
@@ -68,28 +74,46 @@ class Checkpoints:
         if folder.exists():
             remove(folder)  # it is damaged, or there would be no new one
         os.rename(writing, folder)
+        self._verified[folder] = _stats(folder)
         sync(self._folder)
         return Checkpoint(folder, step, facts)
 
     def newest(self, *, at_most: int | None = None) -> Checkpoint | None:
         """The newest sound checkpoint (CK-2), or that of at most this step. Others are skipped with a warning."""
-        return next(self._sound(at_most), None)
+        folders = [folder for folder in self._folders() if at_most is None or int(folder.name) <= at_most]
+        return next((found for folder in folders if (found := self._read(folder))), None)
 
-    def prune(self, keep: int) -> None:
-        """Remove the checkpoints that are older than the newest `keep` sound ones (CK-3)."""
-        oldest = next(islice(self._sound(), keep - 1, None), None)
+    def oldest(self, *, at_least: int) -> Checkpoint | None:
+        """The oldest sound checkpoint (CK-2) of at least this step. Others are skipped with a warning."""
+        folders = [folder for folder in reversed(self._folders()) if int(folder.name) >= at_least]
+        return next((found for folder in folders if (found := self._read(folder))), None)
+
+    def prune(self, keep: int) -> int | None:
+        """Remove the checkpoints that are older than the newest `keep` sound ones (CK-3); the step of the oldest of
+        these, or None if there are fewer."""
+        sound = (folder for folder in self._folders() if self._is_unchanged(folder) or self._read(folder))
+        last = next(islice(sound, keep - 1, None), None)
+        if last is None:
+            return None
         for folder in self._folders():
-            if oldest is not None and int(folder.name) < oldest.step:
+            if int(folder.name) < int(last.name):
+                self._verified.pop(folder, None)
                 remove(folder)
+        return int(last.name)
 
-    def _sound(self, at_most: int | None = None) -> Iterator[Checkpoint]:
-        for folder in self._folders():
-            if at_most is not None and int(folder.name) > at_most:
-                continue
-            try:
-                yield read_checkpoint(folder)
-            except (OSError, ValueError) as error:
-                logger.warning("checkpoint %s is skipped: %s", folder, error)
+    def _is_unchanged(self, folder: Path) -> bool:
+        """Whether it was sound, and its files are still those of then."""
+        return self._verified.get(folder) == _stats(folder)
+
+    def _read(self, folder: Path) -> Checkpoint | None:
+        try:
+            files = _stats(folder)
+            found = read_checkpoint(folder)
+        except (OSError, ValueError) as error:
+            logger.warning("checkpoint %s is skipped: %s", folder, error)
+            return None
+        self._verified[folder] = files
+        return found
 
     def _folders(self) -> list[Path]:
         found = [path for path in self._folder.glob("[0-9]*") if path.name.isdigit()]
@@ -109,6 +133,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         if found != described:
             raise ValueError(f"{name} is {found}, was written as {described}")
     return Checkpoint(folder, content["step"], content["facts"])
+
+
+def _stats(folder: Path) -> _Files:
+    """The files of a folder, with what changes when they do."""
+    stats = {path: path.stat() for path in _files(folder)}
+    return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
 def _files(folder: Path) -> list[Path]:

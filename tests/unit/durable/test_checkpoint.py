@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from goaly.durable import checkpoint
-from goaly.durable.checkpoint import Checkpoints, read_checkpoint
+from goaly.durable.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 
 
 def save(checkpoints: Checkpoints, step: int) -> Path:
@@ -96,6 +96,42 @@ def test_pruning_keeps_the_newest_sound_ones(tmp_path: Path) -> None:
     (tmp_path / "000004" / "queue.json").unlink()
     checkpoints.prune(2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000003", "000004", "000005"]  # CK-3
+
+
+def test_pruning_reads_each_checkpoint_once_and_again_only_if_its_files_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        save(checkpoints, step)
+    found = []
+
+    def counted(folder: Path) -> Checkpoint:
+        found.append(folder.name)
+        return read_checkpoint(folder)
+
+    monkeypatch.setattr(checkpoint, "read_checkpoint", counted)
+    assert checkpoints.prune(2) == 1
+    assert found == []  # it has written them itself
+    resumed = Checkpoints(tmp_path)
+    assert resumed.newest() is not None
+    save(resumed, 3)
+    assert resumed.prune(3) == resumed.prune(3) == 1
+    assert found == ["000002", "000001"]
+    changed = tmp_path / "000002" / "queue.json"
+    changed.write_text(changed.read_text()[::-1])
+    assert resumed.prune(2) == 1  # CK-3
+    assert found == ["000002", "000001", "000002"]
+    assert checkpoints.prune(4) is None
+
+
+def test_the_oldest_sound_checkpoint_of_at_least_a_step_is_found(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in range(1, 5):
+        save(checkpoints, step)
+    (tmp_path / "000002" / "queue.json").unlink()
+    found = [checkpoints.oldest(at_least=step) for step in (0, 2, 5)]
+    assert [None if one is None else one.step for one in found] == [1, 3, None]
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
