@@ -24,8 +24,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from goaly.durable.records import Drawn
-from goaly.durable.run_log import records
+from goaly.durable.records import Drawn, Snapshot
+from goaly.durable.run_log import first_version, records
 from goaly.errors import ConfigError, CorruptLog
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -43,6 +43,8 @@ def journal(run_dir: Path, *, tokens: bool = False) -> Iterator[dict[str, Any]]:
     prompts: dict[int, Prompt] = {}
     for record in records(run_dir / LOG_FOLDER):
         match record:
+            case Snapshot():  # the draws before it may be deleted
+                prompts |= {one.ticket: one.prompt for one in record.records if isinstance(one, Drawn)}
             case Drawn():
                 prompts[record.ticket] = record.prompt
             case Group():
@@ -106,7 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         unfinished.unlink(missing_ok=True)
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.write(f"{count} trajectories in {file}\n")
+    begins = first_version(line.run / LOG_FOLDER)
+    only = f"; the log begins at policy version {begins}, older records were deleted" if begins else ""
+    sys.stdout.write(f"{count} trajectories in {file}{only}\n")
     return 0
 
 

@@ -5,7 +5,8 @@
 Each logged batch is trained as it was. Without `key=value` the weights of every version come out bit for bit as they
 were, also those of an asynchronous run. `--check` begins at the first version, compares the digest of every version
 with the recorded one, and names the first difference; the exit code is then 1. Without it the newest checkpoint up to
-VERSION is the start. VERSION is the last one of the log unless `--to` says otherwise.
+VERSION is the start. VERSION is the last one of the log unless `--to` says otherwise. With `checkpoint.keep_log=false`
+the first version is that of the oldest checkpoint kept.
 
 `--into FOLDER` keeps the result there: `policy/` as a Hugging Face folder, `metrics.jsonl` and `config.yaml`. With it,
 `loss` and `trainer` settings may be changed: what the run would have learned from the same data with another loss or
@@ -14,6 +15,7 @@ learning rate. It then begins at the first version.
 
 import argparse
 import asyncio
+import math
 import sys
 import tempfile
 import time
@@ -29,7 +31,7 @@ from goaly.config.check import check
 from goaly.config.schema import plain
 from goaly.durable.checkpoint import Checkpoint, Checkpoints
 from goaly.durable.records import Resumed
-from goaly.durable.run_log import records
+from goaly.durable.run_log import first_version, trainers
 from goaly.errors import ConfigError, GoalyError, RunFailed, first_error
 from goaly.plan.dry_run import held_on_gpu
 from goaly.run.config import RunConfig, config_of
@@ -95,11 +97,11 @@ def read_arguments(argv: Sequence[str]) -> Asked:
     line = parser.parse_intermixed_args(argv)
     before, after = (config_of(line.run, overrides) for overrides in ((), line.overrides))
     changed = [key for key, _, _ in changes(plain(before), plain(after))]
-    trainers = [one for one in records(line.run / LOG_FOLDER, of=Resumed) if isinstance(one, Resumed)]
-    if problems := list(_problems(line, changed, before, after, otherwise_from(trainers))):
+    used = trainers(line.run / LOG_FOLDER)
+    if problems := list(_problems(line, changed, before, after, otherwise_from(used))):
         raise ConfigError(problems)
-    if trainers and not any(key.startswith("trainer.") for key in changed):
-        after = replace(after, trainer=check(TrainerSettings, trainers[0].trainer)[0])
+    if used and not any(key.startswith("trainer.") for key in changed):
+        after = replace(after, trainer=check(TrainerSettings, used[0].trainer)[0])
     same = not any(key.partition(".")[0] in ("loss", "trainer") for key in changed)
     return Asked(run_dir=line.run, config=after, same=same, to=line.to, check=line.check, into=line.into)
 
@@ -126,15 +128,15 @@ def _problems(
         yield f"--into={line.into}: holds a run already; name another folder"
 
 
-def otherwise_from(trainers: Sequence[Resumed]) -> int | None:
+def otherwise_from(used: Sequence[Resumed]) -> int | None:
     """The policy version from which the run went on with other trainer settings than those it began with; None if it
     did not."""
-    return next((one.policy_version for one in trainers if one.trainer != trainers[0].trainer), None)
+    return next((one.policy_version for one in used if one.trainer != used[0].trainer), None)
 
 
 async def train_again(asked: Asked, folder: Path) -> Replayed:
     """Train the logged batches again, with logs and metrics in this folder."""
-    start = _start(asked)
+    start = start_of(asked)
     first = 0 if start is None else start.step
     found = Replayed(first=first, version=first)
     is_kept = asked.into is not None
@@ -169,11 +171,20 @@ async def train_again(asked: Asked, folder: Path) -> Replayed:
     return found
 
 
-def _start(asked: Asked) -> Checkpoint | None:
+def start_of(asked: Asked) -> Checkpoint | None:
     """The checkpoint to start from; None is the run's first model."""
-    if asked.check or not asked.same:
-        return None
-    return Checkpoints(asked.run_dir / CHECKPOINT_FOLDER).newest(at_most=asked.to)
+    checkpoints, begins = Checkpoints(asked.run_dir / CHECKPOINT_FOLDER), first_version(asked.run_dir / LOG_FOLDER)
+    if not asked.check and asked.same:
+        found = checkpoints.newest(at_most=asked.to)
+    else:
+        found = checkpoints.oldest(at_least=begins) if begins else None
+    last = asked.to if asked.to is not None else math.inf
+    if begins and (found is None or not begins <= found.step <= last):
+        raise RunFailed(
+            f"{asked.run_dir}: its log begins at policy version {begins}, and no checkpoint between it and "
+            f"{'the end' if asked.to is None else f'version {asked.to}'} is left to start from"
+        )
+    return found
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host
 
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
-from goaly.durable.log import LogWriter
+from goaly.durable.log_writer import LogWriter
 from goaly.errors import RunFailed
 from goaly.generate.connection import Clients, own_name
 from goaly.generate.request import Finish, Sample

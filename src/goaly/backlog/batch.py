@@ -6,19 +6,23 @@ values) are added once all rows have it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from goaly.backlog.events import Annotated
 from goaly.backlog.packing import assign, divide
 from goaly.backlog.settings import BacklogSettings
+from goaly.errors import SchemaError
 from goaly.prompts.curriculum import Passes
 from goaly.prompts.prompt import PASS_REWARD
 from goaly.reward.advantages import has_signal
 from goaly.reward.estimate import estimate
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import (
+    LATER,
     TRUNCATED,
     Group,
     Minibatch,
@@ -26,6 +30,7 @@ from goaly.trajectory import (
     PackedRows,
     Row,
     Trajectory,
+    check_tokens,
     lengths,
     pack_rows,
     spans,
@@ -57,6 +62,8 @@ class Batch:
     placement: tuple[tuple[Row, ...], ...]
     """The rows of each rank, as the sequences in them."""
     ranks: tuple[PackedRows, ...]
+    annotated: list[Annotated] = field(default_factory=list)
+    """What later stages have added to it."""
     unfinished: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """The values `[T]` by sequence of each column that not all ranks have been given for yet."""
 
@@ -64,6 +71,36 @@ class Batch:
     def tickets(self) -> tuple[int, ...]:
         """The tickets of its groups."""
         return tuple(group.ticket for group in self.groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The facts that its groups and what was added to it do not determine, as plain values."""
+        return {
+            "id": self.handle.id,
+            "tickets": self.tickets,
+            "weights": self.weights,
+            "passes": {source: asdict(passes) for source, passes in self.handle.passes.items()},
+            "metrics": self.handle.metrics,
+        }
+
+
+def check_group(group: Group, settings: BacklogSettings, min_version: int) -> None:
+    """Raise a SchemaError unless a batch can have the group and its trained tokens are of this version or newer."""
+    if len(group.samples) != settings.group_size:
+        raise SchemaError(
+            f"prompt {group.prompt_id}: a group of {len(group.samples)} samples, "
+            f"must be backlog.group_size={settings.group_size}"
+        )
+    for sample in group.samples:
+        where = f"trajectory {sample.prompt_id}/{sample.sample_index}"
+        check_tokens(sample.tokens, where=where)
+        versions = _versions(sample)
+        if len(versions) and int(versions.min()) < min_version:
+            raise SchemaError(
+                f"{where}: a token of policy version {int(versions.min())}, "
+                f"ticket {group.ticket} allows {min_version} and newer"
+            )
+        if len(sample) > settings.row_length:
+            raise SchemaError(f"{where}: {len(sample)} tokens don't fit into backlog.row_length={settings.row_length}")
 
 
 def build_batch(
@@ -141,18 +178,29 @@ def _placed(
     return tuple(tuple(rows) for rows in rows_by_rank), tuple(counted)
 
 
-def by_sequence(batch: Batch, dp_rank: int, column_RL: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """The sequences of a rank by their index in the batch, and a column's values for them, one after another."""
+def annotation(batch: Batch, dp_rank: int, key: str, column_RL: Tensor) -> Annotated:
+    """A later stage's column for the rows of one rank, by sequence; SchemaError if these rows can't have it."""
+    at, rows = f"batch {batch.handle.id}", batch.ranks[dp_rank].rows
+    if key not in LATER:
+        raise SchemaError(f"{at}: can't add the column `{key}`; later stages may add {', '.join(LATER)}")
+    if column_RL.dtype != LATER[key] or column_RL.shape != rows.batch_size:
+        raise SchemaError(
+            f"{at}, dp_rank {dp_rank}: `{key}` is {column_RL.dtype} {tuple(column_RL.shape)}, "
+            f"must be {LATER[key]} {tuple(rows.batch_size)}"
+        )
     found = [(place, column_RL[row, span]) for rank, row, span, place in _spans(batch) if rank == dp_rank]
-    return tuple(place for place, _ in found), torch.cat([values for _, values in found])
+    values_T = torch.cat([values for _, values in found])
+    return Annotated(batch=batch.handle.id, key=key, places=tuple(place for place, _ in found), values_T=values_T)
 
 
-def add_column(batch: Batch, key: str, places: Sequence[int], values_T: Tensor, settings: AdvantageSettings) -> None:
-    """Add a column's values for these sequences to the rows, once those of all sequences are there; then also the
+def add_column(batch: Batch, annotated: Annotated, settings: AdvantageSettings) -> None:
+    """Add a column's values for some sequences to the rows, once those of all sequences are there; then also the
     advantages that need the column."""
+    batch.annotated.append(annotated)
+    key, places = annotated.key, annotated.places
     tokens = lengths([sample for group in batch.groups for sample in group.samples])
     found = batch.unfinished.setdefault(key, {})
-    found.update(zip(places, values_T.split([tokens[place] for place in places]), strict=True))
+    found.update(zip(places, annotated.values_T.split([tokens[place] for place in places]), strict=True))
     if len(found) == len(tokens):
         _into_rows(batch, key, [found[place] for place in range(len(tokens))])
         del batch.unfinished[key]

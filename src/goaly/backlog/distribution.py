@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +115,10 @@ class _Totals:
     counted: Histogram
     weighted: Histogram
 
+    def plain(self) -> list[list[float]]:
+        """Both as plain values."""
+        return [self.counted.tolist(), self.weighted.tolist()]
+
 
 class LengthDistribution:
     """Follows the tickets of a run and measures the distance between trained and launched lengths."""
@@ -136,11 +141,13 @@ class LengthDistribution:
         self._trained_steps: deque[_Totals] = deque()
         self._last = (np.zeros(self._count), np.zeros(self._count))
         self._known: list[KnownStep] = []
+        self._known_before = 0
+        """The number of known steps before those; a saved state has only the last ones."""
         self._told = 0
 
     @property
     def known(self) -> Sequence[KnownStep]:
-        """The steps with known distances, from the first on."""
+        """The steps with known distances, from the first on; after `load_state_dict` from the last one on."""
         return self._known
 
     def admit(self, index: int) -> None:
@@ -180,7 +187,7 @@ class LengthDistribution:
         if not self._known:
             return {}
         untold, self._told = self._known[self._told :], len(self._known)  # DI-4
-        found = {"distribution/known_step": float(len(self._known))}
+        found = {"distribution/known_step": float(self._known_before + len(self._known))}
         found |= {f"distribution/{name}": value for name, value in asdict(self._known[-1].so_far).items()}
         if weighted := self._known[-1].weighted:
             found |= {f"distribution/weighted_{name}": value for name, value in asdict(weighted).items()}
@@ -188,6 +195,44 @@ class LengthDistribution:
             steps = [asdict(step.alone) for step in untold]
             found |= {f"distribution/step_{name}": fmean(step[name] for step in steps) for name in steps[0]}
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as plain values, but for the known steps before the last one that were told."""
+        kept = max(0, min(self._told, len(self._known) - 1))
+        return {
+            "ahead": list(self._ahead),
+            "dropped": sorted(self._dropped),
+            "finished": [(index, bins.tolist()) for index, bins in self._finished.items()],
+            "deliverable": [(index, bins.tolist()) for index, bins in self._deliverable.items()],
+            "launched": self._launched.tolist(),
+            "launched_groups": self._launched_groups,
+            "launched_octaves": self._launched_octaves.tolist(),
+            "trained": self._trained.plain(),
+            "trained_octaves": self._trained_octaves.tolist(),
+            "launched_steps": [launched.tolist() for launched in self._launched_steps],
+            "trained_steps": [trained.plain() for trained in self._trained_steps],
+            "last": [histogram.tolist() for histogram in self._last],
+            "known_before": self._known_before + kept,
+            "known": [asdict(step) for step in self._known[kept:]],
+            "told": self._told - kept,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._ahead, self._dropped = deque(state["ahead"]), set(state["dropped"])
+        self._finished = {index: np.array(bins) for index, bins in state["finished"]}
+        self._deliverable = {index: np.array(bins) for index, bins in state["deliverable"]}
+        self._launched = np.array(state["launched"])
+        self._launched_groups = state["launched_groups"]
+        self._launched_octaves = np.array(state["launched_octaves"])
+        self._trained = _Totals(*map(np.array, state["trained"]))
+        self._trained_octaves = np.array(state["trained_octaves"])
+        self._launched_steps = deque(map(np.array, state["launched_steps"]))
+        self._trained_steps = deque(_Totals(*map(np.array, trained)) for trained in state["trained_steps"])
+        launched, trained = map(np.array, state["last"])
+        self._last = (launched, trained)
+        self._known_before, self._told = state["known_before"], state["told"]
+        self._known = [_known_step(**step) for step in state["known"]]
 
     def _advance(self) -> None:
         while self._ahead and (self._ahead[0] in self._finished or self._ahead[0] in self._dropped):
@@ -233,6 +278,19 @@ class SourceShares:
             found[f"distribution/source/{source}"] = batch[source] / len(sources)
             found[f"distribution/source_total/{source}"] = count / total
         return found
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts."""
+        return dict(self._counts)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from a saved state."""
+        self._counts = Counter(state)
+
+
+def _known_step(so_far: dict[str, float], alone: dict[str, float], weighted: dict[str, float] | None) -> KnownStep:
+    """The step of these plain values."""
+    return KnownStep(Distance(**so_far), Distance(**alone), None if weighted is None else Distance(**weighted))
 
 
 def _octave(bins: Bins) -> int:

@@ -18,57 +18,37 @@ Invariants
     BL-8  Replaying the recorded events of a queue in another one gives it the same state, up to waiting times.
     BL-9  After `restart` every ticket without an end is admitted again, once, and every batch from the restart's
           version on is given out again, in order, before a new one.
+    BL-10  A new queue that loads the saved state of another one is in its state, up to waiting times.
 """
 
 import asyncio
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from goaly.backlog.admission import Admission, Ticket
-from goaly.backlog.batch import Batch, BatchHandle, add_column, build_batch, by_sequence
+from goaly.backlog.batch import Batch, BatchHandle, add_column, annotation, build_batch, check_group
 from goaly.backlog.distribution import KnownStep, LengthDistribution, SourceShares
 from goaly.backlog.events import Annotated, Event, Formed, Trained
 from goaly.backlog.group_statistics import NO_SIGNAL, GroupStatistics
 from goaly.backlog.ledger import Dropped, Ledger, State
 from goaly.backlog.order import Order
 from goaly.backlog.settings import BacklogSettings
-from goaly.errors import RunFailed, SchemaError
+from goaly.backlog.waits import QueueWaits, Wait
+from goaly.errors import RunFailed
+from goaly.prompts.curriculum import Passes
 from goaly.reward.settings import AdvantageSettings
-from goaly.telemetry import spans
-from goaly.trajectory import LATER, Group, PackedRows, check_tokens
+from goaly.trajectory import Group, PackedRows
 
 logger = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=Event)
 
 RUN_ENDED = "the run ended"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """The groups that the next batch waits for."""
-
-    ticket: int | None
-    """The oldest running group, which holds the window back; None if no group is running."""
-    finished: int
-    """Complete groups that are not in a batch yet."""
-    needed: int
-    """Groups in a batch."""
-    rejected: int
-    """Groups rejected so far."""
-    failed: int
-    """Groups that failed so far."""
-
-    def __str__(self) -> str:
-        """A line for the log."""
-        ended = f"{self.rejected} groups were rejected, {self.failed} failed so far"
-        return f"{self.finished} complete groups wait for a batch of {self.needed}; {ended}"
 
 
 class GroupQueue:
@@ -101,7 +81,7 @@ class GroupQueue:
         self._signal_error: RunFailed | None = None
         self._min_versions: dict[int, int] = {}
         self._groups: dict[int, Group] = {}
-        self._queued_ns: dict[int, int] = {}
+        self._waits = QueueWaits()
         self._batches: dict[int, Batch] = {}
         self._admit_again: deque[Ticket] = deque()
         self._give_again: deque[int] = deque()
@@ -112,7 +92,8 @@ class GroupQueue:
 
     @property
     def known_steps(self) -> Sequence[KnownStep]:
-        """The distance between trained and launched lengths of each step for which it is known, in order."""
+        """The distance between trained and launched lengths of each step for which it is known, in order; after
+        `load_state_dict` from the last known step on."""
         return self._distribution.known
 
     async def admit(self) -> Ticket | None:
@@ -135,7 +116,7 @@ class GroupQueue:
             logger.info("ticket %d is already %s; not %s", end.ticket, state, how)
             return False
         if isinstance(end, Group):
-            self._check(end)
+            check_group(end, self._settings, self._min_versions[end.ticket])  # BL-6
             if self._closed:
                 self._ledger.move(end.ticket, State.REJECTED, RUN_ENDED)  # BL-3
                 return False
@@ -149,11 +130,11 @@ class GroupQueue:
         if self._closed:
             return None
         if self._give_again:
-            return self._batches[self._give_again.popleft()].handle
-        formed = self._recorded(self._form())
-        handle = self._batches[formed.batch].handle
-        handle.metrics.update(self._queue_waits(formed.tickets))
-        return handle
+            handle, waits = self._batches[self._give_again.popleft()].handle, {}
+        else:
+            formed = self._recorded(self._form())
+            handle, waits = self._batches[formed.batch].handle, self._waits.end(formed.tickets)
+        return replace(handle, metrics=handle.metrics | waits)
 
     def wait(self) -> Wait:
         """The groups that the next batch is waiting for now."""
@@ -175,18 +156,8 @@ class GroupQueue:
 
     def annotate(self, batch_id: int, dp_rank: int, key: str, column_RL: Tensor) -> None:
         """Add a column that a later stage computed, such as `values`, to the rows of one rank."""
-        rows = self.rows(batch_id, dp_rank).rows
-        if key not in LATER:
-            raise SchemaError(
-                f"batch {batch_id}: can't add the column `{key}`; later stages may add {', '.join(LATER)}"
-            )
-        if column_RL.dtype != LATER[key] or column_RL.shape != rows.batch_size:
-            raise SchemaError(
-                f"batch {batch_id}, dp_rank {dp_rank}: `{key}` is {column_RL.dtype} {tuple(column_RL.shape)}, "
-                f"must be {LATER[key]} {tuple(rows.batch_size)}"
-            )
-        places, values_T = by_sequence(self._batches[batch_id], dp_rank, column_RL)
-        annotated = Annotated(batch=batch_id, key=key, places=places, values_T=values_T)
+        self.rows(batch_id, dp_rank)  # there are such rows
+        annotated = annotation(self._batches[batch_id], dp_rank, key, column_RL)
         self._annotate(annotated if batch_id < self._policy_version else self._recorded(annotated))
 
     def trained(self, batch_id: int, policy_version: int) -> None:
@@ -228,11 +199,60 @@ class GroupQueue:
                 )
             batch = self._batches[self._policy_version]
             self._train(self._recorded(Trained(batch=self._policy_version, tickets=batch.tickets)))
-        self._signal_error = None  # the user has resumed a run that it ended
-        self._statistics.forget()
-        self._queued_ns = {ticket: time.time_ns() for ticket in self._groups}
+        self.forget_signals()
+        self._waits = QueueWaits()
+        self._waits.begin(self._groups)
         self._admit_again.extend(Ticket(index=index, min_version=least) for index, least in self._min_versions.items())
         self._give_again.extend(sorted(self._batches))
+
+    def forget_signals(self) -> None:
+        """Forget how many groups had no signal: the user has resumed the run, also one that ended for it."""
+        self._signal_error = None
+        self._statistics.forget()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """All that a new queue needs to go on from here, but for waiting times (BL-10): plain values, `groups` and
+        `annotated`. None while batches are trained again, and after `close`, which ends tickets that a resumed run has.
+        """
+        if self._closed or min(self._batches, default=self._policy_version) < self._policy_version:
+            return None
+        batches = self._batches.values()
+        return {
+            "policy_version": self._policy_version,
+            "next_batch": self._next_batch,
+            "running": list(self._min_versions.items()),
+            **{name: part.state_dict() for name, part in self._parts().items()},
+            "batches": [batch.state_dict() for batch in batches],
+            "groups": [*self._groups.values(), *(group for batch in batches for group in batch.groups)],
+            "annotated": [annotated for batch in batches for annotated in batch.annotated],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; this queue must be new."""
+        self._policy_version, self._next_batch = state["policy_version"], state["next_batch"]
+        self._min_versions = dict(state["running"])
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        groups = {group.ticket: group for group in state["groups"]}
+        for saved in state["batches"]:
+            passes = {source: Passes(**counts) for source, counts in saved["passes"].items()}
+            self._build(saved["id"], [groups.pop(ticket) for ticket in saved["tickets"]], saved["weights"], passes)
+            metrics = self._batches[saved["id"]].handle.metrics
+            metrics.update({**saved["metrics"], **metrics})  # those of its rows are this queue's, which may differ
+        self._groups = groups
+        self._waits.begin(groups)
+        for annotated in state["annotated"]:
+            self._annotate(annotated)
+
+    def _parts(self) -> dict[str, Any]:
+        """The parts whose state is saved and loaded by themselves."""
+        return {
+            "order": self._order,
+            "ledger": self._ledger,
+            "distribution": self._distribution,
+            "statistics": self._statistics,
+            "sources": self._shares,
+        }
 
     def is_running(self, ticket: int) -> bool:
         """Whether this ticket is admitted and has not ended."""
@@ -311,7 +331,7 @@ class GroupQueue:
             self._order.finish(end.ticket)
             self._distribution.finish(end.ticket, [sample.trained_tokens for sample in end.samples])
             self._groups[end.ticket] = end
-            self._queued_ns[end.ticket] = time.time_ns()
+            self._waits.begin([end.ticket])
         self._wake()
         return end
 
@@ -325,19 +345,8 @@ class GroupQueue:
         if tickets is None:
             raise ValueError(f"batch {self._next_batch}: its groups are not complete")
         groups = [self._groups.pop(ticket) for ticket in tickets]
-        batch = build_batch(
-            self._next_batch,
-            groups,
-            settings=self._settings,
-            advantage_settings=self._advantage_settings,
-            dp_ranks=self._dp_ranks,
-            pad_token=self._pad_token,
-            minibatches=self._minibatches,
-            weights=self._distribution.deliver(tickets),
-            passes=self._statistics.take_passes(),
-        )
-        self._next_batch += 1
-        self._batches[batch.handle.id] = batch
+        self._build(self._next_batch, groups, self._distribution.deliver(tickets), self._statistics.take_passes())
+        batch = self._batches[self._next_batch]
         batch.handle.metrics.update(
             {
                 **self._distribution.metrics(),
@@ -347,11 +356,27 @@ class GroupQueue:
                 "groups/rejected_no_signal": float(self._ledger.reasons[f"{State.REJECTED}: {NO_SIGNAL}"]),
             }
         )
+        self._next_batch += 1
         return Formed(batch=batch.handle.id, tickets=batch.tickets)
+
+    def _build(
+        self, batch_id: int, groups: Sequence[Group], weights: Sequence[float], passes: Mapping[str, Passes]
+    ) -> None:
+        self._batches[batch_id] = build_batch(
+            batch_id,
+            groups,
+            settings=self._settings,
+            advantage_settings=self._advantage_settings,
+            dp_ranks=self._dp_ranks,
+            pad_token=self._pad_token,
+            minibatches=self._minibatches,
+            weights=weights,
+            passes=passes,
+        )
 
     def _annotate(self, annotated: Annotated) -> Annotated:
         batch = self._batch(annotated.batch)
-        add_column(batch, annotated.key, annotated.places, annotated.values_T, self._advantage_settings)
+        add_column(batch, annotated, self._advantage_settings)
         return annotated
 
     def _train(self, trained: Trained, *, keep: int | None = None) -> Trained:
@@ -368,33 +393,3 @@ class GroupQueue:
             known = ", ".join(map(str, self._batches)) or "none"
             raise ValueError(f"unknown batch {batch_id}; open batches: {known}")
         return self._batches[batch_id]
-
-    def _check(self, group: Group) -> None:
-        if len(group.samples) != self._settings.group_size:
-            raise SchemaError(
-                f"prompt {group.prompt_id}: a group of {len(group.samples)} samples, "
-                f"must be backlog.group_size={self._settings.group_size}"
-            )
-        min_version = self._min_versions[group.ticket]
-        for sample in group.samples:
-            where = f"trajectory {sample.prompt_id}/{sample.sample_index}"
-            check_tokens(sample.tokens, where=where)
-            versions = sample.tokens["sampler_versions"][sample.tokens["trained"]]
-            if len(versions) and int(versions.min()) < min_version:
-                raise SchemaError(
-                    f"{where}: a token of policy version {int(versions.min())}, "
-                    f"ticket {group.ticket} allows {min_version} and newer"
-                )
-            if len(sample) > self._settings.row_length:
-                raise SchemaError(
-                    f"{where}: {len(sample)} tokens don't fit into backlog.row_length={self._settings.row_length}"
-                )
-
-    def _queue_waits(self, tickets: Sequence[int]) -> dict[str, float]:
-        now = time.time_ns()
-        waits = []
-        for ticket in tickets:
-            queued = self._queued_ns.pop(ticket)
-            spans.record("queue_wait", queued, now, ticket=ticket)
-            waits.append((now - queued) / 1e9)
-        return {"queue/wait_seconds_mean": sum(waits) / len(waits), "queue/wait_seconds_max": max(waits)}

@@ -9,6 +9,8 @@ Invariants
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed
@@ -74,3 +76,18 @@ class GroupStatistics:
         taken = {"reward/verifier_errors": float(self._errors), "reward/verifier_timeouts": float(self._timeouts)}
         self._errors = self._timeouts = 0
         return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        return {
+            "recent": list(self._recent),
+            "passes": {source: asdict(passes) for source, passes in self._passes.items()},
+            "errors": self._errors,
+            "timeouts": self._timeouts,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._recent.extend(state["recent"])
+        self._passes = {source: Passes(**passes) for source, passes in state["passes"].items()}
+        self._errors, self._timeouts = state["errors"], state["timeouts"]

@@ -11,6 +11,7 @@ Invariants
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 CANCELLED = "cancelled"
 """Why a group failed that its script, or the end of the run, cancelled."""
@@ -60,13 +61,16 @@ _NEXT = {
     State.RUNNING: {State.QUEUED, State.REJECTED, State.FAILED},
     State.QUEUED: {State.TRAINED, State.REJECTED, State.FAILED},
 }
+_CODES = dict(zip(State, b"RQTXF", strict=True))
+_STATES = {code: state for state, code in _CODES.items()}
 
 
 class Ledger:
     """The states of all tickets of a run."""
 
     def __init__(self) -> None:
-        self._states: dict[int, State] = {}
+        self._states = bytearray()
+        """The code of each ticket's state."""
         self._counts: Counter[State] = Counter()
         self.reasons: Counter[str] = Counter()
 
@@ -83,16 +87,16 @@ class Ledger:
     def admit(self) -> int:
         """Admit a ticket, and return its index."""
         index = self.admitted
-        self._states[index] = State.RUNNING
+        self._states.append(_CODES[State.RUNNING])
         self._counts[State.RUNNING] += 1
         self._check()
         return index
 
     def state(self, index: int) -> State:
         """The state of this ticket."""
-        if index not in self._states:
+        if not 0 <= index < self.admitted:
             raise ValueError(f"ticket {index} was never admitted; {self.admitted} were")
-        return self._states[index]
+        return _STATES[self._states[index]]
 
     def move(self, index: int, to: State, why: str | None = None) -> None:
         """Move a ticket to its next state; a rejection or failure, and only these, needs a reason."""
@@ -101,7 +105,7 @@ class Ledger:
             raise ValueError(f"ticket {index} is {before}, and can't become {to}")  # LE-2
         if (why is not None) != (to in (State.REJECTED, State.FAILED)):
             raise ValueError(f"ticket {index}: a reason belongs to a rejection or a failure only, got {why!r} for {to}")
-        self._states[index] = to
+        self._states[index] = _CODES[to]
         self._counts[before] -= 1
         self._counts[to] += 1
         if why is not None:
@@ -110,11 +114,21 @@ class Ledger:
 
     def open(self) -> list[int]:
         """Tickets that have not ended."""
-        return [index for index, state in self._states.items() if not state.ended]
+        return [index for index, code in enumerate(self._states) if not _STATES[code].ended]
 
     def counts(self) -> dict[str, int]:
         """The number of tickets admitted and in each state."""
         return {"admitted": self.admitted, **{str(state): self._counts[state] for state in State}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        return {"states": self._states.decode(), "reasons": dict(self.reasons)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._states = bytearray(state["states"].encode())
+        self._counts = Counter({_STATES[code]: count for code, count in Counter(self._states).items()})
+        self.reasons = Counter(state["reasons"])
 
     def _check(self) -> None:
         assert self.admitted == sum(self._counts.values()), self.counts()  # LE-1

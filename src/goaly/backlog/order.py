@@ -74,6 +74,14 @@ class Order:
         """The number of finished tickets that were not delivered yet."""
         return sum(self._open.values())
 
+    def state_dict(self) -> list[tuple[int, bool]]:
+        """All of it, as plain values."""
+        return list(self._open.items())
+
+    def load_state_dict(self, state: list[tuple[int, bool]]) -> None:
+        """Continue from a saved state."""
+        self._open = dict(state)
+
     def _choose(self, count: int) -> list[int] | None:
         if self._window is None:
             chosen = [index for index, done in self._open.items() if done][:count]

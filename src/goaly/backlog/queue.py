@@ -6,6 +6,8 @@ of the run's log.
 
 Invariants
     TQ-1  A batch is given out when the records of its groups and its tickets are on disk.
+    TQ-2  After every so many policy versions the log gets a snapshot, so that a resumed run need not read what is
+          before.
 """
 
 import asyncio
@@ -23,13 +25,16 @@ from goaly.backlog.batch import Batch, BatchHandle
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.durable.records import Drawn, Published, Record, Resumed
-from goaly.durable.run_log import Recovered, RunLog, recover, trained_batches
+from goaly.durable.run_log import Recovered, RunLog, RunState, recover, trained_batches
 from goaly.reward.settings import AdvantageSettings
 from goaly.telemetry import spans
 from goaly.trajectory import PackedRows
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+SNAPSHOT_EVERY = 50
+"""Policy versions between two snapshots where checkpoints are not regular."""
 
 
 def _waiting(method: Callable[Concatenate[GroupQueue, P], Awaitable[R]]) -> EndpointProperty[P, R]:
@@ -94,6 +99,7 @@ class TrajectoryQueue(Actor):
         pad_token: int,
         steps: int | None = None,
         minibatches: int = 1,
+        snapshot_every: int | None = None,
     ):
         self._new_queue = partial(
             GroupQueue,
@@ -106,6 +112,8 @@ class TrajectoryQueue(Actor):
         )
         self.queue = self._new_queue(record=self._record)
         self._replays: dict[str, _Replay] = {}
+        self._state = RunState(self.queue)
+        self._snapshot_every = snapshot_every or SNAPSHOT_EVERY
         self._log: RunLog | None = None
         self._cpu_seconds = 0.0
 
@@ -117,9 +125,12 @@ class TrajectoryQueue(Actor):
 
     def _open(self, log: Path, policy_version: int, trainer: dict[str, Any]) -> Recovered:
         opened = RunLog(log)
-        opened.append(Resumed(policy_version=policy_version, trainer=trainer))
+        resumed = Resumed(policy_version=policy_version, trainer=trainer)
+        opened.append(resumed)
         self._log = opened
-        return recover(log, self.queue, policy_version)
+        recovered = recover(log, self._state, policy_version)
+        self._state.follow(resumed)  # which it may not have read
+        return recovered
 
     @concurrent_endpoint
     async def replayed(self, reader: str, log: Path, first: int) -> tuple[BatchHandle, str | None] | None:
@@ -158,6 +169,15 @@ class TrajectoryQueue(Actor):
         return batch
 
     @concurrent_endpoint
+    async def trained(self, batch_id: int, policy_version: int) -> None:
+        """Record that a training step consumed the batch and produced this version."""
+        self.queue.trained(batch_id, policy_version)
+        if self._log is not None and policy_version % self._snapshot_every == 0:
+            snapshot = self._state.snapshot()
+            if snapshot is not None:
+                self._log.append(snapshot)  # TQ-2
+
+    @concurrent_endpoint
     async def record(self, record: Drawn | Published) -> None:
         """Write this record of the controller's into the log."""
         self._record(record)
@@ -171,7 +191,6 @@ class TrajectoryQueue(Actor):
     report = _immediate(GroupQueue.report)
     wait = _immediate(GroupQueue.wait)
     annotate = _immediate(GroupQueue.annotate)
-    trained = _immediate(GroupQueue.trained)
     close = _immediate(GroupQueue.close)
     is_running = _immediate(GroupQueue.is_running)
     counts = _immediate(GroupQueue.counts)
@@ -189,6 +208,7 @@ class TrajectoryQueue(Actor):
     def _record(self, record: Record) -> None:
         if self._log is not None:
             self._log.append(record)
+            self._state.follow(record)
 
     async def _durable(self) -> None:
         if self._log is not None:

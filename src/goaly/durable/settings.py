@@ -11,6 +11,9 @@ class CheckpointSettings(Settings):
     generation. null: only at the end of the run and on SIGTERM."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay on disk. More than one lets a run go on if the newest is damaged."""
+    keep_log: bool = True
+    """Keep the whole log, which grows by 17 bytes for each token. false: delete the part before the oldest checkpoint
+    kept; `python -m goaly.replay` and `python -m goaly.journal` then begin there."""
     restarts: NonNegativeInt = 3
     """How many times in a row, without a training step in between, the processes of a role are replaced when one dies,
     or the run resumes by itself if they cannot be. After that it ends; `--resume` goes on with it. 0: it ends at the

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from goaly.durable.checkpoint import Checkpoints
 from goaly.durable.settings import CheckpointSettings
-from goaly.errors import RunFailed, root_cause
+from goaly.errors import CorruptLog, RunFailed, root_cause
 from goaly.run.replaceable import Lost
 
 logger = logging.getLogger(__name__)
@@ -46,15 +46,18 @@ class RunCheckpoints:
         *,
         newest: int,
         durable: Callable[[], Awaitable[None]],
+        delete_log: Callable[[int], None],
         create_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         say: Callable[[str], None],
     ):
-        """`newest` is the step of the newest checkpoint; `durable` waits until the run's log is on disk."""
+        """`newest` is the step of the newest checkpoint; `durable` waits until the run's log is on disk; `delete_log`
+        deletes what a run that goes on from this step or a later one does not need of it."""
         self._checkpoints = checkpoints
         self._settings = settings
         self._stages = stages
         self._newest: int | None = newest
         self._durable = durable
+        self._delete_log = delete_log
         self._create_task = create_task
         self._say = say
         self._writing: asyncio.Task[None] | None = None
@@ -105,6 +108,8 @@ class RunCheckpoints:
             self._say(f"no checkpoint of step {step}, it cannot be written: {cause}")  # RC-2
             return
         try:
-            await asyncio.to_thread(self._checkpoints.prune, self._settings.keep)
-        except OSError as error:
-            self._say(f"old checkpoints cannot be removed: {error}")
+            oldest = await asyncio.to_thread(self._checkpoints.prune, self._settings.keep)
+            if oldest is not None and not self._settings.keep_log:
+                await asyncio.to_thread(self._delete_log, oldest)
+        except (OSError, CorruptLog) as error:
+            self._say(f"old checkpoints, or the log before them, cannot be removed: {error}")

@@ -135,6 +135,7 @@ def trajectory_queue(hub: ProcMesh, config: RunConfig, steps: int | None = None)
         pad_token=ChatTokenizer(config.model.path).pad_token,
         steps=steps,
         minibatches=config.trainer.minibatches,
+        snapshot_every=config.checkpoint.every,
     )
 
 

@@ -16,12 +16,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from goaly.actors import ask
 from goaly.config.schema import plain
 from goaly.durable.checkpoint import Checkpoints
+from goaly.durable.run_log import delete_before
 from goaly.generate.service import GeneratorService
 from goaly.plan.dry_run import placed
 from goaly.rollout.episode import EpisodeFunction
@@ -171,6 +173,7 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
         stateful,
         newest=step,
         durable=run.backlog.durable,
+        delete_log=partial(delete_before, run.run_dir / LOG_FOLDER),
         create_task=run.tasks.create_task,
         say=run.say,
     )

@@ -1,6 +1,7 @@
 """A queue that replays another one's recorded events is in the same state, and goes on as the other one would."""
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +106,28 @@ async def test_a_queue_that_replays_the_events_of_another_goes_on_like_it(settin
         await first.step(*step)
         await second.step(*step)
     assert_same(first.queue, second.queue, first.formed)
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=["windowed", "completion", "dynamic"])
+@given(before=STEPS, after=STEPS)
+async def test_a_queue_that_loads_the_saved_state_of_another_goes_on_like_it(settings, before, after) -> None:
+    first = Driver(queue_of(settings))
+    for step in before:
+        await first.step(*step)
+    state = first.queue.state_dict()
+    assert state is not None
+    loaded = queue_of(settings)
+    plain = {name: value for name, value in state.items() if name not in ("groups", "annotated")}
+    loaded.load_state_dict(state | json.loads(json.dumps(plain)))
+    second = Driver(loaded, list(first.running), list(first.formed))
+    seen = len(first.queue.known_steps) - len(loaded.known_steps)
+    for step in after:
+        await first.step(*step)
+        await second.step(*step)
+    assert first.queue.known_steps[seen:] == loaded.known_steps
+    loaded._distribution._known[:0] = first.queue.known_steps[:seen]
+    assert_same(first.queue, loaded, first.formed)  # BL-10
+    assert [loaded.handle(batch) for batch in first.formed] == [first.queue.handle(batch) for batch in first.formed]
 
 
 async def test_an_event_that_does_not_follow_from_those_before_is_refused() -> None:

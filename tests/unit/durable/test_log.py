@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.durable import log
-from goaly.durable.log import LogWriter, Position, durable_mark, frames
+from goaly.durable import log, log_writer
+from goaly.durable.log import Position, durable_mark, frames
+from goaly.durable.log_writer import LogWriter
 from goaly.errors import CorruptLog, RunFailed
 from goaly.tensor_file import Buffer
 
@@ -62,7 +63,7 @@ async def test_a_log_cut_behind_its_durable_mark_ends_there_and_goes_on(payloads
         mark = (folder / "durable").read_bytes()
         await write(folder, payloads[durable:])
         (folder / "durable").write_bytes(mark)  # as if what came after had not been synced
-        last = log._segments(folder)[-1]
+        last = log.segments(folder)[-1]
         least = durable_mark(folder).offset if int(last.stem) == durable_mark(folder).segment else 0
         os.truncate(last, data.draw(st.integers(least, last.stat().st_size)))
         kept = read(folder)
@@ -77,7 +78,7 @@ async def test_a_flipped_or_missing_byte_before_the_durable_mark_is_an_error(pay
     with TemporaryDirectory() as name:
         folder = Path(name)
         await write(folder, payloads)
-        path = data.draw(st.sampled_from([path for path in log._segments(folder) if path.stat().st_size]))
+        path = data.draw(st.sampled_from([path for path in log.segments(folder) if path.stat().st_size]))
         content = bytearray(path.read_bytes())
         place = data.draw(st.integers(0, len(content) - 1))
         if data.draw(st.booleans()):
@@ -95,7 +96,7 @@ async def test_a_segment_without_its_last_frame_is_an_error_also_before_an_empty
         writer.append(lambda size=size: [bytes(size)])
     await writer.durable()
     writer.close()
-    assert [path.stat().st_size > 0 for path in log._segments(folder)] == [True, False]
+    assert [path.stat().st_size > 0 for path in log.segments(folder)] == [True, False]
     os.truncate(folder / "000000.log", (folder / "000000.log").stat().st_size - 60 - log.FRAME.size)
     with pytest.raises(CorruptLog, match=r"000000\.log: ends at offset"):  # LG-2
         read(folder)
@@ -106,7 +107,7 @@ async def test_a_missing_segment_or_mark_is_an_error(payloads, data) -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
         await write(folder, payloads)
-        durable = [path for path in log._segments(folder) if Position(int(path.stem), 0) < durable_mark(folder)]
+        durable = [path for path in log.segments(folder) if Position(int(path.stem), 0) < durable_mark(folder)]
         data.draw(st.sampled_from([*durable, folder / "durable"])).unlink()
         with pytest.raises(CorruptLog):
             read(folder)
@@ -114,6 +115,7 @@ async def test_a_missing_segment_or_mark_is_an_error(payloads, data) -> None:
 
 async def test_half_a_write_of_the_mark_leaves_the_mark_before(folder: Path) -> None:
     await write(folder, [b"one"], durable=1)
+    before = durable_mark(folder)
     await write(folder, [b"two"], durable=1)
     mark, content = durable_mark(folder), (folder / "durable").read_bytes()
     marks = set()
@@ -124,6 +126,7 @@ async def test_half_a_write_of_the_mark_leaves_the_mark_before(folder: Path) -> 
         marks.add(durable_mark(folder))
     assert mark in marks
     assert max(marks) == mark
+    assert marks == {before, mark}  # also of a log that was opened again
     (folder / "durable").write_bytes(bytes(len(content)))
     with pytest.raises(CorruptLog, match="durable"):
         durable_mark(folder)
@@ -154,7 +157,7 @@ async def test_what_is_durable_is_read_while_more_is_written(folder: Path) -> No
 async def test_a_log_of_another_format_is_refused(folder: Path) -> None:
     await write(folder, [b"one"])
     path = folder / "000000.log"
-    path.write_bytes(log._segment_header(0, 0, version=9) + path.read_bytes()[log.HEADER.size :])
+    path.write_bytes(log.segment_header(0, 0, version=9) + path.read_bytes()[log.HEADER.size :])
     with pytest.raises(CorruptLog, match="has format 9, this goaly reads format 1"):
         read(folder)
 
@@ -169,7 +172,7 @@ async def test_after_a_failed_write_every_waiter_gets_the_error_and_nothing_more
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(log.os, "writev", full)
+    monkeypatch.setattr(log_writer.os, "writev", full)
     writer.append(lambda: [b"two"])
     with pytest.raises(RunFailed, match="No space left on device"):
         await writer.durable()
@@ -193,6 +196,69 @@ async def test_after_a_record_that_cannot_be_encoded_every_waiter_gets_the_error
     assert read(folder) == [b"one"]
 
 
+async def write_segments(folder: Path, count: int) -> None:
+    """Payloads of which each begins a segment."""
+    writer = LogWriter(folder)
+    for number in range(count):
+        writer.append(lambda number=number: [str(number).encode()], begins_segment=True)
+        await writer.durable()
+    writer.close()
+
+
+async def test_a_log_whose_beginning_was_deleted_begins_there_and_goes_on(folder: Path) -> None:  # LG-5
+    await write_segments(folder, 5)
+    mark = (folder / "durable").read_bytes()
+    log.begin_at(folder, 2)
+    assert read(folder) == [b"2", b"3", b"4"]
+    assert [place.segment for place in log.segment_starts(folder)] == [2, 3, 4]
+    log.begin_at(folder, 1)  # nothing comes back
+    await write_segments(folder, 1)
+    assert read(folder) == [b"2", b"3", b"4", b"0"]
+    (folder / "durable").write_bytes(mark)
+    log.begin_at(folder, 5)
+    (folder / "durable").write_bytes(log.slot_of(Position(1, 0)) * 2)  # the host died before the newer mark was on disk
+    assert durable_mark(folder) == Position(5, 0)
+    await write_segments(folder, 1)
+    assert read(folder) == [b"0", b"0"]
+
+
+@pytest.mark.parametrize("after", range(3))
+async def test_a_deletion_that_is_interrupted_leaves_the_log_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    await write_segments(folder, 4)
+    steps = iter(range(after))
+
+    def unlink(path: Path) -> None:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        os.unlink(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink)
+        with pytest.raises(KeyboardInterrupt):
+            log.begin_at(folder, 3)
+    assert read(folder) == [b"3"]  # LG-5
+    log.begin_at(folder, 3)
+    assert sorted(os.listdir(folder)) == ["000003.log", "beginning", "durable"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+async def test_a_damaged_or_missing_beginning_is_an_error(folder: Path, damage: str) -> None:  # LG-5
+    await write_segments(folder, 3)
+    log.begin_at(folder, 1)
+    file = folder / "beginning"
+    match damage:
+        case "flip":
+            file.write_bytes(file.read_bytes()[:-1] + b"?")
+        case "cut":
+            file.write_bytes(file.read_bytes()[:-1])
+        case "remove":
+            file.unlink()
+    with pytest.raises(CorruptLog, match=r"beginning|000000\.log"):
+        read(folder)
+
+
 def test_a_log_has_one_writer_at_a_time(folder: Path) -> None:  # LG-4
     first = LogWriter(folder)
     with pytest.raises(RunFailed, match="another process still writes this log"):
@@ -211,9 +277,9 @@ def test_a_payload_of_many_parts_is_whole_however_little_is_written_at_once(size
         return len(some)
 
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(log, "BUFFERS_PER_WRITE", 3)
+        patched.setattr(log_writer, "BUFFERS_PER_WRITE", 3)
         writer = LogWriter(Path(name))
-        patched.setattr(log.os, "writev", writev)
+        patched.setattr(log_writer.os, "writev", writev)
         parts = [bytes([number % 256]) * size for number, size in enumerate(sizes)]
         writer.append(lambda: parts)
         writer.close()

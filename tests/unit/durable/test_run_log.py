@@ -13,7 +13,7 @@ from goaly.backlog.ledger import CANCELLED, Dropped
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.durable.records import Drawn, Published, Resumed
-from goaly.durable.run_log import RunLog, recover, trained_batches
+from goaly.durable.run_log import RunLog, RunState, recover, trained_batches
 from goaly.errors import CorruptLog
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward.settings import AdvantageSettings
@@ -55,7 +55,7 @@ async def test_a_log_leads_to_the_queue_and_to_the_tickets_under_way(tmp_path: P
     await log.durable()
 
     other = queue_of()
-    found = recover(tmp_path, other, 0)
+    found = recover(tmp_path, RunState(other), 0)
     assert other.counts() == queue.counts()
     assert {ticket: one.id for ticket, one in found.prompts.items()} == {3: "p3"}
     assert found.mixture == {"position": 4}
@@ -73,10 +73,10 @@ async def test_a_log_that_was_resumed_leads_on(tmp_path: Path) -> None:
     await log.durable()
     log.append(Resumed(policy_version=0, trainer={}))
     second = queue_of(log)
-    assert set(recover(tmp_path, second, 0).prompts) == {1, 2}
+    assert set(recover(tmp_path, RunState(second), 0).prompts) == {1, 2}
     second.report(grouped(1, GROUP))
     await log.durable()
-    assert set(recover(tmp_path, queue_of(), 0).prompts) == {2}
+    assert set(recover(tmp_path, RunState(queue_of()), 0).prompts) == {2}
     log.close()
 
 
@@ -93,7 +93,7 @@ async def test_the_mixture_learns_again_from_the_batches_since_the_last_draw(tmp
         await queue.admit()
         log.append(drawn(4 + step, learned=step))
     await log.durable()
-    assert [len(passes) for passes in recover(tmp_path, queue_of(), 2).passes] == [1]
+    assert [len(passes) for passes in recover(tmp_path, RunState(queue_of()), 2).passes] == [1]
     log.close()
 
 
@@ -128,7 +128,7 @@ async def test_a_record_that_cannot_be_understood_is_named(tmp_path: Path) -> No
     log._writer.append(lambda: [b"\x02\0\0\0\0\0\0\0{}"])
     await log.durable()
     with pytest.raises(CorruptLog, match="segment 0, offset "):
-        recover(tmp_path, queue_of(), 0)
+        recover(tmp_path, RunState(queue_of()), 0)
     log.close()
 
 

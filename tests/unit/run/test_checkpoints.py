@@ -2,7 +2,8 @@
 
 import asyncio
 import errno
-from collections.abc import Coroutine
+import itertools
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ class Setup:
         self.folder = folder
         self.models = {"trainer": Model(), "critic": Model()}
         self.said: list[str] = []
+        self.deleted: list[int] = []
+        """The steps before which the log was deleted."""
         self.log_is_durable = asyncio.Event()
         self.log_is_durable.set()
         self.tasks: list[asyncio.Task[None]] = []
@@ -63,6 +66,7 @@ class Setup:
             self.models,
             newest=newest,
             durable=self._durable,
+            delete_log=self.deleted.append,
             create_task=self._create_task,
             say=self.said.append,
         )
@@ -154,6 +158,72 @@ async def test_at_the_end_there_is_a_checkpoint_of_the_last_step(
     await setup.checkpoints.finish(step)
     await setup.checkpoints.finish(step)
     assert await setup.written() == found
+
+
+@pytest.mark.parametrize(("keep_log", "deleted"), [(True, []), (False, [1, 2])])
+async def test_the_log_before_the_oldest_checkpoint_kept_is_deleted_only_if_it_is_not_kept(
+    tmp_path: Path, keep_log: bool, deleted: list[int]
+) -> None:
+    setup = Setup(tmp_path, every=1, keep=2, keep_log=keep_log)
+    for step in (1, 2, 3):
+        await setup.steps(step)
+        await setup.written()
+    assert setup.deleted == deleted  # none while the log's beginning is what a damaged checkpoint would need
+
+
+class InTurns:
+    """Threads that do their work one turn of the event loop later, whether or not their caller still waits for it."""
+
+    def __init__(self) -> None:
+        self.doing: str | None = None
+
+    async def __call__(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        done = asyncio.get_running_loop().create_future()
+
+        def do() -> None:
+            found = work(*arguments)
+            if not done.done():
+                done.set_result(found)
+
+        asyncio.get_running_loop().call_soon(do)
+        self.doing = getattr(work, "__name__", "")
+        result = await done
+        self.doing = None
+        return result
+
+
+async def test_cancelled_at_any_await_the_checkpoint_protocol_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted = set()
+    for turns in itertools.count():
+        folder, threads = tmp_path / str(turns), InTurns()
+        monkeypatch.setattr(asyncio, "to_thread", threads)
+        setup = Setup(folder, every=1, keep=1, keep_log=False)
+        await setup.steps(1)
+        assert await setup.written() == ["000001"]
+        taking = asyncio.create_task(setup.steps(2))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        tasks = [taking, *setup.tasks[1:]]
+        if is_done := all(task.done() for task in tasks) and len(tasks) > 1:
+            assert (names(folder), setup.deleted) == (["000002"], [1, 2])
+        interrupted.add(threads.doing)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for _ in range(5):
+            await asyncio.sleep(0)  # threads end
+        newest = Checkpoints(folder).newest()
+        assert newest is not None, turns
+        assert {content(newest.folder / name / "state") for name in setup.models} == {str(newest.step)}
+        assert not setup.deleted or setup.deleted[-1] <= newest.step
+        following = Setup(folder, every=1, keep=1, newest=newest.step)
+        await following.steps(3)
+        assert await following.written() == ["000003"]
+        if is_done:
+            break
+    assert interrupted == {None, "begin", "commit", "prune", "append"}
 
 
 async def test_cancelled_at_any_await_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:

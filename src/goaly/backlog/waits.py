@@ -1,0 +1,49 @@
+"""What a training loop waits for, and how long groups wait in the queue."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from goaly.telemetry import spans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """The groups that the next batch waits for."""
+
+    ticket: int | None
+    """The oldest running group, which holds the window back; None if no group is running."""
+    finished: int
+    """Complete groups that are not in a batch yet."""
+    needed: int
+    """Groups in a batch."""
+    rejected: int
+    """Groups rejected so far."""
+    failed: int
+    """Groups that failed so far."""
+
+    def __str__(self) -> str:
+        """A line for the log."""
+        ended = f"{self.rejected} groups were rejected, {self.failed} failed so far"
+        return f"{self.finished} complete groups wait for a batch of {self.needed}; {ended}"
+
+
+class QueueWaits:
+    """Measures how long groups wait in the queue for their batch."""
+
+    def __init__(self) -> None:
+        self._queued_ns: dict[int, int] = {}
+
+    def begin(self, tickets: Iterable[int]) -> None:
+        """The groups of these tickets wait from now on."""
+        self._queued_ns |= dict.fromkeys(tickets, time.time_ns())
+
+    def end(self, tickets: Sequence[int]) -> dict[str, float]:
+        """Metrics of a batch of these groups, which no longer wait."""
+        now = time.time_ns()
+        waits = []
+        for ticket in tickets:
+            queued = self._queued_ns.pop(ticket)
+            spans.record("queue_wait", queued, now, ticket=ticket)
+            waits.append((now - queued) / 1e9)
+        return {"queue/wait_seconds_mean": sum(waits) / len(waits), "queue/wait_seconds_max": max(waits)}

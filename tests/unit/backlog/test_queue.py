@@ -1,0 +1,77 @@
+"""What the queue's actor writes into the run's log, and what it says while the disk does not take it."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from trajectories import grouped, sampled
+
+from goaly.backlog.admission import Ticket
+from goaly.backlog.queue import TrajectoryQueue
+from goaly.backlog.settings import BacklogSettings
+from goaly.durable.records import Snapshot
+from goaly.durable.run_log import needed_records, records
+from goaly.reward.settings import AdvantageSettings
+from goaly.trajectory import Group
+
+SETTINGS = BacklogSettings(groups_per_step=1, group_size=2, max_staleness=1, window=2, row_length=32)
+
+
+def group(ticket: Ticket) -> Group:
+    least = ticket.min_version
+    return grouped(ticket.index, [sampled(4, version=least), sampled(5, index=1, reward=1.0, version=least)])
+
+
+def call(queue: TrajectoryQueue, endpoint: str, *arguments: Any) -> Any:
+    """What the actor does when this endpoint is called."""
+    return getattr(TrajectoryQueue, endpoint)._method.__wrapped__(queue, *arguments)
+
+
+async def opened(folder: Path, version: int = 0, **settings: Any) -> TrajectoryQueue:
+    queue = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0, **settings)
+    await call(queue, "open", folder, version, {})
+    return queue
+
+
+async def step(queue: TrajectoryQueue) -> None:
+    """Admit, complete and train one group."""
+    ticket = await asyncio.wait_for(queue.queue.admit(), 1)
+    assert ticket is not None
+    queue.queue.report(group(ticket))
+    batch = await asyncio.wait_for(call(queue, "next_batch"), 20)
+    assert batch is not None
+    await call(queue, "trained", batch.id, batch.id + 1)
+
+
+def snapshots(folder: Path) -> list[int]:
+    return [one.policy_version for one in records(folder) if isinstance(one, Snapshot)]
+
+
+async def test_a_resumed_run_reads_from_the_newest_snapshot_that_its_trainer_can_use(tmp_path: Path) -> None:  # TQ-2
+    queue = await opened(tmp_path, snapshot_every=2)
+    for _ in range(5):
+        await step(queue)
+    await call(queue, "settle")
+    assert snapshots(tmp_path) == [2, 4]
+    needed = {version: len(list(needed_records(tmp_path, version))) for version in (1, 2, 4, 5)}
+    assert needed[1] > needed[2] > needed[4] == needed[5]
+    resumed = await opened(tmp_path, 3, snapshot_every=2)
+    assert resumed.queue.counts()["policy_version"] == 5
+    for batch_id in (3, 4):
+        batch = await call(resumed, "next_batch")
+        assert batch.id == batch_id
+        await call(resumed, "trained", batch.id, batch.id + 1)
+    await call(resumed, "settle")
+    assert snapshots(tmp_path) == [2, 4]  # none while batches were trained again
+
+
+async def test_once_the_end_of_a_run_has_begun_there_is_no_snapshot_of_what_this_end_cancels(tmp_path: Path) -> None:
+    queue = await opened(tmp_path, snapshot_every=1)
+    ticket = await queue.queue.admit()
+    assert ticket is not None
+    queue.queue.report(group(ticket))
+    batch = await call(queue, "next_batch")
+    queue.queue.close()
+    await call(queue, "trained", batch.id, 1)
+    await call(queue, "settle")
+    assert snapshots(tmp_path) == []
