@@ -13,6 +13,7 @@ Invariants
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -24,6 +25,7 @@ from goaly.actors import concurrent_endpoint
 from goaly.backlog.batch import Batch, BatchHandle
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.settings import BacklogSettings
+from goaly.backlog.waits import Wait
 from goaly.durable.records import Drawn, Published, Record, Resumed
 from goaly.durable.run_log import Recovered, RunLog, RunState, recover, trained_batches
 from goaly.reward.settings import AdvantageSettings
@@ -35,6 +37,8 @@ R = TypeVar("R")
 
 SNAPSHOT_EVERY = 50
 """Policy versions between two snapshots where checkpoints are not regular."""
+DISK_SECONDS = 1.0
+"""Shorter waits for the disk are not reported."""
 
 
 def _waiting(method: Callable[Concatenate[GroupQueue, P], Awaitable[R]]) -> EndpointProperty[P, R]:
@@ -178,6 +182,14 @@ class TrajectoryQueue(Actor):
                 self._log.append(snapshot)  # TQ-2
 
     @concurrent_endpoint
+    async def wait(self) -> Wait:
+        """The groups, or the disk, that the next batch waits for now."""
+        wait, disk = self.queue.wait(), None if self._log is None else self._log.wait
+        if disk is None or disk[0] < DISK_SECONDS:
+            return wait
+        return replace(wait, disk_seconds=disk[0], disk_file=disk[1])
+
+    @concurrent_endpoint
     async def record(self, record: Drawn | Published) -> None:
         """Write this record of the controller's into the log."""
         self._record(record)
@@ -189,7 +201,6 @@ class TrajectoryQueue(Actor):
 
     admit = _waiting(GroupQueue.admit)
     report = _immediate(GroupQueue.report)
-    wait = _immediate(GroupQueue.wait)
     annotate = _immediate(GroupQueue.annotate)
     close = _immediate(GroupQueue.close)
     is_running = _immediate(GroupQueue.is_running)

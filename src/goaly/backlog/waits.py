@@ -3,13 +3,14 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from goaly.telemetry import spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """The groups that the next batch waits for."""
+    """The groups, or the disk, that the next batch waits for."""
 
     ticket: int | None
     """The oldest running group, which holds the window back; None if no group is running."""
@@ -21,11 +22,18 @@ class Wait:
     """Groups rejected so far."""
     failed: int
     """Groups that failed so far."""
+    disk_seconds: float = 0.0
+    """How long it has waited for the disk."""
+    disk_file: Path | None = None
+    """The file of the run's log that the disk has not written; None if it does not wait for the disk."""
 
     def __str__(self) -> str:
         """A line for the log."""
+        disk = ""
+        if self.disk_file is not None:
+            disk = f"the next batch waits {self.disk_seconds:.0f} s for the disk to write {self.disk_file}; "
         ended = f"{self.rejected} groups were rejected, {self.failed} failed so far"
-        return f"{self.finished} complete groups wait for a batch of {self.needed}; {ended}"
+        return f"{disk}{self.finished} complete groups wait for a batch of {self.needed}; {ended}"
 
 
 class QueueWaits:

@@ -66,6 +66,8 @@ class LogWriter:
         sync(folder)
         self._error: Exception | None = None
         self._closed = False
+        self._asked: list[float] = []
+        """When each of those who wait for durability asked for it."""
         self.cpu_seconds = 0.0
         """CPU time of encoding and writing so far."""
         self._hurry = threading.Event()
@@ -84,7 +86,19 @@ class LogWriter:
         waiter = _Waiter(asyncio.get_running_loop())
         self._work.put(waiter)
         self._hurry.set()
-        await waiter.done  # Unblocked by the log's thread, also if it cannot write.
+        asked = time.monotonic()
+        self._asked.append(asked)
+        try:
+            await waiter.done  # Unblocked by the log's thread, also if it cannot write.
+        finally:
+            self._asked.remove(asked)
+
+    @property
+    def wait(self) -> tuple[float, Path] | None:
+        """How many seconds someone has waited for the disk, and the file that it writes; None if nobody waits."""
+        if not self._asked:
+            return None
+        return time.monotonic() - self._asked[0], segment_file(self._folder, self._end.segment)
 
     def close(self) -> None:
         """Write and sync what was appended, and end the thread."""

@@ -41,6 +41,11 @@ class RunLog:
         """CPU time of the log's thread so far."""
         return self._writer.cpu_seconds
 
+    @property
+    def wait(self) -> tuple[float, Path] | None:
+        """How many seconds someone has waited for the disk, and the file that it writes; None if nobody waits."""
+        return self._writer.wait
+
     def append(self, record: Record) -> None:
         """Append a record, which must not change any more. It is encoded and written on the log's thread. A snapshot
         begins a segment."""

@@ -1,14 +1,19 @@
 """What the queue's actor writes into the run's log, and what it says while the disk does not take it."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 from trajectories import grouped, sampled
 
+from goaly.backlog import queue as queue_module
 from goaly.backlog.admission import Ticket
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
+from goaly.backlog.waits import Wait
+from goaly.durable import log_writer
 from goaly.durable.records import Snapshot
 from goaly.durable.run_log import needed_records, records
 from goaly.reward.settings import AdvantageSettings
@@ -75,3 +80,36 @@ async def test_once_the_end_of_a_run_has_begun_there_is_no_snapshot_of_what_this
     await call(queue, "trained", batch.id, 1)
     await call(queue, "settle")
     assert snapshots(tmp_path) == []
+
+
+async def test_a_stalled_disk_is_what_the_next_batch_is_said_to_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_module, "DISK_SECONDS", 0.03)
+    queue, disk = await opened(tmp_path), threading.Event()
+    await call(queue, "durable")
+    ticket = await queue.queue.admit()
+    assert ticket is not None
+    waiting = asyncio.create_task(call(queue, "next_batch"))
+    await asyncio.sleep(0.05)
+    assert (await call(queue, "wait")).disk_file is None  # it waits for the group
+    monkeypatch.setattr(log_writer.os, "fdatasync", lambda file: disk.wait(30))
+    queue.queue.report(group(ticket))
+    await asyncio.sleep(0.05)
+    wait = await call(queue, "wait")
+    assert wait.disk_file == tmp_path / "000000.log"
+    assert 0.03 <= wait.disk_seconds < 30
+    disk.set()
+    assert (await waiting).id == 0
+    assert (await call(queue, "wait")).disk_file is None
+    await call(queue, "settle")
+
+
+def test_a_wait_for_the_disk_names_the_file_and_the_seconds() -> None:
+    groups = "3 complete groups wait for a batch of 8; 2 groups were rejected, 1 failed so far"
+    wait = Wait(ticket=None, finished=3, needed=8, rejected=2, failed=1)
+    assert str(wait) == groups
+    wait = Wait(
+        ticket=4, finished=3, needed=8, rejected=2, failed=1, disk_seconds=44.4, disk_file=Path("log/000003.log")
+    )
+    assert str(wait) == f"the next batch waits 44 s for the disk to write log/000003.log; {groups}"

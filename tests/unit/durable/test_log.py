@@ -1,6 +1,8 @@
 """The log gives back what was appended, notices damage, and survives a kill at any byte."""
 
+import asyncio
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -194,6 +196,27 @@ async def test_after_a_record_that_cannot_be_encoded_every_waiter_gets_the_error
             await writer.durable()
     writer.close()
     assert read(folder) == [b"one"]
+
+
+async def test_a_wait_for_the_disk_tells_how_long_and_for_which_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, disk = LogWriter(folder), threading.Event()
+    assert writer.wait is None
+    monkeypatch.setattr(log_writer.os, "fdatasync", lambda file: disk.wait(30))
+    writer.append(lambda: [b"one"])
+    waiting = [asyncio.create_task(writer.durable()) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    waiting[1].cancel()
+    await asyncio.wait(waiting[1:])
+    assert writer.wait is not None
+    seconds, file = writer.wait
+    assert 0.03 < seconds < 30
+    assert file == folder / "000000.log"
+    disk.set()
+    await waiting[0]
+    assert writer.wait is None
+    writer.close()
 
 
 async def write_segments(folder: Path, count: int) -> None:
