@@ -32,7 +32,8 @@ def going(run: LaunchedRun, launch: Callable[..., LaunchedRun], seconds: float) 
 def test_eight_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: Callable[..., LaunchedRun]) -> None:
     chance = random.Random(0)
     before = orphaned_memory()
-    settings = ("checkpoint.every=5", "checkpoint.restarts=3", "backlog.max_staleness=2")
+    rewarded = "reward.verifier=tests.loop.verifiers:share_of_digits"  # so that every step changes the policy
+    settings = (rewarded, "checkpoint.every=5", "checkpoint.restarts=3", "backlog.max_staleness=2")
     run = launch(f"steps={STEPS}", *settings, app="ppo")
     run.wait_for_steps(7)
     generators, seen = run.spawned("generator"), set(run.processes())
@@ -55,6 +56,7 @@ def test_eight_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: C
 
     assert [step["policy_version"] for step in run.lines("metrics.jsonl")] == list(range(1, STEPS + 1))
     assert "when it was made first" not in (run.folder / "logs" / "controller.log").read_text()
+    assert all(step["grad_norm"] > 0 for step in run.lines("metrics.jsonl"))
     found = accounts(run.folder)
     assert found["trained"] == 2 * STEPS
     assert {key: found[key] for key in ("lost", "doubled", "failed", "unaccounted")} == {
