@@ -259,7 +259,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _machines(rounds: Sequence[Round]) -> str:
-    """What the runs were made on, and how busy it was."""
+    """One sentence on the machine of these runs, and how busy it was."""
     seen = [run.machine for one in rounds for run in one.runs]
     speeds = sorted(one["gflops"] for one in seen)
     return (

@@ -6,10 +6,12 @@ What runs on it is ordinary asyncio code; `asyncio.sleep` is how long something 
 """
 
 import asyncio
+import functools
 import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -43,3 +45,19 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """What the coroutine returns, run in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
+
+
+def jumps(test: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """This asynchronous test, in virtual time."""
+
+    @functools.wraps(test)
+    def in_virtual_time(*arguments: P.args, **named: P.kwargs) -> T:
+        return run(test(*arguments, **named))
+
+    return in_virtual_time
+
+
+async def turns(count: int = 10) -> None:
+    """Let every other task run so often."""
+    for _ in range(count):
+        await asyncio.sleep(0)

@@ -39,7 +39,7 @@ def tensor_file(metadata: Mapping[str, str], contents: Mapping[str, torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """What a file holds, in the file's memory."""
+    """The tensors and values of a file, in the file's memory."""
 
     metadata: dict[str, str]
     contents: dict[str, memoryview]

@@ -21,6 +21,8 @@ START_SECONDS = 300.0
 """A run that has not begun, or replaced a replica, by then hangs: some ten times what a quiet machine needs."""
 END_SECONDS = 60.0
 """A run that has not ended by then, or a process that is still there, is left behind: some ten times what it needs."""
+REWARDED = "reward.verifier=tests.loop.verifiers:share_of_digits"
+"""Rewards that differ, so that every step changes the policy."""
 SMALL = [
     "backlog.groups_per_step=2",
     "backlog.group_size=4",

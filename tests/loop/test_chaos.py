@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from launched import ROOT, START_SECONDS, LaunchedRun, gone_within, orphaned_memory, orphaned_within
+from launched import REWARDED, ROOT, START_SECONDS, LaunchedRun, gone_within, orphaned_memory, orphaned_within
 
 from bench.chaos import accounts
 
@@ -32,8 +32,7 @@ def going(run: LaunchedRun, launch: Callable[..., LaunchedRun], seconds: float) 
 def test_eight_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: Callable[..., LaunchedRun]) -> None:
     chance = random.Random(0)
     before = orphaned_memory()
-    rewarded = "reward.verifier=tests.loop.verifiers:share_of_digits"  # so that every step changes the policy
-    settings = (rewarded, "checkpoint.every=5", "checkpoint.restarts=3", "backlog.max_staleness=2")
+    settings = (REWARDED, "checkpoint.every=5", "checkpoint.restarts=3", "backlog.max_staleness=2")
     run = launch(f"steps={STEPS}", *settings, app="ppo")
     run.wait_for_steps(7)
     generators, seen = run.spawned("generator"), set(run.processes())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from launched import (
+    REWARDED,
     START_SECONDS,
     LaunchedRun,
     assert_whole,
@@ -30,8 +31,6 @@ REPEATABLE = (
     "generator.prefix_caching=false",
 )
 """Answers do not depend on timing, to the last bit."""
-REWARDED = "reward.verifier=tests.loop.verifiers:share_of_digits"
-"""Rewards that differ, so that every step changes the policy."""
 PPO = (
     f"steps={STEPS}",
     "checkpoint.every=3",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from launched import (
+    REWARDED,
     START_SECONDS,
     LaunchedRun,
     assert_whole,
@@ -35,7 +36,8 @@ class Stopped:
 
 @pytest.fixture(scope="module")
 def stopped(launch_shared: Launch) -> Stopped:
-    run = launch_shared("steps=1000", "checkpoint.every=null", "backlog.max_staleness=2", "loss.kl_coef=0.01")
+    settings = ("checkpoint.every=null", "backlog.max_staleness=2", "loss.kl_coef=0.01", REWARDED)
+    run = launch_shared("steps=1000", *settings)
     run.wait_for_steps(3)
     for pid in (*run.processes(), run.process.pid):  # as schedulers send it
         os.kill(pid, signal.SIGTERM)
@@ -95,6 +97,7 @@ def test_what_a_resumed_run_may_not_change_is_refused_and_nothing_is_lost(
 def test_a_stopped_run_goes_on_in_another_shape(stopped: Stopped, reshaped: Reshaped) -> None:  # RN-4
     assert f"resumed at policy version {stopped.steps}" in reshaped.run.text()
     assert_whole(reshaped.run, reshaped.steps)
+    assert all(step["grad_norm"] > 0 for step in reshaped.run.lines("metrics.jsonl"))
 
 
 def test_the_death_of_a_follower_is_the_death_of_its_replica_and_costs_no_request(reshaped: Reshaped) -> None:

@@ -6,12 +6,13 @@ Its final evaluation never ends, so that Ctrl-C during that can be seen too.
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launched import START_SECONDS, LaunchedRun
+from launched import REWARDED, START_SECONDS, LaunchedRun, gone_within, orphaned_memory, orphaned_within
 from safetensors.torch import load_file
 
 from goaly.backlog.batch import build_batch
@@ -77,13 +78,22 @@ def plain_loop(groups: list[Group], model: Path, output: Path) -> None:
     engine.save_hf(output)
 
 
-@pytest.fixture(scope="module")
-def run(launch_shared: Callable[..., LaunchedRun]) -> LaunchedRun:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupted:
     """A synchronous run that Ctrl-C stopped during its final evaluation."""
+
+    run: LaunchedRun
+    survivors: list[int]
+    left_in_memory: set[str]
+
+
+@pytest.fixture(scope="module")
+def interrupted(launch_shared: Callable[..., LaunchedRun]) -> Interrupted:
+    before = orphaned_memory()
     run = launch_shared(
         f"steps={STEPS}",
         "backlog.max_staleness=0",
-        "reward.verifier=tests.loop.verifiers:share_of_digits",
+        REWARDED,
         f"trainer.optimizer.lr={TRAINER.optimizer.lr}",
         f"trainer.schedule.warmup_steps={TRAINER.schedule.warmup_steps}",
         f"trainer.schedule.decay={TRAINER.schedule.decay}",
@@ -91,19 +101,24 @@ def run(launch_shared: Callable[..., LaunchedRun]) -> LaunchedRun:
         module="tests.loop.hanging_evaluation",
     )
     run.wait_for_text("the final evaluation hangs", START_SECONDS)
+    processes = list(run.processes())
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130, run.text()
-    return run
+    return Interrupted(run=run, survivors=gone_within(processes), left_in_memory=orphaned_within(before))
 
 
-def test_ctrl_c_during_the_final_evaluation_does_not_lose_the_policy(run: LaunchedRun) -> None:
+def test_ctrl_c_during_the_final_evaluation_does_not_lose_the_policy(interrupted: Interrupted) -> None:
+    run = interrupted.run
     assert (run.folder / "policy" / "model.safetensors").exists()
     assert (run.summary()["status"], run.summary()["policy_version"]) == ("interrupted", STEPS)
+    assert interrupted.survivors == []
+    assert interrupted.left_in_memory == set()
 
 
 def test_staleness_zero_equals_a_plain_loop_to_the_last_bit(
-    run: LaunchedRun, tiny_model_folder: Path, tmp_path: Path
+    interrupted: Interrupted, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
+    run = interrupted.run
     rollouts = list(journal(run.folder, tokens=True))
     for entry in rollouts:
         step = entry["ticket"] // BACKLOG.groups_per_step

@@ -63,7 +63,7 @@ class Batch:
     """The rows of each rank, as the sequences in them."""
     ranks: tuple[PackedRows, ...]
     annotated: list[Annotated] = field(default_factory=list)
-    """What later stages have added to it."""
+    """The columns that later stages have added to it."""
     unfinished: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """The values `[T]` by sequence of each column that not all ranks have been given for yet."""
 

@@ -1,4 +1,4 @@
-"""What a training loop waits for, and how long groups wait in the queue."""
+"""Names what a training loop waits for, and measures how long groups wait in the queue."""
 
 import time
 from collections.abc import Iterable, Sequence

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -80,13 +80,11 @@ class Checkpoints:
 
     def newest(self, *, at_most: int | None = None) -> Checkpoint | None:
         """The newest sound checkpoint (CK-2), or that of at most this step. Others are skipped with a warning."""
-        folders = [folder for folder in self._folders() if at_most is None or int(folder.name) <= at_most]
-        return next((found for folder in folders if (found := self._read(folder))), None)
+        return self._first_sound(each for each in self._folders() if at_most is None or int(each.name) <= at_most)
 
     def oldest(self, *, at_least: int) -> Checkpoint | None:
         """The oldest sound checkpoint (CK-2) of at least this step. Others are skipped with a warning."""
-        folders = [folder for folder in reversed(self._folders()) if int(folder.name) >= at_least]
-        return next((found for folder in folders if (found := self._read(folder))), None)
+        return self._first_sound(each for each in reversed(self._folders()) if int(each.name) >= at_least)
 
     def prune(self, keep: int) -> int | None:
         """Remove the checkpoints that are older than the newest `keep` sound ones (CK-3); the step of the oldest of
@@ -100,6 +98,9 @@ class Checkpoints:
                 self._verified.pop(folder, None)
                 remove(folder)
         return int(last.name)
+
+    def _first_sound(self, folders: Iterable[Path]) -> Checkpoint | None:
+        return next(filter(None, map(self._read, folders)), None)
 
     def _is_unchanged(self, folder: Path) -> bool:
         """Whether it was sound, and its files are still those of then."""

@@ -23,7 +23,7 @@ Invariants
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Channel, Port, PortReceiver
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 SUSPECT_DEATHS = 2
 POISON_DEATHS = 3
 
-NAME_LENGTH = 12
-
 Results = list[tuple[str, Sample | Exception | None]]
 """Request ids, each with its sample or its error. None tells a suspect that its turn has come."""
 
@@ -51,7 +49,7 @@ class Connection:
     def __init__(self, replica: "Generator"):
         """`replica` is the handle of a generator, or of its first rank."""
         self._replica = replica
-        self._name = uuid.uuid4().hex[:NAME_LENGTH]
+        self._name = uuid.uuid4().hex[:12]
         self._futures: dict[str, asyncio.Future[Any]] = {}
         self._unsent: list[Request] = []
         self._ended: Exception | None = None
@@ -164,7 +162,12 @@ class Connection:
 
 def own_name(sent: str) -> str:
     """The client's name of a request that was sent."""
-    return sent[NAME_LENGTH + 1 :]
+    return sent.partition(".")[2]
+
+
+def client_of(sent: str) -> str:
+    """The name of the client that sent a request."""
+    return sent.partition(".")[0]
 
 
 class Clients:
@@ -201,6 +204,11 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._suspects: dict[str, Callable[[], None]] = {}
+
+    @property
+    def suspects(self) -> Collection[str]:
+        """The names of those that run or wait here."""
+        return self._suspects
 
     def enter(self, request_id: str, begin: Callable[[], None]) -> None:
         """Call `begin` when it is this request's turn, at once if no other suspect is here."""

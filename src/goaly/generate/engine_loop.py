@@ -17,7 +17,7 @@ Invariants
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
@@ -175,6 +175,11 @@ class EngineLoop:
         self._stats = GeneratorStats()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    @property
+    def requests(self) -> Collection[str]:
+        """The names of the requests that have not ended."""
+        return self._requests
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         """Start a request. `deliver` is called once, with its sample or its error."""

@@ -14,7 +14,6 @@ Invariants
 
 import asyncio
 import time
-from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from monarch.actor import Actor, Port
 
 from goaly.actors import concurrent_endpoint
 from goaly.errors import ConfigError, ReplicaLost
-from goaly.generate.connection import Clients, Quarantine, Results, own_name
+from goaly.generate.connection import Clients, Quarantine, Results, client_of, own_name
 from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.generate.request import GeneratorStats, Request, Sample
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
@@ -58,8 +57,6 @@ class Generator(Actor):
         self._following: asyncio.Task[None] | None = None
         self._clients = Clients()
         self._quarantine = Quarantine()
-        self._running: defaultdict[str, set[str]] = defaultdict(set)
-        """The requests of each client."""
         self._gone: set[str] = set()
         """Clients whose processes have ended: what they sent before may arrive later."""
         self._closed = asyncio.Event()
@@ -118,7 +115,6 @@ class Generator(Actor):
         """
         for request in requests if client not in self._gone else ():
             deliver = partial(self._deliver, client, time.time_ns())
-            self._running[client].add(request.request_id)
             try:
                 self._started_loop().submit(request, deliver)
             except ReplicaLost as not_started:
@@ -127,7 +123,6 @@ class Generator(Actor):
     @concurrent_endpoint
     async def isolate(self, client: str, request_id: str) -> None:
         """Tell the client when it is this suspect's turn; the client then submits the request (`connection.py`)."""
-        self._running[client].add(request_id)
         self._quarantine.enter(request_id, partial(self._clients.deliver, client, request_id, None))
 
     @concurrent_endpoint
@@ -139,7 +134,6 @@ class Generator(Actor):
     async def disconnect(self, client: str, request_ids: list[str]) -> None:
         """Send nothing more to this client, and end these requests of it."""
         self._clients.disconnect(client)
-        self._running.pop(client, None)
         self._cancel(request_ids)
 
     @concurrent_endpoint
@@ -166,7 +160,8 @@ class Generator(Actor):
     def _end(self, client: str) -> None:
         self._gone.add(client)
         self._clients.disconnect(client)
-        self._cancel(list(self._running.pop(client, ())))
+        running = () if self._engine_loop is None else self._engine_loop.requests
+        self._cancel([name for name in {*running, *self._quarantine.suspects} if client_of(name) == client])
 
     def _cancel(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -181,8 +176,6 @@ class Generator(Actor):
 
     def _deliver(self, client: str, started_ns: int, request_id: str, result: Sample | Exception) -> None:
         self._quarantine.leave(request_id)
-        if client in self._running:
-            self._running[client].discard(request_id)
         self._clients.deliver(client, request_id, result)
         noted = {"tokens": len(result.tokens)} if isinstance(result, Sample) else {"error": type(result).__name__}
         spans.record("generation", started_ns, time.time_ns(), request=own_name(request_id), **noted)

@@ -13,6 +13,7 @@ Invariants
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from goaly.actors import SupervisionError
@@ -91,21 +92,16 @@ class Replaceable(Generic[Actors]):
                 raise RunFailed(f"{self.role} died: {self._report}")
             return await call(self._actors)
         died, name = self._died, self.name
-        answer = asyncio.ensure_future(call(self._actors))
-        death = asyncio.ensure_future(died.wait())
-        try:
-            await asyncio.wait((answer, death), return_when=asyncio.FIRST_COMPLETED)
-            if answer.done() and answer.exception() is not None:
-                if _is_death(answer.exception()):
-                    self.lost(name, str(answer.exception()))
-                await asyncio.wait((death,), timeout=self._report_seconds)
-            if died.is_set() and not (answer.done() and answer.exception() is None):
-                raise Lost(f"{name} died: {self._report}")
-            return answer.result()
-        finally:
-            death.cancel()
-            answer.cancel()  # no effect once it is done
-            answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # if nobody awaits it
+        answer = await _unless(died, call(self._actors))
+        if answer is not None and (error := answer.exception()) is not None:
+            if _is_death(error):
+                self.lost(name, str(error))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(died.wait(), self._report_seconds)  # unblocked by `lost`
+        if died.is_set() and (answer is None or answer.exception() is not None):
+            raise Lost(f"{name} died: {self._report}")
+        assert answer is not None
+        return answer.result()
 
     def broadcast(self, call: Callable[[Actors], None]) -> None:
         """Make this call to the present actors, dead or alive, without an answer."""
@@ -145,24 +141,30 @@ class Replaceable(Generic[Actors]):
         self.name = f"{self.role}-{len(self._names)}"
         self._names.add(self.name)
         self._died = died = asyncio.Event()
-        replacing = asyncio.ensure_future(replace(self.name))
-        death = asyncio.ensure_future(died.wait())
-        try:
-            await asyncio.wait((replacing, death), return_when=asyncio.FIRST_COMPLETED)
-            if replacing.done() and (error := replacing.exception()) is not None:
-                logger.info("%s was not brought up", self.name, exc_info=error)
-                self.lost(self.name, str(error))
-            if died.is_set():
-                return False
-            self._actors, self._report = replacing.result(), None
-            self._serves.set()
-            return True
-        finally:
-            death.cancel()
-            replacing.cancel()
-            await asyncio.wait((replacing,))  # a cancelled call ends at once
-            if not replacing.cancelled():
-                replacing.exception()  # retrieve it: it is the death's
+        replaced = await _unless(died, replace(self.name))
+        if replaced is not None and (error := replaced.exception()) is not None:
+            logger.info("%s was not brought up", self.name, exc_info=error)
+            self.lost(self.name, str(error))
+        if replaced is None or died.is_set():
+            return False
+        self._actors, self._report = replaced.result(), None
+        self._serves.set()
+        return True
+
+
+async def _unless(died: asyncio.Event, work: Awaitable[T]) -> asyncio.Future[T] | None:
+    """The work once it is done, or None if a death comes first; the work is cancelled then."""
+    working = asyncio.ensure_future(work)
+    death = asyncio.ensure_future(died.wait())
+    try:
+        await asyncio.wait((working, death), return_when=asyncio.FIRST_COMPLETED)
+        return working if working.done() else None
+    finally:
+        death.cancel()
+        working.cancel()  # no effect once it is done
+        await asyncio.wait((working,))  # a cancelled call ends at once
+        if not working.cancelled():
+            working.exception()  # retrieve it: it may be the death's
 
 
 def _is_death(error: BaseException | None) -> bool:

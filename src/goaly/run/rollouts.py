@@ -11,6 +11,7 @@ from goaly.actors import ask
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED
 from goaly.errors import RunFailed
+from goaly.generate.connection import POISON_DEATHS
 from goaly.generate.generator import Generator
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group import NO_ROOM, GroupSummary
@@ -29,7 +30,6 @@ FAILURES_IN_A_ROW = 16
 TOO_LONG_IN_A_ROW = 64
 """The run ends after so many groups without room for an answer and without a completed group between them."""
 
-POISON_DEATHS = 3
 POISONED = f"its worker died {POISON_DEATHS} times"
 
 CANCEL_SECONDS = 1.0

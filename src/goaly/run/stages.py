@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 RankActor = TypeVar("RankActor", PolicyTrainer, ReferenceModel, CriticModel)
+Trained = TypeVar("Trained", PolicyTrainer, CriticModel)
 
 Again = Callable[[str, int, int], AsyncIterator[BatchHandle]]
 """Gives a reader the batches from one number on and before another, as they were trained."""
@@ -159,22 +160,14 @@ class _RanksStage(Generic[RankActor]):
         self._say = say
         self._longest: dict[str, float] = {}
         self._staged_by = ranks.name
-        self.steps_done = 0
-        """How many batches the ranks have trained."""
 
     async def start(self, checkpoint: Checkpoint | None = None) -> None:
         """Build and load the model on every rank, in the state of this checkpoint."""
-        self.steps_done = 0 if checkpoint is None else checkpoint.step
         await self.ranks.call(lambda ranks: self._start(ranks, checkpoint))
 
     async def restore(self, ranks: RankActor, checkpoint: Checkpoint | None, again: Again) -> None:
         """Bring new ranks from this checkpoint to the state that the lost ones had; `again` gives their batches."""
         await self._start(ranks, checkpoint)
-        first = 0 if checkpoint is None else checkpoint.step
-        if first < self.steps_done:
-            self._say(f"{self.ranks.name} trains {self.steps_done - first} batches again")
-        async for batch in again(self.ranks.name, first, self.steps_done):
-            await self._train(ranks, batch)
 
     async def stage(self) -> int | None:
         """Copy the ranks' state aside; the number of steps that it is the result of."""
@@ -201,9 +194,6 @@ class _RanksStage(Generic[RankActor]):
         folder = None if checkpoint is None else checkpoint.folder.absolute()
         return await self._answer("start", ranks.start.stream(folder))
 
-    async def _train(self, ranks: RankActor, batch: BatchHandle) -> dict[str, float]:
-        raise NotImplementedError
-
     async def _ask(self, endpoint: str, call: Callable[[RankActor], Iterable[Awaitable[T]]]) -> T:
         """The answer of a call to all ranks (SG-1). A call that takes unusually long is reported."""
 
@@ -225,7 +215,37 @@ class _RanksStage(Generic[RankActor]):
         return await ask(f"{self.ranks.role}.{endpoint}", _from_all_ranks(answers))
 
 
-class TrainerStage(_RanksStage[PolicyTrainer]):
+class _TrainedStage(_RanksStage[Trained]):
+    """Ranks that train on batches."""
+
+    def __init__(self, ranks: Replaceable[Trained], say: Callable[[str], None] = logger.info):
+        """A call that takes long is reported to `say`, as a line of text."""
+        super().__init__(ranks, say)
+        self.steps_done = 0
+        """How many batches the ranks have trained."""
+
+    async def start(self, checkpoint: Checkpoint | None = None) -> None:
+        """Build and load the model on every rank, in the state of this checkpoint."""
+        await super().start(checkpoint)
+        self.steps_done = 0 if checkpoint is None else checkpoint.step
+
+    async def restore(self, ranks: Trained, checkpoint: Checkpoint | None, again: Again) -> None:
+        """Bring new ranks from this checkpoint to the state that the lost ones had; `again` gives their batches."""
+        await super().restore(ranks, checkpoint, again)
+        first = 0 if checkpoint is None else checkpoint.step
+        if first < self.steps_done:
+            self._say(f"{self.ranks.name} trains {self.steps_done - first} batches again")
+        async for batch in again(self.ranks.name, first, self.steps_done):
+            await self._answer("step", ranks.step.stream(batch))
+
+    async def step(self, batch: BatchHandle) -> dict[str, float]:
+        """Train on this batch; the step's metrics."""
+        metrics = await self._ask("step", lambda ranks: ranks.step.stream(batch))
+        self.steps_done = batch.id + 1
+        return metrics
+
+
+class TrainerStage(_TrainedStage[PolicyTrainer]):
     """Stage 5: makes policy versions from batches.
 
     Invariants
@@ -267,7 +287,8 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
 
     async def start(self, checkpoint: Checkpoint | None = None) -> None:
         """Build and load the model on every rank, in the state of this checkpoint."""
-        self.start_version = self.steps_done = await self.ranks.call(lambda ranks: self._start(ranks, checkpoint))
+        await super().start(checkpoint)
+        self.start_version = self.steps_done
 
     async def restore(self, ranks: PolicyTrainer, checkpoint: Checkpoint | None, again: Again) -> None:
         """Bring new ranks from this checkpoint to the state of the lost ones, and publish their version (SV-4)."""
@@ -281,9 +302,8 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
         """Train the next policy version on this batch; the step's metrics. After the last step the save begins."""
         async with self._between_steps:  # SV-3; unblocked by the trainer's answer or death
             self._in_step = True  # SV-2: stays True if the step fails
-            metrics = await self._ask("step", lambda ranks: ranks.step.stream(batch))
+            metrics = await super().step(batch)
             self._in_step = False
-            self.steps_done = batch.id + 1
         if self.is_done:
             self._save()
         return metrics
@@ -336,9 +356,6 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
         if self._saving is not None:
             await asyncio.shield(self._saving)  # unblocked by the trainer's answer or death
 
-    async def _train(self, ranks: PolicyTrainer, batch: BatchHandle) -> dict[str, float]:
-        return await self._answer("step", ranks.step.stream(batch))
-
     def _compare(self, version: int, digest: str) -> None:
         if (before := self._expected.get(version, digest)) != digest:
             self._say(f"policy version {version} has digest {digest}, but had {before} when it was made first")
@@ -349,10 +366,6 @@ class TrainerStage(_RanksStage[PolicyTrainer]):
 
 class ReferenceStage(_RanksStage[ReferenceModel]):
     """Stage 5: computes log-probabilities under the reference weights, which the policy is kept close to."""
-
-    async def restore(self, ranks: ReferenceModel, checkpoint: Checkpoint | None, again: Again) -> None:
-        """Start new ranks: the reference trains nothing."""
-        await self._start(ranks, checkpoint)
 
     async def stage(self) -> None:
         """Copy the ranks' state aside; it is that of the last refresh."""
@@ -365,21 +378,12 @@ class ReferenceStage(_RanksStage[ReferenceModel]):
             batch.metrics["reference/version"] = float(version)
 
 
-class CriticStage(_RanksStage[CriticModel]):
+class CriticStage(_TrainedStage[CriticModel]):
     """Stage 5: predicts the return from each token on."""
 
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `values` to the batch's rows. The queue then adds advantages and returns."""
         await self._ask("annotate", lambda ranks: ranks.annotate.stream(batch))
-
-    async def step(self, batch: BatchHandle) -> dict[str, float]:
-        """Train the critic on the batch's returns; the step's metrics."""
-        metrics = await self._ask("step", lambda ranks: ranks.step.stream(batch))
-        self.steps_done = batch.id + 1
-        return metrics
-
-    async def _train(self, ranks: CriticModel, batch: BatchHandle) -> dict[str, float]:
-        return await self._answer("step", ranks.step.stream(batch))
 
 
 async def _from_all_ranks(answers: Iterable[Awaitable[T]]) -> T:

@@ -40,6 +40,7 @@ from goaly.run.stages import BacklogStage, CriticStage, ReferenceStage, TrainerS
 from goaly.run.waiting import run_all
 from goaly.telemetry import spans
 from goaly.telemetry.trace import merge
+from goaly.train.trainer import PolicyTrainer
 from goaly.weights import torchstore
 
 logger = logging.getLogger(__name__)
@@ -191,10 +192,12 @@ def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> Non
         kept = one.keep(replace, kill=hosts.kill, restarts=restarts, say=run.say, report_seconds=seconds)
         run.keepers.append(run.tasks.create_task(kept, name=f"keep {one.role}"))
 
+    async def trainer(name: str) -> PolicyTrainer:
+        await ask("store.lose_writers", roles.store.lose_writers.call_one())
+        return await roles.trainer(name)
+
     def replace_ranks(stage: Any, spawned: Callable[[str], Coroutine[Any, Any, Any]]) -> None:
         async def replace(name: str) -> Any:
-            if stage is run.trainer:
-                await ask("store.lose_writers", roles.store.lose_writers.call_one())
             ranks, newest = await asyncio.gather(spawned(name), asyncio.to_thread(checkpoints.newest))
             await stage.restore(ranks, newest, run.backlog.again)
             return ranks
@@ -210,7 +213,7 @@ def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> Non
         keep(run.rollouts.workers[index], replace)
 
     for role, stage, spawned in (
-        ("trainer", run.trainer, roles.trainer),
+        ("trainer", run.trainer, trainer),
         ("reference", run.reference, roles.reference),
         ("critic", run.critic, roles.critic),
     ):

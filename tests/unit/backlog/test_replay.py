@@ -3,12 +3,12 @@
 import asyncio
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from queues import KINDS, SETTINGS, assert_same, now
 from trajectories import grouped, sampled
 
 from goaly.backlog.admission import Ticket
@@ -19,13 +19,6 @@ from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed
 from goaly.reward.settings import AdvantageSettings
-
-SETTINGS = BacklogSettings(groups_per_step=2, group_size=2, max_staleness=2, window=4, row_length=32)
-KINDS = [
-    SETTINGS,
-    replace(SETTINGS, order="completion", length_correction="inverse_propensity"),
-    replace(SETTINGS, dynamic_sampling=True, max_no_signal_share=0.99),
-]
 
 
 def queue_of(settings: BacklogSettings, events: list[Event] | None = None, dp_ranks: int = 1) -> GroupQueue:
@@ -64,28 +57,6 @@ class Driver:
             case 4 if self.formed:
                 batch_id = self.formed.pop(0)
                 self.queue.trained(batch_id, batch_id + 1)
-
-
-async def now(call: Any) -> Any:
-    """The answer of a call that need not wait; None if it would."""
-    task = asyncio.create_task(call)
-    await asyncio.sleep(0)
-    if not task.done():
-        task.cancel()
-        return None
-    return task.result()
-
-
-def assert_same(queue: GroupQueue, other: GroupQueue, open_batches: list[int]) -> None:
-    assert queue.counts() == other.counts()
-    assert queue.reasons() == other.reasons()
-    assert queue.wait() == other.wait()
-    assert queue.known_steps == other.known_steps
-    for batch in open_batches:
-        rows, others = queue.rows(batch, 0).rows, other.rows(batch, 0).rows
-        assert set(rows.keys()) == set(others.keys())
-        for key in rows.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
-            assert torch.equal(rows[key], others[key]), key
 
 
 STEPS = st.lists(st.tuples(st.sampled_from([0, 0, 1, 1, 2, 3, 4]), st.integers(0, 9)), max_size=60)

@@ -8,16 +8,15 @@ or unaccounted.
 import asyncio
 import os
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from queues import KINDS, assert_same, assert_same_rows, now
 from trajectories import grouped, sampled
 
 from goaly.backlog.admission import Ticket
@@ -34,53 +33,28 @@ from goaly.prompts.prompt import Message, Prompt
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group
 
-SETTINGS = BacklogSettings(groups_per_step=2, group_size=2, max_staleness=2, window=4, row_length=32)
-KINDS = [
-    SETTINGS,
-    replace(SETTINGS, order="completion", length_correction="inverse_propensity"),
-    replace(SETTINGS, dynamic_sampling=True, max_no_signal_share=0.99),
-]
 SEGMENT_BYTES = 3000
 """So small that a log of a few groups has several segments."""
 KEPT = 2
 """Checkpoints."""
 
 
-async def now(call: Any) -> Any:
-    """The answer of a call that need not wait; None if it would."""
-    task = asyncio.create_task(call)
-    await asyncio.sleep(0)
-    if not task.done():
-        task.cancel()
-        return None
-    return task.result()
-
-
-def assert_same(queue: GroupQueue, other: GroupQueue) -> None:
+def assert_same_state(queue: GroupQueue, other: GroupQueue) -> None:
     """Both queues are in the same state."""
-    assert queue.counts() == other.counts()
-    assert queue.reasons() == other.reasons()
-    assert queue.wait() == other.wait()
-    assert queue._batches.keys() == other._batches.keys()
-    for batch, same in zip(queue._batches.values(), other._batches.values(), strict=True):
-        assert batch.handle == same.handle
-        assert_same_rows(batch.ranks[0].rows, same.ranks[0].rows)
+    assert_same(queue, other, queue._batches)
+    assert [batch.handle for batch in queue._batches.values()] == [batch.handle for batch in other._batches.values()]
     state, others = queue.state_dict(), other.state_dict()
     if state is None or others is None:
         assert state is others
         return
-    assert [state[name] == others[name] for name in state if name not in ("groups", "annotated")]
+    with_tensors = ("groups", "annotated")
+    assert {name: state[name] for name in state if name not in with_tensors} == {
+        name: others[name] for name in others if name not in with_tensors
+    }
     assert queue._groups.keys() == other._groups.keys()
     for group, same in zip(queue._groups.values(), other._groups.values(), strict=True):
         for sample, as_sample in zip(group.samples, same.samples, strict=True):
             assert_same_rows(sample.tokens, as_sample.tokens)
-
-
-def assert_same_rows(rows: Any, others: Any) -> None:
-    """Both have the same columns, to the last bit."""
-    assert set(rows.keys()) == set(others.keys())
-    for key in rows.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
-        assert torch.equal(rows[key], others[key]), key
 
 
 ACTIONS = st.lists(
@@ -141,7 +115,7 @@ class Recovery(RuleBasedStateMachine):
         found = recover(self.folder, self.state, version)
         self.state.follow(resumed)
         assert found == expected.restart(version)  # LG-2
-        assert_same(self.queue, expected.queue)  # BL-10, BL-8
+        assert_same_state(self.queue, expected.queue)  # BL-10, BL-8
         self.version = version
         self.running, self.formed = [], []
         self.prompts = found.prompts

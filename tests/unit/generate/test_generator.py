@@ -51,12 +51,13 @@ async def test_before_the_start_a_question_raises_as_at_a_lost_replica(
 
 async def test_the_requests_of_a_client_end_with_its_process_and_those_of_others_go_on(generator: Generator) -> None:
     ended: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-    delivered: dict[str, Any] = {}
+    running: dict[str, Any] = {}
 
     async def stop() -> None: ...
 
     generator._engine_loop = SimpleNamespace(  # type: ignore[assignment]
-        submit=lambda request, deliver: delivered.update({request.request_id: deliver}),
+        requests=running,
+        submit=lambda request, deliver: running.update({request.request_id: deliver}),
         cancel=lambda names: names and ended.set_result(names),
         stop=stop,
     )
@@ -72,9 +73,10 @@ async def test_the_requests_of_a_client_end_with_its_process_and_those_of_others
     for name in ("dies", "lives"):
         requests = [Request(f"{name}.{index}", [1], Sampling(), 0) for index in range(3)]
         await call(generator, "submit", name, requests)
-    delivered["dies.1"]("dies.1", ReplicaLost("an answer"))
+    running.pop("dies.1")("dies.1", ReplicaLost("an answer"))
+    await call(generator, "isolate", "dies", "dies.suspect")
     client.kill()
     await client.wait()
-    assert sorted(await asyncio.wait_for(ended, 10)) == ["dies.0", "dies.2"]  # GE-5
+    assert sorted(await asyncio.wait_for(ended, 10)) == ["dies.0", "dies.2", "dies.suspect"]  # GE-5
     await call(generator, "close")
     await asyncio.gather(*connected)

@@ -29,22 +29,20 @@ async def never(prompt: Prompt, context: EpisodeContext) -> Trajectory:
     raise AssertionError
 
 
-def test_an_episode_that_hangs_fails_its_group_and_cancels_the_requests_of_the_others():
+@virtual_time.jumps
+async def test_an_episode_that_hangs_fails_its_group_and_cancels_the_requests_of_the_others():
     async def one_hangs(prompt: Prompt, context: EpisodeContext) -> Trajectory:
         return await (never if context.sample_index == 1 else ask_once)(prompt, context)
 
-    async def main() -> None:
-        sampler, queue = FakeSampler(hangs=True), FakeQueue()
-        group = runner(sampler, queue, one_hangs, episode_seconds=60.0)
-        await asyncio.sleep(1000)
-        summary = await group.run(TICKET, PROMPT)
-        assert asyncio.get_running_loop().time() == pytest.approx(1060)
-        assert summary.failed == ("episode_timeout: episode 0 of prompt q1 exceeded rollout.episode_seconds=60.0")
-        assert queue.reports == [("fail", 4, "episode_timeout")]
-        assert (sorted(sampler.cancelled), sampler.under_way) == (["4.0.0", "4.2.0"], 0)  # RG-2
-        assert group.progress(TICKET.index) is None
-
-    virtual_time.run(main())
+    sampler, queue = FakeSampler(hangs=True), FakeQueue()
+    group = runner(sampler, queue, one_hangs, episode_seconds=60.0)
+    await asyncio.sleep(1000)
+    summary = await group.run(TICKET, PROMPT)
+    assert asyncio.get_running_loop().time() == pytest.approx(1060)
+    assert summary.failed == ("episode_timeout: episode 0 of prompt q1 exceeded rollout.episode_seconds=60.0")
+    assert queue.reports == [("fail", 4, "episode_timeout")]
+    assert (sorted(sampler.cancelled), sampler.under_way) == (["4.0.0", "4.2.0"], 0)  # RG-2
+    assert group.progress(TICKET.index) is None
 
 
 def test_without_a_limit_an_episode_may_take_days():
@@ -57,7 +55,8 @@ def test_without_a_limit_an_episode_may_take_days():
     assert queue.reports == [("put", 4)]
 
 
-def test_an_episode_that_swallows_its_cancellation_is_abandoned_and_frees_its_place(caplog):
+@virtual_time.jumps
+async def test_an_episode_that_swallows_its_cancellation_is_abandoned_and_frees_its_place(caplog):
     caplog.set_level(logging.INFO)
 
     async def stubborn(prompt: Prompt, context: EpisodeContext) -> Trajectory:
@@ -69,22 +68,19 @@ def test_an_episode_that_swallows_its_cancellation_is_abandoned_and_frees_its_pl
             await asyncio.sleep(1000)
             return await ask_once(prompt, context)
 
-    async def main() -> None:
-        sampler, queue = FakeSampler(), FakeQueue()
-        group = runner(sampler, queue, stubborn, episode_seconds=60.0, concurrency=1, group_size=1)
-        prompt = Prompt(id="stubborn", source="sums", messages=PROMPT.messages)
-        first = asyncio.create_task(group.run(TICKET, prompt))
-        second = asyncio.create_task(group.run(NEXT, PROMPT))
-        assert (await first).failed is not None
-        assert asyncio.get_running_loop().time() == pytest.approx(60 + CANCEL_SECONDS)  # EL-1
-        assert queue.reports == [("fail", 4, "episode_timeout")]
-        assert (await second).rewards == (1.0,)  # RG-3
-        assert len(running._abandoned) == 1
-        await asyncio.sleep(1000)
-        assert not running._abandoned
-        assert [request for request, *_ in sampler.asked] == ["5.0.0"]  # PO-3
-
-    virtual_time.run(main())
+    sampler, queue = FakeSampler(), FakeQueue()
+    group = runner(sampler, queue, stubborn, episode_seconds=60.0, concurrency=1, group_size=1)
+    prompt = Prompt(id="stubborn", source="sums", messages=PROMPT.messages)
+    first = asyncio.create_task(group.run(TICKET, prompt))
+    second = asyncio.create_task(group.run(NEXT, PROMPT))
+    assert (await first).failed is not None
+    assert asyncio.get_running_loop().time() == pytest.approx(60 + CANCEL_SECONDS)  # EL-1
+    assert queue.reports == [("fail", 4, "episode_timeout")]
+    assert (await second).rewards == (1.0,)  # RG-3
+    assert len(running._abandoned) == 1
+    await asyncio.sleep(1000)
+    assert not running._abandoned
+    assert [request for request, *_ in sampler.asked] == ["5.0.0"]  # PO-3
     assert "episode 0 of prompt stubborn still runs 10 s after it was cancelled, and is abandoned" in caplog.text
     end = "EpisodeError: episode 4.0 has ended and can't sample any more"
     assert f"episode 0 of prompt stubborn ended after it was cancelled: {end}" in caplog.messages
@@ -108,40 +104,37 @@ def test_an_error_in_an_episodes_cleanup_is_told_and_does_not_hide_the_timeout(c
     assert caplog.messages == ["episode 0 of prompt q1 ended after it was cancelled: OSError: no such container"]
 
 
-def test_a_group_is_limited_from_the_start_of_its_first_episode_on():
-    async def main() -> None:
-        queue = FakeQueue()
-        group = runner(FakeSampler(pauses=0), queue, group_seconds=60.0, concurrency=1, group_size=1)
-        occupant = asyncio.create_task(_take(group, NEXT, 100))
-        summary = await group.run(TICKET, PROMPT)
-        assert asyncio.get_running_loop().time() == pytest.approx(100)
-        assert summary.rewards == (1.0,)
-        await occupant
-
-    async def _take(group, ticket, seconds) -> None:
-        async with group._places:
-            await asyncio.sleep(seconds)
-
-    virtual_time.run(main())
+@virtual_time.jumps
+async def test_a_group_is_limited_from_the_start_of_its_first_episode_on():
+    queue = FakeQueue()
+    group = runner(FakeSampler(pauses=0), queue, group_seconds=60.0, concurrency=1, group_size=1)
+    occupant = asyncio.create_task(_take(group, NEXT, 100))
+    summary = await group.run(TICKET, PROMPT)
+    assert asyncio.get_running_loop().time() == pytest.approx(100)
+    assert summary.rewards == (1.0,)
+    await occupant
 
 
-def test_a_group_that_takes_too_long_fails_though_each_of_its_episodes_is_within_its_limit():
+async def _take(group, ticket, seconds) -> None:
+    async with group._places:
+        await asyncio.sleep(seconds)
+
+
+@virtual_time.jumps
+async def test_a_group_that_takes_too_long_fails_though_each_of_its_episodes_is_within_its_limit():
     async def in_turns(prompt: Prompt, context: EpisodeContext) -> Trajectory:
         await asyncio.sleep(50)
         return await ask_once(prompt, context)
 
-    async def main() -> None:
-        queue = FakeQueue()
-        group = runner(FakeSampler(), queue, in_turns, episode_seconds=60.0, group_seconds=120.0, concurrency=1)
-        summary = await group.run(TICKET, PROMPT)
-        assert asyncio.get_running_loop().time() == pytest.approx(120)
-        assert summary.failed == (
-            "group_timeout: the episodes of prompt q1 exceeded rollout.group_seconds=120.0; 2 of 3 were done"
-        )
-        assert queue.reports == [("fail", 4, "group_timeout")]
-        assert (await group.run(NEXT, PROMPT)).failed is not None  # its episodes had the place that was freed
-
-    virtual_time.run(main())
+    queue = FakeQueue()
+    group = runner(FakeSampler(), queue, in_turns, episode_seconds=60.0, group_seconds=120.0, concurrency=1)
+    summary = await group.run(TICKET, PROMPT)
+    assert asyncio.get_running_loop().time() == pytest.approx(120)
+    assert summary.failed == (
+        "group_timeout: the episodes of prompt q1 exceeded rollout.group_seconds=120.0; 2 of 3 were done"
+    )
+    assert queue.reports == [("fail", 4, "group_timeout")]
+    assert (await group.run(NEXT, PROMPT)).failed is not None  # its episodes had the place that was freed
 
 
 def test_a_timeout_of_the_episodes_own_is_an_error_like_any_other(caplog):
@@ -176,23 +169,21 @@ def test_in_an_evaluation_an_episode_that_hangs_gets_no_reward_and_costs_the_oth
     assert virtual_time.run(group.evaluate(PROMPT, 3)) == [1.0, 0.0, 1.0]
 
 
-def test_cancelled_while_it_waits_for_what_it_cancelled_it_lets_go_of_it_too(caplog):
+@virtual_time.jumps
+async def test_cancelled_while_it_waits_for_what_it_cancelled_it_lets_go_of_it_too(caplog):
     async def stubborn() -> None:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             await asyncio.sleep(1000)
 
-    async def main() -> None:
-        limited = asyncio.create_task(within(60.0, stubborn(), "a stubborn one"))
-        await asyncio.sleep(61)
-        limited.cancel()
-        await asyncio.wait([limited])
-        assert limited.cancelled()
-        assert asyncio.get_running_loop().time() == pytest.approx(61)
-        await asyncio.sleep(1000)
-
-    virtual_time.run(main())
+    limited = asyncio.create_task(within(60.0, stubborn(), "a stubborn one"))
+    await asyncio.sleep(61)
+    limited.cancel()
+    await asyncio.wait([limited])
+    assert limited.cancelled()
+    assert asyncio.get_running_loop().time() == pytest.approx(61)
+    await asyncio.sleep(1000)
     assert "a stubborn one still runs" in caplog.text
 
 

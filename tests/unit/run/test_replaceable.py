@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 
 from goaly.actors import SupervisionError
-from goaly.backlog.admission import Ticket
-from goaly.backlog.ledger import CANCELLED
 from goaly.durable.checkpoint import Checkpoint
 from goaly.errors import RunFailed
-from goaly.prompts.prompt import Prompt
-from goaly.rollout.group import GroupSummary
 from goaly.run.replaceable import Lost, Replaceable, Restarts
-from goaly.run.rollouts import CANCEL_SECONDS, POISON_DEATHS, RolloutStage
 from goaly.run.stages import CriticStage, TrainerStage
 from tests import virtual_time
+from tests.virtual_time import turns
 
 
 class Kept:
@@ -47,11 +43,6 @@ class Kept:
 
     async def kill(self, name: str) -> None:
         self.events.append(f"kill {name}")
-
-
-async def turns(count: int = 10) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 async def echo(actors: str) -> str:
@@ -119,54 +110,48 @@ async def test_actors_that_die_while_they_are_replaced_are_replaced_again() -> N
     kept.task.cancel()
 
 
-def test_the_error_of_an_actor_whose_peer_has_died_is_the_peers_death_also_if_that_is_reported_later() -> None:
-    async def main() -> None:
-        kept = Kept()
-        await turns()
+@virtual_time.jumps
+async def test_the_error_of_an_actor_whose_peer_has_died_is_the_peers_death_also_if_that_is_reported_later() -> None:
+    kept = Kept()
+    await turns()
 
-        async def broken(actors: str) -> str:
-            asyncio.get_running_loop().call_later(1.0, kept.one.lost, "trainer", "rank 1 ended")
-            raise RunFailed("trainer.step failed: connection closed by peer")
+    async def broken(actors: str) -> str:
+        asyncio.get_running_loop().call_later(1.0, kept.one.lost, "trainer", "rank 1 ended")
+        raise RunFailed("trainer.step failed: connection closed by peer")
 
-        with pytest.raises(Lost, match="rank 1 ended"):
-            await kept.one.call(broken)
-        kept.task.cancel()
-
-    virtual_time.run(main())
+    with pytest.raises(Lost, match="rank 1 ended"):
+        await kept.one.call(broken)
+    kept.task.cancel()
 
 
-def test_an_actors_own_error_is_the_callers_and_nothing_is_replaced() -> None:
-    async def main() -> None:
-        kept = Kept()
-        await turns()
+@virtual_time.jumps
+async def test_an_actors_own_error_is_the_callers_and_nothing_is_replaced() -> None:
+    kept = Kept()
+    await turns()
 
-        async def broken(actors: str) -> str:
-            raise RunFailed("trainer.step failed: the loss is NaN")
+    async def broken(actors: str) -> str:
+        raise RunFailed("trainer.step failed: the loss is NaN")
 
-        with pytest.raises(RunFailed, match="the loss is NaN"):
-            await kept.one.call(broken)
-        assert await kept.one.call(echo) == "trainer"
-        kept.task.cancel()
-
-    virtual_time.run(main())
+    with pytest.raises(RunFailed, match="the loss is NaN"):
+        await kept.one.call(broken)
+    assert await kept.one.call(echo) == "trainer"
+    kept.task.cancel()
 
 
-def test_a_death_that_only_the_call_reports_counts() -> None:
-    async def main() -> None:
-        kept = Kept()
-        await turns()
+@virtual_time.jumps
+async def test_a_death_that_only_the_call_reports_counts() -> None:
+    kept = Kept()
+    await turns()
 
-        async def dead(actors: str) -> str:
-            if actors == "trainer":
-                raise RunFailed("trainer died during trainer.step") from SupervisionError("no such process")
-            return actors
+    async def dead(actors: str) -> str:
+        if actors == "trainer":
+            raise RunFailed("trainer died during trainer.step") from SupervisionError("no such process")
+        return actors
 
-        with pytest.raises(Lost):
-            await kept.one.call(dead)
-        assert await kept.one.call(dead) == "trainer-1"
-        kept.task.cancel()
-
-    virtual_time.run(main())
+    with pytest.raises(Lost):
+        await kept.one.call(dead)
+    assert await kept.one.call(dead) == "trainer-1"
+    kept.task.cancel()
 
 
 async def test_a_role_that_dies_too_often_without_a_step_in_between_ends_the_run() -> None:
@@ -350,146 +335,3 @@ async def test_a_copy_of_the_state_that_died_with_its_ranks_is_not_written_by_th
     await stage.write(tmp_path)
     assert newer.written == [tmp_path]
     keeping.cancel()
-
-
-class Worker:
-    """A rollout worker that runs groups until it dies."""
-
-    def __init__(self, name: str, *, answers: bool):
-        self.ran: list[int] = []
-        self.running: list[int] = []
-        self.name = name
-        self._answers = answers
-        self.tables: list[Any] = []
-        for endpoint in ("run_group", "start", "replicas"):
-            setattr(self, endpoint, SimpleNamespace(call_one=getattr(self, f"_{endpoint}")))
-        self.cancel = SimpleNamespace(broadcast=lambda keys: None)
-
-    async def _run_group(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
-        self.ran.append(ticket.index)
-        if not self._answers:
-            self.running.append(ticket.index)
-            await asyncio.Future()
-        return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, rewards=(1.0,))
-
-    async def _start(self) -> None: ...
-
-    async def _replicas(self, replicas: Any) -> None:
-        self.tables.append(replicas)
-
-
-class Backlog:
-    """The tickets that run, and those that were dropped."""
-
-    def __init__(self, is_running: bool = True):
-        self._is_running = is_running
-        self.dropped: list[tuple[int, str]] = []
-
-    async def is_running(self, ticket: int) -> bool:
-        return self._is_running
-
-    def drop(self, ticket: int, why: str) -> None:
-        self.dropped.append((ticket, why))
-
-
-PROMPT = Prompt(id="q", source="sums", messages=())
-
-
-class Rollouts:
-    """Two workers, of which those named in `deadly` never answer; each may be replaced by one of the same kind."""
-
-    def __init__(self, backlog: Backlog, deadly: str = "rollout-0 "):
-        self.spawned: dict[str, Worker] = {}
-        self.may_replace = asyncio.Event()
-        self.may_replace.set()
-        self._deadly = deadly
-        workers = [Replaceable(name, self.spawn(name)) for name in ("rollout-0", "rollout-1")]
-        self.stage = RolloutStage(workers, backlog=backlog)
-        self.keeping = [
-            asyncio.ensure_future(
-                worker.keep(self.replace, kill=self.kill, restarts=Restarts(9, lambda: 0), say=lambda text: None)
-            )
-            for worker in workers
-        ]
-
-    def spawn(self, name: str) -> Worker:
-        self.spawned[name] = Worker(name, answers=f"{name} " not in self._deadly)
-        return self.spawned[name]
-
-    async def replace(self, name: str) -> Worker:
-        worker = self.spawn(name)
-        await self.stage.restore(worker)
-        await self.may_replace.wait()
-        return worker
-
-    async def kill(self, name: str) -> None: ...
-
-    def close(self) -> None:
-        for keeping in self.keeping:
-            keeping.cancel()
-
-
-@pytest.mark.parametrize("is_running", [True, False])
-async def test_the_groups_of_a_worker_that_dies_run_elsewhere_unless_they_were_reported(is_running: bool) -> None:
-    rollouts = Rollouts(Backlog(is_running))
-    await rollouts.stage.use({"generator-0": "replica"})
-    await turns()
-    group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=0, min_version=0), PROMPT))
-    await turns()
-    assert rollouts.spawned["rollout-0"].ran == [0]
-    rollouts.stage.workers[0].lost("rollout-0", "process 7 ended")
-    await asyncio.wait_for(group, 5)
-    assert rollouts.spawned["rollout-1"].ran == ([0] if is_running else [])  # GR-1
-    await turns()
-    new = rollouts.spawned["rollout-0-1"]
-    assert new.tables == [{"generator-0": "replica"}]  # it has the routing table when it serves
-    await rollouts.stage.group(Ticket(index=1, min_version=0), PROMPT)
-    assert new.ran == [1]
-    rollouts.close()
-
-
-async def test_a_routing_table_reaches_a_worker_that_is_being_replaced_and_does_not_wait_for_it() -> None:
-    rollouts = Rollouts(Backlog())
-    await turns()
-    rollouts.may_replace.clear()
-    rollouts.stage.workers[0].lost("rollout-0", "process 7 ended")
-    await turns()
-    await asyncio.wait_for(rollouts.stage.use({"generator-1": "replica"}), 5)
-    assert rollouts.spawned["rollout-1"].tables == [{"generator-1": "replica"}]
-    rollouts.may_replace.set()
-    await turns(20)
-    assert rollouts.spawned["rollout-0-1"].tables[-1] == {"generator-1": "replica"}
-    rollouts.close()
-
-
-async def test_a_group_under_which_workers_keep_dying_fails() -> None:
-    backlog = Backlog()
-    rollouts = Rollouts(backlog, deadly="rollout-0 rollout-1 rollout-0-1 rollout-1-1 ")
-    await turns()
-    group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=4, min_version=0), PROMPT))
-    for _ in range(POISON_DEATHS):
-        await turns(20)
-        (name,) = [name for name, worker in rollouts.spawned.items() if worker.running == [4]]
-        rollouts.spawned[name].running.clear()
-        rollouts.stage.workers[int(name.split("-")[1])].lost(name, "process 7 ended")
-    await asyncio.wait_for(group, 5)
-    assert backlog.dropped == [(4, "its worker died 3 times")]  # GR-2
-    rollouts.close()
-
-
-def test_a_group_that_is_cancelled_while_its_worker_is_being_replaced_ends() -> None:
-    async def main() -> None:
-        backlog = Backlog()
-        rollouts = Rollouts(backlog, deadly="rollout-0 rollout-1 ")
-        await turns()
-        rollouts.may_replace.clear()
-        for worker in rollouts.stage.workers:
-            worker.lost(worker.name, "process 7 ended")
-        group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=4, min_version=0), PROMPT))
-        await turns()
-        group.cancel()
-        await asyncio.sleep(CANCEL_SECONDS + 1)
-        assert backlog.dropped == [(4, CANCELLED)]
-        rollouts.close()
-
-    virtual_time.run(main())

@@ -125,26 +125,25 @@ def test_a_worker_that_does_not_answer_is_described_as_such():
     assert virtual_time.run(main()) == "group 17 (prompt q1, source sums), whose worker rollout-0 does not answer"
 
 
-def test_a_long_wait_is_told_whenever_it_has_doubled_and_at_least_once_an_hour():
+@virtual_time.jumps
+async def test_a_long_wait_is_told_whenever_it_has_doubled_and_at_least_once_an_hour():
     told: list[float] = []
 
     async def tell(seconds: float) -> None:
         told.append(seconds)
         raise RuntimeError("what can't be told is no reason to end a run")
 
-    async def main() -> None:
-        async with waiting.reporting(tell):
-            await asyncio.sleep(29)
-        assert told == []
-        async with waiting.reporting(tell):
-            await asyncio.sleep(4 * 3600)
-        await asyncio.sleep(9 * 3600)
-
-    virtual_time.run(main())
+    async with waiting.reporting(tell):
+        await asyncio.sleep(29)
+    assert told == []
+    async with waiting.reporting(tell):
+        await asyncio.sleep(4 * 3600)
+    await asyncio.sleep(9 * 3600)
     assert told == [30, 60, 120, 240, 480, 960, 1920, 3840, 3840 + 3600, 3840 + 7200]
 
 
-def test_the_training_loop_tells_what_it_waits_for_and_only_while_it_waits():
+@virtual_time.jumps
+async def test_the_training_loop_tells_what_it_waits_for_and_only_while_it_waits():
     told: list[tuple] = []
 
     async def tell(seconds: float, wait: Wait) -> None:
@@ -160,14 +159,11 @@ def test_the_training_loop_tells_what_it_waits_for_and_only_while_it_waits():
     async def closed():
         return None
 
-    async def main() -> None:
-        queue = SimpleNamespace(next_batch=endpoint(next_batch), wait=endpoint(asked), close=endpoint(closed))
-        async for batch in BacklogStage(queue, tell).batches(2):
-            assert batch == "batch"
-            await asyncio.sleep(1000)  # a training step
-        await asyncio.sleep(1000)
-
-    virtual_time.run(main())
+    queue = SimpleNamespace(next_batch=endpoint(next_batch), wait=endpoint(asked), close=endpoint(closed))
+    async for batch in BacklogStage(queue, tell).batches(2):
+        assert batch == "batch"
+        await asyncio.sleep(1000)  # a training step
+    await asyncio.sleep(1000)
     assert told == [(30, 30, WAIT), (1070, 30, WAIT)]
 
 

@@ -146,7 +146,7 @@ def test_one_that_hangs_delays_neither_steps_nor_the_end_for_long(
 
 def test_a_server_that_never_answers_delays_the_end_of_a_short_run_by_seconds(tmp_path: Path) -> None:  # WI-1
     script = """
-import logging, sys, time
+import logging, signal, sys, time
 from pathlib import Path
 from goaly.process import exit_quickly
 from goaly.telemetry import weights_and_biases
@@ -157,7 +157,7 @@ run = weights_and_biases.WandbRun(Path(sys.argv[1]), WandbSettings(mode="online"
 while run._library is None or run._library._connection is None:
     time.sleep(0.01)
 run.log(1, {"loss": 1.0})
-print(time.time(), flush=True)
+signal.alarm(20)  # W&B itself waits for 30 s
 run.close()
 exit_quickly(3)
 """
@@ -175,13 +175,11 @@ exit_quickly(3)
             timeout=60,
             check=False,
         )
-    seconds = time.time() - float(ended.stdout)
     assert ended.returncode == 3, ended.stderr
     (line,) = ended.stderr.splitlines()
     assert (
         "gets no more metrics: its server did not answer until 1 s after the run's end; metrics.jsonl has all" in line
     )
-    assert seconds < 20  # W&B itself waits for 30
 
 
 @pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None)], ids=["nothing", "a folder of its runs"])
