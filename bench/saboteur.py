@@ -216,8 +216,8 @@ def main() -> None:
     """Run the app of the command line with its fault."""
     from goaly.config import run_cli
     from goaly.run import start
+    from goaly.run.backlog_stage import BacklogStage
     from goaly.run.config import RunConfig
-    from goaly.run.stages import BacklogStage
 
     app, fault = sys.argv[1], Fault(**json.loads(sys.argv[2]))
     del sys.argv[1:3]

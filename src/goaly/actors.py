@@ -16,7 +16,7 @@ from monarch.actor import ActorError, ProcMesh
 
 from goaly.errors import RunFailed, cause_of, root_cause
 
-__all__ = ["NamedTasks", "SupervisionError", "answer_of", "ask", "concurrent_endpoint", "spawn"]
+__all__ = ["NamedTasks", "SupervisionError", "answer_of", "ask", "concurrent_endpoint", "spawn", "unless"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,6 +51,21 @@ async def ask(endpoint: str, call: Awaitable[R]) -> R:
         raise RunFailed(f"{endpoint.partition('.')[0]} died during {endpoint}: {error}") from error
     except ActorError as error:
         raise RunFailed(f"{endpoint} failed: {cause_of(error)}") from error
+
+
+async def unless(event: asyncio.Event, work: Awaitable[R]) -> asyncio.Future[R] | None:
+    """The work once it is done, or None if the event comes first; the work is cancelled then."""
+    working = asyncio.ensure_future(work)
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return working if working.done() else None
+    finally:
+        waiting.cancel()
+        working.cancel()  # no effect once it is done
+        await asyncio.wait((working,))  # a cancelled call ends at once
+        if not working.cancelled():
+            working.exception()  # retrieve it: nobody else may
 
 
 class NamedTasks:

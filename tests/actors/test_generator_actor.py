@@ -157,13 +157,23 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
         connection.cancel("suspect 1")  # before it is asked
         await connection.wait_turn("the last suspect")
 
+    successor = hub.spawn("store-1", WeightStore, moved)
+    await asyncio.gather(one.follow.call(successor), two.follow.call(successor))
+    publisher = Publisher(successor, live, moved, rank=0, world=1)
+    for which, version in ((0, 4), (1, 5), (0, 6)):  # it begins with the version that they have
+        await publish(which, version)
+    for replica in (one, leader):  # FO-5
+        sample = await ask(replica, "the next store's", min_version=6)
+        assert (sample.tokens.tolist(), set(sample.versions.tolist())) == (greedy[0], {6})
+    assert (await successor.state.call_one()).readers == 3
+
     await one.close.call()
     with pytest.raises(ReplicaLost, match="closed"):
         await ask(one, "after the end")
     held = asyncio.ensure_future(ask(leader, "held back for ever", min_version=99))
     await two.slice(procs=1).break_pulls.call_one()
     ranks = await ended(second)
-    await publish(1, 5)
+    await publish(1, 7)
     for rank in ranks:  # GE-4: the follower can't pull, and the leader can't go on without it
         await asyncio.wait_for(rank.wait(), 20)
     with pytest.raises(ReplicaLost):

@@ -29,7 +29,7 @@ def going(run: LaunchedRun, launch: Callable[..., LaunchedRun], seconds: float) 
     return run
 
 
-def test_eight_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: Callable[..., LaunchedRun]) -> None:
+def test_nine_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: Callable[..., LaunchedRun]) -> None:
     chance = random.Random(0)
     before = orphaned_memory()
     settings = (REWARDED, "checkpoint.every=5", "checkpoint.restarts=3", "backlog.max_staleness=2")
@@ -39,6 +39,9 @@ def test_eight_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: C
     run.kill("trainer")
     run.wait_for_text("batches again", START_SECONDS)
     run.wait_for_text("trainer-1 serves in its place", START_SECONDS)
+    run.kill("hub")
+    for role in ("hub-1", "trainer-2", "critic-1", "rollout-0-1"):  # RN-5
+        run.wait_for_text(f"{role} serves in its place", START_SECONDS)
     assert run.spawned("generator") == generators  # which worked on
 
     for victim in VICTIMS:

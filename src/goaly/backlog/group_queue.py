@@ -16,8 +16,8 @@ Invariants
     BL-7  With dynamic sampling a group without signal is rejected, and another one may start in its place. When too few
           groups have a signal (OU-1), every waiter gets the error.
     BL-8  Replaying the recorded events of a queue in another one gives it the same state, up to waiting times.
-    BL-9  After `restart` every ticket without an end is admitted again, once, and every batch from the restart's
-          version on is given out again, in order, before a new one.
+    BL-9  After `restart` every ticket without an end is admitted again, once, and every batch that nobody has is given
+          out again, in order, before a new one.
     BL-10  A new queue that loads the saved state of another one is in its state, up to waiting times.
 """
 
@@ -190,8 +190,9 @@ class GroupQueue:
         if made is not event and made != event:
             raise ValueError(f"the log has {event}, but its earlier events lead to {made}")
 
-    def restart(self, policy_version: int) -> None:
-        """Go on after a replay that kept the batches from this version on: the trainer is at this version (BL-9)."""
+    def restart(self, policy_version: int, given: int | None = None) -> None:
+        """Go on after a replay that kept the batches from this version on: the trainer is at this version. The training
+        loop has those before `given` (BL-9)."""
         while self._policy_version < policy_version:  # a step was done, but the run ended before it was recorded
             if self._policy_version not in self._batches:
                 raise ValueError(
@@ -203,7 +204,7 @@ class GroupQueue:
         self._waits = QueueWaits()
         self._waits.begin(self._groups)
         self._admit_again.extend(Ticket(index=index, min_version=least) for index, least in self._min_versions.items())
-        self._give_again.extend(sorted(self._batches))
+        self._give_again.extend(batch for batch in sorted(self._batches) if given is None or batch >= given)
 
     def forget_signals(self) -> None:
         """Forget how many groups had no signal: the user has resumed the run, also one that ended for it."""

@@ -8,6 +8,7 @@ Invariants
     TQ-1  A batch is given out when the records of its groups and its tickets are on disk.
     TQ-2  After every so many policy versions the log gets a snapshot, so that a resumed run need not read what is
           before.
+    TQ-3  A column is on disk before `annotate` returns: what the queue that replaces this one lacks, nobody has used.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import Actor
+from torch import Tensor
 
 from goaly.actors import concurrent_endpoint
 from goaly.backlog.batch import Batch, BatchHandle
@@ -122,17 +124,19 @@ class TrajectoryQueue(Actor):
         self._cpu_seconds = 0.0
 
     @concurrent_endpoint
-    async def open(self, log: Path, policy_version: int, trainer: dict[str, Any]) -> Recovered:
+    async def open(
+        self, log: Path, policy_version: int, trainer: dict[str, Any], given: int | None = None
+    ) -> Recovered:
         """Record events in this log from now on. If it has records, the queue first goes on from where they end, with a
-        trainer of this version and these settings."""
-        return await asyncio.to_thread(self._open, log, policy_version, trainer)
+        trainer of this version and these settings, and a training loop that has the batches before `given`."""
+        return await asyncio.to_thread(self._open, log, policy_version, trainer, given)
 
-    def _open(self, log: Path, policy_version: int, trainer: dict[str, Any]) -> Recovered:
+    def _open(self, log: Path, policy_version: int, trainer: dict[str, Any], given: int | None) -> Recovered:
         opened = RunLog(log)
         resumed = Resumed(policy_version=policy_version, trainer=trainer)
         opened.append(resumed)
         self._log = opened
-        recovered = recover(log, self._state, policy_version)
+        recovered = recover(log, self._state, policy_version, given)
         self._state.follow(resumed)  # which it may not have read
         return recovered
 
@@ -195,13 +199,18 @@ class TrajectoryQueue(Actor):
         self._record(record)
 
     @concurrent_endpoint
+    async def annotate(self, batch_id: int, dp_rank: int, key: str, column_RL: Tensor) -> None:
+        """Add a column that a later stage computed to the rows of one rank; returns once it is on disk (TQ-3)."""
+        self.queue.annotate(batch_id, dp_rank, key, column_RL)
+        await self._durable()
+
+    @concurrent_endpoint
     async def durable(self) -> None:
         """Return when everything recorded so far is on disk."""
         await self._durable()
 
     admit = _waiting(GroupQueue.admit)
     report = _immediate(GroupQueue.report)
-    annotate = _immediate(GroupQueue.annotate)
     close = _immediate(GroupQueue.close)
     is_running = _immediate(GroupQueue.is_running)
     counts = _immediate(GroupQueue.counts)

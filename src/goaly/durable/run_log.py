@@ -199,9 +199,9 @@ class RunState:
         for record in snapshot.records:
             self.follow(record)
 
-    def restart(self, policy_version: int) -> "Recovered":
-        """Go on with a trainer of this version."""
-        self.queue.restart(policy_version)
+    def restart(self, policy_version: int, given: int | None = None) -> "Recovered":
+        """Go on with a trainer of this version, and a training loop that has the batches before `given`."""
+        self.queue.restart(policy_version, given)
         newest = self.queue.counts()["policy_version"]
         learned = 0 if self._last_draw is None else self._last_draw.learned
         return Recovered(
@@ -229,11 +229,12 @@ class Recovered:
     """The digests of the versions from the trainer's on."""
 
 
-def recover(folder: Path, state: RunState, policy_version: int) -> Recovered:
-    """Bring the queue to the state that the log leads to, and let it go on with a trainer of this version."""
+def recover(folder: Path, state: RunState, policy_version: int, given: int | None = None) -> Recovered:
+    """Bring the queue to the state that the log leads to, and let it go on with a trainer of this version, and a
+    training loop that has the batches before `given`."""
     for _ in state.replay(needed_records(folder, policy_version), keep=policy_version):
         pass
-    return state.restart(policy_version)
+    return state.restart(policy_version, given)
 
 
 def trained_batches(folder: Path, queue: GroupQueue, *, first: int) -> Iterator[tuple[BatchHandle, str | None]]:

@@ -3,7 +3,8 @@
 A replica is a mesh of `tp` of these actors. Requests go to rank 0; the other ranks follow it.
 
 Invariants
-    GE-1  `start` returns with the newest version applied: a replacement serves no older weights.
+    GE-1  `start` returns with the newest version applied that the store has: a replacement serves no older weights. It
+          does not wait for a trainer that is being replaced.
     GE-2  A request is sampled under weights of at least its `min_version` from its first token on.
     GE-3  When `start` returns, the store knows the tensors that every rank needs: the first publish fixes how weights
           are divided.
@@ -33,7 +34,9 @@ from goaly.telemetry import spans
 from goaly.weights.settings import WeightSettings
 
 if TYPE_CHECKING:
+    from goaly.generate.engine import Engine
     from goaly.weights.store import WeightStore
+    from goaly.weights.subscriber import Subscriber
 
 
 class Generator(Actor):
@@ -53,7 +56,10 @@ class Generator(Actor):
         self._store = store
         self._replica = replica
         self._weight_settings = weights or WeightSettings()
+        self._rank = 0
+        self._engine: Engine | None = None
         self._engine_loop: EngineLoop | None = None
+        self._follower: WeightFollower | None = None
         self._following: asyncio.Task[None] | None = None
         self._clients = Clients()
         self._quarantine = Quarantine()
@@ -68,32 +74,35 @@ class Generator(Actor):
 
         settings = self._settings
         engine = await asyncio.to_thread(Engine, settings, self._model, seed=settings.seed + self._replica)
+        self._engine = engine
         engine.enter_thread()  # this thread prefetches updates into the engine's GPU
         commands, announcements = (RankLink(), RankLink()) if settings.tp > 1 else (None, None)
         if self._store is None:
             self._engine_loop = EngineLoop(engine, settings, lambda: 0, commands)  # its weights never change
             return 0
-        from goaly.weights.subscriber import Subscriber
-
         if self._weight_settings.apply == "flip" and engine.records_graphs:
             raise ConfigError([f"weights.apply=flip: {FLIP_UNDER_GRAPHS}"])
-        rank = 0 if commands is None else commands.rank
-        subscriber = Subscriber(
-            self._store,
-            engine.named_tensors(),
-            f"generator-{self._replica}.{rank}",
-            self._weight_settings,
-            live=engine.live_tensors(),
-            naming=engine.naming(),
-        )
-        await subscriber.join()  # GE-3
-        self._engine_loop = loop = EngineLoop(engine, settings, subscriber.apply, commands)
-        follower = WeightFollower(subscriber, loop, announcements)
-        if rank == 0:
-            while ((await self._store.state.call_one()).newest or 0) > loop.version:  # GE-1
+        self._rank = 0 if commands is None else commands.rank
+        subscriber = await self._joined(self._store, engine)  # GE-3
+        self._engine_loop = loop = EngineLoop(engine, settings, lambda: follower.apply(), commands)
+        self._follower = follower = WeightFollower(subscriber, loop, announcements)
+        if self._rank == 0:
+            while max((await self._store.state.call_one()).versions, default=0) > loop.version:  # GE-1
                 await follower.catch_up()
         self._following = vital_task(follower.run(), "weight follower")  # GE-4
         return loop.version
+
+    @concurrent_endpoint
+    async def follow(self, store: "WeightStore") -> None:
+        """Follow this store, which replaces one that died."""
+        assert self._engine is not None, "start comes first"
+        assert self._follower is not None
+        self._store = store
+        versions = await self._joined(store, self._engine)
+        if self._store is store:
+            self._follower.use(versions)
+        else:  # that one has died, too
+            versions.drop()
 
     @concurrent_endpoint
     async def connect(self, client: str, samples: Port[Results], process: ProcessMark) -> None:
@@ -156,6 +165,20 @@ class Generator(Actor):
             await self._engine_loop.stop()
         self._closed.set()
         spans.flush()
+
+    async def _joined(self, store: "WeightStore", engine: "Engine") -> "Subscriber":
+        from goaly.weights.subscriber import Subscriber
+
+        subscriber = Subscriber(
+            store,
+            engine.named_tensors(),
+            f"generator-{self._replica}.{self._rank}",
+            self._weight_settings,
+            live=engine.live_tensors(),
+            naming=engine.naming(),
+        )
+        await subscriber.join()
+        return subscriber
 
     def _end(self, client: str) -> None:
         self._gone.add(client)

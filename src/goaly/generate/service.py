@@ -4,7 +4,7 @@ The processes of a replica have a unique name by which routers know it: `generat
 first replacement.
 
 Invariants
-    GS-1  A replica serves only after it has caught up to the newest committed version.
+    GS-1  A replica serves only after it has caught up to the newest version that the store has (GE-1).
     GS-2  The death of any rank of a replica is the death of the replica: it leaves every routing table at once, its
           other ranks are killed (one of them may wait for the dead one forever), and a replacement starts.
     GS-3  A replacement that dies before it serves, that raises while it starts, or that takes longer than
@@ -25,6 +25,7 @@ from goaly.actors import SupervisionError
 from goaly.errors import RunFailed, cause_of, root_cause
 from goaly.generate.generator import Generator
 from goaly.generate.request import GeneratorStats
+from goaly.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,15 @@ class GeneratorService:
                 starts.create_task(self._start_first(replica))
         await self._announce_serving()
 
+    async def follow(self, store: WeightStore) -> None:
+        """Have every replica follow this weight store, which replaces one that died. One that was starting starts
+        again."""
+        for replica in self._replicas:
+            if replica.ranks is None:
+                self.lost(replica.name, "the weight store died while it started")
+        serving = [replica.ranks for replica in self._replicas if replica.ranks is not None]
+        await asyncio.gather(*(_unless_dead(ranks.follow.call(store)) for ranks in serving))
+
     def lost(self, name: str, report: str) -> bool:
         """Report the death of an actor or a process of this name; True if it belongs, or belonged, to a replica.
 
@@ -101,6 +111,7 @@ class GeneratorService:
             report = await self._deaths[replica.name]  # `lost` unblocks it
             replica.served += self.clock() - began
             del self._serving[replica.name]
+            replica.ranks = None
             await asyncio.gather(self._announce_serving(), self.kill(replica.name))  # GS-2
             failure: str | None = f"died: {_last_line(report)}"
             while failure is not None:
@@ -140,7 +151,8 @@ class GeneratorService:
             logger.info("%s failed to start", name, exc_info=error)
             failure = f"failed to start: {_cause(error)}"
         else:
-            self._serving[name] = starting.result()
+            replica.ranks = starting.result()
+            self._serving[name] = replica.ranks.slice(procs=0)  # the rank that takes requests
             return None
         await self.kill(name)
         return failure
@@ -149,7 +161,7 @@ class GeneratorService:
         ranks = await self.spawn(name)
         for rank in ranks.start.stream():
             await rank  # stop at the first failure: the other ranks may wait for the failed one
-        return ranks.slice(procs=0)  # the rank that takes requests
+        return ranks
 
     async def _announce_serving(self) -> None:
         async with self._announcing:  # GS-4
@@ -162,6 +174,8 @@ class _Replica:
 
     index: int
     replacements: int = 0
+    ranks: Generator | None = None
+    """While it serves."""
     served: float = 0.0
     """Seconds of serving so far."""
     deaths: list[float] = field(default_factory=list)

@@ -9,15 +9,18 @@ Invariants
     FO-2  A rank's prefetched weights are not overwritten before its engine has applied them.
     FO-3  Rank 0's lease lasts until all ranks have copied the version, and no longer: it is released after their vote.
     FO-4  A rank whose pull or link fails does not vote. `run` raises, its process ends (GE-4), and with it the others.
+    FO-5  A store that dies fails nobody, if another one takes its place within `REPLACE_SECONDS`: its ranks wait for
+          that one, vote against the version that they could not get, and change to it between two updates.
 """
 
 import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from goaly.actors import SupervisionError, unless
 from goaly.errors import WritersGone
 from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.weights.ledger import Lease
@@ -29,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+REPLACE_SECONDS = 600.0
+"""Longest wait for the store that replaces a dead one. A rank that hears of none ends: it may have lost a store that
+lives."""
+
 
 class WeightFollower:
     """Follows the weight store on one rank."""
@@ -37,6 +44,19 @@ class WeightFollower:
         self._versions = versions
         self._loop = loop
         self._link = link
+        self._next: Subscriber | None = None
+        self._replaced = asyncio.Event()
+
+    def use(self, versions: "Subscriber") -> None:
+        """Follow another store's versions from the next update on: this store has died (FO-5)."""
+        if self._next is not None:
+            self._next.drop()
+        self._next = versions
+        self._replaced.set()
+
+    def apply(self) -> int:
+        """Put the prefetched weights in place; their version."""
+        return self._versions.apply()
 
     async def run(self) -> None:
         """Follow until cancelled, or until no newer weights can come."""
@@ -48,20 +68,42 @@ class WeightFollower:
             return
         while True:
             lease: Lease = await _in_thread(self._link.receive)
+            self._change_store()
             if await self._prefetch(lease.version, lease):
                 await self._loop.version_at_least(lease.version)  # FO-2
 
     async def catch_up(self) -> None:
         """Rank 0: wait for newer weights and apply them on every rank, unless a rank could not get them."""
-        version = await self._versions.newest(self._loop.version)
+        self._change_store()
+        version = await self._unless_dead(self._versions.newest(self._loop.version))
+        if version is None:
+            return
         if self._link is not None:
             await _in_thread(self._link.send, self._versions.held)
         if await self._prefetch(version):
-            await asyncio.gather(self._versions.release(), self._loop.apply(version))  # FO-3: a drain may take long
+            released = self._unless_dead(self._versions.release())
+            await asyncio.gather(released, self._loop.apply(version))  # FO-3: a drain may take long
 
     async def _prefetch(self, version: int, lent: Lease | None = None) -> bool:
-        ready = await self._versions.prefetch(version, lent)  # FO-4
+        ready = await self._unless_dead(self._versions.prefetch(version, lent)) or False  # FO-4
         return ready if self._link is None else await _in_thread(self._link.all_agree, ready)  # FO-1
+
+    async def _unless_dead(self, call: Awaitable[T]) -> T | None:
+        """The answer of a call to the store, or None if that has died and another one takes its place (FO-5)."""
+        answered = await unless(self._replaced, call)
+        if answered is not None and isinstance(died := answered.exception(), SupervisionError):
+            try:
+                await asyncio.wait_for(self._replaced.wait(), REPLACE_SECONDS)  # unblocked by `use`
+            except TimeoutError:
+                raise died from None  # FO-4
+            return None
+        return None if answered is None else answered.result()
+
+    def _change_store(self) -> None:
+        if self._next is not None:
+            self._versions.drop()
+            self._versions, self._next = self._next, None
+            self._replaced.clear()
 
 
 async def _in_thread(call: Callable[..., T], *arguments: Any) -> T:

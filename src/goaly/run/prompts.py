@@ -6,6 +6,7 @@ Invariants
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from goaly.backlog.admission import Ticket
 from goaly.durable.records import Drawn
@@ -20,14 +21,21 @@ class RunPrompts:
 
     def __init__(self, mixture: Mixture):
         self.mixture = mixture
+        self._first_state: dict[str, Any] | None = None
+        self._set_weights: dict[str, float] = {}
         self._record: Callable[[Drawn], None] = lambda drawn: None
         self._drawn: dict[int, Prompt] = {}
         self._learned = 0
 
     def begin(self, recovered: Recovered, record: Callable[[Drawn], None]) -> None:
-        """Go on where the log ends, and record draws."""
-        if recovered.mixture is not None:
-            self.mixture.load_state_dict(recovered.mixture)
+        """Go on where the log ends, and record draws. Later draws than those in the log are forgotten."""
+        state = self._first_state if recovered.mixture is None else recovered.mixture
+        if state is not None:
+            self.mixture.load_state_dict(state)
+        else:
+            self._first_state = self.mixture.state_dict()
+        if self._set_weights:
+            self.mixture.set_weights(self._set_weights)
         for passes in recovered.passes:
             self.mixture.learn(passes)
         self._learned = recovered.policy_version
@@ -51,6 +59,7 @@ class RunPrompts:
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Set the weights of these sources from the next prompt on; other sources keep theirs."""
         self.mixture.set_weights(weights)
+        self._set_weights.update(weights)
 
     def learn(self, batch: int, passes: Mapping[str, Passes]) -> None:
         """Update the curriculum with the passes of this batch, once."""

@@ -5,7 +5,8 @@ replacement has a name of its own (`trainer`, then `trainer-1`), so that a late 
 for another one.
 
 Invariants
-    RB-1  A call ends: with an answer, with its endpoint's error, or with `Lost` if a process died meanwhile.
+    RB-1  A call ends: with an answer, with its endpoint's error, or with `Lost` if a process died meanwhile. An error
+          that the death of an actor beside them causes is not theirs: they are replaced with it.
     RB-2  A call is made to actors that have caught up. While they are being replaced, it waits.
     RB-3  More than `checkpoint.restarts` deaths in a row without a training step in between end the run.
 """
@@ -16,8 +17,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from goaly.actors import SupervisionError
-from goaly.errors import GoalyError, RunFailed
+from goaly.actors import SupervisionError, unless
+from goaly.errors import GoalyError, RunFailed, root_cause
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,9 @@ Actors = TypeVar("Actors")
 
 class Lost(GoalyError):
     """A process of these actors died during a call; the call can be made again."""
+
+    is_own = True
+    """False if they died with another role, which they call."""
 
 
 class Restarts:
@@ -62,44 +66,55 @@ class Replaceable(Generic[Actors]):
         self._actors = actors
         self._names = {role}
         self._died = asyncio.Event()
+        self._is_own_death = True
         self._report: str | None = None
         """Why they died; None while they serve."""
         self._serves = asyncio.Event()
         self._serves.set()
         self._is_kept = False
         self._report_seconds = 0.0
+        self._has_peers = False
 
     @property
     def serves(self) -> bool:
         """Whether a call would be made at once."""
         return self._report is None
 
-    def lost(self, name: str, report: str) -> bool:
-        """Report the death of an actor or a process of this name; True if it belonged to this role and is replaced."""
+    def lost(self, name: str, report: str, *, is_own: bool = True) -> bool:
+        """Report the death of an actor or a process of this name; True if it belonged to this role and is replaced.
+        That of a role which dies with another one (`is_own`) does not count for RB-3."""
         if name not in self._names or (name == self.name and not self._is_kept):
             return False
         if name == self.name and not self._died.is_set():
-            self._report = report
+            self._report, self._is_own_death = report, is_own
             self._serves.clear()
             self._died.set()
         return True
 
+    async def present(self) -> Actors:
+        """The actors, once they serve (RB-2)."""
+        await self._serves.wait()  # unblocked by the replacement, or by the end of `keep`
+        if self._report is not None:
+            raise RunFailed(f"{self.role} died: {self._report}")
+        return self._actors
+
     async def call(self, call: Callable[[Actors], Awaitable[T]]) -> T:
         """The answer of the actors to this call; `Lost` if one of their processes dies before (RB-1)."""
-        await self._serves.wait()  # RB-2; unblocked by the replacement, or by the end of `keep`
+        actors = await self.present()
         if not self._is_kept:
-            if self._report is not None:
-                raise RunFailed(f"{self.role} died: {self._report}")
-            return await call(self._actors)
+            return await call(actors)
         died, name = self._died, self.name
-        answer = await _unless(died, call(self._actors))
+        answer = await unless(died, call(actors))
         if answer is not None and (error := answer.exception()) is not None:
             if _is_death(error):
                 self.lost(name, str(error))
-            with suppress(TimeoutError):
-                await asyncio.wait_for(died.wait(), self._report_seconds)  # unblocked by `lost`
+            elif self._has_peers or _is_death(root_cause(error.__cause__ or error)):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(died.wait(), self._report_seconds)  # unblocked by `lost`
         if died.is_set() and (answer is None or answer.exception() is not None):
-            raise Lost(f"{name} died: {self._report}")
+            lost = Lost(f"{name} died: {self._report}")
+            lost.is_own = self._is_own_death
+            raise lost
         assert answer is not None
         return answer.result()
 
@@ -114,23 +129,30 @@ class Replaceable(Generic[Actors]):
         kill: Callable[[str], Awaitable[None]],
         restarts: Restarts,
         say: Callable[[str], None],
-        report_seconds: float = 0.0,
+        report_seconds: float,
+        has_peers: bool = False,
+        on_death: Callable[[], None] = lambda: None,
     ) -> None:
         """Replace the processes whenever one dies, until cancelled.
 
         `replace` spawns and starts the actors under this name, and brings them to the state that the run is in. `kill`
-        ends the processes of a name. The error of an actor whose peer has died may come `report_seconds` before the
-        report of that death.
+        ends the processes of a name. An error that another actor's death causes may come `report_seconds` before the
+        report of that death. `has_peers`: any error of these actors may be such a one. `on_death` is called when actors
+        that have served die.
         """
         self._is_kept = True
-        self._report_seconds = report_seconds
+        self._report_seconds, self._has_peers = report_seconds, has_peers
         try:
+            served = True
             while True:
                 await self._died.wait()  # unblocked by `lost`
-                restarts.spend(self.role, self._report or "")
+                if served:
+                    on_death()
+                if self._is_own_death:
+                    restarts.spend(self.role, self._report or "")
                 say(f"{self.name} died: {self._report}; it is being replaced")
                 await kill(self.name)
-                if await self._replace(replace):
+                if served := await self._replace(replace):
                     say(f"{self.name} serves in its place")
         finally:
             self._is_kept = False
@@ -141,30 +163,15 @@ class Replaceable(Generic[Actors]):
         self.name = f"{self.role}-{len(self._names)}"
         self._names.add(self.name)
         self._died = died = asyncio.Event()
-        replaced = await _unless(died, replace(self.name))
+        replaced = await unless(died, replace(self.name))
         if replaced is not None and (error := replaced.exception()) is not None:
             logger.info("%s was not brought up", self.name, exc_info=error)
-            self.lost(self.name, str(error))
+            self.lost(self.name, str(error), is_own=not isinstance(error, Lost))
         if replaced is None or died.is_set():
             return False
         self._actors, self._report = replaced.result(), None
         self._serves.set()
         return True
-
-
-async def _unless(died: asyncio.Event, work: Awaitable[T]) -> asyncio.Future[T] | None:
-    """The work once it is done, or None if a death comes first; the work is cancelled then."""
-    working = asyncio.ensure_future(work)
-    death = asyncio.ensure_future(died.wait())
-    try:
-        await asyncio.wait((working, death), return_when=asyncio.FIRST_COMPLETED)
-        return working if working.done() else None
-    finally:
-        death.cancel()
-        working.cancel()  # no effect once it is done
-        await asyncio.wait((working,))  # a cancelled call ends at once
-        if not working.cancelled():
-            working.exception()  # retrieve it: it may be the death's
 
 
 def _is_death(error: BaseException | None) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from monarch.actor import ProcMesh
 
@@ -16,17 +17,34 @@ from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
 from goaly.run.placement import Placed, Processes
 from goaly.run.process_agent import rendezvous
+from goaly.run.replaceable import Replaceable
 from goaly.train.critic import CriticModel
 from goaly.train.reference import ReferenceModel
 from goaly.train.trainer import PolicyTrainer
 from goaly.weights.store import WeightStore
 
 HUB_ACTORS = ("store", "rewards", "queue")
-"""Actors of the hub process; those of other processes have the name of their process."""
+"""Actors of the hub's process; those of other processes have the name of their process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub:
+    """The actors of the hub, which those of all other roles call."""
+
+    store: WeightStore
+    queue: TrajectoryQueue
+    rewards: RewardPool | None
+
+
+def process_of(actor: str) -> str:
+    """The name of the process that this actor, or this process, is or runs in."""
+    name, dash, number = actor.partition("-")
+    return f"hub{dash}{number}" if name in HUB_ACTORS else actor
 
 
 class Roles:
-    """The actors of one run, by role. `name` is that of their processes: the planned one, or a replacement's."""
+    """The actors of one run, by role. `name` is that of their processes: the planned one, or a replacement's. Actors
+    call those of the present hub; if that is being replaced, their spawn waits for the next one."""
 
     def __init__(
         self,
@@ -44,19 +62,26 @@ class Roles:
         self._episode = episode
         for name in planned:
             self.mesh(name)
-        hub = self.mesh("hub")
-        self.store = spawn(
-            hub, "store", WeightStore, config.weights, replaces_writers="trainer" in replaced_roles(config)
-        )
-        self.rewards: RewardPool | None = None
+        self.hub = Replaceable("hub", self.new_hub("hub"))
+
+    def new_hub(self, name: str) -> Hub:
+        """The actors of a hub process."""
+        config, mesh, number = self._config, self.mesh("hub", name), name.removeprefix("hub")
+        rewards = None
         if config.reward.placement == "hub":
-            self.rewards = spawn(hub, "rewards", RewardPool, config.reward, config.evaluation.verifiers)
-        self.queue = trajectory_queue(hub, config, steps=config.steps)
+            rewards = spawn(mesh, f"rewards{number}", RewardPool, config.reward, config.evaluation.verifiers)
+        replaces_writers = "trainer" in replaced_roles(config)
+        return Hub(
+            store=spawn(mesh, f"store{number}", WeightStore, config.weights, replaces_writers=replaces_writers),
+            queue=trajectory_queue(mesh, config, steps=config.steps, name=f"queue{number}"),
+            rewards=rewards,
+        )
 
     async def trainer(self, name: str = "trainer") -> PolicyTrainer:
         """The ranks that train the policy."""
         mesh = await self._joined("trainer", name)
-        return policy_trainer(mesh, self._config, self.store, self.queue, name)
+        hub = await self.hub.present()
+        return policy_trainer(mesh, self._config, hub.store, hub.queue, name)
 
     async def reference(self, name: str = "reference") -> ReferenceModel | None:
         """The ranks of the reference model, if the run has one."""
@@ -64,7 +89,8 @@ class Roles:
         if not config.uses_reference:
             return None
         mesh = await self._joined("reference", name)
-        frozen = (config.reference, config.trainer, config.model, self.queue, config.weights, self.store)
+        hub = await self.hub.present()
+        frozen = (config.reference, config.trainer, config.model, hub.queue, config.weights, hub.store)
         return spawn(mesh, name, ReferenceModel, *frozen)
 
     async def critic(self, name: str = "critic") -> CriticModel | None:
@@ -73,11 +99,13 @@ class Roles:
         if config.critic is None:
             return None
         mesh = await self._joined("critic", name)
-        return spawn(mesh, name, CriticModel, config.critic, config.trainer, config.model, self.queue)
+        hub = await self.hub.present()
+        return spawn(mesh, name, CriticModel, config.critic, config.trainer, config.model, hub.queue)
 
-    def rollout(self, index: int, name: str | None = None) -> RolloutWorker:
+    async def rollout(self, index: int, name: str | None = None) -> RolloutWorker:
         """A rollout worker, which runs the script's episode."""
         config, planned = self._config, f"rollout-{index}"
+        hub = await self.hub.present()
         return spawn(
             self.mesh(planned, name),
             name or planned,
@@ -85,8 +113,8 @@ class Roles:
             name or planned,
             config.rollout,
             self._episode,
-            queue=self.queue,
-            rewards=self.rewards or config.reward,
+            queue=hub.queue,
+            rewards=hub.rewards or config.reward,
             verifiers=config.evaluation.verifiers,
             tokenizer=config.model.path,
             chat=config.chat,
@@ -102,7 +130,8 @@ class Roles:
         config, replica = self._config, int(name.split("-")[1])
         first = f"generator-{replica}"
         mesh = self.mesh(first, name) if config.generator.tp == 1 else await self._joined(first, name)
-        return spawn(mesh, name, Generator, config.generator, config.model, self.store, replica, config.weights)
+        hub = await self.hub.present()
+        return spawn(mesh, name, Generator, config.generator, config.model, hub.store, replica, config.weights)
 
     def count(self, planned: str) -> int:
         """The number of processes of a role."""
@@ -123,11 +152,13 @@ class Roles:
         return mesh
 
 
-def trajectory_queue(hub: ProcMesh, config: RunConfig, steps: int | None = None) -> TrajectoryQueue:
+def trajectory_queue(
+    hub: ProcMesh, config: RunConfig, steps: int | None = None, name: str = "queue"
+) -> TrajectoryQueue:
     """The queue of a run of so many steps; without `steps` it admits groups without end."""
     return spawn(
         hub,
-        "queue",
+        name,
         TrajectoryQueue,
         config.backlog,
         config.advantages,
@@ -157,4 +188,6 @@ def replaced_roles(config: RunConfig) -> set[str]:
         roles.add("trainer")
     if config.reference.refresh_every is None:  # or its weights may be of a version that is nowhere any more
         roles.add("reference")
+    if {"trainer", "reference"} <= roles:  # they die with the hub
+        roles.add("hub")
     return roles

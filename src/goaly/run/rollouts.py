@@ -16,8 +16,8 @@ from goaly.generate.generator import Generator
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group import NO_ROOM, GroupSummary
 from goaly.rollout.worker import RolloutWorker
+from goaly.run.backlog_stage import BacklogStage
 from goaly.run.replaceable import Lost, Replaceable
-from goaly.run.stages import BacklogStage
 from goaly.run.waiting import ANSWER_SECONDS, reporting
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ class RolloutStage:
     """Stage 2: runs groups of episodes on the rollout workers.
 
     Invariants
-        GR-1  A group or an evaluation whose worker dies runs again, with the same prompt, unless its ticket has ended.
+        GR-1  A group or an evaluation whose worker dies runs again, with the same prompt, unless its ticket has ended,
+              or is given out again because its hub died.
         GR-2  A group under which workers have died `POISON_DEATHS` times fails: it may be what kills them.
     """
 
@@ -76,28 +77,34 @@ class RolloutStage:
     async def group(self, ticket: Ticket, prompt: Prompt) -> None:
         """Run the group's episodes on the least busy worker, which reports the group to the queue."""
 
-        def run(worker: RolloutWorker) -> Awaitable[GroupSummary]:
-            return ask("rollout.run_group", worker.run_group.call_one(ticket, prompt))
+        backlog = self._backlog
+        hub = "" if backlog is None else backlog.hub_of(ticket.index)
+
+        async def run(worker: RolloutWorker) -> GroupSummary:
+            if backlog is not None and backlog.hub != hub:
+                raise Lost(f"{hub} died before the group began")
+            return await ask("rollout.run_group", worker.run_group.call_one(ticket, prompt))
 
         for _ in range(POISON_DEATHS):
             index = self._least_busy()
-            self._groups[ticket.index] = index, prompt
+            group = self._groups[ticket.index] = index, prompt
             try:
                 self._judge(await self._run_on(index, run))
                 return
             except Lost:
-                if self._backlog is not None and not await self._backlog.is_running(ticket.index):
+                if backlog is not None and not await backlog.is_running(ticket.index, hub):
                     return  # GR-1
             except asyncio.CancelledError:
-                self._cancel_later(self.workers[index], ticket.index)
+                self._cancel_later(self.workers[index], ticket.index, hub)
                 raise
             finally:
-                del self._groups[ticket.index]
-        if self._backlog is not None:
-            self._backlog.drop(ticket.index, POISONED)  # GR-2
+                if self._groups.get(ticket.index) is group:  # or the next hub has given the ticket out again
+                    del self._groups[ticket.index]
+        if backlog is not None:
+            backlog.drop(ticket.index, hub, POISONED)  # GR-2
         self._judge(GroupSummary(ticket=ticket.index, prompt_id=prompt.id, failed=POISONED))
 
-    def _cancel_later(self, worker: Replaceable[RolloutWorker], ticket: int) -> None:
+    def _cancel_later(self, worker: Replaceable[RolloutWorker], ticket: int, hub: str) -> None:
         """Have the worker end the group, which then counts as failed, unless the run ends: then a resumed run runs it
         again."""
 
@@ -106,7 +113,7 @@ class RolloutStage:
                 return
             worker.broadcast(lambda actor: actor.cancel.broadcast([ticket]))
             if self._backlog is not None:  # the worker may have died
-                self._backlog.drop(ticket, CANCELLED)
+                self._backlog.drop(ticket, hub, CANCELLED)
 
         asyncio.get_running_loop().call_later(CANCEL_SECONDS, cancel)
 
@@ -163,9 +170,12 @@ class RolloutStage:
                 call = worker.evaluate.call_one(name, prompt, samples_per_prompt, sampling, policy_version)
                 return _cancelled_with_caller("rollout.evaluate", call, worker, name)
 
-            for _ in range(POISON_DEATHS):
-                with suppress(Lost):  # GR-1
+            deaths = 0
+            while deaths < POISON_DEATHS:
+                try:
                     return await self._run_on(self._least_busy(), run)
+                except Lost as lost:  # GR-1
+                    deaths += lost.is_own
             raise RunFailed(f"evaluation of prompt {prompt.id}: {POISONED}")
 
         async def report(seconds: float) -> None:

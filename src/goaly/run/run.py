@@ -16,6 +16,7 @@ from goaly.evaluation.sets import ProblemSets
 from goaly.generate.service import GeneratorService
 from goaly.process import watch_callbacks
 from goaly.prompts.mixture import prompt_mixture
+from goaly.run.backlog_stage import BacklogStage
 from goaly.run.checkpoints import RunCheckpoints
 from goaly.run.config import RunConfig
 from goaly.run.periodic import PeriodicEvaluation
@@ -23,7 +24,7 @@ from goaly.run.policies import SavedPolicies
 from goaly.run.prompts import RunPrompts
 from goaly.run.replaceable import Replaceable
 from goaly.run.rollouts import RolloutStage
-from goaly.run.stages import BacklogStage, CriticStage, ReferenceStage, TrainerStage
+from goaly.run.stages import CriticStage, ReferenceStage, TrainerStage
 from goaly.telemetry.lines import read_lines
 from goaly.telemetry.metrics import EVALUATIONS_FILE, MetricsWriter
 from goaly.telemetry.progress import Progress

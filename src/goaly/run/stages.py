@@ -1,4 +1,4 @@
-"""The stages of a run as a script calls them. A stage calls actors; handles and numbers pass through it, no tensors."""
+"""The models of a run as a script calls them. A stage calls actors; handles and numbers pass through it, no tensors."""
 
 import asyncio
 import logging
@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from goaly.actors import ask
-from goaly.backlog.admission import Ticket
 from goaly.backlog.batch import BatchHandle
-from goaly.backlog.group_queue import Wait
-from goaly.backlog.ledger import Dropped
-from goaly.backlog.queue import TrajectoryQueue
 from goaly.durable.checkpoint import Checkpoint
-from goaly.durable.records import Drawn, Published
-from goaly.durable.run_log import Recovered
+from goaly.durable.records import Published
 from goaly.errors import RunFailed
 from goaly.run.replaceable import Lost, Replaceable
 from goaly.run.waiting import FIRST_SECONDS, reporting
@@ -31,119 +26,6 @@ Trained = TypeVar("Trained", PolicyTrainer, CriticModel)
 
 Again = Callable[[str, int, int], AsyncIterator[BatchHandle]]
 """Gives a reader the batches from one number on and before another, as they were trained."""
-
-QUEUE_LOST = "failed: the trajectory queue was lost"
-
-
-class BacklogStage:
-    """Stage 4: gives out tickets and batches."""
-
-    def __init__(
-        self,
-        queue: TrajectoryQueue,
-        on_wait: Callable[[float, Wait], Awaitable[None]] | None = None,
-        on_end: Callable[[], Awaitable[None]] | None = None,
-    ):
-        """`batches` calls `on_wait` when it waits for long, with the seconds waited and what it waits for, and `on_end`
-        when no batch comes because the queue was closed."""
-        self._queue = queue
-        self._on_wait = on_wait
-        self._on_end = on_end
-        self.final_counts: dict[str, int] = {}
-        self.final_reasons: dict[str, int] = {}
-        self._admitted = 0
-        self._first_batch = 0
-        self._log: Path | None = None
-        self._last_counts: dict[str, int] = {}
-        self.is_giving_batches = False
-
-    async def open(self, log: Path, policy_version: int, trainer: dict[str, Any]) -> Recovered:
-        """Record events in this log, and go on from where it ends with a trainer of this version and these settings."""
-        self._log = log
-        self._first_batch = policy_version
-        return await ask("queue.open", self._queue.open.call_one(log, policy_version, trainer))
-
-    def record(self, record: Drawn | Published) -> None:
-        """Write a record into the log."""
-        self._queue.record.broadcast(record)
-
-    def end(self) -> None:
-        """Give out no more tickets and batches, and record no more ends of tickets: a resumed run goes on from here."""
-        self._queue.close.broadcast()
-
-    async def durable(self) -> None:
-        """Return when all records are on disk."""
-        await ask("queue.durable", self._queue.durable.call_one())
-
-    async def tickets(self) -> AsyncIterator[Ticket]:
-        """A ticket for each group, as soon as the group may start, until the run has admitted all groups it trains."""
-        while (ticket := await ask("queue.admit", self._queue.admit.call_one())) is not None:
-            self._admitted = max(self._admitted, ticket.index + 1)
-            yield ticket
-
-    async def batches(self, steps: int) -> AsyncIterator[BatchHandle]:
-        """The batches up to this step, each as soon as its groups are complete. Ends admission when it ends.
-
-        A resumed run begins with the batches after its checkpoint, which the log has.
-        """
-        self.is_giving_batches = True
-        for _ in range(self._first_batch, steps):
-            async with reporting(self._report_wait):
-                batch = await ask("queue.next_batch", self._queue.next_batch.call_one())
-            if batch is None:
-                if self._on_end is not None:
-                    await self._on_end()
-                raise RunFailed("the trajectory queue closed before the run's last step")
-            yield batch
-        self.is_giving_batches = False
-        if self._on_end is not None:
-            await self._on_end()
-        await ask("queue.close", self._queue.close.call_one())
-
-    async def trained(self, batch: BatchHandle, policy_version: int) -> None:
-        """Record that a training step consumed this batch and made this policy version."""
-        await ask("queue.trained", self._queue.trained.call_one(batch.id, policy_version))
-
-    async def again(self, reader: str, first: int, end: int) -> AsyncIterator[BatchHandle]:
-        """The batches from `first` on and before `end` as they were trained, for a reader that lost what it made of
-        them."""
-        assert self._log is not None, "open comes first"
-        try:
-            for batch in range(first, end):
-                found = await ask("queue.replayed", self._queue.replayed.call_one(reader, self._log, first))
-                if found is None:
-                    raise RunFailed(f"the log ends before batch {batch}")
-                yield found[0]
-        finally:
-            self._queue.end_replay.broadcast(reader)
-
-    async def is_running(self, ticket: int) -> bool:
-        """Whether this ticket has not ended."""
-        return await ask("queue.is_running", self._queue.is_running.call_one(ticket))
-
-    def drop(self, ticket: int, why: str) -> None:
-        """Record that this ticket has failed, unless it has ended."""
-        self._queue.report.broadcast(Dropped.failed(ticket, why))
-
-    async def counts(self) -> dict[str, int]:
-        """How many groups were admitted, and how many are in each state."""
-        self._last_counts = await ask("queue.counts", self._queue.counts.call_one())
-        return self._last_counts
-
-    async def close(self) -> None:
-        """End the accounting. Open groups are rejected, or have failed if the queue was lost."""
-        last = self._last_counts
-        ended = {state: last.get(state, 0) for state in ("trained", "rejected", "failed")}
-        admitted = max(self._admitted, last.get("admitted", 0))
-        lost = admitted - sum(ended.values())
-        self.final_counts = {"admitted": admitted, **ended, "failed": ended["failed"] + lost}
-        self.final_reasons = {QUEUE_LOST: lost} if lost else {}
-        self.final_counts = await self._queue.settle.call_one()
-        self.final_reasons = await self._queue.reasons.call_one()
-
-    async def _report_wait(self, seconds: float) -> None:
-        if self._on_wait is not None:
-            await self._on_wait(seconds, await ask("queue.wait", self._queue.wait.call_one()))
 
 
 class _RanksStage(Generic[RankActor]):
@@ -297,6 +179,7 @@ class TrainerStage(_TrainedStage[PolicyTrainer]):
             digest = await self._answer("digest", ranks.digest.stream())
             self._compare(self.policy_version, digest)
             await self._answer("publish", ranks.publish.stream())
+            self._record(Published(version=self.policy_version, digest=digest))  # the first record may be lost
 
     async def step(self, batch: BatchHandle) -> dict[str, float]:
         """Train the next policy version on this batch; the step's metrics. After the last step the save begins."""

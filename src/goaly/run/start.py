@@ -1,13 +1,15 @@
 """Brings the actors of a run up, and takes them down. Every task belongs to the script's TaskGroup or to the run's.
 
 Invariants
-    RN-1  Trainer, reference, critic and rollout workers are replaced when they die (`replaceable.py`), generators by
-          their service. The death of any other actor ends the run with a RunFailed that names it.
+    RN-1  Processes of the roles in `replaced_roles` are replaced when they die (`replaceable.py`), generators by their
+          service. The death of any other actor ends the run with a RunFailed that names it.
     RN-2  However the block is left, every admitted group is accounted for, `summary.json` is written, and the run's
           processes are stopped.
     RN-3  The policy is saved without the script's help (SV-1): after the last step, or when the block is left. An
           interrupt before the last step saves nothing.
     RN-4  However a run ends, its folder holds all that a resumed run needs (docs/durability.md).
+    RN-5  With the hub all are replaced that call it, but for the generators: they follow the next one's weight store.
+          Such a death counts once, as the hub's.
 """
 
 import asyncio
@@ -28,15 +30,16 @@ from goaly.generate.service import GeneratorService
 from goaly.plan.dry_run import placed
 from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.worker import RolloutWorker, pickled
+from goaly.run.backlog_stage import BacklogStage
 from goaly.run.checkpoints import RunCheckpoints, Stateful
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
 from goaly.run.placement import Processes, processes
 from goaly.run.replaceable import Replaceable, Restarts
-from goaly.run.roles import HUB_ACTORS, Roles, replaced_roles
+from goaly.run.roles import Hub, Roles, process_of, replaced_roles
 from goaly.run.rollouts import RolloutStage
 from goaly.run.run import Run
-from goaly.run.stages import BacklogStage, CriticStage, ReferenceStage, TrainerStage
+from goaly.run.stages import CriticStage, ReferenceStage, TrainerStage
 from goaly.run.waiting import run_all
 from goaly.telemetry import spans
 from goaly.telemetry.trace import merge
@@ -52,7 +55,7 @@ SAVE_SECONDS = 600.0
 """Longest wait for the policy to be saved after a run failed or was interrupted."""
 
 REPORT_SECONDS = 10.0
-"""Longest time from the error of a rank whose peer on this host has died to the report of that death."""
+"""Longest time from the error of an actor that the death of one on this host causes to the report of that death."""
 REMOTE_REPORT_SECONDS = 45.0
 """The same with several hosts: Monarch reports a death there up to half a minute later."""
 
@@ -72,12 +75,12 @@ async def started(
     run = Run(config, run_dir)
     created(run)
     planned = {each.name: each for each in processes(config)}
-    names = {*HUB_ACTORS, *planned}
 
     def on_failure(actor: str, report: str) -> None:
+        actor = process_of(actor)
         is_replaced = hasattr(run, "generators") and run.generators.lost(actor, report)
         is_replaced = is_replaced or any(one.lost(actor, report) for one in run.replaceable)
-        if actor in names and not is_replaced:
+        if actor in planned and not is_replaced:
             run.lost(actor, report)  # RN-1
 
     hosts = Hosts(config.hosts, run_dir, on_failure, trace=config.telemetry.trace)
@@ -118,7 +121,7 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     trainer, reference, critic = await asyncio.gather(roles.trainer(), roles.reference(), roles.critic())
 
     # The stages.
-    run.backlog = BacklogStage(roles.queue, run.report_wait, run.stopped)
+    run.backlog = BacklogStage(roles.hub, run.report_wait, run.stopped)
     run.trainer = TrainerStage(
         Replaceable("trainer", trainer),
         run.say,
@@ -130,8 +133,8 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
         run.reference = ReferenceStage(Replaceable("reference", reference), run.say)
     if critic is not None:
         run.critic = CriticStage(Replaceable("critic", critic), run.say)
-    workers = [Replaceable(f"rollout-{index}", roles.rollout(index)) for index in range(config.rollout.workers)]
-    run.rollouts = RolloutStage(workers, run.say, run.backlog)
+    workers = {f"rollout-{index}": await roles.rollout(index) for index in range(config.rollout.workers)}
+    run.rollouts = RolloutStage([Replaceable(*one) for one in workers.items()], run.say, run.backlog)
     run.generators = GeneratorService(
         replicas=config.generator.replicas,
         spawn=roles.generator,
@@ -141,6 +144,7 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     )
 
     # Start them all.
+    hub = await roles.hub.present()
     checkpoint = await verified
     step = 0 if checkpoint is None else checkpoint.step
     recovered = await run.backlog.open((run.run_dir / LOG_FOLDER).absolute(), step, plain(config.trainer))
@@ -153,8 +157,8 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
         "trainer": run.trainer.start(checkpoint),
         "generators": run.generators.start(),
     }
-    if roles.rewards is not None:
-        starts["rewards"] = ask("rewards.start", roles.rewards.start.call())
+    if hub.rewards is not None:
+        starts["rewards"] = ask("rewards.start", hub.rewards.start.call())
     for name, stage in (("reference", run.reference), ("critic", run.critic)):
         if stage is not None:
             starts[name] = stage.start(checkpoint)
@@ -186,14 +190,41 @@ def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> Non
     restarts = Restarts(run.config.checkpoint.restarts, lambda: run.policy_version)
     replaced = replaced_roles(run.config)
 
-    def keep(one: Replaceable[Any], replace: Callable[[str], Coroutine[Any, Any, Any]], ranks: int = 1) -> None:
+    seconds = REPORT_SECONDS if run.config.hosts.job == "local" else REMOTE_REPORT_SECONDS
+
+    def keep(
+        one: Replaceable[Any],
+        replace: Callable[[str], Coroutine[Any, Any, Any]],
+        ranks: int = 1,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
         run.replaceable.append(one)
-        seconds = 0.0 if ranks == 1 else REPORT_SECONDS if run.config.hosts.job == "local" else REMOTE_REPORT_SECONDS
-        kept = one.keep(replace, kill=hosts.kill, restarts=restarts, say=run.say, report_seconds=seconds)
+        kept = one.keep(
+            replace,
+            kill=hosts.kill,
+            restarts=restarts,
+            say=run.say,
+            report_seconds=seconds,
+            has_peers=ranks > 1,
+            on_death=on_death,
+        )
         run.keepers.append(run.tasks.create_task(kept, name=f"keep {one.role}"))
 
+    def lose_callers() -> None:
+        for one in run.replaceable:
+            if one is not roles.hub:
+                one.lost(one.name, "the hub died, which it calls", is_own=False)  # RN-5
+
+    async def replace_hub(name: str) -> Hub:
+        hub = roles.new_hub(name)
+        if hub.rewards is not None:
+            await ask("rewards.start", hub.rewards.start.call())
+        await run.generators.follow(hub.store)
+        run.prompts.begin(await run.backlog.restore(hub), run.backlog.record)
+        return hub
+
     async def trainer(name: str) -> PolicyTrainer:
-        await ask("store.lose_writers", roles.store.lose_writers.call_one())
+        await roles.hub.call(lambda hub: ask("store.lose_writers", hub.store.lose_writers.call_one()))
         return await roles.trainer(name)
 
     def replace_ranks(stage: Any, spawned: Callable[[str], Coroutine[Any, Any, Any]]) -> None:
@@ -206,12 +237,14 @@ def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> Non
 
     def replace_worker(index: int) -> None:
         async def replace(name: str) -> RolloutWorker:
-            worker = roles.rollout(index, name)
+            worker = await roles.rollout(index, name)
             await run.rollouts.restore(worker)
             return worker
 
         keep(run.rollouts.workers[index], replace)
 
+    if "hub" in replaced:
+        keep(roles.hub, replace_hub, on_death=lose_callers)
     for role, stage, spawned in (
         ("trainer", run.trainer, trainer),
         ("reference", run.reference, roles.reference),

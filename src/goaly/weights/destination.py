@@ -101,6 +101,10 @@ class Destination:
         if self._applied is not None:
             self._applied.synchronize()
 
+    def free(self) -> None:
+        """Let go of the spares, for good."""
+        self._memories = []
+
     def apply(self) -> None:
         """Put the spares' contents in place of the parameters; on a GPU, in the calling thread's stream."""
         copied = [memory for memory in self._memories if not memory.flips]

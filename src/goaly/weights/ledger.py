@@ -32,8 +32,8 @@ class Lease:
     slot: int
     reader: int
     """The number of the reader that holds it."""
-    writers: int = 0
-    """How many groups of writers had been lost before those that staged it."""
+    writers: str = ""
+    """The name of the group of writers that staged it, unique among all stores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ Invariants
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -106,6 +107,7 @@ class WeightStore(Actor):
 
     def __init__(self, settings: WeightSettings | None = None, *, replaces_writers: bool = False):
         """`replaces_writers`: after the death of a writer a new group of the same size joins."""
+        self._name = uuid.uuid4().hex[:8]
         self._replaces_writers = replaces_writers
         self._slots = (settings or WeightSettings()).slots
         self._changed = asyncio.Event()
@@ -218,12 +220,12 @@ class WeightStore(Actor):
         return JoinedReader(number=reader, pulse=process.host != this_host())
 
     @concurrent_endpoint
-    async def sources(self, host: str, transport: str, writers: int) -> tuple[Source, ...]:
+    async def sources(self, host: str, transport: str, writers: str) -> tuple[Source, ...]:
         """Where the slots of these writers (`Lease.writers`) are, for a reader on this host; waits until all have
         offered them. Empty once they are lost."""
 
         def offered() -> tuple[Source, ...] | None:
-            if writers != self._ledger.losses:
+            if writers != self._group:
                 return ()
             if not self._writers or len(self._writers) < self._ledger.writers:
                 return None
@@ -379,6 +381,11 @@ class WeightStore(Actor):
         for reader in self._readers.values():
             reader.pulls = reader.mirror = None
 
+    @property
+    def _group(self) -> str:
+        """The name of the present group of writers."""
+        return f"{self._name}.{self._ledger.losses}"
+
     def _rank_of(self, writer: int) -> int:
         group, rank = divmod(writer, self._ledger.writers)
         if group != self._ledger.losses:
@@ -420,4 +427,4 @@ class WeightStore(Actor):
 
     def _held(self, reader: int, version: int) -> Lease:
         ledger = self._ledger
-        return Lease(version=version, slot=ledger.slot_of(version), reader=reader, writers=ledger.losses)
+        return Lease(version=version, slot=ledger.slot_of(version), reader=reader, writers=self._group)

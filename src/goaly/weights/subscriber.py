@@ -70,7 +70,7 @@ class Subscriber(Member):
         self._number: int | None = None
         self._request = 0
         self._held: Lease | None = None
-        self._writers: int | None = None
+        self._writers: str | None = None
         """The group of writers whose slots it reads, as in `Lease`."""
         self._sources: list[SlotReader] = []
         self._plan: list[dict[int, list[Copy]]] = []
@@ -163,6 +163,13 @@ class Subscriber(Member):
         if self._number is not None:
             await self._store.leave_reader.call_one(self._number)
             self._number = None
+        self.drop()
+
+    def drop(self) -> None:
+        """Free what this reader has here, when its store has died."""
+        self._sources, self._neighbours = [], []
+        self._pairs.clear()
+        self._destination.free()
         self._background.end()
         if self._mirror is not None:
             self._mirror.close()
@@ -183,7 +190,7 @@ class Subscriber(Member):
             self._background.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(reader=joined.number))
         return joined.number
 
-    async def _connect(self, writers: int) -> bool:
+    async def _connect(self, writers: str) -> bool:
         """Connect to the slots of these writers, plan the copies and allocate the spares, once. False if they are
         lost."""
         if self._writers == writers:

@@ -48,6 +48,46 @@ async def step(queue: TrajectoryQueue) -> None:
     await call(queue, "trained", batch.id, batch.id + 1)
 
 
+async def test_the_next_queue_of_a_training_loop_that_goes_on_gives_out_only_what_that_has_not(tmp_path: Path) -> None:
+    queue = await opened(tmp_path, steps=4)
+    await step(queue)
+    for _ in range(2):
+        ticket = await queue.queue.admit()
+        assert ticket is not None
+        queue.queue.report(group(ticket))
+    given = await call(queue, "next_batch")
+    await call(queue, "annotate", given.id, 0, "values", queue.queue.rows(given.id, 0).rows["advantages"] * 0 + 3)
+    lost = await call(queue, "next_batch")  # its answer is lost with the queue
+    await call(queue, "settle")
+
+    following = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0, steps=4)
+    await call(following, "open", tmp_path, 1, {}, given.id + 1)
+    assert (await call(following, "next_batch")).id == lost.id  # BL-9
+    assert bool((following.queue.rows(given.id, 0).rows["values"] == 3).any())  # TQ-3
+    await call(following, "trained", given.id, 2)
+    await call(following, "trained", lost.id, 3)
+    assert following.queue.counts()["trained"] == 3
+    await call(following, "settle")
+
+
+async def test_a_column_is_on_disk_before_its_rank_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # TQ-3
+    queue, disk = await opened(tmp_path), threading.Event()
+    ticket = await queue.queue.admit()
+    assert ticket is not None
+    queue.queue.report(group(ticket))
+    batch = await call(queue, "next_batch")
+    values = queue.queue.rows(batch.id, 0).rows["advantages"]
+    monkeypatch.setattr(log_writer.os, "fdatasync", lambda file: disk.wait(30))
+    annotating = asyncio.ensure_future(call(queue, "annotate", batch.id, 0, "values", values))
+    await asyncio.sleep(0.05)
+    assert not annotating.done()
+    disk.set()
+    await asyncio.wait_for(annotating, 20)
+    await call(queue, "settle")
+
+
 def snapshots(folder: Path) -> list[int]:
     return [one.policy_version for one in records(folder) if isinstance(one, Snapshot)]
 

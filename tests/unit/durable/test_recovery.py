@@ -41,7 +41,7 @@ KEPT = 2
 
 def assert_same_state(queue: GroupQueue, other: GroupQueue) -> None:
     """Both queues are in the same state."""
-    assert_same(queue, other, queue._batches)
+    assert_same(queue, other, queue._batches, loaded=True)
     assert [batch.handle for batch in queue._batches.values()] == [batch.handle for batch in other._batches.values()]
     state, others = queue.state_dict(), other.state_dict()
     if state is None or others is None:

@@ -25,6 +25,16 @@ class FakeRanks:
         self.stats = self.close = self
         self._begin = begin
         self.dead = False
+        self.store = "store"
+
+    @property
+    def follow(self) -> "FakeRanks":
+        return self
+
+    async def call(self, store: str) -> None:
+        if self.dead:
+            raise SupervisionError("died")
+        self.store = store
 
     def stream(self) -> Iterator[Awaitable[None]]:
         return iter([self._begin()])
@@ -286,3 +296,16 @@ async def test_a_replica_that_died_is_missing_from_the_counts_and_fails_nothing(
 async def test_the_death_of_another_actor_is_not_its_business() -> None:
     service = Stage().service(1)
     assert not service.lost("trainer", "killed")
+
+
+async def test_replicas_follow_the_store_that_replaces_a_dead_one_and_those_that_start_begin_again_with_it() -> None:
+    stage = Stage()
+    stage.starts["generator-1-1"] = hangs  # at the dead store
+    async with serving(stage, 3) as service:
+        service.lost("generator-1", "killed")
+        await until(lambda: len(stage.spawned) == 4)
+        stage.spawned[2].dead = True
+        await service.follow("store-1")
+        assert [ranks.store for ranks in stage.spawned[:3]] == ["store-1", "store", "store"]
+        assert await stage.announced.get() == ["generator-0", "generator-2"]
+        assert await stage.announced.get() == ["generator-0", "generator-1-2", "generator-2"]

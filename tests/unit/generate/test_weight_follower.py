@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from goaly.actors import SupervisionError
 from goaly.errors import WeightsError, WritersGone
+from goaly.generate import weight_follower
 from goaly.generate.weight_follower import WeightFollower
 from goaly.weights.ledger import Lease
+from tests.virtual_time import turns
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -24,8 +27,14 @@ class Versions:
         self.released = asyncio.Event()
         self.prefetched: list[int] = []
         self.failure: Exception | None = None
+        self.dead = self.dropped = False
+
+    def drop(self) -> None:
+        self.dropped = True
 
     async def newest(self, after: int) -> int:
+        if self.dead:
+            await asyncio.Future()  # the report of its death takes seconds
         if after >= self.last:
             raise WritersGone("writer rank 0 has left")
         return after + 1
@@ -69,10 +78,13 @@ class Heard:
     def __init__(self, *versions: int, agreed: bool = True) -> None:
         self._leases: queue.SimpleQueue[Lease] = queue.SimpleQueue()
         for version in versions:
-            self._leases.put(Lease(reader=0, version=version, slot=0))
-        self._agreed = agreed
+            self.hear(version)
+        self.agreed = agreed
         self.votes: list[bool] = []
         self.voted = threading.Event()
+
+    def hear(self, version: int) -> None:
+        self._leases.put(Lease(reader=0, version=version, slot=0))
 
     def receive(self) -> Lease:
         return self._leases.get()
@@ -80,7 +92,7 @@ class Heard:
     def all_agree(self, yes: bool) -> bool:
         self.votes.append(yes)
         self.voted.set()
-        return self._agreed
+        return self.agreed
 
 
 def follower(versions: Versions, loop: Draining, link: Heard | None) -> WeightFollower:
@@ -136,3 +148,46 @@ async def test_a_pull_that_fails_ends_the_following_and_no_vote_is_given(link: H
     with pytest.raises(WeightsError, match="written over"):
         await asyncio.wait_for(follower(versions, Draining(), link).run(), 5)
     assert link is None or link.votes == []
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["silent", "reported"])
+async def test_a_replica_goes_on_with_the_store_that_replaces_a_dead_one(is_known: bool) -> None:  # FO-5
+    versions, newer, loop = Versions(last=9), Versions(last=4), Draining()
+    loop.version, versions.dead = 3, not is_known
+    versions.failure = SupervisionError("the hub died")
+    loop.drained.set()
+    following = follower(versions, loop, None)
+    running = asyncio.ensure_future(following.run())
+    await turns()
+    following.use(newer)  # type: ignore[bad-argument-type]
+    await asyncio.wait_for(running, 5)  # to the last version
+    assert loop.version == 4
+    assert newer.prefetched == [4]
+    assert versions.prefetched == []
+    assert versions.dropped
+
+
+async def test_a_rank_that_cannot_get_a_version_of_a_dead_store_votes_against_it_and_lives() -> None:  # FO-5
+    versions, newer, loop = Versions(), Versions(), Draining()
+    versions.failure = SupervisionError("the hub died")
+    link = Heard(1, agreed=False)
+    following = follower(versions, loop, link)
+    running = asyncio.ensure_future(following.run())
+    await asyncio.sleep(0.05)
+    assert link.votes == []  # the store may live, and only this rank have lost it
+    following.use(newer)  # type: ignore[bad-argument-type]
+    await asyncio.to_thread(link.voted.wait, 5)
+    assert link.votes == [False]
+    link.agreed, loop.drained = True, asyncio.Event()
+    link.hear(2)
+    assert await asyncio.wait_for(loop.waited_for.get(), 5) == 2
+    assert newer.prefetched == [2]
+    running.cancel()
+
+
+async def test_a_rank_that_loses_the_store_and_hears_of_no_other_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_follower, "REPLACE_SECONDS", 0.01)
+    versions = Versions()
+    versions.failure = SupervisionError("the connection broke")
+    with pytest.raises(SupervisionError):
+        await asyncio.wait_for(follower(versions, Draining(), None).run(), 5)  # FO-4

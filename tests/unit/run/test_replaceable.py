@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from monarch.actor import ActorError
 
 from goaly.actors import SupervisionError
 from goaly.durable.checkpoint import Checkpoint
@@ -20,7 +21,7 @@ from tests.virtual_time import turns
 class Kept:
     """A role whose actors are their own names, and what happened to it."""
 
-    def __init__(self, limit: int = 3):
+    def __init__(self, limit: int = 3, *, has_peers: bool = True, on_death: bool = False):
         self.version = 0
         self.one = Replaceable[str]("trainer", "trainer")
         self.events: list[str] = []
@@ -30,7 +31,13 @@ class Kept:
         self.restarts = Restarts(limit, lambda: self.version)
         self.task = asyncio.ensure_future(
             self.one.keep(
-                self.replace, kill=self.kill, restarts=self.restarts, say=self.events.append, report_seconds=5.0
+                self.replace,
+                kill=self.kill,
+                restarts=self.restarts,
+                say=self.events.append,
+                report_seconds=5.0,
+                has_peers=has_peers,
+                on_death=(lambda: self.events.append("told")) if on_death else lambda: None,
             )
         )
 
@@ -125,6 +132,28 @@ async def test_the_error_of_an_actor_whose_peer_has_died_is_the_peers_death_also
 
 
 @virtual_time.jumps
+async def test_an_error_that_the_death_of_the_hub_caused_is_not_the_actors_also_if_it_has_no_peers() -> None:
+    kept = Kept(has_peers=False)
+    await turns()
+
+    async def broken(actors: str) -> str:
+        asyncio.get_running_loop().call_later(1.0, kept.one.lost, "trainer", "the hub died")
+        raise RunFailed("trainer.step failed") from ActorError(SupervisionError("the hub died"))
+
+    with pytest.raises(Lost, match="the hub died"):
+        await kept.one.call(broken)  # RB-1
+
+    async def ill(actors: str) -> str:
+        raise RunFailed("trainer.step failed") from ActorError(ValueError("the loss is NaN"))
+
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(RunFailed):
+        await kept.one.call(ill)
+    assert asyncio.get_running_loop().time() == began  # it waits for no report
+    kept.task.cancel()
+
+
+@virtual_time.jumps
 async def test_an_actors_own_error_is_the_callers_and_nothing_is_replaced() -> None:
     kept = Kept()
     await turns()
@@ -167,6 +196,45 @@ async def test_a_role_that_dies_too_often_without_a_step_in_between_ends_the_run
         await turns()
     with pytest.raises(RunFailed, match=r"trainer died 3 times .*checkpoint.restarts=2.*the last time: death 6"):
         await kept.task  # RB-3
+
+
+async def test_actors_that_die_with_another_role_do_not_use_up_their_own_budget() -> None:
+    kept = Kept(limit=1)
+    await turns()
+    for death in range(5):
+        waiting = asyncio.ensure_future(kept.one.call(never))
+        await turns()
+        kept.one.lost(kept.one.name, "the hub died", is_own=False)
+        with pytest.raises(Lost) as lost:
+            await waiting
+        assert not lost.value.is_own
+        await turns()
+        assert await kept.one.call(echo) == f"trainer-{death + 1}"
+    kept.errors.append(Lost("the next hub died meanwhile"))
+    kept.one.lost("trainer-5", "the hub died", is_own=False)
+    assert await kept.one.call(echo) == "trainer-7"
+    kept.one.lost("trainer-7", "process 7 ended")
+    await turns()
+    assert not kept.task.done()
+    kept.task.cancel()
+
+
+async def test_those_who_call_actors_are_told_of_their_death_once_and_before_they_are_killed() -> None:
+    kept = Kept(on_death=True)
+    await turns()
+    kept.errors.append(RunFailed("no memory"))
+    kept.one.lost("trainer", "process 7 ended")
+    assert await kept.one.call(echo) == "trainer-2"
+    kept.one.lost("trainer-2", "process 8 ended")
+    await turns()
+    assert [event for event in kept.events if event == "told" or event.startswith("kill")] == [
+        "told",
+        "kill trainer",
+        "kill trainer-1",
+        "told",
+        "kill trainer-2",
+    ]
+    kept.task.cancel()
 
 
 async def test_a_replacement_that_cannot_be_brought_up_counts_as_a_death() -> None:
@@ -268,7 +336,7 @@ async def replaced_in_step(stage: Any, newer: Ranks, checkpoint: Checkpoint | No
         pass
 
     keeping = asyncio.ensure_future(
-        stage.ranks.keep(replace, kill=kill, restarts=Restarts(1, lambda: 5), say=lambda text: None)
+        stage.ranks.keep(replace, kill=kill, restarts=Restarts(1, lambda: 5), say=lambda text: None, report_seconds=0.0)
     )
     for batch in range(3, 5):
         await stage.step(SimpleNamespace(id=batch))
@@ -323,7 +391,7 @@ async def test_a_copy_of_the_state_that_died_with_its_ranks_is_not_written_by_th
     async def kill(name: str) -> None: ...
 
     keeping = asyncio.ensure_future(
-        stage.ranks.keep(replace, kill=kill, restarts=Restarts(1, lambda: 0), say=lambda text: None)
+        stage.ranks.keep(replace, kill=kill, restarts=Restarts(1, lambda: 0), say=lambda text: None, report_seconds=0.0)
     )
     await turns()
     assert await stage.stage() == 0

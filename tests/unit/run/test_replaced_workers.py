@@ -26,7 +26,7 @@ class Worker:
         self.name = name
         self._answers = answers
         self.tables: list[Any] = []
-        for endpoint in ("run_group", "start", "replicas"):
+        for endpoint in ("run_group", "evaluate", "start", "replicas"):
             setattr(self, endpoint, SimpleNamespace(call_one=getattr(self, f"_{endpoint}")))
         self.cancel = SimpleNamespace(broadcast=lambda keys: None)
 
@@ -36,6 +36,11 @@ class Worker:
             self.running.append(ticket.index)
             await asyncio.Future()
         return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, rewards=(1.0,))
+
+    async def _evaluate(self, *_: Any) -> list[float]:
+        if not self._answers:
+            await asyncio.Future()
+        return [1.0]
 
     async def _start(self) -> None: ...
 
@@ -48,12 +53,17 @@ class Backlog:
 
     def __init__(self, is_running: bool = True):
         self._is_running = is_running
+        self.hub = "hub"
         self.dropped: list[tuple[int, str]] = []
 
-    async def is_running(self, ticket: int) -> bool:
-        return self._is_running
+    def hub_of(self, ticket: int) -> str:
+        return self.hub
 
-    def drop(self, ticket: int, why: str) -> None:
+    async def is_running(self, ticket: int, hub: str) -> bool:
+        return self._is_running and hub == self.hub
+
+    def drop(self, ticket: int, hub: str, why: str) -> None:
+        assert hub == self.hub
         self.dropped.append((ticket, why))
 
 
@@ -72,7 +82,13 @@ class Rollouts:
         self.stage = RolloutStage(workers, backlog=backlog)
         self.keeping = [
             asyncio.ensure_future(
-                worker.keep(self.replace, kill=self.kill, restarts=Restarts(9, lambda: 0), say=lambda text: None)
+                worker.keep(
+                    self.replace,
+                    kill=self.kill,
+                    restarts=Restarts(9, lambda: 0),
+                    say=lambda text: None,
+                    report_seconds=0.0,
+                )
             )
             for worker in workers
         ]
@@ -102,14 +118,50 @@ async def test_the_groups_of_a_worker_that_dies_run_elsewhere_unless_they_were_r
     group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=0, min_version=0), PROMPT))
     await turns()
     assert rollouts.spawned["rollout-0"].ran == [0]
+    rollouts.may_replace.clear()
     rollouts.stage.workers[0].lost("rollout-0", "process 7 ended")
     await asyncio.wait_for(group, 5)
     assert rollouts.spawned["rollout-1"].ran == ([0] if is_running else [])  # GR-1
-    await turns()
+    rollouts.may_replace.set()
+    await turns(20)
     new = rollouts.spawned["rollout-0-1"]
     assert new.tables == [{"generator-0": "replica"}]  # it has the routing table when it serves
     await rollouts.stage.group(Ticket(index=1, min_version=0), PROMPT)
     assert new.ran == [1]
+    rollouts.close()
+
+
+async def test_the_groups_of_a_hub_that_died_do_not_run_again_because_their_tickets_are_given_out_again() -> None:
+    backlog = Backlog()
+    rollouts = Rollouts(backlog, deadly="rollout-0 rollout-1 ")
+    await turns()
+    rollouts.may_replace.clear()
+    running = asyncio.ensure_future(rollouts.stage.group(Ticket(index=0, min_version=0), PROMPT))
+    await turns()
+    for worker in rollouts.stage.workers:  # which call the hub, and so die with it
+        worker.lost(worker.name, "the hub died")
+    waiting = asyncio.ensure_future(rollouts.stage.group(Ticket(index=1, min_version=0), PROMPT))
+    await turns()
+    backlog.hub = "hub-1"
+    again = asyncio.ensure_future(rollouts.stage.group(Ticket(index=1, min_version=0), PROMPT))
+    await turns()  # the same ticket twice, before a worker serves
+    rollouts.may_replace.set()
+    await asyncio.wait_for(asyncio.gather(running, waiting, again), 5)  # GR-1
+    assert sorted(rollouts.spawned["rollout-0-1"].ran + rollouts.spawned["rollout-1-1"].ran) == [1]
+    rollouts.close()
+
+
+async def test_an_evaluation_outlives_any_number_of_hubs() -> None:
+    rollouts = Rollouts(
+        Backlog(), deadly=" ".join(f"rollout-{worker}{number} " for worker in "01" for number in ("", "-1", "-2", "-3"))
+    )
+    await turns()
+    evaluation = asyncio.ensure_future(rollouts.stage.rewards([PROMPT], 1, {}, 0))
+    for _ in range(POISON_DEATHS + 1):
+        await turns(20)
+        for worker in rollouts.stage.workers:
+            worker.lost(worker.name, "the hub died", is_own=False)
+    assert await asyncio.wait_for(evaluation, 5) == [[1.0]]
     rollouts.close()
 
 
@@ -129,7 +181,7 @@ async def test_a_routing_table_reaches_a_worker_that_is_being_replaced_and_does_
 
 async def test_a_group_under_which_workers_keep_dying_fails() -> None:
     backlog = Backlog()
-    rollouts = Rollouts(backlog, deadly="rollout-0 rollout-1 rollout-0-1 rollout-1-1 ")
+    rollouts = Rollouts(backlog, deadly="rollout-0 rollout-1 rollout-0-1 rollout-1-1 rollout-0-2 ")
     await turns()
     group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=4, min_version=0), PROMPT))
     for _ in range(POISON_DEATHS):

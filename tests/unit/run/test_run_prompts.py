@@ -63,3 +63,21 @@ def test_the_prompts_go_on_where_the_log_ends(draws: list[bool], killed_at: int,
         elif not draw:
             resumed.learn(done, PASSES[done % len(PASSES)])  # those before the kill are learned already
             done += 1
+
+
+def test_draws_that_died_with_the_hub_are_made_again_and_weights_that_were_set_stay_set() -> None:  # DP-1
+    prompts, other = (RunPrompts(prompt_mixture(SETTINGS)) for _ in range(2))
+    records: list[Drawn] = []
+    prompts.begin(Recovered(), records.append)
+    drawn = [prompts.of(ticket(number)).id for number in range(4)]
+    prompts.begin(Recovered(), records.append)
+    assert [prompts.of(ticket(number)).id for number in range(4)] == drawn
+
+    prompts.set_weights({"short": 0.0})
+    before_them = Recovered(mixture=json.loads(json.dumps(records[3].mixture)))
+    prompts.begin(before_them, records.append)
+    other.begin(before_them, records.append)
+    other.set_weights({"short": 0.0})
+    assert [prompts.of(ticket(number)).id for number in range(4, 9)] == [
+        other.of(ticket(number)).id for number in range(4, 9)
+    ]

@@ -1,5 +1,6 @@
 """The stages as a script sees them, over queues that answer as they are told."""
 
+import asyncio
 import itertools
 import pickle
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 import pytest
 from monarch.actor import ActorError
 
+from goaly.actors import SupervisionError
 from goaly.backlog.admission import Ticket
 from goaly.errors import RunFailed
-from goaly.run.replaceable import Replaceable
-from goaly.run.stages import QUEUE_LOST, BacklogStage, TrainerStage
+from goaly.run.backlog_stage import QUEUE_LOST, BacklogStage
+from goaly.run.replaceable import Replaceable, Restarts
+from goaly.run.stages import TrainerStage
+from tests.virtual_time import turns
 
 
 class Queue:
@@ -43,7 +47,7 @@ class _Endpoint:
 @pytest.mark.parametrize("alive", [True, False])
 async def test_the_accounting_of_a_run_is_closed_also_when_the_queue_is_lost(alive: bool) -> None:
     queue = Queue()
-    backlog = BacklogStage(queue)
+    backlog = BacklogStage(Replaceable("hub", SimpleNamespace(queue=queue)))
     tickets = backlog.tickets()
     await anext(tickets)
     await backlog.counts()
@@ -77,3 +81,73 @@ async def test_a_run_ends_with_the_error_that_started_it_however_many_actor_call
     with pytest.raises(RunFailed) as failed:
         await trainer.publish()
     assert str(failed.value) == "trainer.publish failed: RuntimeError: sabotage"
+
+
+class Hub:
+    """A hub whose queue gives out batches from one number on, and dies when it is asked for the one after `last`."""
+
+    def __init__(self, first: int = 0, last: int = 9):
+        self.opened: list[tuple[Any, ...]] = []
+        self.trained: list[int] = []
+        self.closed = False
+        self._next, self._last = first, last
+        endpoints = ("open", "next_batch", "trained", "is_running", "close")
+        self.queue: Any = SimpleNamespace(
+            **{name: SimpleNamespace(call_one=getattr(self, f"_{name}")) for name in endpoints}
+        )
+
+    async def _open(self, *arguments: Any) -> str:
+        self.opened.append(arguments)
+        return "recovered"
+
+    async def _next_batch(self) -> Any:
+        if self._next > self._last:
+            raise SupervisionError("the hub died")
+        self._next += 1
+        return SimpleNamespace(id=self._next - 1)
+
+    async def _trained(self, batch: int, version: int) -> None:
+        self.trained.append(batch)
+
+    async def _is_running(self, ticket: int) -> bool:
+        return True
+
+    async def _close(self) -> None:
+        assert self.opened, "a closed queue replays nothing"
+        self.closed = True
+
+
+async def test_a_training_loop_goes_on_with_the_next_hub_which_has_what_the_dead_one_had_given_out(
+    tmp_path: Path,
+) -> None:
+    hubs = [Hub(first=3, last=4), Hub(first=5)]
+    kept: Replaceable[Any] = Replaceable("hub", hubs[0])
+    backlog = BacklogStage(kept)
+
+    async def replace(name: str) -> Hub:
+        assert await backlog.restore(hubs[1]) == "recovered"  # type: ignore[bad-argument-type]
+        return hubs[1]
+
+    async def kill(name: str) -> None: ...
+
+    keeping = asyncio.ensure_future(
+        kept.keep(replace, kill=kill, restarts=Restarts(1, lambda: 0), say=lambda text: None, report_seconds=0.0)
+    )
+    await turns()
+    await backlog.open(tmp_path, 3, {"lr": 1.0})
+    seen = []
+    async for batch in backlog.batches(7):
+        seen.append(batch.id)
+        if batch.id != 4:  # whose step goes on meanwhile
+            await backlog.trained(batch, batch.id + 1)
+    assert seen == [3, 4, 5, 6]  # BS-1
+    assert not hubs[0].closed
+    assert hubs[1].opened == [(tmp_path, 4, {"lr": 1.0}, 5)]
+    assert (hubs[0].trained, hubs[1].trained) == ([3], [5, 6])
+    assert backlog.hub == "hub-1"
+    assert hubs[1].closed
+    third = Hub()
+    await backlog.restore(third)  # type: ignore[bad-argument-type]
+    assert third.closed  # or somebody would wait for its batches
+    assert [await backlog.is_running(0, hub) for hub in ("hub", "hub-1")] == [False, True]
+    keeping.cancel()

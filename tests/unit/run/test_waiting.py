@@ -14,10 +14,11 @@ from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.group import GroupSummary
 from goaly.rollout.running import DONE, GENERATING, GroupProgress
 from goaly.run import waiting
+from goaly.run.backlog_stage import BacklogStage
 from goaly.run.replaceable import Replaceable
 from goaly.run.rollouts import FAILURES_IN_A_ROW, TOO_LONG_IN_A_ROW, RolloutStage
 from goaly.run.run import Run
-from goaly.run.stages import BacklogStage, TrainerStage
+from goaly.run.stages import TrainerStage
 from tests import virtual_time
 
 PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="abc"),))
@@ -149,9 +150,11 @@ async def test_the_training_loop_tells_what_it_waits_for_and_only_while_it_waits
     async def tell(seconds: float, wait: Wait) -> None:
         told.append((asyncio.get_running_loop().time(), seconds, wait))
 
+    batches = iter([SimpleNamespace(id=0), SimpleNamespace(id=1)])
+
     async def next_batch():
         await asyncio.sleep(40)
-        return "batch"
+        return next(batches)
 
     async def asked():
         return WAIT
@@ -160,8 +163,8 @@ async def test_the_training_loop_tells_what_it_waits_for_and_only_while_it_waits
         return None
 
     queue = SimpleNamespace(next_batch=endpoint(next_batch), wait=endpoint(asked), close=endpoint(closed))
-    async for batch in BacklogStage(queue, tell).batches(2):
-        assert batch == "batch"
+    stage = BacklogStage(Replaceable("hub", SimpleNamespace(queue=queue)), tell)
+    async for _ in stage.batches(2):
         await asyncio.sleep(1000)  # a training step
     await asyncio.sleep(1000)
     assert told == [(30, 30, WAIT), (1070, 30, WAIT)]

@@ -1,0 +1,171 @@
+"""Stage 4 of a run as a script calls it: tickets for groups, batches for training steps, and the accounting of both."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from goaly.actors import ask
+from goaly.backlog.admission import Ticket
+from goaly.backlog.batch import BatchHandle
+from goaly.backlog.group_queue import Wait
+from goaly.backlog.ledger import Dropped
+from goaly.backlog.queue import TrajectoryQueue
+from goaly.durable.records import Drawn, Published
+from goaly.durable.run_log import Recovered
+from goaly.errors import RunFailed
+from goaly.run.replaceable import Lost, Replaceable
+from goaly.run.roles import Hub
+from goaly.run.waiting import reporting
+
+T = TypeVar("T")
+
+QUEUE_LOST = "failed: the trajectory queue was lost"
+
+
+class BacklogStage:
+    """Stage 4: gives out tickets and batches.
+
+    Invariants
+        BS-1  A call whose hub dies is made again to the next one. The queue there goes on from the log, for a training
+              loop that has the batches given out so far; tickets without an end are given out again, unless the run
+              has closed the queue.
+    """
+
+    def __init__(
+        self,
+        hub: Replaceable[Hub],
+        on_wait: Callable[[float, Wait], Awaitable[None]] | None = None,
+        on_end: Callable[[], Awaitable[None]] | None = None,
+    ):
+        """`batches` calls `on_wait` when it waits for long, with the seconds waited and what it waits for, and `on_end`
+        when no batch comes because the queue was closed."""
+        self._hub = hub
+        self._on_wait = on_wait
+        self._on_end = on_end
+        self.final_counts: dict[str, int] = {}
+        self.final_reasons: dict[str, int] = {}
+        self._admitted = 0
+        self._given = self._trained = 0
+        """The batches given out and trained so far."""
+        self._log = Path()
+        self._trainer: dict[str, Any] = {}
+        self._hub_of: dict[int, str] = {}
+        self._is_closed = False
+        self._last_counts: dict[str, int] = {}
+        self.is_giving_batches = False
+
+    @property
+    def hub(self) -> str:
+        """The name of the present hub, which tells its tickets from those of another one."""
+        return self._hub.name
+
+    async def open(self, log: Path, policy_version: int, trainer: dict[str, Any]) -> Recovered:
+        """Record events in this log, and go on from where it ends with a trainer of this version and these settings."""
+        self._log, self._trainer = log, trainer
+        self._given = self._trained = policy_version
+        return await self._ask("open", lambda queue: queue.open.call_one(log, policy_version, trainer))
+
+    async def restore(self, hub: Hub) -> Recovered:
+        """Have the queue of a hub that replaces a lost one go on from the log (BS-1)."""
+        call = hub.queue.open.call_one(self._log, self._trained, self._trainer, self._given)
+        recovered = await ask("queue.open", call)
+        if self._is_closed:
+            await ask("queue.close", hub.queue.close.call_one())
+        return recovered
+
+    def hub_of(self, ticket: int) -> str:
+        """The hub that has given out this ticket; to be asked once."""
+        return self._hub_of.pop(ticket, self.hub)
+
+    def record(self, record: Drawn | Published) -> None:
+        """Write a record into the log."""
+        self._hub.broadcast(lambda hub: hub.queue.record.broadcast(record))
+
+    def end(self) -> None:
+        """Give out no more tickets and batches, and record no more ends of tickets: a resumed run goes on from here."""
+        self._is_closed = True
+        self._hub.broadcast(lambda hub: hub.queue.close.broadcast())
+
+    async def durable(self) -> None:
+        """Return when all records are on disk."""
+        await self._ask("durable", lambda queue: queue.durable.call_one())
+
+    async def tickets(self) -> AsyncIterator[Ticket]:
+        """A ticket for each group, as soon as the group may start, until the run has admitted all groups it trains."""
+        while (ticket := await self._ask("admit", lambda queue: queue.admit.call_one())) is not None:
+            self._admitted = max(self._admitted, ticket.index + 1)
+            self._hub_of[ticket.index] = self.hub
+            yield ticket
+
+    async def batches(self, steps: int) -> AsyncIterator[BatchHandle]:
+        """The batches up to this step, each as soon as its groups are complete. Ends admission when it ends.
+
+        A resumed run begins with the batches after its checkpoint, which the log has.
+        """
+        self.is_giving_batches = True
+        while self._given < steps:
+            async with reporting(self._report_wait):
+                batch = await self._ask("next_batch", lambda queue: queue.next_batch.call_one())
+            if batch is None:
+                if self._on_end is not None:
+                    await self._on_end()
+                raise RunFailed("the trajectory queue closed before the run's last step")
+            self._given = batch.id + 1
+            yield batch
+        self.is_giving_batches = False
+        if self._on_end is not None:
+            await self._on_end()
+        self._is_closed = True
+        await self._ask("close", lambda queue: queue.close.call_one())
+
+    async def trained(self, batch: BatchHandle, policy_version: int) -> None:
+        """Record that a training step consumed this batch and made this policy version."""
+        await self._ask("trained", lambda queue: queue.trained.call_one(batch.id, policy_version))
+        self._trained = policy_version
+
+    async def again(self, reader: str, first: int, end: int) -> AsyncIterator[BatchHandle]:
+        """The batches from `first` on and before `end` as they were trained, for a reader that lost what it made of
+        them."""
+        try:
+            for batch in range(first, end):
+                found = await self._ask("replayed", lambda queue: queue.replayed.call_one(reader, self._log, first))
+                if found is None:
+                    raise RunFailed(f"the log ends before batch {batch}")
+                yield found[0]
+        finally:
+            self._hub.broadcast(lambda hub: hub.queue.end_replay.broadcast(reader))
+
+    async def is_running(self, ticket: int, hub: str) -> bool:
+        """Whether this ticket of that hub has not ended. Those of a lost one have: they are given out again (BS-1)."""
+        return await self._ask("is_running", lambda queue: queue.is_running.call_one(ticket)) and self.hub == hub
+
+    def drop(self, ticket: int, hub: str, why: str) -> None:
+        """Record that this ticket of that hub has failed, unless it has ended."""
+        if self.hub == hub:
+            self._hub.broadcast(lambda present: present.queue.report.broadcast(Dropped.failed(ticket, why)))
+
+    async def counts(self) -> dict[str, int]:
+        """How many groups were admitted, and how many are in each state."""
+        self._last_counts = await self._ask("counts", lambda queue: queue.counts.call_one())
+        return self._last_counts
+
+    async def close(self) -> None:
+        """End the accounting. Open groups are rejected, or have failed if the queue was lost."""
+        last = self._last_counts
+        ended = {state: last.get(state, 0) for state in ("trained", "rejected", "failed")}
+        admitted = max(self._admitted, last.get("admitted", 0))
+        lost = admitted - sum(ended.values())
+        self.final_counts = {"admitted": admitted, **ended, "failed": ended["failed"] + lost}
+        self.final_reasons = {QUEUE_LOST: lost} if lost else {}
+        self.final_counts = await self._hub.call(lambda hub: hub.queue.settle.call_one())
+        self.final_reasons = await self._hub.call(lambda hub: hub.queue.reasons.call_one())
+
+    async def _report_wait(self, seconds: float) -> None:
+        if self._on_wait is not None:
+            await self._on_wait(seconds, await self._ask("wait", lambda queue: queue.wait.call_one()))
+
+    async def _ask(self, endpoint: str, call: Callable[[TrajectoryQueue], Awaitable[T]]) -> T:
+        while True:
+            with suppress(Lost):  # BS-1
+                return await self._hub.call(lambda hub: ask(f"queue.{endpoint}", call(hub.queue)))
