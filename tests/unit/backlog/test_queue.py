@@ -135,8 +135,9 @@ async def test_a_stalled_disk_is_what_the_next_batch_is_said_to_wait_for(
     assert (await call(queue, "wait")).disk_file is None  # it waits for the group
     monkeypatch.setattr(log_writer.os, "fdatasync", lambda file: disk.wait(30))
     queue.queue.report(group(ticket))
-    await asyncio.sleep(0.05)
-    wait = await call(queue, "wait")
+    async with asyncio.timeout(20):
+        while (wait := await call(queue, "wait")).disk_file is None:
+            await asyncio.sleep(0.01)
     assert wait.disk_file == tmp_path / "000000.log"
     assert wait.disk_seconds >= queue_module.DISK_SECONDS
     disk.set()
