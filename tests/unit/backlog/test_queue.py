@@ -136,7 +136,7 @@ async def test_a_stalled_disk_is_what_the_next_batch_is_said_to_wait_for(
     monkeypatch.setattr(log_writer.os, "fdatasync", lambda file: disk.wait(30))
     queue.queue.report(group(ticket))
     async with asyncio.timeout(20):
-        while (wait := await call(queue, "wait")).disk_file is None:
+        while (wait := await call(queue, "wait")).disk_file is None:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)
     assert wait.disk_file == tmp_path / "000000.log"
     assert wait.disk_seconds >= queue_module.DISK_SECONDS

@@ -35,6 +35,7 @@ class Versions:
     async def newest(self, after: int) -> int:
         if self.dead:
             await asyncio.Future()  # the report of its death takes seconds
+        await turns(3)
         if after >= self.last:
             raise WritersGone("writer rank 0 has left")
         return after + 1

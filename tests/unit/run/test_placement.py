@@ -14,6 +14,7 @@ from goaly.errors import ConfigError
 from goaly.run.cluster import Cluster, Gpu, Host, imagined, one_host
 from goaly.run.host_settings import COMPUTING, HostSettings, ImaginedCluster, RolePlacement, WorkerPlacement
 from goaly.run.placement import IMPORTS, RANKS, Placed, Processes, place
+from goaly.run.roles import process_of
 
 
 def role(name: str, fsdp: int = 1, tp: int = 1) -> Processes:
@@ -380,3 +381,17 @@ def test_roles_that_share_in_a_circle_are_refused():
 def test_the_modules_that_processes_import_ahead_exist():
     """A missing one would be skipped, and its users would import it later."""
     assert [name for names in IMPORTS.values() for name in names if find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("actor", "process"),
+    [
+        ("store", "hub"),
+        ("queue-2", "hub-2"),
+        ("hub-1", "hub-1"),
+        ("generator-0-1", "generator-0-1"),
+        ("trainer", "trainer"),
+    ],
+)
+def test_the_death_of_an_actor_of_the_hub_is_that_of_its_process(actor: str, process: str) -> None:
+    assert process_of(actor) == process

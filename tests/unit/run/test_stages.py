@@ -12,6 +12,7 @@ from monarch.actor import ActorError
 
 from goaly.actors import SupervisionError
 from goaly.backlog.admission import Ticket
+from goaly.backlog.ledger import Dropped
 from goaly.errors import RunFailed
 from goaly.run.backlog_stage import QUEUE_LOST, BacklogStage
 from goaly.run.replaceable import Replaceable, Restarts
@@ -90,11 +91,13 @@ class Hub:
         self.opened: list[tuple[Any, ...]] = []
         self.trained: list[int] = []
         self.closed = False
+        self.reported: list[Dropped] = []
         self._next, self._last = first, last
         endpoints = ("open", "next_batch", "trained", "is_running", "close")
         self.queue: Any = SimpleNamespace(
             **{name: SimpleNamespace(call_one=getattr(self, f"_{name}")) for name in endpoints}
         )
+        self.queue.report = SimpleNamespace(broadcast=self.reported.append)
 
     async def _open(self, *arguments: Any) -> str:
         self.opened.append(arguments)
@@ -150,4 +153,7 @@ async def test_a_training_loop_goes_on_with_the_next_hub_which_has_what_the_dead
     await backlog.restore(third)  # type: ignore[bad-argument-type]
     assert third.closed  # or somebody would wait for its batches
     assert [await backlog.is_running(0, hub) for hub in ("hub", "hub-1")] == [False, True]
+    for hub in ("hub", "hub-1"):  # the dead one's ticket is given out again
+        backlog.drop(0, hub, "cancelled")
+    assert [end.ticket for end in hubs[1].reported] == [0]
     keeping.cancel()

@@ -179,3 +179,16 @@ async def test_without_replacement_the_death_of_a_writer_is_the_end(lives: list[
     lives[0].kill()
     with pytest.raises(WeightsError, match=r"joined already|ended"):
         await Writers(store, lives[1:]).publish(1)
+
+
+async def test_the_lease_of_a_store_that_died_is_worth_nothing_at_the_next_one(lives: list[Life]) -> None:
+    stores = [LocalStore(SETTINGS, replaces_writers=True) for _ in range(2)]
+    readers = [reader(store) for store in stores]
+    for store, life in zip(stores, lives, strict=True):
+        await Writers(store, [life]).publish(3)
+    await within(readers[0][0].newest())
+    lent = readers[0][0].held
+    subscriber, (tensor,) = readers[1]
+    assert not await within(subscriber.prefetch(3, lent))
+    assert await within(subscriber.prefetch(await within(subscriber.newest())))
+    assert (subscriber.apply(), tensor[0].item()) == (3, 3.0)
