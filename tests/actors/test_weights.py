@@ -85,7 +85,7 @@ class Rank(Actor):
     @concurrent_endpoint
     async def read_and_needed(self, store: WeightStore, transport: str) -> tuple[int, int]:
         """Bytes of all buckets that it reads of a version, and of what it needs."""
-        sources = await store.sources.call_one("elsewhere", transport, 0)
+        sources = await store.sources.call_one("elsewhere", transport, self.subscriber._writers)
         read = [
             sum(source.layout[piece].bytes for piece in source.buckets[bucket])
             for source, planned in zip(sources, self.subscriber._plan, strict=True)

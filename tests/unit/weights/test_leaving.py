@@ -123,7 +123,7 @@ async def test_what_was_registered_for_other_hosts_is_given_back_at_the_end(
     monkeypatch.setattr(rdma.RemoteSlots, "of", lambda ring: rdma.RemoteSlots(()))
     (writer,) = writers(store, 1)
     await within(writer.publish(0))
-    await within(store.sources.call_one(ELSEWHERE, "auto", 0))
+    await within(store.sources.call_one(ELSEWHERE, "auto", store.actor._group))
     await writer.close()
     assert len(dropped) == 1
 
@@ -142,7 +142,7 @@ async def test_a_writer_that_leaves_waits_for_its_registration_and_gives_it_back
     monkeypatch.setattr(rdma.RemoteSlots, "drop", lambda ring: dropped.append(ring))
     (writer,) = writers(store, 1)
     await within(writer.publish(0))
-    asking = asyncio.ensure_future(store.sources.call_one(ELSEWHERE, "auto", 0))
+    asking = asyncio.ensure_future(store.sources.call_one(ELSEWHERE, "auto", store.actor._group))
     assert await asyncio.to_thread(registering.wait, 10)
     closing = asyncio.ensure_future(writer.close())
     await asyncio.wait({closing}, timeout=0.1)
