@@ -9,8 +9,9 @@ user runs it, from one warm start (`python -m apps.sft.main --config configs/sft
 since each uses the whole machine. A finished run is a line of the `--runs` file and is not repeated under the same
 settings, seed and warm start. With `--minutes` no run starts after that time.
 
-A recipe passes if every seed ends with a held-out pass@1 of at least 0.85 and the area under its curve (the mean
-training pass rate over all steps) is above that of every control's run. A control passes if no seed reaches 0.85. The
+A recipe passes if every seed ends with a held-out pass@1 of at least 0.85, and the area under its curve (the mean
+training pass rate over all steps) is above that of every control's run and above the pass@1 before training, or it has
+unlearned most of what the warm start knows on its way. A control passes if no seed reaches 0.85. The
 exit code is 1 if anything that was asked for has not passed.
 """
 
@@ -50,15 +51,18 @@ PAGE = """\
 
     python -m bench.recipes --json docs/results/recipes.json --markdown docs/results/recipes.md
 
-Each recipe was run to its end with {seeds} seeds of prompts and sampling, from the embedded warm start, by the command
+Each recipe was run to its end with {seeds} of prompts and sampling, from the embedded warm start, by the command
 that its user types: a run of actors on {cores} cores. pass@1 is that of held-out prompts, before the first step and
 after the last; area is the mean training pass rate over all steps, which tells fast learning from slow. {passed} of
-{count} recipes reach {least} with every seed. The controls are `grpo/tiny` with one thing broken (advantages shuffled
-within the group, with flipped sign, or of another group): they have to fail, or this table would prove nothing.
+{count} recipes pass: they reach {least} with every seed, and their area is above every control's and above the pass@1
+before training. The controls are `grpo/tiny` with one thing broken (advantages shuffled within the group, with flipped
+sign, or of another group): they have to fail, or this table would prove nothing.
 Rejected are groups that dynamic sampling replaced, and those still under way after the last step. Run time, and the
 age of the trained data, depend on the machine. Values are means and the range over seeds.
 
 {table}
+
+{complaints}
 
 Finished runs are the lines of [recipes.jsonl](recipes.jsonl); a run counts only under the settings and the warm
 start that it was made with.
@@ -244,6 +248,10 @@ def complaints(runs: Runs, seeds: int) -> list[str]:
                     lines.append(f"{where}: a control learned, held-out pass@1 {run.pass_at_1:.3f}")
             elif not run.learned:
                 lines.append(f"{where}: held-out pass@1 {run.pass_at_1:.3f}, must be at least {PASS_AT_1}")
+            elif run.area <= run.pass_at_1_before:
+                lines.append(
+                    f"{where}: area {run.area:.3f}, must be above pass@1 before training ({run.pass_at_1_before:.3f})"
+                )
             elif best_control is not None and run.area <= best_control:
                 lines.append(f"{where}: area {run.area:.3f}, must be above that of every control ({best_control:.3f})")
     return lines
@@ -276,9 +284,16 @@ def _spread(values: Sequence[float]) -> str:
 def page(runs: Runs, seeds: int) -> str:
     """The table with its meaning, for a reader who has not seen the command."""
     recipes = {name: of_name for name, of_name in runs.items() if not name.startswith(CONTROL)}
-    passed = sum(len(of_name) >= seeds and all(run.learned for run in of_name) for of_name in recipes.values())
+    found = complaints(runs, seeds)
+    passed = sum(not any(line.startswith((f"{name}:", f"{name},")) for line in found) for name in recipes)
     return PAGE.format(
-        cores=os.cpu_count(), seeds=seeds, passed=passed, count=len(recipes), least=PASS_AT_1, table=table(runs)
+        cores=os.cpu_count(),
+        seeds="one seed" if seeds == 1 else f"{seeds} seeds",
+        passed=passed,
+        count=len(recipes),
+        least=PASS_AT_1,
+        table=table(runs),
+        complaints="\n".join(["What did not pass:\n", *(f"- {line}" for line in found)]) if found else "All passed.",
     )
 
 

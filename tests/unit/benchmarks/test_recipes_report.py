@@ -106,23 +106,27 @@ def test_a_seed_overrides_prompts_and_sampling_and_is_no_other_setting(tiny_mode
 
 
 def test_a_recipe_passes_only_if_every_seed_learns_and_learns_more_than_every_control() -> None:
-    assert complaints({"a": [done("a"), done("a", seed=1)], "control/x": [done("control/x", 0.4, 0.3)] * 2}, 2) == []
+    assert complaints({"a": [done("a"), done("a", seed=1)], "control/x": [done("control/x", 0.4, 0.45)] * 2}, 2) == []
     runs = {
-        "slow": [done("slow", area=0.3)],
+        "slow": [done("slow", area=0.45)],
+        "collapsed": [done("collapsed", area=0.39)],
         "low": [done("low", 0.849)],
         "missing": [],
-        "control/learns": [done("control/learns", 0.85, 0.3)],
+        "control/learns": [done("control/learns", 0.85, 0.45)],
     }
     assert complaints(runs, 1) == [
-        "slow, seed 0: area 0.300, must be above that of every control (0.300)",
+        "slow, seed 0: area 0.450, must be above that of every control (0.450)",
+        "collapsed, seed 0: area 0.390, must be above pass@1 before training (0.400)",
         "low, seed 0: held-out pass@1 0.849, must be at least 0.85",
         "missing: has 0 finished runs, must have 1",
         "control/learns, seed 0: a control learned, held-out pass@1 0.850",
     ]
-    assert content(runs, 1)["pass_at_1"] == {"slow": 0.9, "low": 0.849, "control/learns": 0.85}
+    assert content(runs, 1)["pass_at_1"] == {"slow": 0.9, "collapsed": 0.9, "low": 0.849, "control/learns": 0.85}
     json.dumps(content(runs, 1))
     text = page(runs, 1)
-    assert "1 of\n3 recipes reach 0.85" in text
+    assert "0 of\n4 recipes pass: they reach 0.85" in text
+    assert "- collapsed, seed 0: area" in text
+    assert "All passed." in page({"a": [done("a")]}, 1)
     assert "| low | 1 | 0.400 -> 0.849 (0.849 to 0.849) | 0.600 (0.600 to 0.600) | 160 | 70 | 85 |" in text
     assert "| missing | 0 | not finished |" in text
 
