@@ -1,4 +1,4 @@
-"""Folders that appear, are replaced and disappear whole, also if the process dies meanwhile."""
+"""Files and folders that appear, are replaced and disappear whole, also if the process dies meanwhile."""
 
 import ctypes
 import os
@@ -18,6 +18,15 @@ def put_in_place(staging: Path, folder: Path) -> None:
     else:
         staging.rename(folder)
     sync(folder.parent)
+
+
+def put_file(path: Path, content: bytes) -> None:
+    """Write a small file, in place of the old one if there is one; it is on disk on return."""
+    staging = path.with_suffix(".new")
+    staging.write_bytes(content)
+    sync(staging)
+    os.rename(staging, path)
+    sync(path.parent)
 
 
 def remove(folder: Path) -> None:

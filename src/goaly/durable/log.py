@@ -24,7 +24,7 @@ from typing import BinaryIO
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from goaly.errors import CorruptLog
-from goaly.folder import sync
+from goaly.folder import put_file
 from goaly.tensor_file import Buffer
 
 FORMAT = 1
@@ -77,13 +77,8 @@ def segment_starts(folder: Path) -> list[Position]:
 
 def begin_at(folder: Path, segment: int) -> None:
     """Let the log begin with this segment, and delete those before it (LG-5)."""
-    path = folder / BEGINNING
     if segment > _beginning(folder):
-        temporary = path.with_suffix(".new")
-        temporary.write_bytes(slot_of(Position(segment, 0)))
-        sync(temporary)
-        os.rename(temporary, path)
-        sync(folder)
+        put_file(folder / BEGINNING, slot_of(Position(segment, 0)))
     for old in segments(folder):
         if int(old.stem) < segment:
             old.unlink()

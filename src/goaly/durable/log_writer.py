@@ -35,7 +35,7 @@ from goaly.durable.log import (
     slot_of,
 )
 from goaly.errors import CorruptLog, RunFailed
-from goaly.folder import sync
+from goaly.folder import put_file, sync
 from goaly.tensor_file import Buffer
 
 logger = logging.getLogger(__name__)
@@ -211,10 +211,7 @@ class _Mark:
         if not path.exists():
             if there := segments(folder):
                 raise CorruptLog(f"{path}: is missing, but {there[0].name} is there")
-            temporary = path.with_suffix(".new")
-            temporary.write_bytes(slot_of(START) * 2)
-            os.rename(temporary, path)
-            sync(folder)
+            put_file(path, slot_of(START) * 2)
         file = os.open(path, os.O_RDWR)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # LG-4; freed by the end of the process

@@ -57,6 +57,7 @@ class GeneratorService:
         self._replicas = [_Replica(index) for index in range(self.replicas)]
         self._deaths: dict[str, asyncio.Future[str]] = {}
         self._serving: dict[str, Generator] = {}
+        """All ranks of each replica that serves."""
         self._announcing = asyncio.Lock()
 
     async def start(self) -> None:
@@ -70,10 +71,9 @@ class GeneratorService:
         """Have every replica follow this weight store, which replaces one that died. One that was starting starts
         again."""
         for replica in self._replicas:
-            if replica.ranks is None:
+            if replica.name not in self._serving:
                 self.lost(replica.name, "the weight store died while it started")
-        serving = [replica.ranks for replica in self._replicas if replica.ranks is not None]
-        await asyncio.gather(*(_unless_dead(ranks.follow.call(store)) for ranks in serving))
+        await asyncio.gather(*(_unless_dead(ranks.follow.call(store)) for ranks in self._serving.values()))
 
     def lost(self, name: str, report: str) -> bool:
         """Report the death of an actor or a process of this name; True if it belongs, or belonged, to a replica.
@@ -93,12 +93,12 @@ class GeneratorService:
 
     async def stats(self) -> list[GeneratorStats]:
         """The counts of the replicas that answer."""
-        answers = [_unless_dead(handle.stats.call_one()) for handle in self._serving.values()]
+        answers = [_unless_dead(handle.stats.call_one()) for handle in self._first_ranks().values()]
         return [stats for stats in await asyncio.gather(*answers) if stats is not None]
 
     async def close(self) -> None:
         """Close the replicas."""
-        await asyncio.gather(*(_unless_dead(handle.close.call_one()) for handle in self._serving.values()))
+        await asyncio.gather(*(_unless_dead(handle.close.call_one()) for handle in self._first_ranks().values()))
 
     async def _start_first(self, replica: "_Replica") -> None:
         failure = await self._begin(replica)
@@ -111,7 +111,6 @@ class GeneratorService:
             report = await self._deaths[replica.name]  # `lost` unblocks it
             replica.served += self.clock() - began
             del self._serving[replica.name]
-            replica.ranks = None
             await asyncio.gather(self._announce_serving(), self.kill(replica.name))  # GS-2
             failure: str | None = f"died: {_last_line(report)}"
             while failure is not None:
@@ -151,8 +150,7 @@ class GeneratorService:
             logger.info("%s failed to start", name, exc_info=error)
             failure = f"failed to start: {_cause(error)}"
         else:
-            replica.ranks = starting.result()
-            self._serving[name] = replica.ranks.slice(procs=0)  # the rank that takes requests
+            self._serving[name] = starting.result()
             return None
         await self.kill(name)
         return failure
@@ -165,7 +163,11 @@ class GeneratorService:
 
     async def _announce_serving(self) -> None:
         async with self._announcing:  # GS-4
-            await self.announce(dict(self._serving))
+            await self.announce(self._first_ranks())
+
+    def _first_ranks(self) -> dict[str, Generator]:
+        """The rank of each serving replica that takes requests."""
+        return {name: ranks.slice(procs=0) for name, ranks in self._serving.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -174,8 +176,6 @@ class _Replica:
 
     index: int
     replacements: int = 0
-    ranks: Generator | None = None
-    """While it serves."""
     served: float = 0.0
     """Seconds of serving so far."""
     deaths: list[float] = field(default_factory=list)

@@ -76,7 +76,6 @@ class RolloutStage:
 
     async def group(self, ticket: Ticket, prompt: Prompt) -> None:
         """Run the group's episodes on the least busy worker, which reports the group to the queue."""
-
         backlog = self._backlog
         hub = "" if backlog is None else backlog.hub_of(ticket.index)
 

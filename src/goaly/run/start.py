@@ -189,7 +189,6 @@ def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> Non
     """Replace processes that die from now on, and let the new ones catch up with the run (RN-1)."""
     restarts = Restarts(run.config.checkpoint.restarts, lambda: run.policy_version)
     replaced = replaced_roles(run.config)
-
     seconds = REPORT_SECONDS if run.config.hosts.job == "local" else REMOTE_REPORT_SECONDS
 
     def keep(

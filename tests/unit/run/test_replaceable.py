@@ -278,6 +278,7 @@ async def test_a_cancelled_call_is_cancelled_at_the_actors() -> None:
     await turns()
     calling.cancel()
     await asyncio.wait_for(ended.wait(), 5)
+    assert calling.cancelled()
     kept.task.cancel()
 
 
