@@ -29,6 +29,18 @@ def put_file(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
+def link_files(source: Path, folder: Path) -> None:
+    """Put the files of one folder into another, new one: as hard links, or as copies if the file system has none."""
+
+    def link(file: str, to: str) -> None:
+        try:
+            os.link(file, to)
+        except OSError:
+            shutil.copyfile(file, to)
+
+    shutil.copytree(source, folder, copy_function=link)
+
+
 def remove(folder: Path) -> None:
     """Remove a folder. It gets a hidden name first, so that a part of it never looks like the whole folder."""
     aside = _aside(folder)

@@ -181,7 +181,8 @@ async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_
         version, _ = await stepped()
 
     async def annotated(batch_id: int) -> list[int]:
-        return list((await reference.annotate.call(replace(actors.handle, id=batch_id))).values())
+        await reference.annotate.call(replace(actors.handle, id=batch_id))
+        return list((await reference.refresh.call(replace(actors.handle, id=batch_id))).values())
 
     assert await annotated(version) == [version, version]  # RF-1: both ranks
     _, metrics = await stepped()
@@ -210,7 +211,7 @@ async def test_trainer_and_reference_continue_from_a_checkpoint_that_is_written_
         return actors.alone.spawn(name, ReferenceModel, *arguments)
 
     async def version_of(reference: Any, batch_id: int) -> int:
-        return await first(reference.annotate.call(replace(actors.handle, id=batch_id)))
+        return await first(reference.refresh.call(replace(actors.handle, id=batch_id)))
 
     async def published() -> int:
         await actors.trainer.step.call(actors.handle)

@@ -16,7 +16,8 @@ from bench.chaos import accounts
 pytestmark = pytest.mark.timeout(900)
 
 STEPS = 100
-VICTIMS = ("critic", "rollout", "generator", "trainer", "hub", "rollout", "controller")
+VICTIMS = ("critic", "rollout", "generator", "reference", "trainer", "hub", "rollout", "controller")
+REFRESH_EVERY = 10
 LONGEST_PAUSE = 5.0
 """Seconds between two kills: some hit a run that recovers, some one that trains."""
 
@@ -29,10 +30,11 @@ def going(run: LaunchedRun, launch: Callable[..., LaunchedRun], seconds: float) 
     return run
 
 
-def test_nine_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: Callable[..., LaunchedRun]) -> None:
+def test_ten_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: Callable[..., LaunchedRun]) -> None:
     chance = random.Random(0)
     before = orphaned_memory()
-    settings = (REWARDED, "checkpoint.every=5", "checkpoint.restarts=3", "backlog.max_staleness=2")
+    settings = [REWARDED, "checkpoint.every=5", "checkpoint.restarts=3", "backlog.max_staleness=2"]
+    settings += ["loss.kl_coef=0.001", f"reference.refresh_every={REFRESH_EVERY}"]
     run = launch(f"steps={STEPS}", *settings, app="ppo")
     run.wait_for_steps(7)
     generators, seen = run.spawned("generator"), set(run.processes())
@@ -40,7 +42,7 @@ def test_nine_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: Ca
     run.wait_for_text("batches again", START_SECONDS)
     run.wait_for_text("trainer-1 serves in its place", START_SECONDS)
     run.kill("hub")
-    for role in ("hub-1", "trainer-2", "critic-1", "rollout-0-1"):  # RN-5
+    for role in ("hub-1", "trainer-2", "reference-1", "critic-1", "rollout-0-1"):  # RN-5
         run.wait_for_text(f"{role} serves in its place", START_SECONDS)
     assert run.spawned("generator") == generators  # which worked on
 
@@ -59,6 +61,8 @@ def test_nine_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: Ca
     assert [step["policy_version"] for step in run.lines("metrics.jsonl")] == list(range(1, STEPS + 1))
     assert "when it was made first" not in (run.folder / "logs" / "controller.log").read_text()
     assert all(step["grad_norm"] > 0 for step in run.lines("metrics.jsonl"))
+    references = [step["reference/version"] for step in run.lines("metrics.jsonl")]
+    assert references == [batch - batch % REFRESH_EVERY for batch in range(STEPS)]  # SR-1
     found = accounts(run.folder)
     assert found["trained"] == 2 * STEPS
     assert {key: found[key] for key in ("lost", "doubled", "failed", "unaccounted")} == {

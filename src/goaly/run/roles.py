@@ -183,11 +183,7 @@ def replaced_roles(config: RunConfig) -> set[str]:
     the run, which then resumes itself."""
     if config.checkpoint.restarts == 0:
         return set()
-    roles = {"critic", "rollout"}
-    if config.weights.transport != "torchstore":  # its volumes are in the trainer's processes
-        roles.add("trainer")
-    if config.reference.refresh_every is None:  # or its weights may be of a version that is nowhere any more
-        roles.add("reference")
-    if {"trainer", "reference"} <= roles:  # they die with the hub
-        roles.add("hub")
+    roles = {"rollout", "reference", "critic"}
+    if config.weights.transport != "torchstore":  # its volumes are in the trainer's processes, which die with the hub
+        roles |= {"trainer", "hub"}
     return roles

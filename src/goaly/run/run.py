@@ -22,9 +22,10 @@ from goaly.run.config import RunConfig
 from goaly.run.periodic import PeriodicEvaluation
 from goaly.run.policies import SavedPolicies
 from goaly.run.prompts import RunPrompts
+from goaly.run.reference_stage import ReferenceStage
 from goaly.run.replaceable import Replaceable
 from goaly.run.rollouts import RolloutStage
-from goaly.run.stages import CriticStage, ReferenceStage, TrainerStage
+from goaly.run.stages import CriticStage, TrainerStage
 from goaly.telemetry.lines import read_lines
 from goaly.telemetry.metrics import EVALUATIONS_FILE, MetricsWriter
 from goaly.telemetry.progress import Progress

@@ -28,7 +28,7 @@ Again = Callable[[str, int, int], AsyncIterator[BatchHandle]]
 """Gives a reader the batches from one number on and before another, as they were trained."""
 
 
-class _RanksStage(Generic[RankActor]):
+class RanksStage(Generic[RankActor]):
     """A mesh of actors, one for each rank.
 
     Invariants
@@ -97,7 +97,7 @@ class _RanksStage(Generic[RankActor]):
         return await ask(f"{self.ranks.role}.{endpoint}", _from_all_ranks(answers))
 
 
-class _TrainedStage(_RanksStage[Trained]):
+class _TrainedStage(RanksStage[Trained]):
     """Ranks that train on batches."""
 
     def __init__(self, ranks: Replaceable[Trained], say: Callable[[str], None] = logger.info):
@@ -245,20 +245,6 @@ class TrainerStage(_TrainedStage[PolicyTrainer]):
 
     def _save(self) -> None:
         self._saving = asyncio.create_task(self.save(self._folder), name="save the policy")
-
-
-class ReferenceStage(_RanksStage[ReferenceModel]):
-    """Stage 5: computes log-probabilities under the reference weights, which the policy is kept close to."""
-
-    async def stage(self) -> None:
-        """Copy the ranks' state aside; it is that of the last refresh."""
-        await super().stage()
-
-    async def annotate(self, batch: BatchHandle) -> None:
-        """Add `reference_logprobs` to the batch's rows. Also record the reference's version if it is refreshed."""
-        version = await self._ask("annotate", lambda ranks: ranks.annotate.stream(batch))
-        if version is not None:
-            batch.metrics["reference/version"] = float(version)
 
 
 class CriticStage(_TrainedStage[CriticModel]):

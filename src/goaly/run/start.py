@@ -35,11 +35,12 @@ from goaly.run.checkpoints import RunCheckpoints, Stateful
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
 from goaly.run.placement import Processes, processes
+from goaly.run.reference_stage import ReferenceStage
 from goaly.run.replaceable import Replaceable, Restarts
 from goaly.run.roles import Hub, Roles, process_of, replaced_roles
 from goaly.run.rollouts import RolloutStage
 from goaly.run.run import Run
-from goaly.run.stages import CriticStage, ReferenceStage, TrainerStage
+from goaly.run.stages import CriticStage, TrainerStage
 from goaly.run.waiting import run_all
 from goaly.telemetry import spans
 from goaly.telemetry.trace import merge
@@ -62,6 +63,7 @@ REMOTE_REPORT_SECONDS = 45.0
 POLICY_FOLDER = "policy"
 LOG_FOLDER = "log"
 CHECKPOINT_FOLDER = "checkpoints"
+REFERENCE_FOLDER = "reference"
 
 
 @asynccontextmanager
@@ -130,7 +132,8 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
         record=run.backlog.record,
     )
     if reference is not None:
-        run.reference = ReferenceStage(Replaceable("reference", reference), run.say)
+        refreshed = None if config.reference.refresh_every is None else Checkpoints(run.run_dir / REFERENCE_FOLDER)
+        run.reference = ReferenceStage(Replaceable("reference", reference), run.say, refreshed)
     if critic is not None:
         run.critic = CriticStage(Replaceable("critic", critic), run.say)
     workers = {f"rollout-{index}": await roles.rollout(index) for index in range(config.rollout.workers)}

@@ -62,8 +62,8 @@ class ReferenceModel(ModelActor):
         self._one_batch_at_a_time = asyncio.Lock()
 
     @concurrent_endpoint
-    async def start(self, checkpoint: str | Path | None = None) -> None:
-        """Build and load the model; if it is refreshed, continue from this checkpoint."""
+    async def start(self, checkpoint: str | Path | None = None) -> int:
+        """Build and load the model; if it is refreshed, continue from this checkpoint. The weights' policy version."""
         saved = None if checkpoint is None or self._refresh_every is None else Path(checkpoint) / "reference"
         await self._thread.build(self._settings, self._make_engine, saved if saved and saved.is_dir() else None)
         if self._refresh_every is not None:
@@ -77,23 +77,25 @@ class ReferenceModel(ModelActor):
                 self._weight_settings,
             )
             await self._subscriber.join()
+        return self._thread.engine.policy_version
 
     @concurrent_endpoint
-    async def annotate(self, batch: "BatchHandle") -> int | None:
-        """Add `reference_logprobs` to the batch's rows, for all of the trainer's data-parallel ranks.
+    async def refresh(self, batch: "BatchHandle") -> int:
+        """Load the weights that this batch's log-probs are computed with, if they are due; their policy version."""
+        async with self._one_batch_at_a_time:
+            return await self._refreshed_for(batch.id)
 
-        Returns the policy version of the reference's weights; None if the reference is never refreshed.
-        """
-
+    @concurrent_endpoint
+    async def annotate(self, batch: "BatchHandle") -> None:
+        """Add `reference_logprobs` to the batch's rows, for all of the trainer's data-parallel ranks."""
         engine, key = self._thread.engine, "reference_logprobs"
 
         def logprobs(packed: "PackedRows") -> "Awaitable[Tensor]":
             return self._thread.run(lambda: engine.logprobs(packed.rows), "reference", batch=batch.id)
 
         async with self._one_batch_at_a_time:  # RF-1
-            version = await self._refreshed_for(batch.id)
+            await self._refreshed_for(batch.id)
             await resharding.annotate(self._queue, batch.id, key, engine, logprobs, count=self._shares)
-            return version
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -104,13 +106,14 @@ class ReferenceModel(ModelActor):
         self._thread.close()
         spans.flush()
 
-    async def _refreshed_for(self, batch_id: int) -> int | None:
+    async def _refreshed_for(self, batch_id: int) -> int:
         """Load the reference weights of this batch (RF-1), and return their version."""
         subscriber, engine = self._subscriber, self._thread.engine
         if subscriber is None or self._refresh_every is None:
-            return None
+            return engine.policy_version
         due = batch_id - batch_id % self._refresh_every  # RF-1
         if due != engine.policy_version:
+            await subscriber.newest(due - 1)  # the store of a new hub has it later
             if not (
                 await subscriber.prefetch(due) or await subscriber.prefetch(due)
             ):  # its writers died: they come again
@@ -123,6 +126,7 @@ class ReferenceModel(ModelActor):
                 engine.steps_done = subscriber.apply()
 
             await self._thread.run(apply)
+            await subscriber.release()
         return due
 
     def _make_engine(self) -> "TrainEngine":
