@@ -59,7 +59,8 @@ def test_ten_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: Cal
         run = launch(resume=run, app="ppo")
 
     assert [step["policy_version"] for step in run.lines("metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert "when it was made first" not in (run.folder / "logs" / "controller.log").read_text()
+    log = (run.folder / "logs" / "controller.log").read_text()
+    assert not [text for text in ("when it was made first", "no longer in the weight store") if text in log]
     assert all(step["grad_norm"] > 0 for step in run.lines("metrics.jsonl"))
     references = [step["reference/version"] for step in run.lines("metrics.jsonl")]
     assert references == [batch - batch % REFRESH_EVERY for batch in range(STEPS)]  # SR-1

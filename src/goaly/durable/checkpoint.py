@@ -99,12 +99,6 @@ class Checkpoints:
                 remove(folder)
         return int(last.name)
 
-    def clear(self) -> None:
-        """Remove all of them."""
-        for folder in self._folders():
-            self._verified.pop(folder, None)
-            remove(folder)
-
     def _first_sound(self, folders: Iterable[Path]) -> Checkpoint | None:
         return next(filter(None, map(self._read, folders)), None)
 

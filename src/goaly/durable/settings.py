@@ -4,7 +4,7 @@ from goaly.config.settings import NonNegativeFloat, NonNegativeInt, PositiveInt,
 
 
 class CheckpointSettings(Settings):
-    """Checkpoints of the trainer and the critic, from which a run can be resumed."""
+    """Checkpoints of the trainer, the critic and a refreshed reference, from which a run can be resumed."""
 
     every: PositiveInt | None = 50
     """Training steps between two checkpoints. A resumed run trains again the steps since the newest one, which takes no

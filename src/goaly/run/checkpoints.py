@@ -1,6 +1,7 @@
 """Takes the checkpoints of a run: every so many steps, at its end, and when it is told to stop.
 
-Training waits only until the state is copied; writing goes on in the background.
+Training waits only until the state is copied; writing goes on in the background. The reference's weights are on disk
+already (`reference_stage.py`).
 
 Invariants
     RC-1  A checkpoint holds the state of every trained model after the same step. It appears when all its files, and

@@ -1,25 +1,36 @@
-"""Stage 5 of a run as a script calls it: the reference model, and the weights that it is refreshed with on disk."""
+"""Stage 5 of a run as a script calls it: the reference model, whose weights are on disk if they are refreshed."""
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from goaly.backlog.batch import BatchHandle
-from goaly.durable.checkpoint import Checkpoint, Checkpoints
+from goaly.durable.checkpoint import Checkpoint
 from goaly.errors import RunFailed, root_cause
-from goaly.folder import link_files
+from goaly.folder import link_files, put_in_place, remove
 from goaly.run.replaceable import Lost, Replaceable
-from goaly.run.stages import Again, RanksStage
+from goaly.run.stages import RanksStage
+from goaly.run.waiting import reporting
 from goaly.train.reference import ReferenceModel
 
 logger = logging.getLogger(__name__)
 
 PART = "reference"
 """The folder of the reference's weights in a checkpoint."""
-KEPT = 2
-"""How many versions of the weights stay on disk: a checkpoint may still link the older one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """The weights of a policy version, and where they are on disk."""
+
+    version: int = 0
+    folder: Path | None = None
+    """None for the weights that the run began with, and for those that could not be written."""
+    failure: OSError | None = None
+    """Why they could not be written."""
 
 
 class ReferenceStage(RanksStage[ReferenceModel]):
@@ -28,93 +39,123 @@ class ReferenceStage(RanksStage[ReferenceModel]):
     Invariants
         SR-1  Weights that the reference was refreshed with are on disk before a batch is trained with their log-probs.
               Ranks that replace lost ones load them from there.
-        SR-2  If they cannot be written, the run says so and goes on, without checkpoints until the next refresh; if the
-              reference dies, it ends.
+        SR-2  If they cannot be written, the run says so and goes on. They are written again for the next checkpoint.
+              Until that succeeds there is no checkpoint, and the reference is not replaced: its death ends the run.
     """
 
     def __init__(
         self,
         ranks: Replaceable[ReferenceModel],
         say: Callable[[str], None] = logger.info,
-        refreshed: Checkpoints | None = None,
+        folder: Path | None = None,
     ):
-        """A reference that is refreshed needs `refreshed`, which keeps its weights by policy version."""
+        """A reference that is refreshed has its weights in `folder`, as long as the run lasts."""
         super().__init__(ranks, say)
-        self._refreshed = refreshed
-        self._version = 0
-        self._on_disk: Checkpoint | None = None
-        """Where this version is; None for the weights that the run began with."""
-        self._failure: OSError | None = None
-        """Why this version is not on disk."""
-        self._staged = self._on_disk, self._failure
+        self._folder = folder
+        self._weights = self._staged = _Weights()
+        self._changing = asyncio.Lock()
+        """Held from the answer of ranks that have written their weights until these are the ones to load."""
 
     async def start(self, checkpoint: Checkpoint | None = None) -> None:
-        """Build and load the model on every rank, with the reference weights of this checkpoint."""
-        self._version = await self.ranks.call(lambda ranks: self._start(ranks, checkpoint))
-        if self._refreshed is not None:
-            await asyncio.to_thread(self._refreshed.clear)  # a run that goes on from a checkpoint makes them again
-        if checkpoint is not None and self._version > 0:
-            saved = checkpoint.folder / PART
-            await self._keep(self._version, lambda folder: asyncio.to_thread(link_files, saved, folder))
+        """Build and load the model on every rank, with the reference weights of this checkpoint if it has any."""
+        saved = None
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)  # left by a run that was killed
+            if checkpoint is not None and (checkpoint.folder / PART).is_dir():
+                saved = checkpoint.folder / PART
+        version = await self.ranks.call(lambda ranks: self._load(ranks, saved))
+        if saved is not None:
+            await self._keep(version, lambda folder: asyncio.to_thread(link_files, saved, folder))
 
-    async def restore(self, ranks: ReferenceModel, checkpoint: Checkpoint | None, again: Again) -> None:
+    async def restore(self, ranks: ReferenceModel) -> None:
         """Load the weights of the lost ranks (SR-1)."""
-        if self._failure is not None:
-            raise RunFailed(f"reference version {self._version} is not on disk: {self._failure}")  # SR-2
-        await self._start(ranks, self._on_disk)
+        async with self._changing:  # ends with the files' sync
+            weights = self._weights
+        if weights.failure is not None:
+            raise RunFailed(f"reference version {weights.version} is not on disk: {weights.failure}")  # SR-2
+        await self._load(ranks, weights.folder)
 
     async def stage(self) -> None:
-        """Note the present weights for a checkpoint."""
-        self._staged = self._on_disk, self._failure
+        """Choose the present weights for a checkpoint."""
+        if self._weights.failure is not None:  # SR-2
+            await super().stage()
+            await self._is_kept(self._weights.version, again=True)
+        self._staged = self._weights
 
     async def write(self, folder: Path) -> None:
-        """Put the noted weights into this folder; nothing if they are those that the run began with."""
-        on_disk, failure = self._staged
-        if failure is not None:
-            raise failure  # SR-2
-        if on_disk is not None:
-            await asyncio.to_thread(link_files, on_disk.folder / PART, folder)
+        """Put the chosen weights into this folder; nothing if they are those that the run began with."""
+        if self._staged.failure is not None:
+            raise self._staged.failure  # SR-2
+        if self._staged.folder is not None:
+            await asyncio.to_thread(link_files, self._staged.folder, folder)
 
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `reference_logprobs` to the batch's rows, after a refresh if it is due."""
         is_kept = False
         while not is_kept:
-            version = self._version if self._refreshed is None else await self._refresh(batch)
+            version = 0 if self._folder is None else await self._refresh(batch)
             is_kept, _ = await asyncio.gather(
                 self._is_kept(version), self._ask("annotate", lambda ranks: ranks.annotate.stream(batch))
             )
-        if self._refreshed is not None:
-            batch.metrics["reference/version"] = float(self._version)
+            if self._folder is not None:
+                batch.metrics["reference/version"] = float(version)
+
+    async def close(self) -> None:
+        """Release what the ranks hold, and remove the weights, which checkpoints have, too."""
+        try:
+            await super().close()
+        finally:
+            if self._folder is not None:
+                await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _refresh(self, batch: BatchHandle) -> int:
         """Load the weights for this batch on every rank, and copy them aside if they are new; their version."""
         while True:
             version = await self._ask("refresh", lambda ranks: ranks.refresh.stream(batch))
-            if version == self._version or await super().stage() == version:  # else new ranks have the one before
-                return version
+            if version == self._weights.version or await super().stage() == version:
+                return version  # otherwise the ranks were replaced meanwhile, and have the weights before
 
-    async def _is_kept(self, version: int) -> bool:
-        """Write the weights that are copied aside, if they are new (SR-1). False if the copy was lost with a rank."""
-        if version != self._version:
-            with suppress(Lost):
+    async def _is_kept(self, version: int, *, again: bool = False) -> bool:
+        """Write the copy of the weights, if they are new or `again`. False if it is lost with a rank."""
+        if version != self._weights.version or again:
+            try:
                 await self._keep(version, super().write)
-                return True
-        return version == self._version
+            except Lost:
+                return False
+        return True
 
     async def _keep(self, version: int, write: Callable[[Path], Awaitable[None]]) -> None:
-        assert self._refreshed is not None
-        failure = None
+        assert self._folder is not None
+        staging, folder = self._folder / "writing", self._folder / f"{version:06d}"
+
+        async def report(seconds: float) -> None:
+            self._say(f"waiting {seconds:.0f} s for {folder} to be written")
+
         try:
-            folder = await asyncio.to_thread(self._refreshed.begin, version)
-            await write(folder / PART)
-            self._on_disk = await asyncio.to_thread(self._refreshed.commit, version, {})
-            await asyncio.to_thread(self._refreshed.prune, KEPT)
+            async with reporting(report):
+                self._folder.mkdir(exist_ok=True)
+                await write(staging)
+                async with self._changing:
+                    await asyncio.to_thread(put_in_place, staging, folder)
+                    self._weights = _Weights(version, folder)
         except Lost:
             raise
         except Exception as error:
             cause = root_cause(error.__cause__ or error)
             if not isinstance(cause, OSError):
                 raise
-            failure = cause
+            self._weights = _Weights(version, None, cause)
             self._say(f"reference version {version} cannot be written: {cause}")  # SR-2
-        self._version, self._failure = version, failure
+        finally:
+            await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
+        self.ranks.recoverable = self._weights.failure is None
+        try:
+            await asyncio.to_thread(self._remove_old)
+        except OSError as error:
+            self._say(f"old reference weights cannot be removed: {error}")
+
+    def _remove_old(self) -> None:
+        assert self._folder is not None
+        for folder in self._folder.iterdir():
+            if folder not in (self._weights.folder, self._staged.folder):
+                remove(folder)

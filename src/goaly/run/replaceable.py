@@ -63,6 +63,8 @@ class Replaceable(Generic[Actors]):
         self.role = role
         self.name = role
         """The name of their present processes."""
+        self.recoverable = True
+        """Whether others could have their state. If not, they are not replaced."""
         self._actors = actors
         self._names = {role}
         self._died = asyncio.Event()
@@ -83,12 +85,10 @@ class Replaceable(Generic[Actors]):
     def lost(self, name: str, report: str, *, is_own: bool = True) -> bool:
         """Report the death of an actor or a process of this name; True if it belonged to this role and is replaced.
         That of a role which dies with another one (`is_own`) does not count for RB-3."""
-        if name not in self._names or (name == self.name and not self._is_kept):
+        if name not in self._names or (name == self.name and not (self._is_kept and self.recoverable)):
             return False
-        if name == self.name and not self._died.is_set():
-            self._report, self._is_own_death = report, is_own
-            self._serves.clear()
-            self._died.set()
+        if name == self.name:
+            self._die(report, is_own=is_own)
         return True
 
     async def present(self) -> Actors:
@@ -108,7 +108,7 @@ class Replaceable(Generic[Actors]):
         if answer is not None and (error := answer.exception()) is not None:
             if _is_death(error):
                 self.lost(name, str(error))
-            elif self._has_peers or _is_death(root_cause(error.__cause__ or error)):
+            elif not isinstance(error, Lost) and (self._has_peers or _is_death(root_cause(error.__cause__ or error))):
                 with suppress(TimeoutError):
                     await asyncio.wait_for(died.wait(), self._report_seconds)  # unblocked by `lost`
         if died.is_set() and (answer is None or answer.exception() is not None):
@@ -158,6 +158,12 @@ class Replaceable(Generic[Actors]):
             self._is_kept = False
             self._serves.set()
 
+    def _die(self, report: str, *, is_own: bool) -> None:
+        if not self._died.is_set():
+            self._report, self._is_own_death = report, is_own
+            self._serves.clear()
+            self._died.set()
+
     async def _replace(self, replace: Callable[[str], Awaitable[Actors]]) -> bool:
         """Replace the processes; False if the new ones have died, too, or could not be brought up."""
         self.name = f"{self.role}-{len(self._names)}"
@@ -166,7 +172,7 @@ class Replaceable(Generic[Actors]):
         replaced = await unless(died, replace(self.name))
         if replaced is not None and (error := replaced.exception()) is not None:
             logger.info("%s was not brought up", self.name, exc_info=error)
-            self.lost(self.name, str(error), is_own=not isinstance(error, Lost))
+            self._die(str(error), is_own=not isinstance(error, Lost))
         if replaced is None or died.is_set():
             return False
         self._actors, self._report = replaced.result(), None

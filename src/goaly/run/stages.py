@@ -45,11 +45,7 @@ class RanksStage(Generic[RankActor]):
 
     async def start(self, checkpoint: Checkpoint | None = None) -> None:
         """Build and load the model on every rank, in the state of this checkpoint."""
-        await self.ranks.call(lambda ranks: self._start(ranks, checkpoint))
-
-    async def restore(self, ranks: RankActor, checkpoint: Checkpoint | None, again: Again) -> None:
-        """Bring new ranks from this checkpoint to the state that the lost ones had; `again` gives their batches."""
-        await self._start(ranks, checkpoint)
+        await self.ranks.call(lambda ranks: self._load(ranks, None if checkpoint is None else checkpoint.folder))
 
     async def stage(self) -> int | None:
         """Copy the ranks' state aside; the number of steps that it is the result of."""
@@ -72,9 +68,9 @@ class RanksStage(Generic[RankActor]):
         """Release what the ranks hold."""
         await self.ranks.call(lambda ranks: ranks.close.call())
 
-    async def _start(self, ranks: RankActor, checkpoint: Checkpoint | None) -> Any:
-        folder = None if checkpoint is None else checkpoint.folder.absolute()
-        return await self._answer("start", ranks.start.stream(folder))
+    def _load(self, ranks: RankActor, folder: Path | None) -> Awaitable[Any]:
+        """Build the model on these ranks, in the state of this folder."""
+        return self._answer("start", ranks.start.stream(None if folder is None else folder.absolute()))
 
     async def _ask(self, endpoint: str, call: Callable[[RankActor], Iterable[Awaitable[T]]]) -> T:
         """The answer of a call to all ranks (SG-1). A call that takes unusually long is reported."""
@@ -113,7 +109,7 @@ class _TrainedStage(RanksStage[Trained]):
 
     async def restore(self, ranks: Trained, checkpoint: Checkpoint | None, again: Again) -> None:
         """Bring new ranks from this checkpoint to the state that the lost ones had; `again` gives their batches."""
-        await super().restore(ranks, checkpoint, again)
+        await self._load(ranks, None if checkpoint is None else checkpoint.folder)
         first = 0 if checkpoint is None else checkpoint.step
         if first < self.steps_done:
             self._say(f"{self.ranks.name} trains {self.steps_done - first} batches again")

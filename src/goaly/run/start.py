@@ -132,8 +132,8 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
         record=run.backlog.record,
     )
     if reference is not None:
-        refreshed = None if config.reference.refresh_every is None else Checkpoints(run.run_dir / REFERENCE_FOLDER)
-        run.reference = ReferenceStage(Replaceable("reference", reference), run.say, refreshed)
+        folder = None if config.reference.refresh_every is None else run.run_dir / REFERENCE_FOLDER
+        run.reference = ReferenceStage(Replaceable("reference", reference), run.say, folder)
     if critic is not None:
         run.critic = CriticStage(Replaceable("critic", critic), run.say)
     workers = {f"rollout-{index}": await roles.rollout(index) for index in range(config.rollout.workers)}
@@ -214,8 +214,9 @@ def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> Non
 
     def lose_callers() -> None:
         for one in run.replaceable:
-            if one is not roles.hub:
-                one.lost(one.name, "the hub died, which it calls", is_own=False)  # RN-5
+            report = "the hub died, which it calls"
+            if one is not roles.hub and not one.lost(one.name, report, is_own=False):  # RN-5
+                run.lost(one.name, report)
 
     async def replace_hub(name: str) -> Hub:
         hub = roles.new_hub(name)
@@ -237,6 +238,15 @@ def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> Non
 
         keep(stage.ranks, replace, roles.count(stage.ranks.role))
 
+    def replace_reference(stage: ReferenceStage) -> None:
+        async def replace(name: str) -> Any:
+            ranks = await roles.reference(name)
+            assert ranks is not None, "the run has a reference"
+            await stage.restore(ranks)
+            return ranks
+
+        keep(stage.ranks, replace, roles.count("reference"))
+
     def replace_worker(index: int) -> None:
         async def replace(name: str) -> RolloutWorker:
             worker = await roles.rollout(index, name)
@@ -249,11 +259,12 @@ def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> Non
         keep(roles.hub, replace_hub, on_death=lose_callers)
     for role, stage, spawned in (
         ("trainer", run.trainer, trainer),
-        ("reference", run.reference, roles.reference),
         ("critic", run.critic, roles.critic),
     ):
         if stage is not None and role in replaced:
             replace_ranks(stage, spawned)
+    if run.reference is not None and "reference" in replaced:
+        replace_reference(run.reference)
     if "rollout" in replaced:
         for index in range(run.config.rollout.workers):
             replace_worker(index)

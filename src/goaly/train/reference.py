@@ -62,10 +62,9 @@ class ReferenceModel(ModelActor):
         self._one_batch_at_a_time = asyncio.Lock()
 
     @concurrent_endpoint
-    async def start(self, checkpoint: str | Path | None = None) -> int:
-        """Build and load the model; if it is refreshed, continue from this checkpoint. The weights' policy version."""
-        saved = None if checkpoint is None or self._refresh_every is None else Path(checkpoint) / "reference"
-        await self._thread.build(self._settings, self._make_engine, saved if saved and saved.is_dir() else None)
+    async def start(self, weights: str | Path | None = None) -> int:
+        """Build and load the model, with the weights in this folder if it was refreshed; their policy version."""
+        await self._thread.build(self._settings, self._make_engine, None if weights is None else Path(weights))
         if self._refresh_every is not None:
             from goaly.weights.subscriber import Subscriber
 
@@ -113,10 +112,11 @@ class ReferenceModel(ModelActor):
             return engine.policy_version
         due = batch_id - batch_id % self._refresh_every  # RF-1
         if due != engine.policy_version:
-            await subscriber.newest(due - 1)  # the store of a new hub has it later
-            if not (
-                await subscriber.prefetch(due) or await subscriber.prefetch(due)
-            ):  # its writers died: they come again
+            for _ in range(2):  # once more if the trainer died meanwhile
+                await subscriber.newest(due - 1)  # the publish of the trainer, or of the one that replaces it
+                if await subscriber.prefetch(due):
+                    break
+            else:
                 raise WeightsError(
                     f"reference: batch {batch_id} needs policy version {due}, which is no longer in the weight store; "
                     f"the reference is still at version {engine.policy_version}"

@@ -106,12 +106,13 @@ class TrainerSettings(RanksSettings):
 
 
 class ReferenceSettings(RanksSettings):
-    """The frozen model of the KL term; it is started only if the loss or the advantages use it."""
+    """The model of the KL term, which is not trained; it is started only if the loss or the advantages use it."""
 
     path: str | None = None
     """A Hugging Face folder; null is the model that training starts from."""
     refresh_every: PositiveInt | None = None
-    """Copy the policy's weights to the reference every so many steps; null never does."""
+    """Copy the policy's weights to the reference every so many steps; null never does. Each copy is also written to the
+    run folder."""
     offload: bool = False
     """Keep the parameters in CPU memory and copy one block at a time to the GPU in each pass. Set it if the reference
     does not fit into GPU memory beside other models. Needs a GPU."""

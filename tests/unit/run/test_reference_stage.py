@@ -1,6 +1,7 @@
 """The reference stage over ranks that refresh themselves as the real ones do, and that die when they are told."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from goaly.actors import SupervisionError
-from goaly.durable.checkpoint import Checkpoint, Checkpoints
+from goaly.durable.checkpoint import Checkpoint
 from goaly.errors import RunFailed
+from goaly.run import reference_stage
 from goaly.run.reference_stage import ReferenceStage
 from goaly.run.replaceable import Replaceable, Restarts
 from tests.virtual_time import turns
@@ -26,7 +28,6 @@ class Ranks:
         self.version = self.copied = 0
         self.annotated: list[tuple[int, int]] = []
         """The batches, and the versions of their log-probs."""
-        self.started_from: Checkpoint | None = None
         self.disk_error: OSError | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -38,8 +39,8 @@ class Ranks:
         return SimpleNamespace(stream=lambda *arguments: [answer(*arguments)])
 
     def _start(self, folder: Path | None) -> int:
-        if folder is not None and (weights := folder / "reference" / "weights").exists():
-            self.version = int(weights.read_text())
+        if folder is not None:
+            self.version = int((folder / "weights").read_text())
         return self.version
 
     def _refresh(self, batch: Any) -> int:
@@ -67,21 +68,20 @@ class Run:
     def __init__(self, folder: Path, *ranks: Ranks):
         self.said: list[str] = []
         self.all = ranks
-        self.checkpoints = Checkpoints(folder / "reference")
         self.folder = folder
-        kept: Replaceable[Any] = Replaceable("reference", ranks[0])
-        self.stage = ReferenceStage(kept, self.said.append, self.checkpoints)
+        self.kept: Replaceable[Any] = Replaceable("reference", ranks[0])
+        self.stage = ReferenceStage(self.kept, self.said.append, folder / "reference")
 
         async def replace(name: str) -> Ranks:
             new = ranks[int(name.split("-")[1])]
-            await self.stage.restore(new, None, lambda *arguments: pytest.fail("it trains nothing"))  # type: ignore
+            await self.stage.restore(new)  # type: ignore[bad-argument-type]
             return new
 
         async def kill(name: str) -> None: ...
 
         restarts = Restarts(len(ranks) - 1, lambda: 0)
         self.keeping = asyncio.ensure_future(
-            kept.keep(replace, kill=kill, restarts=restarts, say=self.said.append, report_seconds=0.0)
+            self.kept.keep(replace, kill=kill, restarts=restarts, say=self.said.append, report_seconds=0.0)
         )
 
     async def annotate(self, *batches: int) -> list[float]:
@@ -137,7 +137,6 @@ async def test_new_ranks_have_the_weights_of_the_lost_ones_wherever_these_died(r
     ranks[1].dies_in = "annotate"
     assert await one.annotate(9) == [8.0]
     assert ranks[2].annotated == [(9, 8)]
-    assert ranks[2]._start(one.checkpoints.newest().folder) == 8  # what they were started from
 
 
 @pytest.mark.parametrize("dies_in", ["refresh", "annotate"])
@@ -180,27 +179,68 @@ async def test_a_run_goes_on_from_the_weights_of_its_checkpoint_not_from_newer_o
     assert [one.name for one in (tmp_path / "reference").iterdir()] == ["000004"]
     (tmp_path / "checkpoint" / "reference" / "weights").unlink()  # as when an old checkpoint is removed
     ranks[0].dies_in = "refresh"
-    assert await after.annotate(5, 8) == [4.0, 8.0]
-    assert ranks[1].annotated == [(5, 4), (8, 8)]
-    assert await after.written("another") == "8"
+    assert await after.annotate(5, 8, 12) == [4.0, 8.0, 12.0]
+    assert sorted(one.name for one in (tmp_path / "reference").iterdir()) == ["000012"]
+    assert ranks[1].annotated == [(5, 4), (8, 8), (12, 12)]
+    assert await after.written("another") == "12"
 
 
-async def test_weights_that_cannot_be_written_are_named_and_missed_only_by_checkpoints_and_new_ranks(run: Make) -> None:
-    ranks = [Ranks(), Ranks()]
+NO_SPACE = OSError(28, "No space left on device")
+
+
+async def test_weights_that_cannot_be_written_are_written_for_a_later_checkpoint(run: Make) -> None:  # SR-2
+    ranks = [Ranks()]
     one = await run(*ranks)
     await one.stage.start()
-    ranks[0].disk_error = OSError(28, "No space left on device")
-    assert await one.annotate(4) == [4.0]
+    ranks[0].disk_error = NO_SPACE
+    assert await one.annotate(4, 5) == [4.0, 4.0]
     assert one.said == ["reference version 4 cannot be written: [Errno 28] No space left on device"]
     with pytest.raises(OSError, match="No space"):
         await one.written("without")
     ranks[0].disk_error = None
-    assert await one.annotate(8) == [8.0]
-    assert await one.written("with") == "8"
-    ranks[0].disk_error = OSError(28, "No space left on device")
-    await one.annotate(12)
-    with pytest.raises(RunFailed, match="version 12 is not on disk: .* No space"):
-        await one.stage.restore(ranks[1], None, None)
+    assert await one.written("with") == "4"
+    assert one.kept.recoverable
+
+
+async def test_the_death_of_a_reference_whose_weights_are_nowhere_ends_the_run(run: Make) -> None:  # SR-2
+    ranks = [Ranks(), Ranks()]
+    one = await run(*ranks)
+    await one.stage.start()
+    await one.annotate(4)
+    ranks[0].disk_error = NO_SPACE
+    await one.annotate(8)
+    assert not one.kept.lost("reference", "killed")
+    with pytest.raises(RunFailed, match=r"version 8 is not on disk: .* No space"):
+        await one.stage.restore(ranks[1])
+    ranks[0].dies_in = "annotate"
+    with pytest.raises(RunFailed, match=r"reference died during reference\.annotate"):
+        await one.annotate(9)
+
+
+async def test_ranks_that_die_after_they_have_written_have_the_same_weights_as_those_that_replace_them(
+    run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:  # SR-1
+    ranks = [Ranks(), Ranks()]
+    one = await run(*ranks)
+    await one.stage.start()
+    await one.annotate(4)
+    going_on = threading.Event()
+    put = reference_stage.put_in_place
+
+    def slowly(*folders: Path) -> None:
+        assert going_on.wait(20)
+        put(*folders)
+
+    monkeypatch.setattr(reference_stage, "put_in_place", slowly)
+    annotating = asyncio.ensure_future(one.annotate(8))
+    await turns(100)
+    assert ranks[0].annotated[-1] == (8, 8)
+    assert one.kept.lost("reference", "killed")
+    await turns(100)  # the others are to load what is being put in place
+    going_on.set()
+    assert await annotating == [8.0]
+    await one.kept.present()
+    assert ranks[1].version == 8
 
 
 async def test_a_frozen_reference_is_asked_once_for_each_batch_and_writes_nothing(tmp_path: Path) -> None:

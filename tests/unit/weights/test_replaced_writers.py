@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from local_store import Life, LocalStore, as_process
 
 from goaly.errors import WeightsError
 from goaly.liveness import ProcessMark
+from goaly.models.settings import ModelSettings
+from goaly.train.reference import ReferenceModel
+from goaly.train.settings import ReferenceSettings, TrainerSettings
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
 from goaly.weights.subscriber import Subscriber
@@ -192,3 +196,32 @@ async def test_the_lease_of_a_store_that_died_is_worth_nothing_at_the_next_one(l
     assert not await within(subscriber.prefetch(3, lent))
     assert await within(subscriber.prefetch(await within(subscriber.newest())))
     assert (subscriber.apply(), tensor[0].item()) == (3, 3.0)
+
+
+async def test_a_reference_whose_trainer_dies_during_a_refresh_gets_the_version_from_the_next_one(
+    store: LocalStore, lives: list[Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscriber, (tensor,) = reader(store)
+    reference = ReferenceModel(
+        ReferenceSettings(refresh_every=3), TrainerSettings(), ModelSettings(), None, None, store
+    )
+    reference._subscriber = subscriber
+    reference._thread._engine = SimpleNamespace(policy_version=0, steps_done=0)
+    await Writers(store, lives[:1]).publish(3)
+    newest = subscriber.newest
+
+    async def then_the_trainer_dies(after: int) -> int:
+        version = await newest(after)
+        monkeypatch.undo()
+        lives[0].kill()
+        await lost(store, 1)
+        return version
+
+    monkeypatch.setattr(subscriber, "newest", then_the_trainer_dies)
+    refreshing = asyncio.ensure_future(reference._refreshed_for(4))
+    await lost(store, 1)
+    assert not refreshing.done()
+    await Writers(store, lives[1:]).publish(3)
+    assert await within(refreshing) == 3
+    assert tensor.tolist() == [3.0] * 4
+    assert subscriber.held is None
