@@ -244,7 +244,7 @@ async def test_trainer_and_reference_continue_from_a_checkpoint_that_is_written_
     assert await first(resumed.start.call(str(checkpoint.folder))) == version
     assert [await first(resumed.digest.call())] * 2 == digests
     after = reference("after")
-    await after.start.call(checkpoint.folder)
+    assert await first(after.start.call(checkpoint.folder / "reference")) == version
     assert await version_of(after, version + 1) == version  # RF-1: the store does not have it any more
     with pytest.raises(Exception, match=f"still at version {version}"):
         await version_of(after, version + 2)

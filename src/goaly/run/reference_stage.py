@@ -70,10 +70,10 @@ class ReferenceStage(RanksStage[ReferenceModel]):
     async def restore(self, ranks: ReferenceModel) -> None:
         """Load the weights of the lost ranks (SR-1)."""
         async with self._changing:  # ends with the files' sync
-            weights = self._weights
-        if weights.failure is not None:
-            raise RunFailed(f"reference version {weights.version} is not on disk: {weights.failure}")  # SR-2
-        await self._load(ranks, weights.folder)
+            present = self._weights
+        if present.failure is not None:
+            raise RunFailed(f"reference version {present.version} is not on disk: {present.failure}")  # SR-2
+        await self._load(ranks, present.folder)
 
     async def stage(self) -> None:
         """Choose the present weights for a checkpoint."""
