@@ -44,7 +44,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, prepare_torchtitan, read_config
 from goaly.models.vllm_naming import vllm_naming, without_padding
-from goaly.weights.mapping import Naming
+from goaly.weights.placement import Naming
 
 FINISHES = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
 GIB = 1 << 30

@@ -17,7 +17,7 @@ import torch
 from goaly.errors import ConfigError
 from goaly.models.spec import Architecture
 from goaly.weights.layout import Extent, Part
-from goaly.weights.mapping import Naming, Parts, same
+from goaly.weights.placement import Naming, Parts, same
 
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the embedding to a multiple of this many rows before sharding."""

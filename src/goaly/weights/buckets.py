@@ -14,7 +14,7 @@ Invariants
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 
 from goaly.weights.layout import Layout, Rectangle, Shard, common, joined, sliced
@@ -61,10 +61,8 @@ def cut(layout: Layout, limit: int, needs: Sequence[Needs] = ()) -> tuple[Layout
             room[audience] = limit
         filling[audience].append(piece)  # WK-2
         room[audience] -= piece.bytes
-    ends = [0]
-    for bucket in buckets:
-        ends.append(ends[-1] + len(bucket))
-    return tuple(piece for bucket in buckets for piece in bucket), tuple(range(*span) for span in pairwise(ends))
+    ends = accumulate(map(len, buckets), initial=0)
+    return tuple(chain.from_iterable(buckets)), tuple(range(*span) for span in pairwise(ends))
 
 
 def _needed_of(shard: Shard, needs: Sequence[Needs]) -> tuple[tuple[Rectangle, ...], ...]:

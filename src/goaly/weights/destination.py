@@ -16,12 +16,10 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from goaly.weights.buckets import Needs, needs_of
 from goaly.weights.layout import Layout, view
-from goaly.weights.mapping import Naming, renamed
-from goaly.weights.placement import check_filled, layout_of
+from goaly.weights.placement import Naming, check_filled, layout_of, owner, renamed
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +53,9 @@ class Destination:
         self._layouts: dict[str, Layout] = {
             name: renamed(layout_of({name: tensor}), naming or {}) for name, tensor in tensors.items()
         }
-        self._live = {name: _local(tensor) for name, tensor in tensors.items()} if live is None else dict(live)
+        self._live = {name: owner(tensor) for name, tensor in tensors.items()} if live is None else dict(live)
         self._mode = mode
         self._memories: list[_Memory] = []
-        self._side = 0
         self._applied: torch.cuda.Event | None = None
         self.layout: Layout = ()
         """The rectangles to fill; set by `allocate`."""
@@ -87,11 +84,6 @@ class Destination:
         """The rectangles that may be needed, whichever of the names that share memory is published."""
         return needs_of(tuple(shard for layout in self._layouts.values() for shard in layout))
 
-    @property
-    def side(self) -> int:
-        """Which of the two sets of memory is the spares now; `targets` differ between the two."""
-        return self._side
-
     def targets(self) -> list[torch.Tensor]:
         """The place of each shard of the layout in the spares."""
         return [view({memory.name: memory.spare}, shard) for memory in self._memories for shard in memory.shards]
@@ -119,14 +111,7 @@ class Destination:
                     memory.spare = before
         device = next((memory.spare.device for memory in self._memories if memory.spare.is_cuda), None)
         if device is not None:
-            self._applied = torch.cuda.Event()
-            self._applied.record(torch.cuda.current_stream(device))
-        self._side ^= self._mode == "flip"
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The object that holds this rank's part of the tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            self._applied = torch.cuda.current_stream(device).record_event()
 
 
 def _by_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:

@@ -16,9 +16,9 @@ Readers that each read everything once therefore load such ranks evenly, too.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import islice, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -65,7 +65,7 @@ class Shard(Part):
 
     dtype: torch.dtype
     tensor: str | None = None
-    """The local tensor's name, if it differs (`mapping.py`)."""
+    """The local tensor's name, if it differs (`placement.py`)."""
 
     @property
     def elements(self) -> int:
@@ -149,20 +149,16 @@ class _Holder(NamedTuple):
     index: int
 
 
-@dataclass(slots=True)
-class _Held:
-    """The distinct rectangles of one tensor, each with the ranks that hold it."""
-
-    first: Shard
-    holders: dict[Rectangle, list[_Holder]] = field(default_factory=dict)
+_Held = tuple[Shard, dict[Rectangle, list[_Holder]]]
+"""One shard of a tensor, and by each of the tensor's distinct rectangles the ranks that hold it."""
 
 
 def share(sources: Sequence[Layout]) -> tuple[Layout, ...]:
     """The layouts in which each rectangle that several sources hold stays with one of them (WL-2)."""
     pieces = [
-        _Piece(0, rectangle, held.first.dtype.itemsize, holders)
-        for held in _held(sources).values()
-        for rectangle, holders in held.holders.items()
+        _Piece(0, rectangle, first.dtype.itemsize, holders)
+        for first, places in _held(sources).values()
+        for rectangle, holders in places.items()
     ]
     kept: list[list[tuple[int, Shard]]] = [[] for _ in sources]
     for piece, (rank, index) in _spread(pieces, len(sources)):
@@ -172,20 +168,20 @@ def share(sources: Sequence[Layout]) -> tuple[Layout, ...]:
 
 def plan(sources: Sequence[Layout], destination: Layout) -> tuple[Copy, ...]:
     """The copies that fill the destination (WL-1); raises a WeightsError that names anything no source holds."""
-    found = _held(sources, {shard.name for shard in destination})
+    found = _held(sources)
     pieces: list[_Piece] = []
     for position, shard in enumerate(destination):
-        held = found.get(shard.name)
-        if held is None:
-            raise WeightsError(f"`{shard.name}` is held by no source; they hold {_some_names(sources)}")
-        _check_same(held.first, shard)
-        rectangles = tuple(sorted(held.holders))
+        if shard.name not in found:
+            raise WeightsError(f"`{shard.name}` is held by no source; they hold {_some_names(found)}")
+        first, places = found[shard.name]
+        _check_same(first, shard)
+        rectangles = tuple(sorted(places))
         parts, missing = cover((shard.offset, shard.shape), rectangles)
         if missing:
             offset, shape = missing[0]
             raise WeightsError(f"`{shard.name}`: the {shape} elements at {offset} are held by no source")
         for index, part in parts:
-            pieces.append(_Piece(position, part, shard.dtype.itemsize, held.holders[rectangles[index]]))
+            pieces.append(_Piece(position, part, shard.dtype.itemsize, places[rectangles[index]]))
     copies = [
         Copy(
             source=rank,
@@ -200,23 +196,18 @@ def plan(sources: Sequence[Layout], destination: Layout) -> tuple[Copy, ...]:
     return tuple(sorted(copies, key=lambda copy: (copy.shard, copy.offset)))
 
 
-def _held(sources: Sequence[Layout], names: Collection[str] | None = None) -> dict[str, _Held]:
-    """By name, each distinct rectangle with its holders; only of these names, if given."""
+def _held(sources: Sequence[Layout]) -> dict[str, _Held]:
+    """What the sources hold, by the tensors' names."""
     found: dict[str, _Held] = {}
     for rank, layout in enumerate(sources):
         for index, shard in enumerate(layout):
-            name = shard.name
-            if names is not None and name not in names:
-                continue
-            held = found.get(name)
-            if held is None:
-                held = found[name] = _Held(shard)
-            elif held.first.global_shape != shard.global_shape or held.first.dtype != shard.dtype:
+            first, places = found.setdefault(shard.name, (shard, {}))
+            if first.global_shape != shard.global_shape or first.dtype != shard.dtype:
                 raise WeightsError(
-                    f"`{name}` is {held.first.dtype} {held.first.global_shape} at one source and {shard.dtype} "
+                    f"`{shard.name}` is {first.dtype} {first.global_shape} at one source and {shard.dtype} "
                     f"{shard.global_shape} at source {rank}; all must hold parts of one tensor"
                 )
-            holders = held.holders.setdefault((shard.offset, shard.shape), [])
+            holders = places.setdefault((shard.offset, shard.shape), [])
             if not holders or holders[-1].rank != rank:
                 holders.append(_Holder(rank, index))
     return found
@@ -276,9 +267,8 @@ def _check_same(source: Shard, destination: Shard) -> None:
         raise WeightsError(f"`{destination.name}` is {destination.dtype}, its sources are {source.dtype}")
 
 
-def _some_names(sources: Sequence[Layout]) -> str:
-    names = list(dict.fromkeys(shard.name for layout in sources for shard in layout))
-    shown = ", ".join(f"`{name}`" for name in names[:5])
+def _some_names(names: Collection[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in islice(names, 5))
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"
 
 
@@ -300,15 +290,12 @@ def common(one: Rectangle, other: Rectangle) -> Rectangle | None:
 
 def without(rectangle: Rectangle, hole: Rectangle) -> list[Rectangle]:
     """A rectangle without a part of it, as disjoint rectangles."""
-    offset, shape = list(rectangle[0]), list(rectangle[1])
     left: list[Rectangle] = []
-    for dim, (hole_begin, hole_length) in enumerate(zip(*hole, strict=True)):
-        begin, end = offset[dim], offset[dim] + shape[dim]
-        for part_begin, part_end in ((begin, hole_begin), (hole_begin + hole_length, end)):
-            if part_begin < part_end:
-                part_offset = (*offset[:dim], part_begin, *offset[dim + 1 :])
-                left.append((part_offset, (*shape[:dim], part_end - part_begin, *shape[dim + 1 :])))
-        offset[dim], shape[dim] = hole_begin, hole_length
+    for dim, begin in enumerate(minus(hole[0], rectangle[0])):
+        end = begin + hole[1][dim]
+        sides = (sliced(rectangle, dim, 0, begin), sliced(rectangle, dim, end, rectangle[1][dim]))
+        left.extend(side for side in sides if side[1][dim])
+        rectangle = sliced(rectangle, dim, begin, end)
     return left
 
 
@@ -318,17 +305,14 @@ def cover(rectangle: Rectangle, others: tuple[Rectangle, ...]) -> tuple[list[tup
     parts: list[tuple[int, Rectangle]] = []
     missing = [rectangle]
     for index, other in enumerate(others):
-        left = []
-        for hole in missing:
+        holes, missing = missing, []
+        for hole in holes:
             part = common(hole, other)
             if part is None:
-                left.append(hole)
+                missing.append(hole)
             else:
                 parts.append((index, part))
-                left.extend(without(hole, part))
-        missing = left
-        if not missing:
-            break
+                missing.extend(without(hole, part))
     return parts, missing
 
 
@@ -344,34 +328,23 @@ def sliced(rectangle: Rectangle, dim: int, begin: int, end: int) -> Rectangle:
 @lru_cache(maxsize=1024)
 def tile(rectangles: tuple[Rectangle, ...], shape: Extent) -> bool:
     """Whether the rectangles cover a tensor of this shape, each element once."""
-    whole = (tuple(0 for _ in shape), shape)
-    return (
-        all(common(one, whole) == one for one in rectangles)
-        and sum(prod(lengths) for _, lengths in rectangles) == prod(shape)
-        and all(common(one, other) is None for one, other in combinations(rectangles, 2))
-    )
+    _, missing = cover((tuple(0 for _ in shape), shape), rectangles)
+    return not missing and sum(prod(lengths) for _, lengths in rectangles) == prod(shape)
 
 
 def joined(rectangles: Iterable[Rectangle]) -> tuple[Rectangle, ...]:
     """The same elements in fewer rectangles: two that touch along one dim and agree in all others become one."""
-    found = list(dict.fromkeys(rectangles))
+    found = sorted(set(rectangles))
     for dim in range(len(found[0][0]) if found else 0):
-        parts = sorted((*_but(dim, one), one[0][dim], one) for one in found)
-        found = []
-        for *_, (offset, shape) in parts:
-            last = found[-1] if found else None
-            touches = last is not None and last[0][dim] + last[1][dim] == offset[dim]
-            if last is not None and touches and _but(dim, last) == _but(dim, (offset, shape)):
-                found[-1] = sliced(last, dim, 0, last[1][dim] + shape[dim])
-            else:
-                found.append((offset, shape))
+        ending: dict[Rectangle, Rectangle] = {}  # by the empty rectangle at its end, which is at the next one's begin
+        for one in found:
+            before = ending.pop(sliced(one, dim, 0, 0), None)
+            if before is not None:
+                one = sliced(before, dim, 0, before[1][dim] + one[1][dim])
+            end = sliced(one, dim, one[1][dim], one[1][dim])
+            ending[end] = min(one, ending.get(end, one))
+        found = sorted(ending.values())
     return tuple(found)
-
-
-def _but(dim: int, rectangle: Rectangle) -> Rectangle:
-    """The rectangle in all dims but one."""
-    offset, shape = rectangle
-    return (*offset[:dim], *offset[dim + 1 :]), (*shape[:dim], *shape[dim + 1 :])
 
 
 def minus(one: Extent, other: Extent) -> Extent:

@@ -21,7 +21,7 @@ Invariants
 
 from dataclasses import dataclass, field
 
-from goaly.errors import WeightsError
+from goaly.errors import WeightsError, WritersGone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,19 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreClosed:
-    """No newer version will come; `why` says what ended it."""
+class StoreState:
+    """The content of the store at one moment."""
 
-    why: str
+    newest: int | None
+    """The newest committed version."""
+    versions: tuple[int, ...]
+    """The committed versions that are still in memory."""
+    leased: dict[str, int]
+    """The version that each reader holds."""
+    readers: int
+    """How many readers have joined and are alive."""
+    bytes: int
+    """Memory of all writers' slots. It doesn't grow, however slow a reader is."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,20 +191,18 @@ class VersionLedger:
     def lease_newer(self, reader: int, after: int) -> int | None:
         """Hold the newest version for the reader, if it is above `after`; None if it must wait for a commit."""
         version = max(self.versions, default=None)  # WV-5
-        if version is None or version <= after:
-            self._waiting[reader] = after
-            return None
-        self.lease(reader, version)
-        return version
+        if version is not None and version > after:
+            self.lease(reader, version)
+            return version
+        if self.ended is not None and (self.staging is None or self.staging <= after):
+            raise WritersGone(f"no version above {after} will come: {self.ended}")
+        self._waiting[reader] = after
+        return None
 
     def release(self, reader: int) -> None:
         """Take back what the reader holds, if anything; it waits for nothing."""
         self._leases.pop(reader, None)
         self._waiting.pop(reader, None)
-
-    def may_come(self, after: int) -> bool:
-        """Whether a version above `after` is in memory or being staged."""
-        return any(version is not None and version > after for version in (*self._slots, self.staging))
 
     def slot_of(self, version: int) -> int:
         """Where a committed version lies."""

@@ -13,9 +13,9 @@ Invariants
 import asyncio
 import contextvars
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -117,7 +117,9 @@ class Copier:
     def __init__(self, threads: int, device: torch.device | None = None):
         """`device` is the GPU that holds some of the tensors, if any."""
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weights", initializer=_use, initargs=(device,))
+        self._device = device
+        use = None if device is None else partial(torch.cuda.set_device, device)  # a new thread begins with the first
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weights", initializer=use)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Do the work in a thread; a cancelled caller still waits for its end (WC-1)."""
@@ -137,9 +139,9 @@ class Copier:
     def copy(self, pairs: Sequence[Pair]) -> None:
         """Copy the second tensor of each pair into the first, casting where the types differ."""
         parts = _parts(pairs, self._threads)
-        others = [self._pool.submit(_copied, part) for part in parts[1:]]
+        others = [self._pool.submit(self._copied, part) for part in parts[1:]]
         try:
-            _copied(parts[0])
+            self._copied(parts[0])
         finally:
             for other in others:
                 other.exception()  # ends with its copies; WC-1 before anything is raised
@@ -150,44 +152,31 @@ class Copier:
         """End the threads."""
         self._pool.shutdown(wait=False)
 
+    def _copied(self, pairs: Sequence[Pair]) -> None:
+        """Copy all pairs in one call, which releases the interpreter's lock once instead of once per tensor.
+
+        A GPU copies in a stream of its own, after the default stream's work. The targets of its copies must be
+        contiguous, because the copy ends only after this call.
+        """
+        if not pairs:
+            return
+        targets, sources = (list(side) for side in zip(*pairs, strict=True))
+        with torch.no_grad():
+            if self._device is None:
+                torch._foreach_copy_(targets, sources)
+                return
+            stream = torch.cuda.Stream(self._device)
+            stream.wait_stream(torch.cuda.default_stream(self._device))
+            try:
+                with torch.cuda.stream(stream):
+                    torch._foreach_copy_(targets, sources, non_blocking=True)
+            finally:
+                stream.synchronize()  # WC-1
+
 
 def gpu_of(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
     """The GPU that holds some of them, if any."""
     return next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-
-
-def _use(device: torch.device | None) -> None:
-    """Select this GPU: a new thread begins with the first one."""
-    if device is not None:
-        torch.cuda.set_device(device)
-
-
-def _copied(pairs: Sequence[Pair]) -> None:
-    """Copy all pairs in one call, which releases the interpreter's lock once instead of once per tensor.
-
-    Targets of a GPU's copies must be contiguous, because the copy ends only after this call.
-    """
-    if pairs:
-        device = next((tensor.device for pair in pairs for tensor in pair if tensor.is_cuda), None)
-        with torch.no_grad(), _beside(device):
-            torch._foreach_copy_(
-                [target for target, _ in pairs], [source for _, source in pairs], non_blocking=device is not None
-            )
-
-
-@contextmanager
-def _beside(device: torch.device | None) -> Iterator[None]:
-    """Run the block's copies in a stream of their own, after the default stream's work; wait for them at the end."""
-    if device is None:
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.default_stream(device))
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    finally:
-        stream.synchronize()  # WC-1
 
 
 def _parts(pairs: Sequence[Pair], count: int) -> list[list[Pair]]:

@@ -1,14 +1,28 @@
-"""Reads layouts off a rank's tensors and DTensors.
+"""Reads layouts off a rank's tensors and DTensors, and translates them into the published names.
 
 This is not part of `layout.py`, so that the weight store, which only compares layouts, starts without DTensor.
+
+A tensor may be known by another name elsewhere, or be made of other tensors: fused, one of a stack, tied. A `Naming`
+lists the parts that a tensor is made of, rectangle by rectangle. The publisher's and the reader's layouts are each
+translated into the published names, so `plan` need not know of it:
+
+    {"qkv.weight": fused({"q": (8, 4), "k": (2, 4), "v": (2, 4)}, dim=0)}             rows of q, then k, then v
+    {"expert.3.up": one_of("up_EFD", index=3, count=128, shape=(6, 4))}               the fourth of a stack
+    {"lm_head.weight": same("tok_embeddings.weight", (9, 4))}                         tied
+    {"rope.cache": ()}                                                                not moved at all
+
+A `Part` of your own describes anything else made of rectangles: grouped heads, transposed dims, a tensor-parallel
+rank's fused projections (`goaly.models.vllm_naming`).
 
 Invariants
     WA-1  The rectangles of all ranks of a mesh are those that torch itself places there, for any mix of sharded and
           replicated axes, also uneven and strided ones. For FSDP over TP on one dim that is FSDP's chunk of the TP
           shard; with uneven sizes, reading `_StridedShard` from left to right would give other rectangles.
+    WN-1  The parts of a tensor cover it exactly: a renamed layout has every element of the original once.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
 
@@ -19,33 +33,33 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, _Stri
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from goaly.errors import WeightsError
-from goaly.weights.layout import Extent, Layout, Rectangle, Shard, tile
+from goaly.weights.layout import Extent, Layout, Part, Rectangle, Shard, common, minus, tile
+
+
+def owner(tensor: torch.Tensor) -> torch.Tensor:
+    """The object that holds this rank's part of the tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of the tensor that this rank holds, without a gradient."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    with torch.no_grad():
-        return tensor.to_local()
+    return owner(tensor).detach()
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
     """The rectangles of these tensors that this rank holds, without empty ones."""
     shards: list[Shard] = []
     for name, tensor in tensors.items():
+        mesh, coordinate, placements = (), (), ()
         if isinstance(tensor, DTensor):
+            mesh, placements = tuple(tensor.device_mesh.shape), tensor.placements
             coordinate = tensor.device_mesh.get_coordinate()
             if coordinate is None:
                 continue
-            held = shards_of(
-                name, tensor.dtype, tuple(tensor.shape), tuple(tensor.device_mesh.shape), coordinate, tensor.placements
-            )
-            expected, found = sum(shard.elements for shard in held), local(tensor).numel()
-            if expected != found:
-                raise WeightsError(f"`{name}`: {tensor.placements} say {expected} elements, this rank holds {found}")
-        else:
-            held = shards_of(name, tensor.dtype, tuple(tensor.shape), (), (), ())
+        held = shards_of(name, tensor.dtype, tuple(tensor.shape), mesh, coordinate, placements)
+        expected, found = sum(shard.elements for shard in held), owner(tensor).numel()
+        if expected != found:
+            raise WeightsError(f"`{name}`: {placements} say {expected} elements, this rank holds {found}")
         shards.extend(held)
     return tuple(shards)
 
@@ -128,3 +142,83 @@ def _runs(indices: np.ndarray) -> list[tuple[int, int, int]]:
     breaks = np.flatnonzero(np.diff(indices) != 1) + 1
     edges = [0, *breaks.tolist(), len(indices)]
     return [(int(indices[begin]), end - begin, begin) for begin, end in pairwise(edges) if begin < end]
+
+
+# Names
+
+
+Parts = tuple[Part, ...]
+Naming = Mapping[str, Parts]
+"""The parts of each tensor that has another name elsewhere. A tensor without parts is not moved."""
+
+
+def same(name: str, shape: Extent) -> Parts:
+    """All of the tensor `name`."""
+    zeros = tuple(0 for _ in shape)
+    return (Part(name=name, global_shape=shape, offset=zeros, shape=shape, start=zeros),)
+
+
+def fused(shapes: Mapping[str, Extent], *, dim: int) -> Parts:
+    """These tensors one after another along `dim`."""
+    parts: list[Part] = []
+    end = 0
+    for name, shape in shapes.items():
+        (whole,) = same(name, shape)
+        parts.append(replace(whole, start=(*whole.start[:dim], end, *whole.start[dim + 1 :])))
+        end += shape[dim]
+    return tuple(parts)
+
+
+def one_of(name: str, *, index: int, count: int, shape: Extent) -> Parts:
+    """One of the `count` tensors of this shape that are stacked in `name`, along its first dim."""
+    (whole,) = same(name, shape)
+    return (
+        replace(
+            whole,
+            global_shape=(count, *shape),
+            offset=(index, *whole.offset),
+            shape=(1, *shape),
+            dims=(None, *range(len(shape))),
+        ),
+    )
+
+
+def renamed(layout: Layout, naming: Naming) -> Layout:
+    """The layout with each tensor that `naming` lists as its parts, and all others unchanged."""
+    shards: list[Shard] = []
+    for shard in layout:
+        parts = naming.get(shard.name)
+        if parts is None:
+            shards.append(shard)
+            continue
+        if parts and not tile(tuple(part.place for part in parts), shard.global_shape):  # WN-1
+            places = ", ".join(f"{part.place[1]} at {part.place[0]}" for part in parts[:4])
+            raise WeightsError(
+                f"`{shard.name}` has shape {shard.global_shape}, which its parts don't cover once: {places}"
+            )
+        for part in parts:
+            rectangle = common((shard.offset, shard.shape), part.place)
+            if rectangle is not None:
+                shards.append(_as_part(shard.part(rectangle), part))
+    return tuple(shards)
+
+
+def _as_part(shard: Shard, part: Part) -> Shard:
+    """A shard that lies within a part, as a rectangle of the part's published tensor."""
+    within = minus(shard.offset, part.start)
+    dims = part.dims or tuple(range(len(part.shape)))
+    return replace(
+        shard,
+        name=part.name,
+        global_shape=part.global_shape,
+        offset=tuple(at if dim is None else at + within[dim] for at, dim in zip(part.offset, dims, strict=True)),
+        shape=tuple(1 if dim is None else shard.shape[dim] for dim in dims),
+        tensor=shard.tensor or shard.name,
+        dims=_composed(dims, shard.dims),
+    )
+
+
+def _composed(dims: tuple[int | None, ...], inner: tuple[int | None, ...] | None) -> tuple[int | None, ...] | None:
+    """The local tensor's dims, where these are dims of a tensor whose dims are `inner`."""
+    local = dims if inner is None else tuple(None if dim is None else inner[dim] for dim in dims)
+    return None if local == tuple(range(len(local))) else local

@@ -22,9 +22,8 @@ from goaly.telemetry.spans import span
 from goaly.weights.buckets import cut
 from goaly.weights.layout import in_dtype, view
 from goaly.weights.ledger import Staged
-from goaly.weights.mapping import Naming, renamed
 from goaly.weights.member import Member, SharedTask, gpu_of
-from goaly.weights.placement import layout_of, local
+from goaly.weights.placement import Naming, layout_of, local, renamed
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import JoinedWriter, WeightStore
 from goaly.weights.transport import SegmentHandle, Slots, slot_writer
@@ -48,7 +47,7 @@ class Publisher(Member):
 
         A tensor that several ranks hold is staged by one of them. Without a `transfer_dtype` in the settings every
         tensor keeps its own. Rank and world default to RANK and WORLD_SIZE of the environment. Where readers know the
-        tensors by other names, `naming` says how (`mapping.py`). `host` overrides the host that the process counts as.
+        tensors by other names, `naming` says how (`Naming`). `host` overrides the host that the process counts as.
         """
         super().__init__(store, settings or WeightSettings(), gpu_of(tensors), host)
         self._rank = int(os.environ.get("RANK", 0)) if rank is None else rank

@@ -27,8 +27,7 @@ from monarch.rdma import RDMABuffer, is_ibverbs_available
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout
-from goaly.weights.shared_memory import Ring, Segment
-from goaly.weights.transport import UNSEALED, OnDevice, SegmentHandle, SlotReader, Slots, SlotShape, Source
+from goaly.weights.transport import UNSEALED, OnDevice, Ring, SegmentHandle, SlotReader, Slots, SlotShape, Source
 
 IN_FLIGHT = 4
 """Buckets that are read at a time: enough to keep sender, wire and receiver busy while one is copied out."""
@@ -103,11 +102,10 @@ class RemoteReader:
 
     def seals(self, slot: int) -> list[int]:
         """The seals, read anew."""
-        if self._remote.stretches[slot]:
-            self._check()
-            read = self._remote.stretches[slot][0].read_into(self._seals.view(torch.uint8))
-            self._failed = read.exception()
-            self._check()
+        self._check()
+        read = self._remote.stretches[slot][0].read_into(self._seals.view(torch.uint8))
+        self._failed = read.exception()
+        self._check()
         return self._seals.tolist()
 
     def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -149,19 +147,18 @@ class Mirror:
         """`wanted` are the buckets that the reader needs of each source."""
         self.wanted = tuple(wanted)
         self._sources = sources
+        self._kept = [_kept(source, buckets) for source, buckets in zip(sources, wanted, strict=True)]
         self._own: list[Ring] = []
+        self._readers: list[SlotReader] = []
         self._neighbours: tuple[tuple[SegmentHandle, ...], list[SlotReader]] = ((), [])
 
-    def create(self) -> list[SlotReader]:
-        """Readers of the sources that read into the own mirror, which is allocated."""
-        self._own = [self._ring(rank) for rank in range(len(self._sources))]
-        parts = zip(self._sources, self.wanted, self._own, strict=True)
-        return [RemoteReader(source, wanted, mirror=ring) for source, wanted, ring in parts]
-
-    @property
-    def exists(self) -> bool:
-        """Whether the own mirror is allocated."""
-        return bool(self._own)
+    def readers(self) -> list[SlotReader]:
+        """Readers of the sources that read into the own mirror, which the first call allocates."""
+        if not self._own:
+            self._own = [Ring.create(kept.layout, kept.buckets, kept.slots) for kept in self._kept]
+            parts = zip(self._sources, self.wanted, self._own, strict=True)
+            self._readers = [RemoteReader(source, wanted, mirror=ring) for source, wanted, ring in parts]
+        return self._readers
 
     def seal(self, version: int) -> tuple[SegmentHandle, ...]:
         """Mark the own mirror as holding this version; the handles by which neighbours open it."""
@@ -175,7 +172,8 @@ class Mirror:
         if handles != self._neighbours[0]:
             self._neighbours = ((), [])
             try:
-                rings = [self._ring(rank, Segment.open(handle)) for rank, handle in enumerate(handles)]
+                parts = zip(self._kept, handles, strict=True)
+                rings = [Ring.open(replace(kept, handle=handle)) for kept, handle in parts]
             except WeightsError:
                 return []
             self._neighbours = (handles, rings)
@@ -186,11 +184,9 @@ class Mirror:
         for ring in self._own:
             ring.close()
 
-    def _ring(self, rank: int, segment: Segment | None = None) -> Ring:
-        """A ring of one slot, new or in a segment, with room for the shards of the needed buckets alone."""
-        source = self._sources[rank]
-        kept = {shard for bucket in self.wanted[rank] for shard in source.buckets[bucket]}
-        layout = tuple(
-            shard if index in kept else replace(shard, shape=(0,)) for index, shard in enumerate(source.layout)
-        )
-        return Ring(layout, source.buckets, 1, segment) if segment else Ring.create(layout, source.buckets, 1)
+
+def _kept(source: Source, wanted: tuple[int, ...]) -> Source:
+    """The source as a mirror has it: in one slot, with room for the shards of the needed buckets alone."""
+    kept = {shard for bucket in wanted for shard in source.buckets[bucket]}
+    layout = tuple(shard if index in kept else replace(shard, shape=(0,)) for index, shard in enumerate(source.layout))
+    return replace(source, layout=layout, slots=1)

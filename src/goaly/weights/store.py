@@ -14,6 +14,7 @@ Invariants
 """
 
 import asyncio
+import itertools
 import logging
 import uuid
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from goaly.errors import WeightsError
 from goaly.liveness import ProcessMark, Watch, this_host, watch
 from goaly.weights.buckets import Needs, distinct
 from goaly.weights.layout import Layout, share
-from goaly.weights.ledger import Lease, Staged, StoreClosed, VersionLedger
+from goaly.weights.ledger import Lease, Staged, StoreState, VersionLedger
 from goaly.weights.settings import WeightSettings
 from goaly.weights.transport import SegmentHandle, Source, needs_remote, reads_whole_buckets
 
@@ -37,44 +38,24 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedWriter:
-    """The store's answer to a writer rank, once all ranks have joined."""
+class Joined:
+    """The store's answer to a reader that joins."""
 
     number: int
-    """The writer's number in later calls."""
+    """The member's number in later calls."""
+    pulse: bool
+    """Whether the process must send pulses, because the store can't watch it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedWriter(Joined):
+    """The store's answer to a writer rank, once all ranks have joined."""
+
     layout: Layout
     """The shards that this rank stages."""
     needs: tuple[Needs, ...]
     """The needs of the known readers that fetch whole buckets."""
     slots: int
-    pulse: bool
-    """Whether the process must send pulses, because the store can't watch it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedReader:
-    """The store's answer to a reader that joins."""
-
-    number: int
-    """The reader's number in later calls."""
-    pulse: bool
-    """Whether the process must send pulses, because the store can't watch it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreState:
-    """The content of the store at one moment."""
-
-    newest: int | None
-    """The newest committed version."""
-    versions: tuple[int, ...]
-    """The committed versions that are still in memory."""
-    leased: dict[str, int]
-    """The version that each reader holds."""
-    readers: int
-    """How many readers have joined and are alive."""
-    bytes: int
-    """Memory of all writers' slots. It doesn't grow, however slow a reader is."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,8 +66,8 @@ class _Reader:
     transport: str
     needs: Needs
     request: int = 0
-    wanted: tuple[tuple[int, ...], ...] | None = None
-    """The buckets that it pulls from each writer rank, all of them on other hosts."""
+    place: tuple[str, tuple[tuple[int, ...], ...]] | None = None
+    """Its host, and the buckets that it pulls from each writer rank, all on other hosts: neighbours have the same."""
     pulls: Lease | None = None
     """The lease under which it pulls a version, or has pulled it, for its neighbours as well."""
     mirror: tuple[SegmentHandle, ...] | None = None
@@ -107,7 +88,8 @@ class WeightStore(Actor):
 
     def __init__(self, settings: WeightSettings | None = None, *, replaces_writers: bool = False):
         """`replaces_writers`: after the death of a writer a new group of the same size joins."""
-        self._name = uuid.uuid4().hex[:8]
+        self._group = uuid.uuid4().hex
+        """The name of the present group of writers, as in `Lease`."""
         self._replaces_writers = replaces_writers
         self._slots = (settings or WeightSettings()).slots
         self._changed = asyncio.Event()
@@ -116,7 +98,7 @@ class WeightStore(Actor):
         self._shared: tuple[Layout, ...] = ()
         self._needs: list[tuple[Needs, ...]] = []
         self._readers: dict[int, _Reader] = {}
-        self._joined = 0
+        self._numbers = itertools.count(1)
 
     # Writers
 
@@ -142,10 +124,10 @@ class WeightStore(Actor):
             self._needs = [self._needs_at(self._writers[other].process.host) for other in range(world)]
         return JoinedWriter(
             number=number,
+            pulse=process.host != this_host(),
             layout=self._shared[rank],
             needs=self._needs[rank],
             slots=self._slots,
-            pulse=process.host != this_host(),
         )
 
     @concurrent_endpoint
@@ -202,38 +184,33 @@ class WeightStore(Actor):
         """The writers are dead, which the store itself may learn later, if they are on another host (WS-5)."""
         if self._writers:
             self._lose_writers()
-            self._wake()
 
     # Readers
 
     @concurrent_endpoint
     async def join_reader(
         self, name: str, process: ProcessMark, transport: str = "auto", needs: Needs | None = None
-    ) -> JoinedReader:
+    ) -> Joined:
         """Add a reader. If not all writers have joined yet, they will cut their buckets to its needs."""
-        self._joined += 1
-        reader = self._joined
+        reader = next(self._numbers)
         watching = watch(process, lambda: self._reader_ended(reader))
         self._readers[reader] = _Reader(
             name=name, process=process, watch=watching, transport=transport, needs=needs or {}
         )
-        return JoinedReader(number=reader, pulse=process.host != this_host())
+        return Joined(number=reader, pulse=process.host != this_host())
 
     @concurrent_endpoint
     async def sources(self, host: str, transport: str, writers: str) -> tuple[Source, ...]:
-        """Where the slots of these writers (`Lease.writers`) are, for a reader on this host; waits until all have
-        offered them. Empty once they are lost."""
+        """Where the slots of these writers (`Lease.writers`) are, for a reader on this host; waits until those that it
+        reaches over the network are registered for that. Empty once the writers are lost."""
 
         def offered() -> tuple[Source, ...] | None:
             if writers != self._group:
                 return ()
-            if not self._writers or len(self._writers) < self._ledger.writers:
-                return None
             sources = []
             for _, writer in sorted(self._writers.items()):
                 source = writer.source
-                if source is None:
-                    continue
+                assert source is not None, "a rank offers its slots before it stages a version"
                 if not needs_remote(source, transport=transport, host=host):
                     sources.append(source)
                 elif (why := self._ledger.ended or source.unreachable) is not None:
@@ -245,21 +222,18 @@ class WeightStore(Actor):
                     self._wake()
             return tuple(sources) if len(sources) == len(self._writers) else None
 
-        return await self._until(offered)  # the writers' first publish, and their offer
+        return await self._until(offered)  # the writers' second offer, or their death
 
     @concurrent_endpoint
-    async def lease_newer(self, reader: int, request: int, after: int) -> Lease | StoreClosed:
-        """Wait for a version above `after` and hold it for the reader; first releases what it held before."""
+    async def lease_newer(self, reader: int, request: int, after: int) -> Lease:
+        """Wait for a version above `after` and hold it for the reader; first releases what it held before. Raises
+        WritersGone if none can come."""
         self._supersede(reader, request)
-        self._wake()
 
-        def granted() -> Lease | StoreClosed | None:
+        def granted() -> Lease | None:
             self._check_current(reader, request)
-            ledger = self._ledger
-            version = ledger.lease_newer(reader, after)
-            if version is not None:
-                return self._held(reader, version)
-            return None if ledger.ended is None or ledger.may_come(after) else StoreClosed(why=ledger.ended)
+            version = self._ledger.lease_newer(reader, after)
+            return None if version is None else self._held(reader, version)
 
         return await self._until(granted)  # a commit
 
@@ -286,12 +260,11 @@ class WeightStore(Actor):
         Otherwise the reader has to pull the version: True if neighbours then wait for its `mirrored`.
         """
         mine = self._known(reader)
-        mine.wanted = wanted
+        mine.place = (mine.process.host, wanted)
 
         def found() -> tuple[SegmentHandle, ...] | bool | None:
-            host, leased = mine.process.host, self._ledger.leased
-            others = [other for other in self._readers.values() if other is not mine and other.wanted == wanted]
-            neighbours = [other for other in others if other.process.host == host]
+            leased = self._ledger.leased
+            neighbours = [one for one in self._readers.values() if one is not mine and one.place == mine.place]
             for other in neighbours:
                 if other.pulls is None or other.pulls.version != lease.version:
                     continue
@@ -313,14 +286,12 @@ class WeightStore(Actor):
         """Free what the reader holds, and end the requests that it made before."""
         if reader in self._readers:
             self._supersede(reader, request)
-            self._wake()
 
     @concurrent_endpoint
     async def leave_reader(self, reader: int) -> None:
         """Remove the reader."""
         if reader in self._readers:
             self._forget(reader)
-            self._wake()
 
     @concurrent_endpoint
     async def pulse(self, *, writer: int | None = None, reader: int | None = None) -> None:
@@ -332,13 +303,12 @@ class WeightStore(Actor):
     @concurrent_endpoint
     async def state(self) -> StoreState:
         """The content of the store now."""
-        sources = [writer.source for writer in self._writers.values() if writer.source is not None]
         return StoreState(
             newest=self._ledger.newest,
             versions=self._ledger.versions,
             leased={self._readers[who].name: held for who, held in self._ledger.leased.items()},
             readers=len(self._readers),
-            bytes=sum(source.handle.bytes for source in sources),
+            bytes=sum(one.source.handle.bytes for one in self._writers.values() if one.source is not None),
         )
 
     # Waiting, and the ends of processes
@@ -360,7 +330,6 @@ class WeightStore(Actor):
         level = logging.INFO if held is None else logging.WARNING
         logger.log(level, "reader %s (%s) ended, holding %s", ended.name, ended.process, held)
         self._forget(reader)  # WS-1
-        self._wake()
 
     def _writer_ended(self, rank: int, process: ProcessMark) -> None:
         lost = f"writer rank {rank} ({process}) ended"
@@ -369,7 +338,7 @@ class WeightStore(Actor):
             self._lose_writers()
         else:
             self._ledger.end(lost)  # WS-2
-        self._wake()
+            self._wake()
 
     def _lose_writers(self) -> None:
         """Forget the writers and what they staged; others join in their place (WS-5)."""
@@ -377,14 +346,11 @@ class WeightStore(Actor):
             writer.watch.close()
         self._writers.clear()
         self._shared = ()
+        self._group = uuid.uuid4().hex
         self._ledger.lost()
         for reader in self._readers.values():
             reader.pulls = reader.mirror = None
-
-    @property
-    def _group(self) -> str:
-        """The name of the present group of writers."""
-        return f"{self._name}.{self._ledger.losses}"
+        self._wake()
 
     def _rank_of(self, writer: int) -> int:
         group, rank = divmod(writer, self._ledger.writers)
@@ -408,6 +374,7 @@ class WeightStore(Actor):
     def _forget(self, reader: int) -> None:
         self._readers.pop(reader).watch.close()
         self._ledger.release(reader)
+        self._wake()
 
     def _supersede(self, reader: int, request: int) -> None:
         """Void the reader's earlier requests and its lease; a request that is itself late voids nothing (WS-3)."""
@@ -415,6 +382,7 @@ class WeightStore(Actor):
         if request >= known.request:
             known.request = request
             self._ledger.release(reader)
+            self._wake()
 
     def _check_current(self, reader: int, request: int) -> None:
         if self._known(reader).request != request:

@@ -23,22 +23,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from goaly.errors import WeightsError, WritersGone
+from goaly.actors import answer_of
+from goaly.errors import WeightsError
 from goaly.liveness import PULSE_SECONDS
 from goaly.telemetry.spans import span
 from goaly.weights.destination import Destination
 from goaly.weights.layout import Copy, plan, region
-from goaly.weights.ledger import Lease, StoreClosed
-from goaly.weights.mapping import Naming
+from goaly.weights.ledger import Lease
 from goaly.weights.member import Member, Pair, SharedTask, gpu_of
+from goaly.weights.placement import Naming
 from goaly.weights.settings import WeightSettings
-from goaly.weights.store import JoinedReader, WeightStore
+from goaly.weights.store import Joined, WeightStore
 from goaly.weights.transport import SlotReader, Source, slot_reader
 
 if TYPE_CHECKING:
     from goaly.weights.rdma import Mirror
-
-BucketPairs = dict[int, list[Pair]]
 
 
 class Subscriber(Member):
@@ -58,7 +57,7 @@ class Subscriber(Member):
         """`tensors` are the live parameters of this rank, which `apply` writes.
 
         If the model computes with other objects and `tensors` only describe their placement, `live` are those objects.
-        `naming` says of which published tensors the tensors are made, where they have other names (`mapping.py`).
+        `naming` says of which published tensors the tensors are made, where they have other names (`placement.py`).
         `host` overrides the host that the process counts as.
         """
         settings = settings or WeightSettings()
@@ -76,8 +75,6 @@ class Subscriber(Member):
         self._plan: list[dict[int, list[Copy]]] = []
         self._mirror: Mirror | None = None
         """Set if all its writer ranks are on other hosts: neighbours may copy from it (WU-4)."""
-        self._neighbours: list[SlotReader] = []
-        self._pairs: dict[tuple[bool, int, int], list[BucketPairs]] = {}
         self._ready: int | None = None
         self._spares_lock = threading.Lock()
 
@@ -106,14 +103,12 @@ class Subscriber(Member):
             self._held = None
             self._request += 1
             try:
-                lease: Lease | StoreClosed = await self._store.lease_newer.call_one(
-                    number, self._request, after
-                )  # the next commit
+                lease = await answer_of(
+                    self._store.lease_newer.call_one(number, self._request, after)
+                )  # the next commit, or the end of the writers
             except asyncio.CancelledError:
                 self._release_soon(number)
                 raise
-            if isinstance(lease, StoreClosed):
-                raise WritersGone(f"no version above {after} will come: {lease.why}")
             self._held = lease
             return lease.version
 
@@ -167,8 +162,7 @@ class Subscriber(Member):
 
     def drop(self) -> None:
         """Free what this reader has here, when its store has died."""
-        self._sources, self._neighbours = [], []
-        self._pairs.clear()
+        self._sources = []
         self._destination.free()
         self._background.end()
         if self._mirror is not None:
@@ -182,7 +176,7 @@ class Subscriber(Member):
 
     async def _joined(self) -> int:
         """Join the store; this reader's number there."""
-        joined: JoinedReader = await self._store.join_reader.call_one(
+        joined: Joined = await self._store.join_reader.call_one(
             self._reader, self._process, self._transport, self._destination.needs
         )
         self._number = joined.number
@@ -206,8 +200,6 @@ class Subscriber(Member):
         return True
 
     def _connected(self, sources: tuple[Source, ...]) -> list[SlotReader]:
-        self._pairs.clear()
-        self._neighbours = []
         if self._mirror is not None:
             self._mirror.close()
             self._mirror = None
@@ -256,34 +248,30 @@ class Subscriber(Member):
         if mirror is None or number is None:
             return await self._copier.run(lambda: self._pull(lease, self._sources, lease.slot))
         found = await self._store.mirror.call_one(number, lease, mirror.wanted)  # a neighbour's pull, or its end
-        if isinstance(found, tuple) and await self._copier.run(lambda: self._copied(mirror.neighbours(found), lease)):
-            return None
-        if found is True and not mirror.exists:
-            self._sources = await self._copier.run(mirror.create)
-            self._pairs.clear()
+        if isinstance(found, tuple):
+            rings = await self._copier.run(lambda: mirror.neighbours(found))  # none if the neighbour is gone
+            if rings and await self._copier.run(lambda: self._pull(lease, rings, 0)) is None:
+                return None
+        if found is True:
+            self._sources = await self._copier.run(mirror.readers)
         overwritten = await self._copier.run(lambda: self._pull(lease, self._sources, lease.slot))
         if found is True and overwritten is None:
             await self._store.mirrored.call_one(number, mirror.seal(lease.version))
         return overwritten
-
-    def _copied(self, rings: list[SlotReader], lease: Lease) -> bool:
-        """Copy the version from a neighbour; False if it is gone or has begun to pull another one."""
-        if rings is not self._neighbours:
-            self._neighbours = rings
-            self._pairs.clear()
-        return bool(rings) and self._pull(lease, rings, 0) is None
 
     def _pull(self, lease: Lease, sources: list[SlotReader], slot: int) -> int | None:
         """Copy the version into the spares; the first writer rank that has overwritten its slot meanwhile, if any."""
         with span("pull", version=lease.version, reader=self._reader) as pull:
             self._forget()
             self._destination.settle()
+            targets = self._destination.targets()
             ranks = [rank for rank, buckets in enumerate(self._plan) if buckets]
             first = random.randrange(max(1, len(ranks)))  # readers begin at different ranks
             for rank in ranks[first:] + ranks[:first]:
-                pairs = self._pairs_of(sources, slot)[rank]
-                for arrived in sources[rank].fetch(slot, sorted(self._plan[rank])):
-                    self._copier.copy([pair for bucket in arrived for pair in pairs[bucket]])
+                source, copies = sources[rank], self._plan[rank]
+                for arrived in source.fetch(slot, sorted(copies)):
+                    here = [copy for bucket in arrived for copy in copies[bucket]]
+                    self._copier.copy([_pair(copy, targets, source, slot) for copy in here])
             for rank in ranks:
                 seals = sources[rank].seals(slot)
                 if any(seals[bucket] != lease.version for bucket in self._plan[rank]):  # WU-1
@@ -293,29 +281,17 @@ class Subscriber(Member):
             pull.note(bytes=sum(shard.bytes for shard in self._destination.layout))
         return None
 
-    def _pairs_of(self, sources: list[SlotReader], slot: int) -> list[BucketPairs]:
-        """The copies of each bucket of each writer rank, as pairs of tensors."""
-        key = (sources is self._sources, slot, self._destination.side)
-        if key not in self._pairs:
-            targets = self._destination.targets()
-            self._pairs[key] = [
-                {
-                    bucket: [
-                        (
-                            region(targets[copy.shard], copy.offset, copy.shape),
-                            region(source.view(slot, copy.source_shard), copy.source_offset, copy.shape),
-                        )
-                        for copy in copies
-                    ]
-                    for bucket, copies in buckets.items()
-                }
-                for source, buckets in zip(sources, self._plan, strict=True)
-            ]
-        return self._pairs[key]
-
     def _forget(self) -> None:
         with self._spares_lock:
             self._ready = None
+
+
+def _pair(copy: Copy, targets: list[torch.Tensor], source: SlotReader, slot: int) -> Pair:
+    """Where the copy goes to, and where it comes from."""
+    return (
+        region(targets[copy.shard], copy.offset, copy.shape),
+        region(source.view(slot, copy.source_shard), copy.source_offset, copy.shape),
+    )
 
 
 async def pull_into(

@@ -97,8 +97,7 @@ class StoredReader(Slots):
 
     def seals(self, slot: int) -> list[int]:
         """The seals, read anew."""
-        if self.buckets:
-            self._get(slot, [SEALS])
+        self._get(slot, [SEALS])
         return super().seals(slot)
 
     def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -13,8 +13,7 @@ from goaly.weights.ledger import Lease
 from goaly.weights.placement import layout_of
 from goaly.weights.rdma import Mirror, RemoteSlots
 from goaly.weights.settings import WeightSettings
-from goaly.weights.shared_memory import Ring
-from goaly.weights.transport import UNSEALED, SegmentHandle
+from goaly.weights.transport import UNSEALED, Ring, SegmentHandle
 
 LAYOUT, BUCKETS = cut(layout_of({name: torch.zeros(16) for name in "abcdef"}), 64)
 WANTED = (1, 4)
@@ -29,7 +28,7 @@ def test_a_neighbour_maps_the_buckets_that_were_pulled_and_sees_when_the_next_ve
     ring.remote = RemoteSlots(tuple(tuple(Buffer(one) for one in ring.stretches(slot)) for slot in range(2)))
     source = ring.source("elsewhere")
     one, other = (Mirror([source], [WANTED]) for _ in range(2))
-    (reader,) = one.create()
+    (reader,) = one.readers()
     fetched = [bucket for buckets in reader.fetch(0, WANTED) for bucket in buckets]
     assert fetched == [*WANTED]
     handles = one.seal(7)

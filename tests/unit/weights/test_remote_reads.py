@@ -10,8 +10,7 @@ from goaly.errors import WeightsError
 from goaly.weights.buckets import cut
 from goaly.weights.placement import layout_of
 from goaly.weights.rdma import RemoteReader, RemoteSlots
-from goaly.weights.shared_memory import Ring
-from goaly.weights.transport import SegmentHandle, Source
+from goaly.weights.transport import Ring, SegmentHandle, Source
 
 LAYOUT, BUCKETS = cut(layout_of({name: torch.zeros(16) for name in "abcdef"}), 64)
 WANTED = list(range(len(BUCKETS)))

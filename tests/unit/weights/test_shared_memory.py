@@ -15,7 +15,7 @@ import torch
 
 from goaly.errors import WeightsError
 from goaly.liveness import ExitWatch, this_process
-from goaly.weights.shared_memory import Segment
+from goaly.weights.transport import Segment
 
 MEGABYTE = 1 << 20
 

@@ -8,8 +8,7 @@ from local_store import LocalStore
 from goaly.weights.member import Pair
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
-from goaly.weights.shared_memory import Ring
-from goaly.weights.transport import UNSEALED
+from goaly.weights.transport import UNSEALED, Ring
 
 
 async def test_a_bucket_is_sealed_once_it_holds_the_version_and_unsealed_before_it_is_written_again() -> None:
