@@ -27,6 +27,7 @@ monarch.actor.unhandled_fault_hook = lambda failure: None
 multiprocessing.set_forkserver_preload(["goaly.generate.engine", "goaly.train.parallel"])
 FORKING = {
     "tests/actors/test_generator_engine.py",
+    "tests/actors/test_generator_experts.py",
     "tests/actors/test_lagged.py",
     "tests/characterization/test_vllm_engine.py",
     "tests/characterization/test_vllm_loader.py",

@@ -1,7 +1,7 @@
 """A tiny model of random weights and its tokenizer, as Hugging Face writes them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -25,29 +25,33 @@ def write_tiny_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def write_random_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
-    """Save a random Qwen3 of dim 96, 3 layers, 4/2 heads with a character tokenizer; returns the folder."""
+def write_random_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False, experts: int = 0) -> Path:
+    """Save a random Qwen3 of dim 96, 3 layers, 4/2 heads with a character tokenizer; returns the folder. With `experts`
+    each layer has so many, two for each token."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=tie_word_embeddings,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        dtype="float32",
-    )
+    size: dict[str, Any] = {
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "tie_word_embeddings": tie_word_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "dtype": "float32",
+    }
+    of_experts: dict[str, Any] = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
+    model: Any = (
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**size, **of_experts)) if experts else Qwen3ForCausalLM(Qwen3Config(**size))
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Larger than the usual start: the logits differ enough for greedy choices to be clear.

@@ -1,6 +1,7 @@
 """Every config in the repository loads, and every recipe is what its name says."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +15,7 @@ from apps.sft.config import SftConfig
 from goaly.config import load, to_yaml
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.policy import LOSSES
+from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.plan.dry_run import describe, memory_by_role
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.config import RunConfig
@@ -22,18 +24,25 @@ from goaly.run.placement import processes
 RUNS = sorted(file for folder in ("grpo", "ppo", "recipes") for file in (CONFIGS / folder).glob("*.yaml"))
 
 
+@pytest.fixture(scope="module")
+def model_for(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """The folder of a model such as this config is for."""
+    experts = write_tiny_model(tmp_path_factory.mktemp("experts"), TinyModel(layers=1, experts=8, hidden_dim=16))
+    return lambda file: experts if file.stem.endswith("_moe") else tiny_model_folder
+
+
 @pytest.mark.parametrize("file", RUNS, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_a_run_config_loads_and_makes_an_objective(file: Path, tiny_model_folder: Path, tmp_path: Path):
-    config = run_config(file, tiny_model_folder)
+def test_a_run_config_loads_and_makes_an_objective(file: Path, model_for: Callable[[Path], Path], tmp_path: Path):
+    config = run_config(file, model_for(file))
     PolicyObjective(config.loss)
     ESTIMATORS.bound(config.advantages.name, config.advantages.options)
     written = tmp_path / "config.yaml"
     written.write_text(to_yaml(config))
-    assert run_config(written, tiny_model_folder) == config
+    assert run_config(written, model_for(file)) == config
 
 
-def test_every_loss_and_every_estimator_has_a_recipe(tiny_model_folder: Path):
-    configs = [run_config(file, tiny_model_folder) for file in RUNS]
+def test_every_loss_and_every_estimator_has_a_recipe(model_for: Callable[[Path], Path]):
+    configs = [run_config(file, model_for(file)) for file in RUNS]
     assert set(LOSSES.names) <= {config.loss.name for config in configs}
     assert set(ESTIMATORS.names) <= {config.advantages.name for config in configs}
     assert {config.loss.proximal for config in configs} == {"sampler", "trainer", "interpolated"}

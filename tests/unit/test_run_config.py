@@ -272,3 +272,21 @@ def test_offloading_the_reference_without_a_gpu_is_told_before_anything_starts(t
 
 def test_bindings_of_a_critic_and_a_reference_that_run_are_in_order(tiny_model_folder: Path):
     assert run_config(PPO, tiny_model_folder, "loss.kl_coef=0.1", "hosts.bind.reference=[0]").critic is not None
+
+
+def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_starts(
+    tiny_model_folder: Path, tmp_path: Path
+):
+    experts = write_tiny_model(tmp_path, TinyModel(layers=1, experts=6))
+    for model, overrides, said in [
+        (tiny_model_folder, ["trainer.fsdp=2", "trainer.ep=2"], "trainer.ep=2: must be 1, because the model has no"),
+        (experts, ["trainer.fsdp=4", "trainer.ep=4"], "trainer.ep=4: must divide the model's 6 experts"),
+        (experts, ["trainer.fsdp=2", "trainer.ep=3"], "trainer.ep=3: must divide the number of ranks, trainer.fsdp"),
+        (
+            experts,
+            ["trainer.fsdp=3", "trainer.tp=2", "trainer.ep=3"],
+            "trainer.ep=3: must be a multiple of trainer.tp=2",
+        ),
+        (experts, ["generator.tp=2", "generator.ep=3"], "generator.ep=3: must be 1 or generator.tp=2"),
+    ]:
+        assert [line for line in refused(model, *overrides) if line.startswith(said)], refused(model, *overrides)

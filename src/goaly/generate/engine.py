@@ -121,6 +121,7 @@ class Engine:
             skip_tokenizer_init=True,
             generation_config="vllm",
             tensor_parallel_size=settings.tp,
+            enable_expert_parallel=settings.ep > 1,
             distributed_executor_backend="external_launcher" if settings.tp > 1 else "uni",
             max_num_seqs=settings.max_running,
             max_model_len=settings.max_context,

@@ -30,6 +30,9 @@ class GeneratorSettings(Settings):
     """Number of engines that generate in parallel."""
     tp: PositiveInt = 1
     """Tensor-parallel processes of one replica."""
+    ep: PositiveInt = 1
+    """Processes of a replica among which the experts of each layer are divided: all of them, or 1 to shard every expert
+    like the other parameters."""
     engine: Literal["torchtitan", "native"] = "torchtitan"
     """Model definition inside vLLM: "torchtitan" (the trainer's own) or "native" (vLLM's). A run that trains supports
     "native" for Qwen3 on GPUs; on CPU its weights cannot change."""
@@ -66,6 +69,8 @@ class GeneratorSettings(Settings):
         return found
 
     def _problems(self, at: Section) -> Iterator[str]:
+        if self.ep not in (1, self.tp):
+            yield f"{at.ep}: must be 1 or {at.tp}, the processes of a replica"
         if self.max_step_tokens < self.max_running:
             because = "because each running request decodes one token in a step"
             yield f"{at.max_step_tokens}: must be at least {at.max_running}, {because}"

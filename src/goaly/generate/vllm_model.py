@@ -24,6 +24,7 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as torchtitan_distributed
 from torchtitan.distributed.parallel_dims import MeshAxisName
+from torchtitan.models.common.moe_sharding import expert_param_placement_dense
 from torchtitan.protocols.module import Module
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import (
@@ -101,6 +102,8 @@ class TorchtitanForCausalLM(torch.nn.Module):
             self._dims = ParallelDims.from_config(parallelism, world_size=self._tp)
             self._context = torchtitan_distributed.get_spmd_context(parallel_dims=self._dims)
             config.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=TrainingConfig()))
+            if vllm_config.parallel_config.enable_expert_parallel:
+                _divide_experts(config, self._tp)
         with torch.device("meta"):
             self.model = config.build()
         if self._dims is not None:
@@ -179,6 +182,23 @@ class TorchtitanForCausalLM(torch.nn.Module):
         sharding = self.model.get_submodule(module)._sharding_config
         placement = sharding.state_shardings[state].per_axis_spmd_types()[MeshAxisName.TP]
         return placement.dim if isinstance(placement, spmd_types.Shard) else None
+
+
+def _divide_experts(config: Any, ranks: int) -> None:
+    """Give each rank some experts of every layer, instead of a part of each expert."""
+    from goaly.models.experts import OwnExpertsDispatcher
+
+    for layer in config.layers:
+        experts, count = layer.moe.routed_experts, layer.moe.num_experts // ranks
+        by_expert = expert_param_placement_dense(tp_placement=spmd_types.S(0))
+        shardings = experts.inner_experts.sharding_config.state_shardings
+        experts.inner_experts.sharding_config.state_shardings = dict.fromkeys(shardings, by_expert)
+        experts.token_dispatcher = OwnExpertsDispatcher.Config(
+            num_experts=layer.moe.num_experts,
+            top_k=layer.moe.router.top_k,
+            first=get_tensor_model_parallel_rank() * count,
+            count=count,
+        )
 
 
 def _fill_in_heads(config: Any) -> None:

@@ -11,7 +11,8 @@ class ModelSettings(Settings):
     """The model that trainer, generator and reference share at the start."""
 
     path: str = ""
-    """A Hugging Face folder: config.json, safetensors, tokenizer files. Families: Qwen3 (dense) and Llama 3."""
+    """A Hugging Face folder: config.json, safetensors, tokenizer files. Families: Qwen3, dense or
+    with experts, and Llama 3."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the model's computations. In bfloat16 the trainer keeps float32 parameters and casts them for
     each pass; a reference keeps bfloat16 ones, and weights travel as bfloat16 (`weights.transfer_dtype`)."""

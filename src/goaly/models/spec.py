@@ -1,7 +1,8 @@
 """From a Hugging Face `config.json` to torchtitan's model definition.
 
-Families: Qwen3 (dense) and Llama 3, of any size, with tied or untied embeddings. Features that torchtitan's definition
-lacks (biases, sliding windows, other RoPE scalings) are refused by name, so no model is silently changed.
+Families: Qwen3, dense and with experts in every layer, and Llama 3, of any size, with tied or untied embeddings.
+Features that torchtitan's definition lacks (biases, sliding windows, other RoPE scalings) are refused by name, so no
+model is silently changed.
 
 `prepare_torchtitan` must run before a model is built, because torchtitan assumes a GPU by default.
 """
@@ -32,9 +33,12 @@ class Architecture(Decoder):
     norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any]
+    experts_per_token: int = 0
+    normalizes_routing: bool = True
+    """Whether the weights of a token's experts add up to 1."""
 
 
-FAMILIES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama3"}
+FAMILIES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3", "LlamaForCausalLM": "llama3"}
 ROPE_SCALINGS = {"qwen3": ("default",), "llama3": ("default", "llama3")}
 
 
@@ -60,6 +64,8 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
         "use_sliding_window": bool(config.get("use_sliding_window")),
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "quantization_config": config.get("quantization_config") is not None,
+        "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
+        "mlp_only_layers": bool(config.get("mlp_only_layers")),
     }
     problems = [f"{where}: {key}={config.get(key)}: is not supported" for key, bad in refused.items() if bad]
     if rope_type not in ROPE_SCALINGS[family]:
@@ -67,11 +73,14 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
     if problems:
         raise ConfigError(problems)
     heads = config["num_attention_heads"]
+    experts = 0
+    if name == "Qwen3MoeForCausalLM":
+        experts = config.get("num_experts") or config["num_local_experts"]  # as transformers 5 calls it
     return Architecture(
         family=family,
         vocab_size=config["vocab_size"],
         dim=config["hidden_size"],
-        hidden_dim=config["intermediate_size"],
+        hidden_dim=config["moe_intermediate_size" if experts else "intermediate_size"],
         layers=config["num_hidden_layers"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
@@ -82,6 +91,9 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
         rope_scaling=rope if rope_type == "llama3" else {},
         tied=bool(config.get("tie_word_embeddings", False)),
         qk_norm=family == "qwen3",
+        experts=experts,
+        experts_per_token=config["num_experts_per_tok"] if experts else 0,
+        normalizes_routing=bool(config.get("norm_topk_prob", True)),
     )
 
 
@@ -198,6 +210,7 @@ def _decoder(shape: Architecture, family: _Family, norm_class: Any, attention: "
 
     # Weights always come from the folder, so parameters are not initialized.
     unset = {"weight": skip_param_init, "bias": skip_param_init}
+    width = {"dim": shape.dim, "hidden_dim": shape.hidden_dim}
 
     def norm(width: int) -> Any:
         return norm_class.Config(normalized_shape=width, eps=shape.norm_eps, param_init=unset)
@@ -218,9 +231,10 @@ def _decoder(shape: Architecture, family: _Family, norm_class: Any, attention: "
                 rope=family.rope,
                 qk_norm=norm(shape.head_dim) if shape.qk_norm else None,
             ),
-            feed_forward=make_ffn_config(
-                dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=unset, w2w3_param_init=unset
-            ),
+            feed_forward=None
+            if shape.experts
+            else make_ffn_config(**width, w1_param_init=unset, w2w3_param_init=unset),
+            moe=_experts(shape) if shape.experts else None,
         )
         for _ in range(shape.layers)
     ]
@@ -232,4 +246,33 @@ def _decoder(shape: Architecture, family: _Family, norm_class: Any, attention: "
         norm=norm(shape.dim),
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=unset),
         layers=layers,
+    )
+
+
+def _experts(shape: Architecture) -> Any:
+    """The feed-forward part of a layer with experts."""
+    from torchtitan.models.common.config_utils import make_router_config, make_token_dispatcher_config
+    from torchtitan.models.common.moe import RoutedExperts
+    from torchtitan.models.common.param_init import skip_param_init
+
+    from goaly.models.experts import Experts, MixtureOfExperts
+
+    routing = {"num_experts": shape.experts, "top_k": shape.experts_per_token}
+    stacks = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
+    return MixtureOfExperts.Config(
+        num_experts=shape.experts,
+        router=make_router_config(
+            dim=shape.dim,
+            gate_param_init={"weight": skip_param_init},
+            score_func="softmax",
+            route_norm=shape.normalizes_routing,
+            **routing,
+        ),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=Experts.Config(
+                dim=shape.dim, hidden_dim=shape.hidden_dim, num_experts=shape.experts, param_init=stacks
+            ),
+            token_dispatcher=make_token_dispatcher_config(comm_backend="standard", **routing),
+        ),
+        load_balance_coeff=None,
     )

@@ -1,8 +1,8 @@
-"""Writes a tiny Qwen3 as a Hugging Face folder with its own character tokenizer; nothing is downloaded.
+"""Writes a tiny Qwen3, dense or with experts, as a Hugging Face folder with its own tokenizer of characters.
 
     config.json  generation_config.json  tokenizer.json  tokenizer_config.json  model.safetensors
 
-The folder loads in plain transformers. Its weights are random, from the given seed.
+Nothing is downloaded. The folder loads in plain transformers. Its weights are random, from the given seed.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, MultipleOf
 
-from goaly.config.settings import PositiveInt, Section, Settings
+from goaly.config.settings import NonNegativeInt, PositiveInt, Section, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,11 @@ class TinyModel(Settings):
     head_dim: Annotated[int, Ge(8), MultipleOf(8)] = 32
     """Width of a head."""
     hidden_dim: PositiveInt = 256
-    """Width inside the feed-forward network."""
+    """Width inside the feed-forward network, or inside an expert."""
+    experts: NonNegativeInt = 0
+    """Experts of each layer; 0 is a dense model."""
+    experts_per_token: PositiveInt = 2
+    """Experts that compute each token."""
     max_context: PositiveInt = 512
     """Most tokens of a sequence."""
     rope_theta: float = 10_000.0
@@ -55,6 +59,10 @@ class TinyModel(Settings):
     def _problems(self, at: Section) -> Iterator[str]:
         if self.heads % self.kv_heads:
             yield f"{at.heads}: must be a multiple of {at.kv_heads}"
+        if self.experts and self.experts_per_token > self.experts:
+            yield f"{at.experts_per_token}: must be at most {at.experts}"
+        if not self.experts:
+            yield from at.idle("the model has no experts", "experts_per_token")
 
 
 def write_tiny_model(folder: str | Path, size: TinyModel | None = None) -> Path:
@@ -96,6 +104,16 @@ def write_tiny_tokenizer(folder: str | Path) -> None:
 
 
 def _model_config(size: TinyModel) -> dict[str, object]:
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": size.hidden_dim,
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.experts_per_token,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -119,6 +137,7 @@ def _model_config(size: TinyModel) -> dict[str, object]:
         "pad_token_id": SPECIAL.index(PAD),
         "torch_dtype": "float32",
         "use_cache": True,
+        **(experts if size.experts else {}),
     }
 
 
@@ -143,10 +162,15 @@ def _weights(size: TinyModel) -> "dict[str, torch.Tensor]":
             f"{prefix}.self_attn.o_proj.weight": normal(size.dim, size.heads * size.head_dim),
             f"{prefix}.self_attn.q_norm.weight": torch.ones(size.head_dim),
             f"{prefix}.self_attn.k_norm.weight": torch.ones(size.head_dim),
-            f"{prefix}.mlp.gate_proj.weight": normal(size.hidden_dim, size.dim),
-            f"{prefix}.mlp.up_proj.weight": normal(size.hidden_dim, size.dim),
-            f"{prefix}.mlp.down_proj.weight": normal(size.dim, size.hidden_dim),
         }
+        for expert in [f"experts.{index}." for index in range(size.experts)] or [""]:
+            weights |= {
+                f"{prefix}.mlp.{expert}gate_proj.weight": normal(size.hidden_dim, size.dim),
+                f"{prefix}.mlp.{expert}up_proj.weight": normal(size.hidden_dim, size.dim),
+                f"{prefix}.mlp.{expert}down_proj.weight": normal(size.dim, size.hidden_dim),
+            }
+        if size.experts:
+            weights[f"{prefix}.mlp.gate.weight"] = normal(size.experts, size.dim)
     if not size.tied:
         weights["lm_head.weight"] = normal(vocab_size, size.dim)
     return weights

@@ -19,7 +19,7 @@ from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.settings import RolloutSettings
 from goaly.run.host_settings import HostSettings
 from goaly.telemetry.settings import TelemetrySettings
-from goaly.train.settings import CriticSettings, ReferenceSettings, TrainerSettings
+from goaly.train.settings import CriticSettings, RanksSettings, ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings
 
 
@@ -210,7 +210,7 @@ class RunConfig(Settings):
         from goaly.models.spec import architecture, read_config  # imports torch, which `--help` does not need
         from goaly.prompts.tokenizer import chat_problems  # imports jinja
 
-        for whose, (path, degrees) in self._folders().items():
+        for whose, (path, divided) in self._folders().items():
             if ModelSettings(path=path).problems(""):
                 continue  # the section's own problem
             try:
@@ -218,23 +218,29 @@ class RunConfig(Settings):
             except ConfigError as error:
                 yield from error.problems
                 continue
-            for key, tp in degrees.items():
+            for section, ranks in divided.items():
                 for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
-                    if count % tp:
-                        yield f"{at}{key}={tp}: must divide the {whose}'s {count} {what}"
+                    if count % ranks.tp:
+                        yield f"{at}{section}.tp={ranks.tp}: must divide the {whose}'s {count} {what}"
+                if ranks.ep > 1 and not shape.experts:
+                    yield f"{at}{section}.ep={ranks.ep}: must be 1, because the {whose} has no experts"
+                elif shape.experts % ranks.ep:
+                    yield f"{at}{section}.ep={ranks.ep}: must divide the {whose}'s {shape.experts} experts"
             if whose == "model":
                 yield from self.generator.model_problems(at.generator, at.model.path, shape)
         if not self.model.problems(""):
             yield from chat_problems(self.chat, self.model.path, f"{at}chat.")
 
-    def _folders(self) -> dict[str, tuple[str, dict[str, int]]]:
-        """Each folder of a model, by section, with the tensor-parallel degrees that must divide the model's heads."""
-        folders = {"model": (self.model.path, {"trainer.tp": self.trainer.tp, "generator.tp": self.generator.tp})}
+    def _folders(self) -> dict[str, tuple[str, dict[str, RanksSettings | GeneratorSettings]]]:
+        """Each folder of a model, by section, with the sections whose ranks divide that model."""
+        folders: dict[str, tuple[str, dict[str, RanksSettings | GeneratorSettings]]] = {
+            "model": (self.model.path, {"trainer": self.trainer, "generator": self.generator})
+        }
         others = {"critic": self.critic, "reference": self.reference if self.uses_reference else None}
         for section, other in others.items():
             if other is not None:
                 whose, path = ("model", self.model.path) if other.path is None else (section, other.path)
-                folders.setdefault(whose, (path, {}))[1][f"{section}.tp"] = other.tp
+                folders.setdefault(whose, (path, {}))[1][section] = other
         return folders
 
 

@@ -33,6 +33,7 @@ from goaly.train.parallel import Head, build_parallel
 from goaly.train.settings import TrainerSettings
 from goaly.train.step_metrics import COUNT, StepMetrics, combine, greatest, step_metrics, sums
 from goaly.trajectory import PackedRows, TensorDict
+from goaly.weights.placement import local
 
 if TYPE_CHECKING:
     from goaly.train.digest import Digest
@@ -53,6 +54,7 @@ class ModelEngine(ABC):
         assert not (trains and offload), "only a frozen model can be offloaded"
         self._parallel = build_parallel(model, settings, self._head(), trains=trains, offload=offload)
         self._model = self._parallel.model
+        self._expert_layers = [layer for layer in self._model.modules() if hasattr(layer, "tokens_per_expert_E")]
         self.dp_rank, self.dp_ranks, self.leads = self._parallel.dp_rank, settings.fsdp, self._parallel.leads
         self._steps_done = torch.zeros((), dtype=torch.int64)
         self._digest: Digest | None = None
@@ -121,7 +123,22 @@ class ModelEngine(ABC):
             found = self.forward_backward(microbatches, objective, counted(minibatch))
             found.means |= self.optimizer_step(last=number == len(minibatches))
             steps.append(found)
-        return combine(steps).metrics
+        return combine(steps).metrics | self._expert_loads()
+
+    def _expert_loads(self) -> dict[str, float]:
+        """How evenly the tokens trained since the last call were spread over the experts of a layer, on all ranks."""
+        found = [local(layer.tokens_per_expert_E) for layer in self._expert_layers]
+        if not found:
+            return {}
+        tokens_LE = torch.stack(found)
+        torch._foreach_zero_(found)
+        if dist.is_initialized():
+            dist.all_reduce(tokens_LE)
+        shares_LE = tokens_LE / tokens_LE.sum(1, keepdim=True).clamp(min=1)
+        return {
+            "experts/load_max": float(shares_LE.max()) * shares_LE.shape[1],
+            "experts/unused": float((tokens_LE == 0).sum()),
+        }
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters by torchtitan name; read them between steps only."""
@@ -195,7 +212,7 @@ class ModelEngine(ABC):
     def _divide_by(self, count: float, *, instead_of: int) -> float:
         """Scale the gradients to the denominator `count`, and return the factor; 1 if nothing was counted."""
         factor = instead_of / count if count else 1.0
-        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        gradients = [local(parameter.grad) for parameter in self._model.parameters() if parameter.grad is not None]
         torch._foreach_mul_(gradients, factor)
         return factor
 

@@ -41,6 +41,7 @@ class ScheduledOptimizer:
         ).build(optimizers=optimizers, training_steps=total)
         self._parameters = list(model.parameters())
         self._max_grad_norm = settings.max_grad_norm
+        self._divides_experts = settings.ep > 1
         self._total_steps = total
 
     @property
@@ -51,7 +52,7 @@ class ScheduledOptimizer:
     def clip(self) -> float:
         """Clip the gradients to the norm limit, and return the global norm before clipping."""
         limit = float("inf") if self._max_grad_norm is None else self._max_grad_norm
-        return float(clip_grad_norm_(self._parameters, limit, foreach=True))
+        return float(clip_grad_norm_(self._parameters, limit, foreach=True, ep_enabled=self._divides_experts))
 
     def step(self, *, advance: bool = True) -> None:
         """Take an optimizer step and zero the gradients; with `advance`, step the schedule too, until it ends."""

@@ -132,6 +132,7 @@ def _layout(trainer: TrainerSettings) -> tuple[Any, Any]:
     parallelism = ParallelismConfig(
         data_parallel_shard_degree=trainer.fsdp,
         tensor_parallel_degree=trainer.tp,
+        expert_parallel_degree=trainer.ep,
         spmd_backend="partial_dtensor",
     )
     set_spmd_backend(parallelism.spmd_backend)

@@ -63,6 +63,9 @@ class RanksSettings(Settings):
     """Ranks over which parameters, gradients and optimizer state are sharded; each trains its own rows."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks that share every row."""
+    ep: PositiveInt = 1
+    """Ranks, out of all of the model's, among which the experts of each layer are divided; 1 shards every expert like
+    the other parameters."""
     threads: PositiveInt = 1
     """CPU threads of each rank."""
 
@@ -70,6 +73,12 @@ class RanksSettings(Settings):
     def ranks(self) -> int:
         """Processes of the model."""
         return self.fsdp * self.tp
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        if self.ranks % self.ep:
+            yield f"{at.ep}: must divide the number of ranks, {at}fsdp * {at}tp = {self.ranks}"
+        elif self.ep > 1 and self.ep % self.tp:
+            yield f"{at.ep}: must be a multiple of {at.tp}, whose ranks share every row"
 
 
 class TrainerSettings(RanksSettings):
@@ -97,6 +106,7 @@ class TrainerSettings(RanksSettings):
     """The learning rate over time."""
 
     def _problems(self, at: Section) -> Iterator[str]:
+        yield from super()._problems(at)
         if self.compile and self.ranks > 1:
             yield f"{at.compile}: works on one rank, {at}fsdp * {at}tp is {self.ranks}"
 
@@ -121,10 +131,11 @@ class ReferenceSettings(RanksSettings):
 
     def engine_settings(self, trainer: TrainerSettings) -> TrainerSettings:
         """The trainer's settings with this section's keys, and without those that only training needs."""
-        own = {key: getattr(self, key) for key in ("fsdp", "tp", "threads")}
+        own = {key: getattr(self, key) for key in ("fsdp", "tp", "ep", "threads")}
         return replace(trainer, compile=False, activation_checkpointing="off", **own)
 
     def _problems(self, at: Section) -> Iterator[str]:
+        yield from super()._problems(at)
         yield from folder_problems(self.path, at)
         if self.refresh_every is not None and self.path is not None:
             yield f"{at.path}: must be null where {at}refresh_every is set: the reference is then an earlier policy"
@@ -156,10 +167,11 @@ class CriticSettings(RanksSettings):
 
     def engine_settings(self, trainer: TrainerSettings) -> TrainerSettings:
         """The trainer's settings with this section's keys."""
-        own = {key: getattr(self, key) for key in ("fsdp", "tp", "threads", "max_grad_norm", "optimizer", "schedule")}
-        return replace(trainer, compile=False, **own)
+        keys = ("fsdp", "tp", "ep", "threads", "max_grad_norm", "optimizer", "schedule")
+        return replace(trainer, compile=False, **{key: getattr(self, key) for key in keys})
 
     def _problems(self, at: Section) -> Iterator[str]:
+        yield from super()._problems(at)
         yield from folder_problems(self.path, at)
 
 

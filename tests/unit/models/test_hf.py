@@ -31,6 +31,7 @@ SIZE = {
     "bos_token_id": None,
     "pad_token_id": 0,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -43,11 +44,20 @@ LLAMA3_ROPE = {
 
 def write_random(folder: Path, family: str, *, tied: bool) -> Path:
     """Save a random model whose greedy choices are clear."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     torch.manual_seed(1)
     if family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**SIZE, tie_word_embeddings=tied))
+    elif family == "experts":
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(SIZE | EXPERTS | {"tie_word_embeddings": tied})))
     else:
         model = LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=tied, rope_parameters=LLAMA3_ROPE))
     with torch.no_grad():
@@ -57,7 +67,7 @@ def write_random(folder: Path, family: str, *, tied: bool) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_tied", "llama3", "llama3_tied"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_tied", "experts", "experts_tied", "llama3", "llama3_tied"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, _, tied = request.param.partition("_")
     return write_random(tmp_path_factory.mktemp(request.param), family, tied=bool(tied))
@@ -136,6 +146,8 @@ def test_every_missing_or_misshapen_tensor_is_named_in_one_error(tiny_model_fold
         ({"attention_bias": True}, "attention_bias=True"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
     ],
 )
 def test_a_model_that_torchtitan_would_not_reproduce_is_refused_by_name(

@@ -12,6 +12,7 @@ from goaly.errors import ConfigError
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings
+from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.train.engine import TrainEngine
 from goaly.train.settings import OptimizerSettings, ReferenceSettings, ScheduleSettings, TrainerSettings
 from goaly.trajectory import PackedRows
@@ -282,3 +283,19 @@ def test_a_trainer_publishes_in_the_models_compute_type_unless_another_is_set():
     assert published_in("bfloat16", None) == "bfloat16"
     assert published_in("float32", None) == "float32"
     assert published_in("bfloat16", "float32") == "float32"
+
+
+def test_a_step_reports_how_its_tokens_were_spread_over_the_experts_and_counts_no_other_pass(tmp_path: Path):
+    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=4, hidden_dim=32))
+    engine = TrainEngine(ModelSettings(path=str(folder)), SETTINGS)
+    batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
+    engine.logprobs(batch.rows)
+    loads = engine.train_step(batch, objective)
+    assert 1 <= loads["experts/load_max"] < 2  # two of four experts at least
+    with torch.no_grad():
+        for name, parameter in engine._model.named_parameters():
+            if name.endswith("router.gate.weight"):
+                parameter.zero_()  # all experts are alike: the first two have every token
+    assert engine.train_step(batch, objective)["experts/load_max"] == 2.0
+    engine.logprobs(batch.rows)
+    assert engine._expert_loads() == {"experts/load_max": 0.0, "experts/unused": 8.0}  # none was trained since

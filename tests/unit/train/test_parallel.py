@@ -30,8 +30,16 @@ OBJECTIVES = {
     "lopsided": LossSettings(rejections=(REJECTION,), denominator="after"),
 }
 SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=50, microbatch_rows=1)
-LAYOUTS = {"fsdp": {"fsdp": 2}, "tp": {"tp": 2}}
-TIED = {"fsdp": False, "tp": True}
+LAYOUTS = {
+    "fsdp": {"fsdp": 2},
+    "tp": {"tp": 2},
+    "experts-fsdp": {"fsdp": 2},
+    "experts-tp": {"tp": 2},
+    "experts-fsdp-ep": {"fsdp": 2, "ep": 2},
+    "experts-tp-ep": {"tp": 2, "ep": 2},
+}
+EXPERTS = {"experts": 4, "hidden_dim": 32}
+SIZES = {name: EXPERTS if "experts" in name else {"tied": name == "tp"} for name in LAYOUTS}
 SMALL_STEPS = OptimizerSettings(lr=1e-3)
 ROWS = 4
 ALONE = dataclasses.replace(SETTINGS, microbatch_rows=ROWS)
@@ -110,7 +118,7 @@ def rewritten(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
 
 def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a critic's two passes over a batch in two parts give on this rank: metrics, and values after them."""
-    degrees = {"fsdp": settings.fsdp, "tp": settings.tp}
+    degrees = {"fsdp": settings.fsdp, "tp": settings.tp, "ep": settings.ep}
     critic = CriticSettings(optimizer=OptimizerSettings(lr=1e-2), epochs=2, value_clip=1.0, **degrees)
     engine = CriticEngine(ModelSettings(path=str(folder)), critic, settings)
     share = in_two(pack(documents(10), rows=ROWS, row_length=160), engine.dp_rank, settings.fsdp)
@@ -143,8 +151,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[st
 
     out = tmp_path_factory.mktemp("out")
     models = out / MODELS
-    for layout, tied in TIED.items():
-        write_tiny_model(models / layout, TinyModel(layers=1, tied=tied))
+    for layout, size in SIZES.items():
+        write_tiny_model(models / layout, TinyModel(layers=1, **size))
     port = lasting_port()
     torch.multiprocessing.start_processes(in_each_process, (port, models, out), nprocs=2, start_method="forkserver")
     return {name: trained(models / name, ALONE) for name in LAYOUTS}, out
@@ -163,7 +171,7 @@ def test_two_ranks_have_the_gradient_metrics_and_step_of_one(  # LP-2
             tolerance = 5e-6 * one.abs().max().item() + 1e-8
             torch.testing.assert_close(found["gradients"][name], one, atol=tolerance, rtol=2e-3, msg=name)
         assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-6)
-        rows = alone["logprobs"][found["dp_rank"] :: 2 if layout == "fsdp" else 1]
+        rows = alone["logprobs"][found["dp_rank"] :: LAYOUTS[layout].get("fsdp", 1)]
         torch.testing.assert_close(found["logprobs"], rows, atol=1e-5, rtol=1e-4)
         assert found["resumed"]
 
@@ -191,7 +199,7 @@ def test_a_sharded_model_computes_with_what_was_written_since_its_last_forward_p
     for rank in range(2):
         found = torch.load(out / f"{layout}.rewritten.{rank}", weights_only=False)
         for when in ("before", "after"):  # TE-5
-            rows = alone[when][found["dp_rank"] :: 2 if layout == "fsdp" else 1]
+            rows = alone[when][found["dp_rank"] :: LAYOUTS[layout].get("fsdp", 1)]
             torch.testing.assert_close(found[when], rows, atol=1e-5, rtol=1e-4)
 
 
@@ -206,7 +214,7 @@ def test_two_ranks_have_the_values_and_the_steps_of_one_critic(  # VH-2
     for rank in range(2):
         found = torch.load(out / f"{layout}.critic.{rank}", weights_only=False)
         assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-3, abs=1e-5)
-        values = alone["values"][found["dp_rank"] :: 2 if layout == "fsdp" else 1]
+        values = alone["values"][found["dp_rank"] :: LAYOUTS[layout].get("fsdp", 1)]
         torch.testing.assert_close(found["values"], values, atol=2e-3, rtol=1e-2)
 
 

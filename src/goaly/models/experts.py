@@ -1,0 +1,111 @@
+"""The parts of a mixture of experts in which goaly differs from torchtitan, on one rank and on many.
+
+Shape suffixes: B = 1, L tokens, T the same, D model dim, E experts, e those of this rank, K experts of a token, R rows
+routed to experts, grouped by expert, F an expert's hidden dim.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.moe import GroupedExperts, MoE
+from torchtitan.models.common.token_dispatcher import LocalDispatchMetadata, LocalTokenDispatcher
+
+warnings.filterwarnings(
+    "ignore", message="In CPU autocast, but the target dtype"
+)  # torchtitan's router asks for float32
+
+
+class Experts(GroupedExperts):
+    """Gated feed-forward networks, one for each expert, in the type of their parameters: torchtitan's compute in
+    bfloat16 only."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        """torchtitan's."""
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Each token's output of the expert that it is routed to."""
+        ends_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        hidden_RF = F.silu(self._product(x_RD, self.w1_EFD, ends_E)) * self._product(x_RD, self.w3_EFD, ends_E)
+        return self._product(hidden_RF, self.w2_EDF, ends_E)
+
+    def _product(self, rows: torch.Tensor, weights: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """The rows of each expert times its weights."""
+        local = weights.to_local() if isinstance(weights, DTensor) else weights
+        return self._grouped_mm(A=rows, B_t=local.transpose(-2, -1), offs=ends_E)
+
+
+class MixtureOfExperts(MoE):
+    """A layer whose router sends each token to a few experts.
+
+    `tokens_per_expert_E` counts the tokens of passes that are differentiated, and no others.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoE.Config):
+        """torchtitan's."""
+
+    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of each token's experts, and the output of the shared expert if there is one."""
+        # A tensor-parallel rank's gradients of the two are placed differently, and DTensor would add them as they are.
+        router_BLD, experts_BLD = (x_BLD * 1.0, x_BLD * 1.0) if isinstance(x_BLD, DTensor) else (x_BLD, x_BLD)
+        weights_BLK, experts_BLK, scores_BLE = self.router(router_BLD, self.expert_bias_E)
+        chosen_BLE = torch.zeros_like(scores_BLE, dtype=torch.bool).scatter_(-1, experts_BLK, True)
+        tokens_E = chosen_BLE.sum(dim=(0, 1))
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.tokens_per_expert_E.add_(tokens_E)
+        out_BLD = self.routed_experts(experts_BLD, weights_BLK, experts_BLK, tokens_E)
+        return out_BLD if self.shared_experts is None else out_BLD + self.shared_experts(x_BLD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OwnRows(LocalDispatchMetadata):
+    is_own_R: torch.Tensor
+
+
+class OwnExpertsDispatcher(LocalTokenDispatcher):
+    """Gives a rank that has all tokens and some of the experts the tokens of these experts. The sum of the ranks'
+    outputs is the layer's. No shape depends on the routing, so it can be recorded as a CUDA graph."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LocalTokenDispatcher.Config):
+        """The experts of this rank: `count` of them, from `first` on."""
+
+        first: int
+        count: int
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._first, self._count = config.first, config.count
+
+    def dispatch(
+        self,
+        x_TD: torch.Tensor,
+        topk_scores_TK: torch.Tensor,
+        topk_expert_ids_TK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, LocalDispatchMetadata]:
+        """The rows of all tokens, those of this rank's experts first; how many each of these has; where they belong."""
+        number_TK = (topk_expert_ids_TK - self._first) % self.num_experts
+        rows_RD, tokens_R, weights_R = self._local_reorder(x_TD, topk_scores_TK, number_TK)
+        own_e = num_local_tokens_per_expert_E[self._first : self._first + self._count]
+        is_own_R = torch.arange(len(rows_RD), device=rows_RD.device) < own_e.sum()
+        return (
+            rows_RD,
+            own_e,
+            _OwnRows(
+                token_indices_experts_sorted_N=tokens_R, topk_scores_experts_sorted_N=weights_R, is_own_R=is_own_R
+            ),
+        )
+
+    def combine(
+        self, routed_output_RD: torch.Tensor, metadata: LocalDispatchMetadata, x_TD: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum of this rank's experts for each token."""
+        assert isinstance(metadata, _OwnRows)
+        others_R1 = ~metadata.is_own_R[:, None]  # nothing was computed for their rows
+        return super().combine(routed_output_RD.masked_fill(others_R1, 0.0), metadata, x_TD)

@@ -1,0 +1,99 @@
+"""vLLM's engine over a model with experts, on one rank and on two, against plain transformers."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from random_model import native_tensors, write_random_model
+
+from goaly.generate.request import Sample, Sampling
+from goaly.generate.settings import GeneratorSettings
+from goaly.models.settings import ModelSettings
+from goaly.run.process_agent import lasting_port
+
+pytestmark = pytest.mark.timeout(180)
+
+LAYOUTS: dict[str, dict[str, int]] = {"alone": {}, "tp": {"tp": 2}, "ep": {"tp": 2, "ep": 2}}
+PROMPTS = [[(7 * i + 3 * j) % 30 + 2 for j in range(20 + i)] for i in range(6)]
+NOISE = 2e-4
+
+Sampled = list[tuple[list[int], torch.Tensor]]
+
+
+def sampled(engine: Any) -> Sampled:
+    """The tokens and log-probs of an answer to each prompt."""
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(str(number), prompt, Sampling(max_tokens=30, seed=number))
+    ended: dict[str, Sample] = {}
+    while engine.running:
+        ended |= dict(engine.step())
+    return [(ended[str(n)].tokens.tolist(), ended[str(n)].logprobs) for n in range(len(PROMPTS))]
+
+
+def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str, int], out: Path) -> None:
+    """Sample with the weights of the first folder, and with those of the second."""
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": degrees.get("tp", 1), "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
+    from goaly.generate.engine import Engine
+    from goaly.models.spec import model_spec
+    from goaly.weights.layout import region, view
+    from goaly.weights.placement import layout_of, local
+
+    settings = GeneratorSettings(max_running=16, max_context=128, kv_cache_gib=0.01, max_step_tokens=128, **degrees)
+    engine = Engine(settings, ModelSettings(path=str(folders[0])))
+    before = sampled(engine)
+    live = engine.named_tensors()
+    weights = native_tensors(model_spec(folders[1]), folders[1])
+    assert live.keys() == weights.keys()
+    held = {name: local(tensor) for name, tensor in live.items()}
+
+    def load() -> int:
+        for shard in layout_of(live):
+            view(held, shard).copy_(region(weights[shard.name], shard.offset, shard.shape))
+        return 1
+
+    engine.apply(load)
+    torch.save((before, sampled(engine), {name: tuple(one.shape) for name, one in held.items()}), f"{out}.{rank}")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two models of eight experts."""
+    return [write_random_model(tmp_path_factory.mktemp("experts"), seed=seed, experts=8) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def logprobs_of(folders: list[Path]) -> Any:
+    """The log-probs that transformers gives to these tokens after this prompt, with the weights of one folder."""
+    from transformers import AutoModelForCausalLM
+
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
+
+    @torch.no_grad()
+    def logprobs(which: int, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        logits_NV = models[which](torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        return logits_NV.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+    return logprobs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_replica_samples_from_the_model_that_transformers_has_before_and_after_an_update(
+    folders: list[Path], logprobs_of: Any, tmp_path: Path, layout: str
+) -> None:
+    degrees = LAYOUTS[layout]
+    ranks = degrees.get("tp", 1)
+    arguments = (lasting_port(), folders, degrees, tmp_path / "sampled")
+    torch.multiprocessing.start_processes(in_each_process, arguments, nprocs=ranks, start_method="forkserver")
+    found = [torch.load(f"{tmp_path / 'sampled'}.{rank}", weights_only=False) for rank in range(ranks)]
+    for which in range(2):
+        expected = partial(logprobs_of, which)
+        for prompt, (tokens, logprobs) in zip(PROMPTS, found[0][which], strict=True):
+            torch.testing.assert_close(logprobs, expected(prompt, tokens), atol=NOISE, rtol=0)
+        assert all([tokens for tokens, _ in one[which]] == [tokens for tokens, _ in found[0][which]] for one in found)
+    shape = found[0][2]["layers.0.moe.routed_experts.inner_experts.w1_EFD"]
+    assert shape == {"alone": (8, 64, 96), "tp": (8, 32, 96), "ep": (4, 64, 96)}[layout]
