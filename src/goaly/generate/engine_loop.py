@@ -43,8 +43,8 @@ every rank of a replica that lost one (GS-2)."""
 
 
 class RankLink:
-    """An ordered channel from rank 0 to the other ranks over gloo, and a vote of all ranks. On each rank, one thread
-    uses it."""
+    """An ordered channel from rank 0 to the other ranks over gloo, and votes and sums of all ranks. On each rank, one
+    thread uses it."""
 
     def __init__(self) -> None:
         """Collective: all ranks make their links in the same order, after torch.distributed is initialized."""
@@ -66,6 +66,11 @@ class RankLink:
         vote = torch.tensor([int(yes)])
         dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group)
         return bool(vote.item())
+
+    def added(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All ranks: the sum of their tensors."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)

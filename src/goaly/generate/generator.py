@@ -15,6 +15,7 @@ Invariants
 
 import asyncio
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -153,7 +154,8 @@ class Generator(Actor):
     @concurrent_endpoint
     async def stats(self) -> GeneratorStats:
         """Counts since the start."""
-        return self._started_loop().stats()
+        stats = self._started_loop().stats()
+        return stats if self._follower is None else replace(stats, verified_bytes=self._follower.verified_bytes)
 
     @concurrent_endpoint
     async def close(self) -> None:

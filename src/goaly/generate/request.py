@@ -223,6 +223,8 @@ class GeneratorStats:
     """Time inside engine steps."""
     updates: int = 0
     """Weight versions applied."""
+    verified_bytes: int = 0
+    """Bytes of these weights that were verified on rank 0 (`weights/receipts.py`)."""
     stall_seconds: float = 0.0
     """Time for which decoding stopped to apply weights."""
 

@@ -46,6 +46,12 @@ class WeightFollower:
         self._link = link
         self._next: Subscriber | None = None
         self._replaced = asyncio.Event()
+        self._verified_before = 0
+
+    @property
+    def verified_bytes(self) -> int:
+        """How many bytes of weights were verified on this rank."""
+        return self._verified_before + self._versions.verified_bytes
 
     def use(self, versions: "Subscriber") -> None:
         """Follow another store's versions from the next update on: this store has died (FO-5)."""
@@ -86,7 +92,10 @@ class WeightFollower:
 
     async def _prefetch(self, version: int, lent: Lease | None = None) -> bool:
         ready = await self._unless_dead(self._versions.prefetch(version, lent)) or False  # FO-4
-        return ready if self._link is None else await _in_thread(self._link.all_agree, ready)  # FO-1
+        if self._link is None or not (ready := await _in_thread(self._link.all_agree, ready)):  # FO-1
+            return ready
+        await _in_thread(self._versions.verify_together, self._link.added)  # FO-4
+        return True
 
     async def _unless_dead(self, call: Awaitable[T]) -> T | None:
         """The answer of a call to the store, or None if that has died and another one takes its place (FO-5)."""
@@ -102,6 +111,7 @@ class WeightFollower:
     def _change_store(self) -> None:
         if self._next is not None:
             self._versions.drop()
+            self._verified_before = self.verified_bytes
             self._versions, self._next = self._next, None
             self._replaced.clear()
 

@@ -178,6 +178,7 @@ class Run:
             "generator/tokens": float(sum(stats.tokens for stats in replicas)),
             "generator/steps": float(sum(stats.steps for stats in replicas)),
             "generator/updates": float(sum(stats.updates for stats in replicas)),
+            "generator/verified_bytes": float(sum(stats.verified_bytes for stats in replicas)),
             "generator/busy_seconds": sum(stats.busy_seconds for stats in replicas),
             "generator/stall_seconds": sum(stats.stall_seconds for stats in replicas),
             "run/seconds": now - self.started,

@@ -19,6 +19,7 @@ Invariants
     WV-8  A reader that waits for a newer version holds it from the commit on: no writer can overwrite it in between.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from goaly.errors import WeightsError, WritersGone
@@ -34,6 +35,8 @@ class Lease:
     """The number of the reader that holds it."""
     writers: str = ""
     """The name of the group of writers that staged it, unique among all stores."""
+    receipt: Mapping[str, int] = field(default_factory=dict)
+    """The sums of some of its tensors (`receipts.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from goaly.weights.layout import in_dtype, view
 from goaly.weights.ledger import Staged
 from goaly.weights.member import Member, SharedTask, gpu_of
 from goaly.weights.placement import Naming, layout_of, local, renamed
+from goaly.weights.receipts import receipt
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import JoinedWriter, WeightStore
 from goaly.weights.transport import SegmentHandle, Slots, slot_writer
@@ -60,6 +61,7 @@ class Publisher(Member):
         self._next_slot: int | None = None
         self._number = -1
         """This rank's number in the store, once it has joined."""
+        self._spread = 1
 
     async def publish(self, version: int) -> bool:
         """Stage this rank's shards as `version`; True if this was the last rank and readers can have it now."""
@@ -69,8 +71,10 @@ class Publisher(Member):
             try:
                 if slot is None:
                     slot = await self._store.begin.call_one(self._number, version)  # the other ranks' `staged`
-                await self._copier.run(partial(self._stage, slots, slot, version))
-                staged: Staged = await self._store.staged.call_one(self._number, version, slot)  # the other ranks' last
+                sums = await self._copier.run(partial(self._stage, slots, slot, version))
+                staged: Staged = await self._store.staged.call_one(
+                    self._number, version, slot, sums
+                )  # the other ranks' last
             except BaseException as error:
                 self._store.abandon.broadcast(self._number, version, repr(error))  # WB-2
                 raise
@@ -95,7 +99,7 @@ class Publisher(Member):
         joined: JoinedWriter = await self._store.join_writer.call_one(
             self._rank, self._world, layout, self._process
         )  # unblocked by the other ranks' first publish
-        self._number = joined.number
+        self._number, self._spread = joined.number, joined.spread
         pieces, buckets = cut(joined.layout, self._settings.bucket_bytes, joined.needs)
 
         def create() -> Slots:
@@ -130,7 +134,8 @@ class Publisher(Member):
         assert slots is not None
         slots.remote = await asyncio.to_thread(RemoteSlots.of, slots)
 
-    def _stage(self, slots: Slots, slot: int, version: int) -> None:
+    def _stage(self, slots: Slots, slot: int, version: int) -> dict[str, int]:
+        """Copy the shards into the slot; what they add to the version's receipt."""
         with span("stage", version=version, rank=self._rank) as staging:
             held = {name: local(tensor) for name, tensor in self._tensors.items()}
             views = slots.views(slot)
@@ -139,3 +144,4 @@ class Publisher(Member):
                 self._copier.copy([(views[index], view(held, slots.layout[index])) for index in bucket])
                 slots.seal(slot, number, version)
             staging.note(bytes=sum(shard.bytes for shard in slots.layout))
+            return receipt(slots.layout, views, version, self._spread)

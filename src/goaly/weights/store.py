@@ -29,6 +29,7 @@ from goaly.liveness import ProcessMark, Watch, this_host, watch
 from goaly.weights.buckets import Needs, distinct
 from goaly.weights.layout import Layout, share
 from goaly.weights.ledger import Lease, Staged, StoreState, VersionLedger
+from goaly.weights.receipts import Receipt, combined, periods
 from goaly.weights.settings import WeightSettings
 from goaly.weights.transport import SegmentHandle, Source, needs_remote, reads_whole_buckets
 
@@ -56,6 +57,8 @@ class JoinedWriter(Joined):
     needs: tuple[Needs, ...]
     """The needs of the known readers that fetch whole buckets."""
     slots: int
+    spread: int
+    """Over how many versions the sums of all tensors are spread (`receipts.py`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,6 +101,8 @@ class WeightStore(Actor):
         self._shared: tuple[Layout, ...] = ()
         self._needs: list[tuple[Needs, ...]] = []
         self._readers: dict[int, _Reader] = {}
+        self._receipts: dict[int, Receipt] = {}
+        """Of each version that is in memory or being staged."""
         self._numbers = itertools.count(1)
 
     # Writers
@@ -128,6 +133,7 @@ class WeightStore(Actor):
             layout=self._shared[rank],
             needs=self._needs[rank],
             slots=self._slots,
+            spread=periods(self._shared),
         )
 
     @concurrent_endpoint
@@ -151,13 +157,19 @@ class WeightStore(Actor):
         return slot
 
     @concurrent_endpoint
-    async def staged(self, writer: int, version: int, slot: int) -> Staged:
-        """Record that this rank's shards are in place. The last rank's call commits the version and wakes readers."""
+    async def staged(self, writer: int, version: int, slot: int, receipt: Receipt | None = None) -> Staged:
+        """Record that this rank's shards are in place, with these sums. The last rank's call commits the version and
+        wakes readers."""
 
         def recorded() -> Staged | None:
             rank = self._rank_of(writer)
             committed = self._ledger.staged(rank, version, slot)
-            return None if committed is None else Staged(committed=committed, next_slot=self._ledger.reserve(rank))
+            if committed is None:
+                return None
+            kept = (*self._ledger.versions, self._ledger.staging)
+            self._receipts = {one: sums for one, sums in self._receipts.items() if one in kept}
+            self._receipts[version] = combined(self._receipts.get(version, {}), receipt or {})
+            return Staged(committed=committed, next_slot=self._ledger.reserve(rank))
 
         staged = await self._until(recorded)  # the slower ranks' `staged`, or a rank's death
         self._wake()
@@ -348,6 +360,7 @@ class WeightStore(Actor):
         self._shared = ()
         self._group = uuid.uuid4().hex
         self._ledger.lost()
+        self._receipts.clear()
         for reader in self._readers.values():
             reader.pulls = reader.mirror = None
         self._wake()
@@ -395,4 +408,10 @@ class WeightStore(Actor):
 
     def _held(self, reader: int, version: int) -> Lease:
         ledger = self._ledger
-        return Lease(version=version, slot=ledger.slot_of(version), reader=reader, writers=self._group)
+        return Lease(
+            version=version,
+            slot=ledger.slot_of(version),
+            reader=reader,
+            writers=self._group,
+            receipt=self._receipts[version],
+        )

@@ -12,13 +12,15 @@ Invariants
     WU-4  Readers on one host that need the same buckets from another host pull them once (`rdma.py`). The others copy
           them under their own leases, with the same check of the seals, or pull them if that fails.
     WU-5  Each version is copied from the writers that staged it. Where those died meanwhile, `prefetch` returns False.
+    WU-6  What was copied has the sums that the writers found (`receipts.py`), or `prefetch` raises; a tensor that
+          several ranks have together is verified by `verify_together`.
 """
 
 import asyncio
 import os
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +34,7 @@ from goaly.weights.layout import Copy, plan, region
 from goaly.weights.ledger import Lease
 from goaly.weights.member import Member, Pair, SharedTask, gpu_of
 from goaly.weights.placement import Naming
+from goaly.weights.receipts import Parts
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import Joined, WeightStore
 from goaly.weights.transport import SlotReader, Source, slot_reader
@@ -75,6 +78,10 @@ class Subscriber(Member):
         self._plan: list[dict[int, list[Copy]]] = []
         self._mirror: Mirror | None = None
         """Set if all its writer ranks are on other hosts: neighbours may copy from it (WU-4)."""
+        self._published: dict[str, torch.dtype] = {}
+        self._parts: Parts | None = None
+        self.verified_bytes = 0
+        """How many bytes of all versions were verified on this rank."""
         self._ready: int | None = None
         self._spares_lock = threading.Lock()
 
@@ -134,6 +141,13 @@ class Subscriber(Member):
                 self._release_soon(number)
                 raise
             return there
+
+    def verify_together(self, added: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Verify the tensors of the prefetched version that only the ranks of the replica together have (WU-6). All of
+        them call it; `added` gives the sum of their tensors."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.check_total(added(parts.tensor()))
 
     def apply(self) -> int:
         """Put the prefetched weights in place of the live parameters; their version. Call it between two steps."""
@@ -204,6 +218,7 @@ class Subscriber(Member):
             self._mirror.close()
             self._mirror = None
         layouts = [source.layout for source in sources]
+        self._published = {shard.name: shard.dtype for layout in layouts for shard in layout}
         if not self._destination.layout:
             self._destination.allocate({shard.name for layout in layouts for shard in layout})
         bucket_of = [
@@ -276,9 +291,13 @@ class Subscriber(Member):
                 seals = sources[rank].seals(slot)
                 if any(seals[bucket] != lease.version for bucket in self._plan[rank]):  # WU-1
                     return rank
+            where = f"version {lease.version} at reader {self._reader}"
+            self._parts = Parts(lease.receipt, self._destination.layout, targets, self._published, where)
+            self._parts.check()
+            self.verified_bytes += self._parts.bytes
             with self._spares_lock:
                 self._ready = lease.version
-            pull.note(bytes=sum(shard.bytes for shard in self._destination.layout))
+            pull.note(bytes=sum(shard.bytes for shard in self._destination.layout), verified=self._parts.bytes)
         return None
 
     def _forget(self) -> None:

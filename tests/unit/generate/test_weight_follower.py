@@ -21,12 +21,15 @@ class Versions:
     """So many versions, and then no more."""
 
     held = None
+    verified_bytes = 8
 
     def __init__(self, last: int = 1) -> None:
         self.last = last
         self.released = asyncio.Event()
         self.prefetched: list[int] = []
         self.failure: Exception | None = None
+        self.wrong: Exception | None = None
+        self.verified: list[Any] = []
         self.dead = self.dropped = False
 
     def drop(self) -> None:
@@ -45,6 +48,11 @@ class Versions:
             raise self.failure
         self.prefetched.append(version)
         return True
+
+    def verify_together(self, added: Any) -> None:
+        if self.wrong is not None:
+            raise self.wrong
+        self.verified.append(added)
 
     async def release(self) -> None:
         self.released.set()
@@ -89,6 +97,9 @@ class Heard:
 
     def receive(self) -> Lease:
         return self._leases.get()
+
+    def added(self, tensor: Any) -> Any:
+        return tensor
 
     def all_agree(self, yes: bool) -> bool:
         self.votes.append(yes)
@@ -151,6 +162,23 @@ async def test_a_pull_that_fails_ends_the_following_and_no_vote_is_given(link: H
     assert link is None or link.votes == []
 
 
+async def test_ranks_verify_together_what_all_of_them_have_and_end_if_it_is_wrong() -> None:  # FO-4
+    versions, loop, link = Versions(), Draining(), Heard(1, agreed=False)
+    running = asyncio.ensure_future(follower(versions, loop, link).run())
+    await asyncio.to_thread(link.voted.wait, 5)
+    await turns()
+    assert versions.verified == []  # a rank does not have it, and calls nothing
+    link.agreed = True
+    link.hear(2)
+    assert await asyncio.wait_for(loop.waited_for.get(), 5) == 2
+    assert versions.verified == [link.added]
+    versions.wrong = WeightsError("has another sum")
+    loop.drained.set()
+    link.hear(3)
+    with pytest.raises(WeightsError, match="another sum"):
+        await asyncio.wait_for(running, 5)
+
+
 @pytest.mark.parametrize("is_known", [False, True], ids=["silent", "reported"])
 async def test_a_replica_goes_on_with_the_store_that_replaces_a_dead_one(is_known: bool) -> None:  # FO-5
     versions, newer, loop = Versions(last=9), Versions(last=4), Draining()
@@ -164,6 +192,7 @@ async def test_a_replica_goes_on_with_the_store_that_replaces_a_dead_one(is_know
     await asyncio.wait_for(running, 5)  # to the last version
     assert loop.version == 4
     assert newer.prefetched == [4]
+    assert following.verified_bytes == 16  # of both
     assert versions.prefetched == []
     assert versions.dropped
 

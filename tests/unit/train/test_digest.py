@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from goaly.train import digest
 from goaly.train.digest import Digest
+from goaly.weights import receipts
 from goaly.weights.buckets import cut
 from goaly.weights.layout import view
 from goaly.weights.placement import layout_of
+from goaly.weights.receipts import WeightedSum
 
 SHAPES = {"embedding": (11, 6), "norm": (7,), "experts": (3, 4, 5), "scale": ()}
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
@@ -67,13 +69,13 @@ def test_it_is_the_sum_over_any_pieces(limit: int):  # PD-2
     pieces, _ = cut(layout_of(found), limit)
     assert len(pieces) > 10
     cpu = torch.device("cpu")
-    total = sum(int(digest._sum(view(found, piece), *digest._factors(piece, cpu))) for piece in pieces)
+    total = sum(int(WeightedSum(piece, cpu).of(view(found, piece))) for piece in pieces)
     assert f"{total % 2**64:016x}" == Digest(found).compute()
 
 
 @pytest.mark.parametrize("chunk", [1, 20, 1000])
 def test_the_sum_on_a_gpu_is_that_on_a_cpu(chunk: int, monkeypatch: pytest.MonkeyPatch):  # PD-2
-    monkeypatch.setattr(digest, "GPU_CHUNK", chunk)
+    monkeypatch.setattr(receipts, "GPU_CHUNK", chunk)
     for dtype in INTEGERS:
         found = tensors(dtype=dtype)
         on_cpu = Digest(found).compute()
