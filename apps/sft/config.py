@@ -1,11 +1,13 @@
 """The settings of a supervised run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import field
+from typing import Any
 
 from goaly.config.settings import NonNegativeInt, PositiveInt, Section, Settings
+from goaly.errors import ConfigError
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel
+from goaly.models.tiny import TinyModel, model_config
 from goaly.prompts.settings import ChatSettings, SupervisedSettings
 from goaly.telemetry.settings import TelemetrySettings
 from goaly.train.settings import TrainerSettings
@@ -46,7 +48,21 @@ class SftConfig(Settings):
             yield f"{at.checkpoint_every}: must be 0 with several ranks"
         if self.tiny is not None and self.data.row_length > self.tiny.max_context:
             yield f"{at.data.row_length}: must be at most {at.tiny.max_context}"
+        if self.tiny is not None and not self.tiny.problems(""):
+            yield from self._shape_problems(at, model_config(self.tiny), "tiny model")
         if self.model is not None and not self.model.problems(""):
-            from goaly.prompts.tokenizer import chat_problems  # imports jinja, which `--help` does not need
+            from goaly.models.spec import read_config  # imports torch, which `--help` does not need
+            from goaly.prompts.tokenizer import chat_problems  # imports jinja
 
+            yield from self._shape_problems(at, read_config(self.model.path), "model")
             yield from chat_problems(self.chat, self.model.path, f"{at}chat.")
+
+    def _shape_problems(self, at: Section, model: Mapping[str, Any], whose: str) -> Iterator[str]:
+        from goaly.models.spec import architecture
+
+        try:
+            shape = architecture(dict(model), where=whose)
+        except ConfigError as error:
+            yield from error.problems
+            return
+        yield from self.trainer.shape_problems(Section(self.trainer, f"{at}trainer."), shape, whose)

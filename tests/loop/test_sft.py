@@ -167,3 +167,7 @@ def test_settings_that_cannot_work_together_are_told_together(tmp_path: Path) ->
         "trainer.minibatches=2: must be 1 in a supervised run; data.rows_per_step is the size of a step",
         "checkpoint_every=5: must be 0 with several ranks",
     ]
+    experts = config(tmp_path, tiny=TinyModel(experts=6, layers=1), trainer=TrainerSettings(fsdp=2, ep=2, tp=1))
+    assert experts.problems("") == []
+    uneven = config(tmp_path, tiny=TinyModel(experts=7, layers=1), trainer=TrainerSettings(fsdp=2, ep=2))
+    assert uneven.problems("") == ["trainer.ep=2: must divide the tiny model's 7 experts"]

@@ -277,15 +277,23 @@ def test_bindings_of_a_critic_and_a_reference_that_run_are_in_order(tiny_model_f
 def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_starts(
     tiny_model_folder: Path, tmp_path: Path
 ):
-    experts = write_tiny_model(tmp_path, TinyModel(layers=1, experts=6))
+    experts = write_tiny_model(tmp_path / "experts", TinyModel(layers=1, experts=6))
+    narrow = write_tiny_model(tmp_path / "narrow", TinyModel(layers=1, experts=6, hidden_dim=24))
     for model, overrides, said in [
         (tiny_model_folder, ["trainer.fsdp=2", "trainer.ep=2"], "trainer.ep=2: must be 1, because the model has no"),
         (experts, ["trainer.fsdp=4", "trainer.ep=4"], "trainer.ep=4: must divide the model's 6 experts"),
+        (experts, ["trainer.fsdp=4"], "trainer.fsdp=4: must divide the model's 6 experts"),
+        (experts, ["trainer.fsdp=12", "trainer.ep=3"], "trainer.fsdp * trainer.tp = 12: must be at most the model's 6"),
+        (experts, ["critic={fsdp: 4}"], "critic.fsdp=4: must divide the model's 6 experts"),
+        (narrow, ["trainer.tp=2"], "trainer.tp=2: leaves a rank 12 of the model's experts' width, must be a multiple"),
+        (narrow, ["generator.tp=2"], "generator.tp=2: leaves a rank 12 of the model's experts' width, must be a multi"),
+        (experts, ["generator.engine=native"], "generator.engine=native: must be torchtitan for a model with experts"),
+        (tiny_model_folder, ["trainer.expert_balance=0.1"], "trainer.expert_balance=0.1: has no effect, the model has"),
         (experts, ["trainer.fsdp=2", "trainer.ep=3"], "trainer.ep=3: must divide the number of ranks, trainer.fsdp"),
         (
             experts,
             ["trainer.fsdp=3", "trainer.tp=2", "trainer.ep=3"],
-            "trainer.ep=3: must be a multiple of trainer.tp=2",
+            "trainer.ep=3: must be 1 or a multiple of trainer.tp=2",
         ),
         (experts, ["generator.tp=2", "generator.ep=3"], "generator.ep=3: must be 1 or generator.tp=2"),
     ]:

@@ -91,6 +91,13 @@ class Engine:
 
     def __init__(self, settings: GeneratorSettings, model: ModelSettings, *, seed: int = 0):
         on_cuda = torch.cuda.is_available()
+        shape = architecture(read_config(model.path))
+        waits = shape.experts and not (
+            model.dtype == "bfloat16" and on_cuda and torch.cuda.get_device_capability() >= (9,)
+        )
+        self._records_graphs = (
+            on_cuda and settings.cuda_graphs and not waits
+        )  # other products of experts wait for the GPU
         self._settings = settings
         self._model_folder = model.path
         self.version = 0
@@ -130,7 +137,7 @@ class Engine:
             kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB),
             block_size=None if on_cuda else CPU_BLOCK_TOKENS,
             enable_prefix_caching=settings.prefix_caching,
-            enforce_eager=not (on_cuda and settings.cuda_graphs),
+            enforce_eager=not self._records_graphs,
             logprobs_mode="processed_logprobs",
             async_scheduling=False,  # EN-1
             disable_log_stats=True,
@@ -155,7 +162,7 @@ class Engine:
     @property
     def records_graphs(self) -> bool:
         """Whether decode steps are recorded as CUDA graphs, which contain the addresses of the parameters."""
-        return self._device() == "cuda" and self._settings.cuda_graphs
+        return self._records_graphs
 
     def counts(self) -> tuple[int, int]:
         """How many requests vLLM runs, and how many wait in vLLM."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, MinLen
 
 from goaly.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings, Share
+from goaly.train.settings import division_problems
 
 if TYPE_CHECKING:
     from goaly.models.spec import Architecture
@@ -31,11 +32,11 @@ class GeneratorSettings(Settings):
     tp: PositiveInt = 1
     """Tensor-parallel processes of one replica."""
     ep: PositiveInt = 1
-    """Processes of a replica among which the experts of each layer are divided: all of them, or 1 to shard every expert
-    like the other parameters."""
+    """Expert-parallel processes of a replica. `tp`: each computes with its own share of a layer's experts; 1: each
+    computes with a part of every expert."""
     engine: Literal["torchtitan", "native"] = "torchtitan"
     """Model definition inside vLLM: "torchtitan" (the trainer's own) or "native" (vLLM's). A run that trains supports
-    "native" for Qwen3 on GPUs; on CPU its weights cannot change."""
+    "native" for dense Qwen3 models on GPUs; on CPU its weights cannot change."""
     max_running: PositiveInt = 128
     """Most requests that a replica decodes at once; more wait."""
     max_context: Annotated[int, Ge(2)] = 1024
@@ -74,6 +75,10 @@ class GeneratorSettings(Settings):
         if self.max_step_tokens < self.max_running:
             because = "because each running request decodes one token in a step"
             yield f"{at.max_step_tokens}: must be at least {at.max_running}, {because}"
+
+    def shape_problems(self, at: Section, shape: "Architecture", whose: str) -> Iterator[str]:
+        """One line for each reason why a replica cannot divide a model of this shape; `whose` is its name."""
+        yield from division_problems(at, self.tp, self.ep, shape, whose)
 
     def model_problems(
         self, at: Section, model: str, shape: "Architecture", *, device: str | None = None

@@ -38,6 +38,7 @@ from vllm.model_executor.models import ModelRegistry
 from goaly.models.spec import model_spec
 
 ARCHITECTURE = "GoalyTorchtitanForCausalLM"
+_LAYER = re.compile(r"model\.layers\.\d+\.")
 _FUSED = re.compile(r"\bw[qkv](?=\.weight$)")
 
 
@@ -148,10 +149,16 @@ class TorchtitanForCausalLM(torch.nn.Module):
         return logits_TV if self._dims is None else tensor_model_parallel_all_gather(logits_TV)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Fill the parameters from Hugging Face's names; returns the names that were filled."""
-        full = self._adapter.from_hf(dict(weights))
-        local = {name: self._local(name, tensor) for name, tensor in full.items()} if self._dims else full
-        unfilled = set(self.model.load_state_dict(local, strict=False).missing_keys)
+        """Fill the parameters from Hugging Face's names, a layer at a time; returns the names that were filled."""
+        by_layer: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in weights:  # mapped from the files
+            layer = _LAYER.match(name)
+            by_layer.setdefault(layer[0] if layer else "", {})[name] = tensor
+        unfilled = {name for name, _ in self.model.named_parameters()}
+        for of_layer in by_layer.values():
+            full = self._adapter.from_hf(of_layer)
+            local = {name: self._local(name, tensor) for name, tensor in full.items()} if self._dims else full
+            unfilled &= set(self.model.load_state_dict(local, strict=False).missing_keys)
         return {f"model.{name}" for name, _ in self.model.named_parameters() if name not in unfilled}
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:

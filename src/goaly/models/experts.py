@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.common.token_dispatcher import LocalDispatchMetadata, LocalTokenDispatcher
 
@@ -34,15 +34,18 @@ class Experts(GroupedExperts):
 
     def _product(self, rows: torch.Tensor, weights: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """The rows of each expert times its weights."""
-        local = weights.to_local() if isinstance(weights, DTensor) else weights
-        return self._grouped_mm(A=rows, B_t=local.transpose(-2, -1), offs=ends_E)
+        return self._grouped_mm(A=rows, B_t=_local(weights).transpose(-2, -1), offs=ends_E)
 
 
 class MixtureOfExperts(MoE):
     """A layer whose router sends each token to a few experts.
 
-    `tokens_per_expert_E` counts the tokens of passes that are differentiated, and no others.
+    In passes that are differentiated, `tokens_per_expert_E` counts the tokens that `trained_BL1` marks with 1, and the
+    gradient of their router scores gets `score_gradient_E` added, if it is set.
     """
+
+    trained_BL1: torch.Tensor | None = None
+    score_gradient_E: torch.Tensor | None = None
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoE.Config):
@@ -54,12 +57,39 @@ class MixtureOfExperts(MoE):
         router_BLD, experts_BLD = (x_BLD * 1.0, x_BLD * 1.0) if isinstance(x_BLD, DTensor) else (x_BLD, x_BLD)
         weights_BLK, experts_BLK, scores_BLE = self.router(router_BLD, self.expert_bias_E)
         chosen_BLE = torch.zeros_like(scores_BLE, dtype=torch.bool).scatter_(-1, experts_BLK, True)
+        if torch.is_grad_enabled() and self.trained_BL1 is not None:
+            self._balance(scores_BLE, _local(chosen_BLE), _placed_as(scores_BLE, self.trained_BL1))
         tokens_E = chosen_BLE.sum(dim=(0, 1))
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self.tokens_per_expert_E.add_(tokens_E)
         out_BLD = self.routed_experts(experts_BLD, weights_BLK, experts_BLK, tokens_E)
         return out_BLD if self.shared_experts is None else out_BLD + self.shared_experts(x_BLD)
+
+    def _balance(self, scores_BLE: torch.Tensor, chosen_BLE: torch.Tensor, trained_BL1: torch.Tensor) -> None:
+        _local(self.tokens_per_expert_E).add_((chosen_BLE * trained_BL1).sum(dim=(0, 1)))
+        if self.score_gradient_E is None:
+            return
+        added_BLE = trained_BL1 * self.score_gradient_E
+
+        def add(gradient_BLE: torch.Tensor) -> torch.Tensor:
+            if not isinstance(gradient_BLE, DTensor):
+                return gradient_BLE + added_BLE
+            assert isinstance(scores_BLE, DTensor)  # its gradient may be partial sums, to which each rank would add
+            mesh, placements = scores_BLE.device_mesh, scores_BLE.placements
+            whole_BLE = gradient_BLE.redistribute(placements=placements).to_local() + added_BLE
+            return DTensor.from_local(whole_BLE, mesh, placements, run_check=False)
+
+        scores_BLE.register_hook(add)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _placed_as(placed: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The rank's part of a tensor that every rank has, if it is to be divided as another one."""
+    if not isinstance(placed, DTensor):
+        return tensor
+    whole = DTensor.from_local(tensor, placed.device_mesh, [Replicate()] * placed.device_mesh.ndim, run_check=False)
+    return whole.redistribute(placements=placed.placements).to_local()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

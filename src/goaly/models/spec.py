@@ -93,7 +93,7 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
         qk_norm=family == "qwen3",
         experts=experts,
         experts_per_token=config["num_experts_per_tok"] if experts else 0,
-        normalizes_routing=bool(config.get("norm_topk_prob", True)),
+        normalizes_routing=bool(config.get("norm_topk_prob", False)),
     )
 
 

@@ -8,11 +8,12 @@ Nothing is downloaded. The folder loads in plain transformers. Its weights are r
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, MultipleOf
 
 from goaly.config.settings import NonNegativeInt, PositiveInt, Section, Settings
+from goaly.train.settings import EXPERT_MULTIPLE
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,8 @@ class TinyModel(Settings):
     def _problems(self, at: Section) -> Iterator[str]:
         if self.heads % self.kv_heads:
             yield f"{at.heads}: must be a multiple of {at.kv_heads}"
+        if self.experts and (self.dim % EXPERT_MULTIPLE or self.hidden_dim % EXPERT_MULTIPLE):
+            yield f"{at.dim}, {at.hidden_dim}: must be multiples of {EXPERT_MULTIPLE} in a model with experts"
         if self.experts and self.experts_per_token > self.experts:
             yield f"{at.experts_per_token}: must be at most {at.experts}"
         if not self.experts:
@@ -73,7 +76,7 @@ def write_tiny_model(folder: str | Path, size: TinyModel | None = None) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_tokenizer(folder)
-    _write_json(folder / "config.json", _model_config(size))
+    _write_json(folder / "config.json", model_config(size))
     _write_json(
         folder / "generation_config.json", {"eos_token_id": SPECIAL.index(END), "pad_token_id": SPECIAL.index(PAD)}
     )
@@ -103,7 +106,8 @@ def write_tiny_tokenizer(folder: str | Path) -> None:
     _write_json(Path(folder) / "tokenizer_config.json", config)
 
 
-def _model_config(size: TinyModel) -> dict[str, object]:
+def model_config(size: TinyModel) -> dict[str, Any]:
+    """The content of its `config.json`."""
     experts = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

@@ -29,8 +29,8 @@ Rows = tuple[int, int]
 def vllm_naming(shape: Architecture, *, tp: int = 1, rank: int = 0) -> Naming:
     """The sources of each parameter of vLLM's own model, on this rank of `tp`; for Qwen3 only."""
     if shape.family != "qwen3" or shape.experts:
-        what = "model with experts" if shape.experts else "Llama model"
-        why = "because vLLM orders its rows differently"
+        what, how = ("model with experts", "stacks") if shape.experts else ("Llama model", "orders its rows")
+        why = f"because vLLM {how} differently"
         raise ConfigError([f'generator.engine="native": must be "torchtitan" for a {what}, {why}'])
     naming = {"model.norm.weight": same("norm.weight", (shape.dim,))}
     padded = -(-shape.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE

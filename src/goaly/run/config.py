@@ -219,14 +219,14 @@ class RunConfig(Settings):
                 yield from error.problems
                 continue
             for section, ranks in divided.items():
-                for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
-                    if count % ranks.tp:
-                        yield f"{at}{section}.tp={ranks.tp}: must divide the {whose}'s {count} {what}"
-                if ranks.ep > 1 and not shape.experts:
-                    yield f"{at}{section}.ep={ranks.ep}: must be 1, because the {whose} has no experts"
-                elif shape.experts % ranks.ep:
-                    yield f"{at}{section}.ep={ranks.ep}: must divide the {whose}'s {shape.experts} experts"
+                yield from ranks.shape_problems(Section(ranks, f"{at}{section}."), shape, whose)
             if whose == "model":
+                if not shape.experts:
+                    yield from at.trainer.idle("the model has no experts", "expert_balance")
+                elif self.trainer.compile and self.model.dtype == "float32":
+                    yield f"{at.trainer.compile}: needs {at.model}dtype=bfloat16 for a model with experts"
+                if shape.experts and self.generator.engine == "native":
+                    yield f"{at.generator.engine}: must be torchtitan for a model with experts"
                 yield from self.generator.model_problems(at.generator, at.model.path, shape)
         if not self.model.problems(""):
             yield from chat_problems(self.chat, self.model.path, f"{at}chat.")

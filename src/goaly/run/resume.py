@@ -24,6 +24,7 @@ MAY_CHANGE = (
     "critic",
     "reference.fsdp",
     "reference.tp",
+    "reference.ep",
     "reference.threads",
     "reference.offload",
     "generator",

@@ -55,6 +55,9 @@ class ModelEngine(ABC):
         self._parallel = build_parallel(model, settings, self._head(), trains=trains, offload=offload)
         self._model = self._parallel.model
         self._expert_layers = [layer for layer in self._model.modules() if hasattr(layer, "tokens_per_expert_E")]
+        counts = [torch.zeros_like(local(layer.tokens_per_expert_E)) for layer in self._expert_layers]
+        self._loads_LE = torch.stack(counts) if counts else None
+        """Each expert's share of its layer's tokens in the last step; zeros before the first."""
         self.dp_rank, self.dp_ranks, self.leads = self._parallel.dp_rank, settings.fsdp, self._parallel.leads
         self._steps_done = torch.zeros((), dtype=torch.int64)
         self._digest: Digest | None = None
@@ -120,25 +123,37 @@ class ModelEngine(ABC):
         steps = []
         for number, minibatch in enumerate(minibatches, 1):
             microbatches = minibatch.rows.split(self._settings.microbatch_rows)
+            self._balance_experts(minibatch.batch_trained_tokens)
             found = self.forward_backward(microbatches, objective, counted(minibatch))
             found.means |= self.optimizer_step(last=number == len(minibatches))
             steps.append(found)
         return combine(steps).metrics | self._expert_loads()
 
     def _expert_loads(self) -> dict[str, float]:
-        """How evenly the tokens trained since the last call were spread over the experts of a layer, on all ranks."""
-        found = [local(layer.tokens_per_expert_E) for layer in self._expert_layers]
-        if not found:
+        """How evenly the trained tokens since the last call were spread over each layer's experts, on all ranks."""
+        if self._loads_LE is None:
             return {}
+        found = [local(layer.tokens_per_expert_E) for layer in self._expert_layers]
         tokens_LE = torch.stack(found)
         torch._foreach_zero_(found)
         if dist.is_initialized():
             dist.all_reduce(tokens_LE)
-        shares_LE = tokens_LE / tokens_LE.sum(1, keepdim=True).clamp(min=1)
+        self._loads_LE.copy_(tokens_LE / tokens_LE.sum(1, keepdim=True).clamp(min=1))
         return {
-            "experts/load_max": float(shares_LE.max()) * shares_LE.shape[1],
+            "experts/load_max": float(self._loads_LE.max()) * self._loads_LE.shape[1],
             "experts/unused": float((tokens_LE == 0).sum()),
         }
+
+    def _balance_experts(self, trained_tokens: int) -> None:
+        """Add the gradient of `trainer.expert_balance` to the next passes' router scores.
+
+        The shares are those of the step before, so that they are known in each pass, on any packing and rank.
+        """
+        weight = self._settings.expert_balance
+        if weight and self._loads_LE is not None:
+            layers, experts = self._loads_LE.shape
+            for layer, share_E in zip(self._expert_layers, self._loads_LE, strict=True):
+                layer.score_gradient_E = share_E * (weight * experts / layers / trained_tokens)
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters by torchtitan name; read them between steps only."""
@@ -165,6 +180,8 @@ class ModelEngine(ABC):
         state = {f"model.{name}": tensor for name, tensor in self.named_tensors().items()}
         if self._optimizer is not None:
             state |= self._optimizer.state_dict()
+        if self._loads_LE is not None:
+            state["expert_loads"] = self._loads_LE
         return state | {"steps_done": self._steps_done}
 
     @torch.no_grad()
@@ -186,6 +203,11 @@ class ModelEngine(ABC):
     def _outputs(self, batch: Microbatch) -> tuple[torch.Tensor, ...]:
         from goaly.models.attention import document_masks
 
+        if self._expert_layers:
+            trained_1T1 = torch.zeros_like(batch.tokens_1T, dtype=torch.float32)[..., None]
+            trained_1T1[:, batch.predicting_P] = 1.0
+            for layer in self._expert_layers:
+                layer.trained_BL1 = trained_1T1
         hidden_1TD = self._model(
             batch.tokens_1T,
             positions=batch.positions_1T,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from goaly.config.settings import (
     NonNegativeFloat,
@@ -16,8 +16,31 @@ from goaly.config.settings import (
 )
 from goaly.models.settings import folder_problems
 
+if TYPE_CHECKING:
+    from goaly.models.spec import Architecture
+
 NEEDS_GPU = "needs a GPU: shapes of the CPU's packed attention change with the documents"
 OFFLOAD_NEEDS_GPU = "needs a GPU: on a CPU the parameters are in its memory anyway"
+
+
+EXPERT_MULTIPLE = 8
+"""Widths of experts must be multiples of this: their matrix product needs rows of whole 16 bytes, also in bfloat16."""
+
+
+def division_problems(at: Section, tp: int, ep: int, shape: "Architecture", whose: str) -> Iterator[str]:
+    """One line for each reason why so many ranks cannot divide the heads and experts of a model of this shape."""
+    for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
+        if count % tp:
+            yield f"{at}tp={tp}: must divide the {whose}'s {count} {what}"
+    if not shape.experts:
+        if ep > 1:
+            yield f"{at}ep={ep}: must be 1, because the {whose} has no experts"
+        return
+    if shape.experts % ep:
+        yield f"{at}ep={ep}: must divide the {whose}'s {shape.experts} experts"
+    for what, width in (("width", shape.dim), ("experts' width", shape.hidden_dim // (1 if ep > 1 else tp))):
+        if width % EXPERT_MULTIPLE:
+            yield f"{at}tp={tp}: leaves a rank {width} of the {whose}'s {what}, must be a multiple of {EXPERT_MULTIPLE}"
 
 
 class OptimizerSettings(Settings):
@@ -64,8 +87,7 @@ class RanksSettings(Settings):
     tp: PositiveInt = 1
     """Tensor-parallel ranks that share every row."""
     ep: PositiveInt = 1
-    """Ranks, out of all of the model's, among which the experts of each layer are divided; 1 shards every expert like
-    the other parameters."""
+    """Expert-parallel ranks, taken from the `fsdp * tp` ones: each computes with its own share of a layer's experts."""
     threads: PositiveInt = 1
     """CPU threads of each rank."""
 
@@ -78,7 +100,16 @@ class RanksSettings(Settings):
         if self.ranks % self.ep:
             yield f"{at.ep}: must divide the number of ranks, {at}fsdp * {at}tp = {self.ranks}"
         elif self.ep > 1 and self.ep % self.tp:
-            yield f"{at.ep}: must be a multiple of {at.tp}, whose ranks share every row"
+            yield f"{at.ep}: must be 1 or a multiple of {at.tp}"
+
+    def shape_problems(self, at: Section, shape: "Architecture", whose: str) -> Iterator[str]:
+        """One line for each reason why these ranks cannot divide a model of this shape; `whose` is its name."""
+        yield from division_problems(at, self.tp, self.ep, shape, whose)
+        among, name = (self.ranks, f"{at}fsdp * {at}tp = {self.ranks}") if self.ep > 1 else (self.fsdp, f"{at.fsdp}")
+        if shape.experts and among <= shape.experts and shape.experts % among and not shape.experts % self.ep:
+            yield f"{name}: must divide the {whose}'s {shape.experts} experts"
+        elif shape.experts and among > shape.experts:
+            yield f"{name}: must be at most the {whose}'s {shape.experts} experts"
 
 
 class TrainerSettings(RanksSettings):
@@ -94,6 +125,10 @@ class TrainerSettings(RanksSettings):
     """Tokens whose logits are in memory at once."""
     temperature: PositiveFloat = 1.0
     """Logits are divided by it before log-probabilities are taken; `sampling.temperature` must be the same."""
+    expert_balance: NonNegativeFloat = 0.0
+    """Weight of a loss that spreads tokens evenly over the experts of each layer, for models with experts. It is the
+    mean, over trained tokens and layers, of the number of experts times the token's router scores weighted by each
+    expert's share of the tokens of the step before; 1 is even."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients above this norm are scaled down to it; null disables clipping."""
     activation_checkpointing: Literal["off", "selective", "full"] = "off"

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ def config(model: Path, *overrides: str) -> RunConfig:
 )
 def test_shape_length_and_learning_rates_may_change(tiny_model_folder: Path, changed: str) -> None:
     assert list(config(tiny_model_folder).refused_changes(config(tiny_model_folder, changed))) == []
+
+
+def test_the_ranks_of_a_reference_may_change(tiny_model_folder: Path) -> None:
+    before = config(tiny_model_folder, "loss.kl_coef=0.1")
+    after = replace(before, reference=replace(before.reference, fsdp=2, tp=2, ep=2, threads=3))
+    assert list(before.refused_changes(after)) == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=5
 @pytest.fixture
 def engine(tiny_model_folder: Path):
     return lambda settings=SETTINGS, **more: TrainEngine(ModelSettings(path=str(tiny_model_folder)), settings, **more)
+
+
+@pytest.fixture
+def with_experts(tmp_path: Path) -> Callable[[float], TrainEngine]:
+    """An engine over a model of two layers of four experts, with this weight of their balance."""
+    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=4, hidden_dim=32))
+    model = ModelSettings(path=str(folder))
+    return lambda balance: TrainEngine(model, dataclasses.replace(SETTINGS, expert_balance=balance))
 
 
 def gradients(
@@ -285,9 +294,10 @@ def test_a_trainer_publishes_in_the_models_compute_type_unless_another_is_set():
     assert published_in("bfloat16", "float32") == "float32"
 
 
-def test_a_step_reports_how_its_tokens_were_spread_over_the_experts_and_counts_no_other_pass(tmp_path: Path):
-    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=4, hidden_dim=32))
-    engine = TrainEngine(ModelSettings(path=str(folder)), SETTINGS)
+def test_a_step_reports_how_its_tokens_were_spread_over_the_experts_and_counts_no_other_pass(
+    with_experts: Callable[[float], TrainEngine],
+):
+    engine = with_experts(0.0)
     batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
     engine.logprobs(batch.rows)
     loads = engine.train_step(batch, objective)
@@ -299,3 +309,57 @@ def test_a_step_reports_how_its_tokens_were_spread_over_the_experts_and_counts_n
     assert engine.train_step(batch, objective)["experts/load_max"] == 2.0
     engine.logprobs(batch.rows)
     assert engine._expert_loads() == {"experts/load_max": 0.0, "experts/unused": 8.0}  # none was trained since
+
+
+def test_the_balance_adds_the_gradient_of_its_loss(with_experts: Callable[[float], TrainEngine]):
+    plain, balanced = with_experts(0.0), with_experts(0.5)
+    batch = pack(documents(8), rows=4, row_length=160)
+    shares_LE = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]])
+    for engine in (plain, balanced):
+        engine._loads_LE.copy_(shares_LE)
+        engine._balance_experts(batch.batch_trained_tokens)
+    found, without = gradients(balanced, batch, 2), gradients(plain, batch, 2)
+
+    scores: list[torch.Tensor] = []
+    hooks = [
+        layer.router.register_forward_hook(lambda *call: scores.append(call[2][2])) for layer in plain._expert_layers
+    ]
+    microbatch = plain._microbatch(batch.rows)
+    plain._outputs(microbatch)
+    for hook in hooks:
+        hook.remove()
+    at_P = microbatch.predicting_P
+    weighted = [(one_BLE[0, at_P] * share_E).sum() for one_BLE, share_E in zip(scores, shares_LE, strict=True)]
+    loss = 0.5 * 4 * torch.stack(weighted).mean() / batch.batch_trained_tokens
+    parameters = dict(plain._model.named_parameters())
+    added = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    for name, gradient in zip(parameters, added, strict=True):
+        expected = without[name] if gradient is None else without[name] + gradient
+        torch.testing.assert_close(found[name], expected, atol=1e-6 * expected.abs().max().item() + 1e-9, rtol=1e-4)
+    assert any(gradient is not None and gradient.abs().max() > 1e-6 for gradient in added)
+
+
+def test_balanced_experts_are_used_more_evenly(tmp_path: Path):
+    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=4, hidden_dim=32))
+    batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
+    slowly = dataclasses.replace(SETTINGS, optimizer=OptimizerSettings(lr=1e-3))
+
+    def loads(balance: float) -> list[float]:
+        engine = TrainEngine(ModelSettings(path=str(folder)), dataclasses.replace(slowly, expert_balance=balance))
+        with torch.no_grad():
+            for layer in engine._expert_layers:
+                layer.router.gate.weight[0].mul_(8)  # the first expert has most tokens
+        return [engine.train_step(batch, objective)["experts/load_max"] for _ in range(40)]
+
+    without, balanced = loads(0.0), loads(0.1)
+    assert without[0] == balanced[0]  # nothing is known before the first step
+    assert sum(balanced[20:]) < sum(without[20:]) - 20 * 0.05
+
+
+def test_the_loads_of_the_last_step_are_part_of_the_state(with_experts: Callable[[float], TrainEngine]):
+    batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
+    one, other = with_experts(2.0), with_experts(2.0)
+    one.train_step(batch, objective)
+    other.load_state_dict({name: tensor.clone() for name, tensor in one.state_dict().items()})
+    assert one.train_step(batch, objective) == other.train_step(batch, objective)
+    assert one.digest() == other.digest()

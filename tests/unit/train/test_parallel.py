@@ -29,7 +29,9 @@ OBJECTIVES = {
     "kept": LossSettings(aggregation="sequence_mean", rejections=(REJECTION,), denominator="after"),
     "lopsided": LossSettings(rejections=(REJECTION,), denominator="after"),
 }
-SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=50, microbatch_rows=1)
+SETTINGS = TrainerSettings(
+    optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=50, microbatch_rows=1, expert_balance=0.5
+)
 LAYOUTS = {
     "fsdp": {"fsdp": 2},
     "tp": {"tp": 2},
@@ -58,6 +60,9 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
+    if engine._loads_LE is not None:
+        engine._loads_LE.copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+        engine._balance_experts(batch.batch_trained_tokens)
     logprobs = engine.logprobs(rows)
     metrics, gradients = {}, {}
     for name, loss in OBJECTIVES.items():
