@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.common.moe import GroupedExperts, MoE
-from torchtitan.models.common.token_dispatcher import LocalDispatchMetadata, LocalTokenDispatcher
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalDispatchMetadata,
+    LocalTokenDispatcher,
+)
 
 warnings.filterwarnings(
     "ignore", message="In CPU autocast, but the target dtype"
@@ -90,6 +94,23 @@ def _placed_as(placed: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     whole = DTensor.from_local(tensor, placed.device_mesh, [Replicate()] * placed.device_mesh.ndim, run_check=False)
     return whole.redistribute(placements=placed.placements).to_local()
+
+
+class Dispatcher(AllToAllTokenDispatcher):
+    """Sends the tokens of a pass that is differentiated to their experts."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        """torchtitan's."""
+
+    def _local_reorder(
+        self, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, tokens and weights, by expert. Each token's gradient is a sum in a fixed order (TE-3): that of an index
+        that repeats is not, with several CPU threads."""
+        order_R = torch.argsort(topk_expert_ids_TK.view(-1), stable=True)
+        rows_RD = x_TD.repeat_interleave(self.top_k, dim=0)[order_R]
+        return rows_RD, order_R // self.top_k, topk_scores_TK.view(-1)[order_R]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -251,11 +251,11 @@ def _decoder(shape: Architecture, family: _Family, norm_class: Any, attention: "
 
 def _experts(shape: Architecture) -> Any:
     """The feed-forward part of a layer with experts."""
-    from torchtitan.models.common.config_utils import make_router_config, make_token_dispatcher_config
+    from torchtitan.models.common.config_utils import make_router_config
     from torchtitan.models.common.moe import RoutedExperts
     from torchtitan.models.common.param_init import skip_param_init
 
-    from goaly.models.experts import Experts, MixtureOfExperts
+    from goaly.models.experts import Dispatcher, Experts, MixtureOfExperts
 
     routing = {"num_experts": shape.experts, "top_k": shape.experts_per_token}
     stacks = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
@@ -272,7 +272,7 @@ def _experts(shape: Architecture) -> Any:
             inner_experts=Experts.Config(
                 dim=shape.dim, hidden_dim=shape.hidden_dim, num_experts=shape.experts, param_init=stacks
             ),
-            token_dispatcher=make_token_dispatcher_config(comm_backend="standard", **routing),
+            token_dispatcher=Dispatcher.Config(**routing),
         ),
         load_balance_coeff=None,
     )

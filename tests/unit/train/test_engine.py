@@ -363,3 +363,15 @@ def test_the_loads_of_the_last_step_are_part_of_the_state(with_experts: Callable
     other.load_state_dict({name: tensor.clone() for name, tensor in one.state_dict().items()})
     assert one.train_step(batch, objective) == other.train_step(batch, objective)
     assert one.digest() == other.digest()
+
+
+def test_experts_have_the_same_gradients_each_time_with_several_threads(tmp_path: Path):  # TE-3
+    folder = write_tiny_model(tmp_path, TinyModel(layers=1, experts=8, experts_per_token=5, hidden_dim=16))
+    engine = TrainEngine(ModelSettings(path=str(folder)), SETTINGS)
+    batch, threads = pack(documents(40), rows=8, row_length=320), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, *others = [gradients(engine, batch, 8) for _ in range(6)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
