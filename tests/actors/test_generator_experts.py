@@ -17,7 +17,7 @@ from goaly.run.process_agent import lasting_port
 
 pytestmark = pytest.mark.timeout(180)
 
-LAYOUTS: dict[str, dict[str, int]] = {"alone": {}, "tp": {"tp": 2}, "ep": {"tp": 2, "ep": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {"alone": {}, "tp": {"tp": 2}, "ep": {"tp": 2, "ep": 2}, "tied": {"tp": 2}}
 PROMPTS = [[(7 * i + 3 * j) % 30 + 2 for j in range(20 + i)] for i in range(6)]
 NOISE = 2e-4
 
@@ -60,13 +60,17 @@ def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str
     torch.save((before, sampled(engine), {name: tuple(one.shape) for name, one in held.items()}), f"{out}.{rank}")
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+@pytest.fixture
+def folders(tmp_path: Path, layout: str) -> list[Path]:
     """Two models of eight experts."""
-    return [write_random_model(tmp_path_factory.mktemp("experts"), seed=seed, experts=8) for seed in range(2)]
+    tied = layout == "tied"
+    return [
+        write_random_model(tmp_path / f"experts{seed}", seed=seed, experts=8, tie_word_embeddings=tied)
+        for seed in range(2)
+    ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def logprobs_of(folders: list[Path]) -> Any:
     """The log-probs that transformers gives to these tokens after this prompt, with the weights of one folder."""
     from transformers import AutoModelForCausalLM
@@ -96,4 +100,4 @@ def test_a_replica_samples_from_the_model_that_transformers_has_before_and_after
             torch.testing.assert_close(logprobs, expected(prompt, tokens), atol=NOISE, rtol=0)
         assert all([tokens for tokens, _ in one[which]] == [tokens for tokens, _ in found[0][which]] for one in found)
     shape = found[0][2]["layers.0.moe.routed_experts.inner_experts.w1_EFD"]
-    assert shape == {"alone": (8, 64, 96), "tp": (8, 32, 96), "ep": (4, 64, 96)}[layout]
+    assert shape == {"alone": (8, 64, 96), "ep": (4, 64, 96)}.get(layout, (8, 32, 96))

@@ -92,12 +92,8 @@ class Engine:
     def __init__(self, settings: GeneratorSettings, model: ModelSettings, *, seed: int = 0):
         on_cuda = torch.cuda.is_available()
         shape = architecture(read_config(model.path))
-        waits = shape.experts and not (
-            model.dtype == "bfloat16" and on_cuda and torch.cuda.get_device_capability() >= (9,)
-        )
-        self._records_graphs = (
-            on_cuda and settings.cuda_graphs and not waits
-        )  # other products of experts wait for the GPU
+        waits = shape.experts and settings.engine == "torchtitan" and not _multiplies_experts_at_once(model.dtype)
+        self._records_graphs = on_cuda and settings.cuda_graphs and not waits
         self._settings = settings
         self._model_folder = model.path
         self.version = 0
@@ -305,6 +301,12 @@ def _parameters(sampling: Sampling) -> SamplingParams:
 
 def _rank_of_sample(logprobs_TV: torch.Tensor, sampled_T1: torch.Tensor) -> torch.Tensor:
     return (logprobs_TV >= sampled_T1).sum(-1)
+
+
+def _multiplies_experts_at_once(dtype: str) -> bool:
+    """Whether this GPU's matrix product of experts reads itself how many rows each has. Others wait for these numbers,
+    so they cannot be part of a CUDA graph."""
+    return dtype == "bfloat16" and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def _unname_semaphores() -> None:

@@ -51,7 +51,7 @@ class GeneratorSettings(Settings):
     prefix_caching: bool = True
     """Compute the shared prompt of a group's samples only once."""
     cuda_graphs: bool = True
-    """Record decode steps as CUDA graphs; no effect on CPU."""
+    """Record decode steps as CUDA graphs. No effect on CPU, and on experts in float32 or on a GPU older than Hopper."""
     threads: PositiveInt = 1
     """CPU threads of each process."""
     start_minutes: PositiveFloat = 30.0

@@ -10,6 +10,7 @@ vLLM refuses the model if a parameter was not loaded from the folder. With tp > 
 Shape suffixes: T tokens of a step, B = 1, L = T, N heads, H head dim, D model dim, V vocabulary.
 """
 
+import copy
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
@@ -89,7 +90,9 @@ class TorchtitanForCausalLM(torch.nn.Module):
         spec = model_spec(folder, attention=PagedAttention.Config())
         config = spec.model
         _fill_in_heads(config)
-        self._adapter = spec.state_dict_adapter(config, folder)
+        untied: Any = copy.copy(config)
+        untied.enable_weight_tying = False  # or each layer would need the embedding, too
+        self._adapter = spec.state_dict_adapter(untied, folder)
         self._dims: ParallelDims | None = None
         self._context: Any = nullcontext
         if self._tp > 1:

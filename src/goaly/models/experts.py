@@ -71,15 +71,16 @@ class MixtureOfExperts(MoE):
         _local(self.tokens_per_expert_E).add_((chosen_BLE * trained_BL1).sum(dim=(0, 1)))
         if self.score_gradient_E is None:
             return
+        mesh, placements = (
+            (scores_BLE.device_mesh, scores_BLE.placements) if isinstance(scores_BLE, DTensor) else (None, ())
+        )
         added_BLE = trained_BL1 * self.score_gradient_E
 
-        def add(gradient_BLE: torch.Tensor) -> torch.Tensor:
+        def add(gradient_BLE: torch.Tensor) -> torch.Tensor:  # without a reference to the scores, which have the hook
             if not isinstance(gradient_BLE, DTensor):
                 return gradient_BLE + added_BLE
-            assert isinstance(scores_BLE, DTensor)  # its gradient may be partial sums, to which each rank would add
-            mesh, placements = scores_BLE.device_mesh, scores_BLE.placements
-            whole_BLE = gradient_BLE.redistribute(placements=placements).to_local() + added_BLE
-            return DTensor.from_local(whole_BLE, mesh, placements, run_check=False)
+            whole_BLE = gradient_BLE.redistribute(placements=placements)  # of partial sums, each rank would add it
+            return DTensor.from_local(whole_BLE.to_local() + added_BLE, mesh, placements, run_check=False)
 
         scores_BLE.register_hook(add)
 
@@ -97,7 +98,7 @@ def _placed_as(placed: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Dispatcher(AllToAllTokenDispatcher):
-    """Sends the tokens of a pass that is differentiated to their experts."""
+    """Sends tokens to their experts, as torchtitan's, with gradients that are the same each time (TE-3)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
@@ -106,8 +107,10 @@ class Dispatcher(AllToAllTokenDispatcher):
     def _local_reorder(
         self, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, tokens and weights, by expert. Each token's gradient is a sum in a fixed order (TE-3): that of an index
-        that repeats is not, with several CPU threads."""
+        """Rows, tokens and weights, by expert. On a CPU with several threads, the gradient of a row that is indexed
+        several times would be summed in any order."""
+        if x_TD.device.type != "cpu" or not x_TD.requires_grad:
+            return super()._local_reorder(x_TD, topk_scores_TK, topk_expert_ids_TK)
         order_R = torch.argsort(topk_expert_ids_TK.view(-1), stable=True)
         rows_RD = x_TD.repeat_interleave(self.top_k, dim=0)[order_R]
         return rows_RD, order_R // self.top_k, topk_scores_TK.view(-1)[order_R]

@@ -147,13 +147,13 @@ class ModelEngine(ABC):
     def _balance_experts(self, trained_tokens: int) -> None:
         """Add the gradient of `trainer.expert_balance` to the next passes' router scores.
 
-        The shares are those of the step before, so that they are known in each pass, on any packing and rank.
+        The shares are those of the batch before, so that they are known in each pass, on any packing and rank.
         """
         weight = self._settings.expert_balance
         if weight and self._loads_LE is not None:
-            layers, experts = self._loads_LE.shape
+            layers, experts = self._loads_LE.shape  # without a trained token, `forward_backward` raises
             for layer, share_E in zip(self._expert_layers, self._loads_LE, strict=True):
-                layer.score_gradient_E = share_E * (weight * experts / layers / trained_tokens)
+                layer.score_gradient_E = share_E * (weight * experts / layers / max(trained_tokens, 1))
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters by torchtitan name; read them between steps only."""

@@ -38,9 +38,12 @@ def division_problems(at: Section, tp: int, ep: int, shape: "Architecture", whos
         return
     if shape.experts % ep:
         yield f"{at}ep={ep}: must divide the {whose}'s {shape.experts} experts"
-    for what, width in (("width", shape.dim), ("experts' width", shape.hidden_dim // (1 if ep > 1 else tp))):
-        if width % EXPERT_MULTIPLE:
-            yield f"{at}tp={tp}: leaves a rank {width} of the {whose}'s {what}, must be a multiple of {EXPERT_MULTIPLE}"
+    if shape.dim % EXPERT_MULTIPLE:
+        yield f"the {whose}: has width {shape.dim}, must be a multiple of {EXPERT_MULTIPLE} for a model with experts"
+    parts = 1 if ep > 1 else tp
+    if shape.hidden_dim % (parts * EXPERT_MULTIPLE):
+        each = f"a multiple of {EXPERT_MULTIPLE} for each of {parts} ranks"
+        yield f"{at}tp={tp}: the {whose}'s experts have width {shape.hidden_dim}, must be {each}"
 
 
 class OptimizerSettings(Settings):
@@ -126,9 +129,10 @@ class TrainerSettings(RanksSettings):
     temperature: PositiveFloat = 1.0
     """Logits are divided by it before log-probabilities are taken; `sampling.temperature` must be the same."""
     expert_balance: NonNegativeFloat = 0.0
-    """Weight of a loss that spreads tokens evenly over the experts of each layer, for models with experts. It is the
-    mean, over trained tokens and layers, of the number of experts times the token's router scores weighted by each
-    expert's share of the tokens of the step before; 1 is even."""
+    """Weight of a loss that spreads tokens evenly over experts: the mean over trained tokens and layers of
+    E * sum(f * p), where E is the number of experts, p the token's router scores, and f each expert's share of the
+    trained tokens of the batch before. A critic with experts has the same. With `loss.denominator=after` the mean is
+    over the kept tokens."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients above this norm are scaled down to it; null disables clipping."""
     activation_checkpointing: Literal["off", "selective", "full"] = "off"

@@ -12,8 +12,8 @@ Invariants
     WU-4  Readers on one host that need the same buckets from another host pull them once (`rdma.py`). The others copy
           them under their own leases, with the same check of the seals, or pull them if that fails.
     WU-5  Each version is copied from the writers that staged it. Where those died meanwhile, `prefetch` returns False.
-    WU-6  What was copied has the sums that the writers found (`receipts.py`), or `prefetch` raises; a tensor that
-          several ranks have together is verified by `verify_together`.
+    WU-6  A tensor that this rank has wholly has the sum that the writers found (`receipts.py`), or `prefetch` raises.
+          One that several ranks have together is verified by `verify_together`, which a generator's ranks call.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class Subscriber(Member):
         self._published: dict[str, torch.dtype] = {}
         self._parts: Parts | None = None
         self.verified_bytes = 0
-        """How many bytes of all versions were verified on this rank."""
+        """How many bytes of all versions were summed on this rank, to be verified."""
         self._ready: int | None = None
         self._spares_lock = threading.Lock()
 

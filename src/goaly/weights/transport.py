@@ -207,8 +207,6 @@ class Segment:
 
     def __init__(self, handle: SegmentHandle, memory: torch.Tensor, descriptor: int | None):
         self.handle = handle
-        self.count = len(memory)
-        """How many slots there are."""
         self._memory = memory
         self._close_file = None if descriptor is None else weakref.finalize(self, os.close, descriptor)
 

@@ -1,7 +1,9 @@
 """The engine on one rank: its gradient doesn't depend on how a batch is cut, and it refuses what isn't finite."""
 
 import dataclasses
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -375,3 +377,15 @@ def test_experts_have_the_same_gradients_each_time_with_several_threads(tmp_path
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_the_scores_of_a_pass_are_freed_with_it(with_experts: Callable[[float], TrainEngine]):
+    engine, kept = with_experts(0.1), []
+    for layer in engine._expert_layers:
+        layer.router.register_forward_hook(lambda *call: kept.append(weakref.ref(call[2][2])))
+    batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
+    for _ in range(2):
+        engine.train_step(batch, objective)
+    gc.collect()
+    assert len(kept) >= 4
+    assert [scores() for scores in kept if scores() is not None] == []
