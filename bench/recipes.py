@@ -16,6 +16,7 @@ exit code is 1 if anything that was asked for has not passed.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -31,6 +32,7 @@ from bench.machine import exit_on_terminate
 from bench.record import append, digest, finished
 
 if TYPE_CHECKING:
+    from apps.sft.config import SftConfig
     from goaly.run.config import RunConfig
 
 CONFIGS = Path("configs")
@@ -39,8 +41,9 @@ PASS_AT_1 = 0.85
 """Held-out pass@1 of a recipe that learns."""
 RUN_SECONDS = 1800.0
 """A run that takes longer hangs, or might as well."""
-WHERE_NOT_WHAT = ("run_dir", "hosts", "telemetry", "checkpoint", "save")
-"""Sections of a config that its result does not depend on."""
+WARM_START = CONFIGS / "sft" / "tiny.yaml"
+WHERE_NOT_WHAT = ("run_dir", "hosts", "telemetry", "checkpoint", "save", "output", "checkpoint_every")
+"""Parts of a config that its result does not depend on."""
 
 CONTROL = "control/"
 CONTROLS = ("shuffled", "flipped", "other_group")
@@ -64,8 +67,8 @@ age of the trained data, depend on the machine. Values are means and the range o
 
 {complaints}
 
-Finished runs are the lines of [recipes.jsonl](recipes.jsonl); a run counts only under the settings and the warm
-start that it was made with.
+Finished runs are the lines of [recipes.jsonl](recipes.jsonl); a run counts only under the settings that it and its warm
+start were made with. Warm starts of different processors differ in rounding.
 """
 
 
@@ -143,13 +146,22 @@ def recipe(name: str, file: Path, *overrides: str, seed: int = 0) -> Recipe:
         name=name,
         file=file,
         app="apps.grpo.main" if config.critic is None else "apps.ppo.main",
-        settings=digest(settled(config), config.model.path),
+        settings=digest({**settled(config), "warm_start": warm_start()}),
         seed=seed,
         overrides=(*overrides, f"prompts.seed={seed}", f"generator.seed={seed}"),
     )
 
 
-def settled(config: "RunConfig") -> dict[str, Any]:
+@functools.cache
+def warm_start() -> dict[str, Any]:
+    """What decides the model that the recipes start from, up to rounding, which differs between processors."""
+    from apps.sft.config import SftConfig
+    from goaly.config import load
+
+    return settled(load(SftConfig, [f"--config={WARM_START}"], prog="bench.recipes", description="").config)
+
+
+def settled(config: "RunConfig | SftConfig") -> dict[str, Any]:
     """What the config decides that matters to the result, as plain values.
 
     Without what is at its default: a new setting that changes nothing where nobody sets it leaves old runs valid.

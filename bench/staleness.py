@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +147,9 @@ def _run(arm: Arm, seed: int, settings: str) -> Finished:
 
 def settings_of(arm: Arm, settings: "LaggedSettings") -> str:
     """A digest of all that a run's result depends on but its seed: settings, loss and the weights of the warm start."""
-    return digest({**asdict(settings), **asdict(arm), "objective": asdict(LOSSES[arm.loss])}, settings.model)
+    warm_start = sha256((Path(settings.model) / "model.safetensors").read_bytes()).hexdigest()
+    described = {**asdict(settings), **asdict(arm), "objective": asdict(LOSSES[arm.loss])}
+    return digest({**described, "warm_start": warm_start})
 
 
 def remaining(

@@ -68,14 +68,18 @@ def test_settings_tell_apart_what_changes_a_result_and_nothing_else(tiny_model_f
     )
 
 
-def test_another_warm_start_is_another_result(tiny_model_folder: Path, tmp_path: Path) -> None:
-    for file in tiny_model_folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    before = recipe("grpo", files()["grpo"], f"model.path={tmp_path}").settings
-    weights = bytearray((tmp_path / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (tmp_path / "model.safetensors").write_bytes(weights)
-    assert recipe("grpo", files()["grpo"], f"model.path={tmp_path}").settings != before
+def test_a_warm_start_of_other_settings_is_another_result(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settings_with(warm_start: str) -> str:
+        (tmp_path / "sft.yaml").write_text(f"base: {bench.recipes.CONFIGS.absolute()}/sft/tiny.yaml\n{warm_start}")
+        monkeypatch.setattr(bench.recipes, "WARM_START", tmp_path / "sft.yaml")
+        bench.recipes.warm_start.cache_clear()
+        return recipe("grpo", files()["grpo"], f"model.path={tiny_model_folder}").settings
+
+    assert settings_with("") == settings_with("output: elsewhere")
+    assert settings_with("") != settings_with("steps: 7")
+    bench.recipes.warm_start.cache_clear()
 
 
 def test_what_is_finished_is_not_run_again_and_what_had_other_settings_or_seeds_is(tmp_path: Path) -> None:
