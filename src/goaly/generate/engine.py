@@ -91,8 +91,8 @@ class Engine:
 
     def __init__(self, settings: GeneratorSettings, model: ModelSettings, *, seed: int = 0):
         on_cuda = torch.cuda.is_available()
-        shape = architecture(read_config(model.path))
-        waits = shape.experts and settings.engine == "torchtitan" and not _multiplies_experts_at_once(model.dtype)
+        self._shape = architecture(read_config(model.path))
+        waits = self._shape.experts and settings.engine == "torchtitan" and not _multiplies_experts_at_once(model.dtype)
         self._records_graphs = on_cuda and settings.cuda_graphs and not waits
         self._settings = settings
         self._model_folder = model.path
@@ -236,8 +236,7 @@ class Engine:
         """How parameters with vLLM's names are made of tensors with torchtitan's. Empty if they have torchtitan's."""
         if self._settings.engine == "torchtitan":
             return {}
-        shape = architecture(read_config(self._model_folder))
-        return vllm_naming(shape, tp=self._settings.tp, rank=get_tensor_model_parallel_rank())
+        return vllm_naming(self._shape, tp=self._settings.tp, rank=get_tensor_model_parallel_rank())
 
     def close(self) -> None:
         """Release the model, the cache and vLLM's process groups."""

@@ -1,10 +1,16 @@
-"""Which model is trained and sampled."""
+"""Which model is trained and sampled, and how many ranks can divide it."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from goaly.config.settings import Section, Settings
+
+if TYPE_CHECKING:
+    from goaly.models.spec import Architecture
+
+EXPERT_MULTIPLE = 8
+"""Widths of experts must be multiples of this: their matrix product needs rows of whole 16 bytes, also in bfloat16."""
 
 
 class ModelSettings(Settings):
@@ -27,3 +33,22 @@ def folder_problems(path: str | None, at: Section) -> Iterator[str]:
         yield f"{at}path: is not set, must be a Hugging Face folder"
     elif path is not None and not (Path(path) / "config.json").is_file():
         yield f"{at.path}: has no config.json, must be a Hugging Face folder"
+
+
+def division_problems(at: Section, tp: int, ep: int, shape: "Architecture", whose: str) -> Iterator[str]:
+    """One line for each reason why so many ranks cannot divide the heads and experts of a model of this shape."""
+    for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
+        if count % tp:
+            yield f"{at}tp={tp}: must divide the {whose}'s {count} {what}"
+    if not shape.experts:
+        if ep > 1:
+            yield f"{at}ep={ep}: must be 1, because the {whose} has no experts"
+        return
+    if shape.experts % ep:
+        yield f"{at}ep={ep}: must divide the {whose}'s {shape.experts} experts"
+    if shape.dim % EXPERT_MULTIPLE:
+        yield f"the {whose}: has width {shape.dim}, must be a multiple of {EXPERT_MULTIPLE} for a model with experts"
+    parts = 1 if ep > 1 else tp
+    if shape.hidden_dim % (parts * EXPERT_MULTIPLE):
+        each = f"a multiple of {EXPERT_MULTIPLE} for each of {parts} ranks"
+        yield f"{at}tp={tp}: the {whose}'s experts have width {shape.hidden_dim}, must be {each}"

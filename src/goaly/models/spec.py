@@ -205,12 +205,11 @@ def _layers(device: str) -> tuple[Any, Any]:
 
 def _decoder(shape: Architecture, family: _Family, norm_class: Any, attention: "Module.Config") -> Any:
     from torchtitan.models.common import Embedding, Linear
-    from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+    from torchtitan.models.common.config_utils import make_gqa_config
     from torchtitan.models.common.param_init import skip_param_init
 
     # Weights always come from the folder, so parameters are not initialized.
     unset = {"weight": skip_param_init, "bias": skip_param_init}
-    width = {"dim": shape.dim, "hidden_dim": shape.hidden_dim}
 
     def norm(width: int) -> Any:
         return norm_class.Config(normalized_shape=width, eps=shape.norm_eps, param_init=unset)
@@ -231,10 +230,7 @@ def _decoder(shape: Architecture, family: _Family, norm_class: Any, attention: "
                 rope=family.rope,
                 qk_norm=norm(shape.head_dim) if shape.qk_norm else None,
             ),
-            feed_forward=None
-            if shape.experts
-            else make_ffn_config(**width, w1_param_init=unset, w2w3_param_init=unset),
-            moe=_experts(shape) if shape.experts else None,
+            **_feed_forward(shape, unset),
         )
         for _ in range(shape.layers)
     ]
@@ -247,6 +243,16 @@ def _decoder(shape: Architecture, family: _Family, norm_class: Any, attention: "
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=unset),
         layers=layers,
     )
+
+
+def _feed_forward(shape: Architecture, unset: dict[str, Any]) -> dict[str, Any]:
+    """The feed-forward part of a layer, dense or with experts, under its name in the layer's config."""
+    from torchtitan.models.common.config_utils import make_ffn_config
+
+    if shape.experts:
+        return {"moe": _experts(shape)}
+    dense = make_ffn_config(dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=unset, w2w3_param_init=unset)
+    return {"feed_forward": dense}
 
 
 def _experts(shape: Architecture) -> Any:

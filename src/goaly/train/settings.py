@@ -14,36 +14,13 @@ from goaly.config.settings import (
     Share,
     ShareBelowOne,
 )
-from goaly.models.settings import folder_problems
+from goaly.models.settings import division_problems, folder_problems
 
 if TYPE_CHECKING:
     from goaly.models.spec import Architecture
 
 NEEDS_GPU = "needs a GPU: shapes of the CPU's packed attention change with the documents"
 OFFLOAD_NEEDS_GPU = "needs a GPU: on a CPU the parameters are in its memory anyway"
-
-
-EXPERT_MULTIPLE = 8
-"""Widths of experts must be multiples of this: their matrix product needs rows of whole 16 bytes, also in bfloat16."""
-
-
-def division_problems(at: Section, tp: int, ep: int, shape: "Architecture", whose: str) -> Iterator[str]:
-    """One line for each reason why so many ranks cannot divide the heads and experts of a model of this shape."""
-    for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
-        if count % tp:
-            yield f"{at}tp={tp}: must divide the {whose}'s {count} {what}"
-    if not shape.experts:
-        if ep > 1:
-            yield f"{at}ep={ep}: must be 1, because the {whose} has no experts"
-        return
-    if shape.experts % ep:
-        yield f"{at}ep={ep}: must divide the {whose}'s {shape.experts} experts"
-    if shape.dim % EXPERT_MULTIPLE:
-        yield f"the {whose}: has width {shape.dim}, must be a multiple of {EXPERT_MULTIPLE} for a model with experts"
-    parts = 1 if ep > 1 else tp
-    if shape.hidden_dim % (parts * EXPERT_MULTIPLE):
-        each = f"a multiple of {EXPERT_MULTIPLE} for each of {parts} ranks"
-        yield f"{at}tp={tp}: the {whose}'s experts have width {shape.hidden_dim}, must be {each}"
 
 
 class OptimizerSettings(Settings):
@@ -108,11 +85,13 @@ class RanksSettings(Settings):
     def shape_problems(self, at: Section, shape: "Architecture", whose: str) -> Iterator[str]:
         """One line for each reason why these ranks cannot divide a model of this shape; `whose` is its name."""
         yield from division_problems(at, self.tp, self.ep, shape, whose)
+        if not shape.experts:
+            return
         among, name = (self.ranks, f"{at}fsdp * {at}tp = {self.ranks}") if self.ep > 1 else (self.fsdp, f"{at.fsdp}")
-        if shape.experts and among <= shape.experts and shape.experts % among and not shape.experts % self.ep:
-            yield f"{name}: must divide the {whose}'s {shape.experts} experts"
-        elif shape.experts and among > shape.experts:
+        if among > shape.experts:
             yield f"{name}: must be at most the {whose}'s {shape.experts} experts"
+        elif shape.experts % among and not shape.experts % self.ep:
+            yield f"{name}: must divide the {whose}'s {shape.experts} experts"
 
 
 class TrainerSettings(RanksSettings):
