@@ -77,6 +77,12 @@ def first_error(group: BaseException) -> BaseException:
     return group
 
 
+def os_error(error: Exception) -> OSError | None:
+    """The OSError that caused this error, here or in an actor; None if another error did."""
+    cause = root_cause(error.__cause__ or error)
+    return cause if isinstance(cause, OSError) else None
+
+
 def cause_of(error: BaseException) -> str:
     """The type and the message of the original error."""
     cause = root_cause(error)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from goaly.durable.checkpoint import Checkpoints
 from goaly.durable.settings import CheckpointSettings
-from goaly.errors import CorruptLog, RunFailed, root_cause
+from goaly.errors import CorruptLog, RunFailed, os_error
 from goaly.run.replaceable import Lost
 
 logger = logging.getLogger(__name__)
@@ -103,8 +103,7 @@ class RunCheckpoints:
             self._say(f"no checkpoint of step {step}: {lost}")
             return
         except Exception as error:
-            cause = root_cause(error.__cause__ or error)
-            if not isinstance(cause, OSError):
+            if (cause := os_error(error)) is None:
                 raise
             self._say(f"no checkpoint of step {step}, it cannot be written: {cause}")  # RC-2
             return

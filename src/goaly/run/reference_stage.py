@@ -4,12 +4,13 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from goaly.backlog.batch import BatchHandle
 from goaly.durable.checkpoint import Checkpoint
-from goaly.errors import RunFailed, root_cause
+from goaly.errors import RunFailed, os_error
 from goaly.folder import link_files, put_in_place, remove
 from goaly.run.replaceable import Lost, Replaceable
 from goaly.run.stages import RanksStage
@@ -79,7 +80,8 @@ class ReferenceStage(RanksStage[ReferenceModel]):
         """Choose the present weights for a checkpoint."""
         if self._weights.failure is not None:  # SR-2
             await super().stage()
-            await self._is_kept(self._weights.version, again=True)
+            with suppress(Lost):
+                await self._keep(self._weights.version, super().write)
         self._staged = self._weights
 
     async def write(self, folder: Path) -> None:
@@ -115,9 +117,9 @@ class ReferenceStage(RanksStage[ReferenceModel]):
             if version == self._weights.version or await super().stage() == version:
                 return version  # otherwise the ranks were replaced meanwhile, and have the weights before
 
-    async def _is_kept(self, version: int, *, again: bool = False) -> bool:
-        """Write the copy of the weights, if they are new or `again`. False if it is lost with a rank."""
-        if version != self._weights.version or again:
+    async def _is_kept(self, version: int) -> bool:
+        """Write the copy of the weights, if they are new. False if it is lost with a rank."""
+        if version != self._weights.version:
             try:
                 await self._keep(version, super().write)
             except Lost:
@@ -141,8 +143,7 @@ class ReferenceStage(RanksStage[ReferenceModel]):
         except Lost:
             raise
         except Exception as error:
-            cause = root_cause(error.__cause__ or error)
-            if not isinstance(cause, OSError):
+            if (cause := os_error(error)) is None:
                 raise
             self._weights = _Weights(version, None, cause)
             self._say(f"reference version {version} cannot be written: {cause}")  # SR-2

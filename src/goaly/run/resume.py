@@ -1,4 +1,4 @@
-"""What a resumed run may change, and the lock of its folder.
+"""The settings that a resumed run may change, and the lock of its folder.
 
 Its log and its checkpoints stay valid only if the settings that they depend on stay the same.
 

@@ -43,10 +43,6 @@ class RanksStage(Generic[RankActor]):
         self._longest: dict[str, float] = {}
         self._staged_by = ranks.name
 
-    async def start(self, checkpoint: Checkpoint | None = None) -> None:
-        """Build and load the model on every rank, in the state of this checkpoint."""
-        await self.ranks.call(lambda ranks: self._load(ranks, None if checkpoint is None else checkpoint.folder))
-
     async def stage(self) -> int | None:
         """Copy the ranks' state aside; the number of steps that it is the result of."""
         steps = await self._ask("stage", lambda ranks: ranks.stage.stream())
@@ -104,7 +100,7 @@ class _TrainedStage(RanksStage[Trained]):
 
     async def start(self, checkpoint: Checkpoint | None = None) -> None:
         """Build and load the model on every rank, in the state of this checkpoint."""
-        await super().start(checkpoint)
+        await self.ranks.call(lambda ranks: self._load(ranks, None if checkpoint is None else checkpoint.folder))
         self.steps_done = 0 if checkpoint is None else checkpoint.step
 
     async def restore(self, ranks: Trained, checkpoint: Checkpoint | None, again: Again) -> None:

@@ -1,4 +1,4 @@
-"""What a run records about itself."""
+"""Settings of a run's metrics, traces and progress display."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec

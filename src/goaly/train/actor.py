@@ -1,4 +1,4 @@
-"""What the actors of trained models have in common: their state goes into checkpoints while they go on training.
+"""The base of the actors of trained models: their state goes into checkpoints while they go on training.
 
 `rank.py` does the work. It is another file because supervised runs use it without Monarch.
 """

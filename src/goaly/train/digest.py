@@ -4,7 +4,7 @@ It is the sum of all parameters' sums (`weights/receipts.py`).
 
 Invariants
     PD-1  The digest changes if one element changes. After any other change it is the same with a probability of at
-          most about 2**-32.
+          most about 2**-32, for elements of at most 4 bytes.
     PD-2  The digest is the same on any mesh and device.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from goaly.weights.layout import Layout, share, view
 from goaly.weights.member import gpu_of
 from goaly.weights.placement import layout_of, local
-from goaly.weights.receipts import WeightedSum
+from goaly.weights.receipts import WeightedSum, halves, whole
 
 
 class Digest:
@@ -41,12 +41,10 @@ class Digest:
         total = torch.zeros((), dtype=torch.int64, device=self._device)
         for shard, weighted in self._sums:
             total += weighted.of(view(held, shard))
-        low, high = int(total) & 0xFFFFFFFF, int(total) >> 32
+        parts = torch.tensor(halves(int(total)), device=self._device)
         if self._several_ranks:
-            halves = torch.tensor([low, high], device=self._device)  # their sums do not overflow
-            dist.all_reduce(halves)
-            low, high = halves.tolist()
-        return f"{(low + (high << 32)) % 2**64:016x}"
+            dist.all_reduce(parts)
+        return f"{whole(*parts.tolist()):016x}"
 
 
 def several_ranks() -> bool:

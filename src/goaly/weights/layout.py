@@ -197,7 +197,7 @@ def plan(sources: Sequence[Layout], destination: Layout) -> tuple[Copy, ...]:
 
 
 def _held(sources: Sequence[Layout]) -> dict[str, _Held]:
-    """What the sources hold, by the tensors' names."""
+    """By name, each tensor that the sources hold, and the holders of its parts."""
     found: dict[str, _Held] = {}
     for rank, layout in enumerate(sources):
         for index, shard in enumerate(layout):

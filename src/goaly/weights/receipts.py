@@ -67,7 +67,7 @@ def periods(layouts: Iterable[Layout]) -> int:
 
 
 def receipt(layout: Layout, elements: Sequence[torch.Tensor], version: int, spread: int) -> dict[str, int]:
-    """What this rank's shards, with these elements, add to the version's sums, `spread` over so many versions."""
+    """This rank's part of the version's sums. The tensors take turns over `spread` versions."""
     found: dict[str, int] = {}
     for shard, one in zip(layout, elements, strict=True):
         if _turn(shard.name, spread) == version % spread:
@@ -80,8 +80,18 @@ def combined(one: Receipt, other: Receipt) -> dict[str, int]:
     return {name: (one.get(name, 0) + other.get(name, 0)) % 2**64 for name in {**one, **other}}
 
 
+def halves(total: int) -> tuple[int, int]:
+    """The low and the high 32 bits of a sum. Ranks can add such halves as int64 without an overflow."""
+    return total & 0xFFFFFFFF, total >> 32
+
+
+def whole(low: int, high: int) -> int:
+    """The sum, modulo 2**64, of which these are the halves, or the added halves of its parts."""
+    return (low + (high << 32)) % 2**64
+
+
 class Parts:
-    """What one reader rank has of the tensors of a receipt."""
+    """One reader rank's parts of a receipt's tensors, and their sums."""
 
     def __init__(
         self,
@@ -118,18 +128,17 @@ class Parts:
 
     def tensor(self) -> torch.Tensor:
         """The rank's parts, to be added to those of the replica's other ranks. A tensor that it has wholly is none."""
-        parts = [name for name in sorted(self._promised) if self._counts[name] != self._sizes[name]]
         rows = [
-            [self._sums[name] & 0xFFFFFFFF, self._sums[name] >> 32, self._counts[name]] if name in parts else [0] * 3
-            for name in sorted(self._promised)
+            (0, 0, 0) if count == self._sizes[name] else (*halves(self._sums[name]), count)
+            for name, count in sorted(self._counts.items())
         ]
-        return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)  # halves, whose sums do not overflow
+        return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
 
     def check_total(self, total: torch.Tensor) -> None:
         """The same of the tensors that the ranks with this total of parts have wholly together."""
         for name, (low, high, count) in zip(sorted(self._promised), total.tolist(), strict=True):
             if count and count == self._sizes[name]:
-                self._compare(name, (low + (high << 32)) % 2**64)
+                self._compare(name, whole(low, high))
 
     def _compare(self, name: str, found: int) -> None:
         if found != self._promised[name]:

@@ -157,7 +157,7 @@ class WeightStore(Actor):
         return slot
 
     @concurrent_endpoint
-    async def staged(self, writer: int, version: int, slot: int, receipt: Receipt | None = None) -> Staged:
+    async def staged(self, writer: int, version: int, slot: int, receipt: Receipt) -> Staged:
         """Record that this rank's shards are in place, with these sums. The last rank's call commits the version and
         wakes readers."""
 
@@ -168,7 +168,7 @@ class WeightStore(Actor):
                 return None
             kept = (*self._ledger.versions, self._ledger.staging)
             self._receipts = {one: sums for one, sums in self._receipts.items() if one in kept}
-            self._receipts[version] = combined(self._receipts.get(version, {}), receipt or {})
+            self._receipts[version] = combined(self._receipts.get(version, {}), receipt)
             return Staged(committed=committed, next_slot=self._ledger.reserve(rank))
 
         staged = await self._until(recorded)  # the slower ranks' `staged`, or a rank's death
