@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from monarch.actor import ActorError, this_proc
+from monarch.actor import ActorError, this_host, this_proc
 
-from goaly.errors import WeightsError
+from goaly.errors import WeightsError, WritersGone
 from goaly.liveness import process_mark
 from goaly.weights.layout import Layout
 from goaly.weights.placement import layout_of
@@ -228,3 +228,19 @@ async def test_a_rank_of_another_group_size_is_refused() -> None:
     await within(Trainer(store, settings).publish(0))
     with pytest.raises(ActorError, match="writer rank 1 of 2 joins a group of 1"):
         await within(Trainer(store, settings, 1, 2).publish(0))
+
+
+async def test_readers_in_another_process_than_the_store_are_told_why_no_version_will_come() -> None:
+    settings = WeightSettings()
+    mesh = this_host().spawn_procs(per_host={"procs": 1})
+    store: Any = mesh.spawn("weight_store", WeightStore, settings)
+    trainer, early, late = Trainer(store, settings), Reader(store, "early"), Reader(store, "late")
+    assert await within(trainer.publish(0), 60)  # the store's process imports torch first
+    waiting = asyncio.create_task(early.subscriber.newest(0))
+    while (await store.state.call_one()).readers == 0:
+        pass
+    await within(trainer.publisher.close())
+    for newest in (waiting, late.subscriber.newest(0)):
+        with pytest.raises(WritersGone, match=r"^no version above 0 will come: writer rank 0 has left$"):
+            await within(newest)
+    await mesh.stop()

@@ -178,7 +178,12 @@ def test_a_mistaken_option_is_told_with_its_key_and_source(tiny_model_folder: Pa
 
 
 @pytest.mark.parametrize(("schema", "name"), [(SftConfig, "sft"), (EvalConfig, "eval")])
-def test_the_other_apps_configs_load(schema: type, name: str, tiny_model_folder: Path):
+def test_the_other_apps_configs_load(schema: type, name: str, tiny_model_folder: Path, tmp_path: Path):
     overrides = [f"path={tiny_model_folder}"] if name == "eval" else []
-    for file in (CONFIGS / name).glob("*.yaml"):
-        load(schema, [f"--config={file}", *overrides], prog="test", description="")
+    files = list((CONFIGS / name).glob("*.yaml"))
+    for file in files:
+        first = load(schema, [f"--config={file}", *overrides], prog="test", description="").config
+        written = tmp_path / file.name
+        written.write_text(to_yaml(first))
+        assert load(schema, [f"--config={written}"], prog="test", description="").config == first
+    assert files

@@ -70,8 +70,10 @@ def test_an_empty_trajectory_is_refused():
 
 
 def test_columns_of_later_stages_are_taken():
-    data = token_data(columns(values=torch.zeros(3), returns=torch.zeros(3), advantages=torch.zeros(3)))
+    later = {key: torch.arange(3.0) for key in ("reference_logprobs", "values", "advantages", "returns")}
+    data = token_data(columns(**later))
     check_tokens(data, where="here")
+    assert all(torch.equal(data[key], column) for key, column in later.items())
 
 
 def test_a_group_pickles_whole():

@@ -15,6 +15,10 @@ def check(prompt: Any) -> None:
 @pytest.mark.parametrize("prompt", [[0], [31], [0, 31, 5], list(range(7)), [numpy.int64(3)]])
 def test_ids_of_the_vocabulary_that_leave_room_for_an_answer_are_taken(prompt: list[int]) -> None:
     check(prompt)
+    with pytest.raises(ValueError, match=f"below {max(prompt)}"):
+        check_prompt("7.0", prompt, vocabulary=max(prompt), max_context=8)
+    with pytest.raises(PromptTooLong):
+        check_prompt("7.0", prompt, vocabulary=32, max_context=len(prompt))
 
 
 @pytest.mark.parametrize(("prompt", "too_long"), [([1] * 8, True), ([], False), ([32], False)])

@@ -126,6 +126,8 @@ def test_what_fits_the_machine_may_start(tiny_model_folder: Path, monkeypatch: p
     with_gpus(3, monkeypatch)
     check_this_machine(run_config(tiny_model_folder, "trainer.fsdp=2"))
     with_gpus(1, monkeypatch)
+    with pytest.raises(ConfigError, match="needs 1 GPUs, free are none"):
+        check_this_machine(run_config(tiny_model_folder))
     check_this_machine(run_config(tiny_model_folder, "hosts.generator.share_with=trainer"))
     check_this_machine(run_config(tiny_model_folder, "trainer.fsdp=2", "hosts.job=my.module:job"))
 

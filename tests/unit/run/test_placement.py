@@ -129,9 +129,9 @@ def test_one_box_with_enough_gpus_needs_no_settings(fsdp: int, count: int, refer
     processes = [*replicas(count, tp), role("trainer", fsdp), HUB, *workers(2)]
     processes += [role("reference", reference)] if reference else []
     needed = fsdp + count * tp + reference
-    place(processes, HostSettings(), cluster(gpus=needed + spare))
-    if needed > 1:
-        refused(processes, HostSettings(), cluster(gpus=needed - 1))
+    used = gpus(place(processes, HostSettings(), cluster(gpus=needed + spare)))
+    assert len({gpu for of_process in used.values() for gpu in of_process}) == needed
+    assert refused(processes, HostSettings(), cluster(gpus=needed - 1))
 
 
 def test_roles_of_one_box_get_gpus_of_their_own_and_the_rest_see_none():
