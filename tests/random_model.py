@@ -1,11 +1,14 @@
-"""A tiny model of random weights and its tokenizer, as Hugging Face writes them."""
+"""Tiny models of random weights and their tokenizer, as Hugging Face writes them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torchtitan.protocols.model_spec import ModelSpec
+    from transformers import PreTrainedModel
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = list("0123456789+-*=|,.:;?! abcdefgh")
@@ -25,37 +28,66 @@ def write_tiny_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
+SIZE: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+
+
 def write_random_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False, experts: int = 0) -> Path:
     """Save a random Qwen3 of dim 96, 3 layers, 4/2 heads with a character tokenizer; returns the folder. With `experts`
     each layer has so many, two for each token."""
-    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    size: dict[str, Any] = {
-        "vocab_size": len(VOCABULARY),
-        "hidden_size": 96,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 1024,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        "tie_word_embeddings": tie_word_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "dtype": "float32",
-    }
+    size = {**SIZE, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": tie_word_embeddings}
     of_experts: dict[str, Any] = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    if experts:
+        return _write_random(lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**size, **of_experts)), folder, seed)
+    return _write_random(lambda: Qwen3ForCausalLM(Qwen3Config(**size)), folder, seed)
+
+
+def write_random_deepseek(folder: Path, *, seed: int = 0, **changed: Any) -> Path:
+    """Save a random DeepSeek-V3 of dim 96 with a character tokenizer; returns the folder. Its first layer is dense, the
+    other two have 8 experts in 4 groups, two for each token, and a shared one."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    own: dict[str, Any] = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 2,
+    }
+    return _write_random(lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZE, **own, **changed})), folder, seed)
+
+
+def _write_random(build: "Callable[[], PreTrainedModel]", folder: Path, seed: int) -> Path:
+    import torch
+
     torch.manual_seed(seed)
-    model: Any = (
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**size, **of_experts)) if experts else Qwen3ForCausalLM(Qwen3Config(**size))
-    )
+    model = build()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("bias"))
+        for name, tensor in (*model.named_parameters(), *biases):
             # Larger than the usual start: the logits differ enough for greedy choices to be clear.
-            parameter.normal_(mean=1.0, std=0.1) if "norm" in name else parameter.normal_(std=0.12)
+            tensor.normal_(mean=1.0, std=0.1) if "norm" in name else tensor.normal_(std=0.12)
     model.save_pretrained(folder)
     write_tiny_tokenizer(folder)
     return folder
@@ -66,8 +98,9 @@ def native_tensors(spec: "ModelSpec", folder: str | Path) -> "dict[str, torch.Te
     import torch
 
     from goaly.models.hf import load_hf
+    from goaly.models.spec import published
 
     with torch.device("cpu"):
         model = spec.model.build()
     load_hf(model, spec, folder)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: tensor.detach() for name, tensor in published(model).items()}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from random_model import native_tensors, write_random_model
+from random_model import native_tensors, write_random_deepseek, write_random_model
 
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
@@ -17,7 +17,15 @@ from goaly.run.process_agent import lasting_port
 
 pytestmark = pytest.mark.timeout(180)
 
-LAYOUTS: dict[str, dict[str, int]] = {"alone": {}, "tp": {"tp": 2}, "ep": {"tp": 2, "ep": 2}, "tied": {"tp": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "alone": {},
+    "tp": {"tp": 2},
+    "ep": {"tp": 2, "ep": 2},
+    "tied": {"tp": 2},
+    "latent": {},
+    "latent, tp": {"tp": 2},
+    "latent, ep": {"tp": 2, "ep": 2},
+}
 PROMPTS = [[(7 * i + 3 * j) % 30 + 2 for j in range(20 + i)] for i in range(6)]
 NOISE = 2e-4
 
@@ -63,6 +71,8 @@ def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str
 @pytest.fixture
 def folders(tmp_path: Path, layout: str) -> list[Path]:
     """Two models of eight experts."""
+    if "latent" in layout:
+        return [write_random_deepseek(tmp_path / f"latent{seed}", seed=seed) for seed in range(2)]
     tied = layout == "tied"
     return [
         write_random_model(tmp_path / f"experts{seed}", seed=seed, experts=8, tie_word_embeddings=tied)
@@ -99,5 +109,5 @@ def test_a_replica_samples_from_the_model_that_transformers_has_before_and_after
         for prompt, (tokens, logprobs) in zip(PROMPTS, found[0][which], strict=True):
             torch.testing.assert_close(logprobs, expected(prompt, tokens), atol=NOISE, rtol=0)
         assert all([tokens for tokens, _ in one[which]] == [tokens for tokens, _ in found[0][which]] for one in found)
-    shape = found[0][2]["layers.0.moe.routed_experts.inner_experts.w1_EFD"]
-    assert shape == {"alone": (8, 64, 96), "ep": (4, 64, 96)}.get(layout, (8, 32, 96))
+    shape = found[0][2]["layers.1.moe.routed_experts.inner_experts.w1_EFD"]
+    assert shape == ((4, 64, 96) if "ep" in degrees else (8, 64 // ranks, 96))

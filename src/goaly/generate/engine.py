@@ -42,7 +42,7 @@ from goaly.errors import ConfigError
 from goaly.generate.request import Finish, Sample, Sampling, StopStrings, check_prompt, decoder, duplicate_request
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import architecture, prepare_torchtitan, read_config
+from goaly.models.spec import architecture, prepare_torchtitan, published, read_config
 from goaly.models.vllm_naming import vllm_naming, without_padding
 from goaly.weights.placement import Naming
 
@@ -109,6 +109,9 @@ class Engine:
             from goaly.generate import vllm_model
 
             vllm_model.register()
+            os.environ["VLLM_MLA_DISABLE"] = (
+                "1"  # its cache is of latent vectors, torchtitan's attention needs the heads'
+            )
             overrides["hf_overrides"] = {"architectures": [vllm_model.ARCHITECTURE]}
         _unname_semaphores()
         if not on_cuda:
@@ -229,7 +232,7 @@ class Engine:
     def live_tensors(self) -> Mapping[str, torch.Tensor]:
         """The parameters that the model computes with, by the same names: this rank's part of each."""
         if self._settings.engine == "torchtitan":
-            return dict(self._model().model.named_parameters())
+            return published(self._model().model)
         return without_padding(dict(self._model().named_parameters()), self.naming())
 
     def naming(self) -> Naming:

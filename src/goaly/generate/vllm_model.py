@@ -20,6 +20,7 @@ from typing import Any
 
 import spmd_types
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -36,10 +37,11 @@ from vllm.distributed import (
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 
-from goaly.models.spec import model_spec
+from goaly.models.deepseek import softmax_scale
+from goaly.models.spec import Architecture, architecture, model_spec, published, read_config
 
 ARCHITECTURE = "GoalyTorchtitanForCausalLM"
-_LAYER = re.compile(r"model\.layers\.\d+\.")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FUSED = re.compile(r"\bw[qkv](?=\.weight$)")
 
 
@@ -59,6 +61,7 @@ class PagedAttention(Module):
         heads: int = 0
         kv_heads: int = 0
         head_dim: int = 0
+        scale: float = 0.0
 
     def __init__(self, config: Config):
         super().__init__()
@@ -66,7 +69,7 @@ class PagedAttention(Module):
         self.paged = Attention(
             num_heads=config.heads // tp,
             head_size=config.head_dim,
-            scale=config.head_dim**-0.5,
+            scale=config.scale,
             num_kv_heads=config.kv_heads // tp,
             cache_config=get_current_vllm_config().cache_config,
             prefix=f"layers.{config.layer}.attention.inner_attention",  # must be unique: vLLM finds the KV cache by it
@@ -74,8 +77,10 @@ class PagedAttention(Module):
 
     def forward(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **_: Any) -> torch.Tensor:
         """Attend over this step's tokens and the cache; masks and lengths come from vLLM's forward context."""
-        out_TD = self.paged(q_BLNH.flatten(0, 1), k_BLNH.flatten(0, 1), v_BLNH.flatten(0, 1))
-        return out_TD.view(q_BLNH.shape)
+        wider = q_BLNH.shape[-1] - v_BLNH.shape[-1]  # the cache has one width for keys and values
+        padded_BLNH = F.pad(v_BLNH, (0, wider)) if wider else v_BLNH
+        out_TD = self.paged(q_BLNH.flatten(0, 1), k_BLNH.flatten(0, 1), padded_BLNH.flatten(0, 1))
+        return out_TD.view(q_BLNH.shape)[..., : v_BLNH.shape[-1]]
 
 
 class TorchtitanForCausalLM(torch.nn.Module):
@@ -89,7 +94,9 @@ class TorchtitanForCausalLM(torch.nn.Module):
         self._tp = vllm_config.parallel_config.tensor_parallel_size
         spec = model_spec(folder, attention=PagedAttention.Config())
         config = spec.model
-        _fill_in_heads(config)
+        shape = architecture(read_config(folder))
+        _fill_in_heads(config, shape)
+        self._layers = shape.layers
         untied: Any = copy.copy(config)
         untied.enable_weight_tying = False  # or each layer would need the embedding, too
         self._adapter = spec.state_dict_adapter(untied, folder)
@@ -156,17 +163,19 @@ class TorchtitanForCausalLM(torch.nn.Module):
         by_layer: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in weights:  # mapped from the files
             layer = _LAYER.match(name)
+            if layer and int(layer[1]) >= self._layers:
+                continue  # of multi-token prediction
             by_layer.setdefault(layer[0] if layer else "", {})[name] = tensor
-        unfilled = {name for name, _ in self.model.named_parameters()}
+        unfilled = set(published(self.model))
         for of_layer in by_layer.values():
             full = self._adapter.from_hf(of_layer)
             local = {name: self._local(name, tensor) for name, tensor in full.items()} if self._dims else full
             unfilled &= set(self.model.load_state_dict(local, strict=False).missing_keys)
-        return {f"model.{name}" for name, _ in self.model.named_parameters() if name not in unfilled}
+        return {f"model.{name}" for name in published(self.model) if name not in unfilled}
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters by torchtitan's names. With tp > 1 they are DTensors in the parameters' memory."""
-        tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        tensors = {name: tensor.detach() for name, tensor in published(self.model).items()}
         if self._dims is None:
             return tensors
         mesh = self._dims.get_mesh("tp")
@@ -199,6 +208,8 @@ def _divide_experts(config: Any, ranks: int) -> None:
     from goaly.models.experts import OwnExpertsDispatcher
 
     for layer in config.layers:
+        if layer.moe is None:
+            continue
         experts, count = layer.moe.routed_experts, layer.moe.num_experts // ranks
         by_expert = expert_param_placement_dense(tp_placement=spmd_types.S(0))
         shardings = experts.inner_experts.sharding_config.state_shardings
@@ -211,11 +222,9 @@ def _divide_experts(config: Any, ranks: int) -> None:
         )
 
 
-def _fill_in_heads(config: Any) -> None:
+def _fill_in_heads(config: Any, shape: Architecture) -> None:
     for index, layer in enumerate(config.layers):
-        attention = layer.attention
-        inner = attention.inner_attention
+        inner = layer.attention.inner_attention
         inner.layer = index
-        inner.heads = attention.n_heads
-        inner.kv_heads = attention.n_kv_heads or attention.n_heads
-        inner.head_dim = attention.head_dim or config.dim // attention.n_heads
+        inner.heads, inner.kv_heads, inner.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        inner.scale = shape.head_dim**-0.5 if shape.latent is None else softmax_scale(layer.attention)

@@ -6,7 +6,8 @@ computation: plain matrix products for short documents, scaled-dot-product atten
 8k tokens in rows of 1k and documents of 20-200 tokens, this takes a tenth of the time of masked rows.
 
 Shape suffixes: B rows, L tokens of a row, T = B * L, N query heads, K key heads, G = N // K, H head dim,
-S padded slots of all documents, C the padded length of a class, D documents of a class.
+V the head dim of values, which latent attention has, S padded slots of all documents, C the padded length of a class,
+D documents of a class.
 
 Invariants
     AT-1  A token attends only to itself and the earlier tokens of its document.
@@ -113,30 +114,30 @@ class PackedAttention(Module):
     ) -> torch.Tensor:
         """Causal attention within each document (AT-1)."""
         B, L, N, H = q_BLNH.shape
-        K = k_BLNH.shape[2]
+        K, V = v_BLNH.shape[2:]
         scale = H**-0.5 if scale is None else scale
         query_places, key_places = attention_masks.places(N), attention_masks.places(K)
         sizes = [documents * length for documents, length in attention_masks.classes]
         q_classes = _Pack.apply(q_BLNH.reshape(-1, H), query_places).split([size * N for size in sizes])
         k_classes = _Pack.apply(k_BLNH.reshape(-1, H), key_places).split([size * K for size in sizes])
-        v_classes = _Pack.apply(v_BLNH.reshape(-1, H), key_places).split([size * K for size in sizes])
+        v_classes = _Pack.apply(v_BLNH.reshape(-1, V), key_places).split([size * K for size in sizes])
         out_classes = []
         for (D, C), q, k, v in zip(attention_masks.classes, q_classes, k_classes, v_classes, strict=True):
             if C <= SHORT:
                 out = _ShortAttention.apply(
-                    q.view(D * K, (N // K) * C, H), k.view(D * K, C, H), v.view(D * K, C, H), scale
+                    q.view(D * K, (N // K) * C, H), k.view(D * K, C, H), v.view(D * K, C, V), scale
                 )
             else:
                 out = F.scaled_dot_product_attention(
                     q.view(D, N, C, H),
                     k.view(D, K, C, H),
-                    v.view(D, K, C, H),
+                    v.view(D, K, C, V),
                     is_causal=True,
                     scale=scale,
                     enable_gqa=N != K,
                 )
-            out_classes.append(out.reshape(-1, H))
-        return _Unpack.apply(torch.cat(out_classes), query_places).view(B, L, N, H)
+            out_classes.append(out.reshape(-1, V))
+        return _Unpack.apply(torch.cat(out_classes), query_places).view(B, L, N, V)
 
 
 def inner_attention(device: str) -> Module.Config:

@@ -25,6 +25,25 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """The sizes of multi-head latent attention, where keys and values are made from a latent vector for each token."""
+
+    rank: int
+    """Width of the latent vector of keys and values."""
+    query_rank: int
+    """Width of that of queries; 0: they are made from the hidden state itself."""
+    plain_dim: int
+    """The part of a query head without rotation."""
+    rotated_dim: int
+    value_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a query or key head."""
+        return self.plain_dim + self.rotated_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """The sizes that determine a decoder's shapes. With experts, `hidden_dim` is that of one expert."""
 
@@ -38,13 +57,30 @@ class Decoder:
     experts: int = 0
     qk_norm: bool = True
     tied: bool = False
+    latent: Latent | None = None
+    dense_layers: int = 0
+    """The first layers, which have no experts."""
+    dense_hidden_dim: int = 0
+    shared_hidden_dim: int = 0
+    """Hidden dim of the experts that every token has, as one; 0: there are none."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer is a mixture of experts."""
+        return self.experts > 0 and layer >= self.dense_layers
 
     def parameters(self) -> tuple[Parameter, ...]:
         """All parameters; a tied output projection is the embedding, and is not listed."""
         found = [Parameter(name="tok_embeddings.weight", shape=(self.vocab_size, self.dim), tp_dim=0)]
         for layer in range(self.layers):
-            found.extend(self._attention(f"layers.{layer}."))
-            found.extend(self._experts(f"layers.{layer}.moe.") if self.experts else self._mlp(f"layers.{layer}."))
+            prefix = f"layers.{layer}."
+            found.extend(self._latent_attention(prefix, self.latent) if self.latent else self._attention(prefix))
+            found += [
+                Parameter(name=f"{prefix}{name}.weight", shape=(self.dim,)) for name in ("attention_norm", "ffn_norm")
+            ]
+            if self.has_experts(layer):
+                found.extend(self._experts(f"{prefix}moe."))
+            else:
+                found.extend(_mlp(f"{prefix}feed_forward.", self.dim, self.dense_hidden_dim or self.hidden_dim))
         found.append(Parameter(name="norm.weight", shape=(self.dim,)))
         if not self.tied:
             found.append(Parameter(name="lm_head.weight", shape=(self.vocab_size, self.dim), tp_dim=0))
@@ -63,15 +99,23 @@ class Decoder:
         if self.qk_norm:
             yield Parameter(name=f"{attention}q_norm.weight", shape=(self.head_dim,))
             yield Parameter(name=f"{attention}k_norm.weight", shape=(self.head_dim,))
-        yield Parameter(name=f"{prefix}attention_norm.weight", shape=(self.dim,))
-        yield Parameter(name=f"{prefix}ffn_norm.weight", shape=(self.dim,))
 
-    def _mlp(self, prefix: str) -> Iterator[Parameter]:
-        for name, shape, tp_dim in self._projections():
-            yield Parameter(name=f"{prefix}feed_forward.{name}.weight", shape=shape, tp_dim=tp_dim)
+    def _latent_attention(self, prefix: str, latent: Latent) -> Iterator[Parameter]:
+        attention, queries = f"{prefix}attention.", self.heads * latent.head_dim
+        if latent.query_rank:
+            yield Parameter(name=f"{attention}wq_a.weight", shape=(latent.query_rank, self.dim))
+            yield Parameter(name=f"{attention}q_norm.weight", shape=(latent.query_rank,))
+            yield Parameter(name=f"{attention}wq_b.weight", shape=(queries, latent.query_rank), tp_dim=0)
+        else:
+            yield Parameter(name=f"{attention}wq.weight", shape=(queries, self.dim), tp_dim=0)
+        made = self.heads * (latent.plain_dim + latent.value_dim)
+        yield Parameter(name=f"{attention}wkv_a.weight", shape=(latent.rank + latent.rotated_dim, self.dim))
+        yield Parameter(name=f"{attention}kv_norm.weight", shape=(latent.rank,))
+        yield Parameter(name=f"{attention}wkv_b.weight", shape=(made, latent.rank), tp_dim=0)
+        yield Parameter(name=f"{attention}wo.weight", shape=(self.dim, self.heads * latent.value_dim), tp_dim=1)
 
     def _experts(self, prefix: str) -> Iterator[Parameter]:
-        for name, shape, tp_dim in self._projections():
+        for name, shape, tp_dim in _projections(self.dim, self.hidden_dim):
             yield Parameter(
                 name=f"{prefix}routed_experts.inner_experts.{name}_{'EDF' if name == 'w2' else 'EFD'}",
                 shape=(self.experts, *shape),
@@ -79,11 +123,19 @@ class Decoder:
                 expert=True,
             )
         yield Parameter(name=f"{prefix}router.gate.weight", shape=(self.experts, self.dim))
+        if self.shared_hidden_dim:
+            yield from _mlp(f"{prefix}shared_experts.", self.dim, self.shared_hidden_dim)
 
-    def _projections(self) -> tuple[tuple[str, Extent, int], ...]:
-        """Gate, down and up projection: name, shape, and the dim of `hidden_dim`."""
-        inner, outer = (self.hidden_dim, self.dim), (self.dim, self.hidden_dim)
-        return ("w1", inner, 0), ("w2", outer, 1), ("w3", inner, 0)
+
+def _mlp(prefix: str, dim: int, hidden_dim: int) -> Iterator[Parameter]:
+    for name, shape, tp_dim in _projections(dim, hidden_dim):
+        yield Parameter(name=f"{prefix}{name}.weight", shape=shape, tp_dim=tp_dim)
+
+
+def _projections(dim: int, hidden_dim: int) -> tuple[tuple[str, Extent, int], ...]:
+    """Gate, down and up projection: name, shape, and the dim of `hidden_dim`."""
+    inner, outer = (hidden_dim, dim), (dim, hidden_dim)
+    return ("w1", inner, 0), ("w2", outer, 1), ("w3", inner, 0)
 
 
 MODELS = {

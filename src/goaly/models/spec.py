@@ -1,6 +1,7 @@
 """From a Hugging Face `config.json` to torchtitan's model definition.
 
-Families: Qwen3, dense and with experts in every layer, and Llama 3, of any size, with tied or untied embeddings.
+Families: Qwen3, dense and with experts in every layer, Llama 3, and DeepSeek-V3 (`deepseek.py`), of any size, with tied
+or untied embeddings.
 Features that torchtitan's definition lacks (biases, sliding windows, other RoPE scalings) are refused by name, so no
 model is silently changed.
 
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from goaly.errors import ConfigError
+from goaly.models import deepseek
 from goaly.models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -35,11 +37,27 @@ class Architecture(Decoder):
     rope_scaling: dict[str, Any]
     experts_per_token: int = 0
     normalizes_routing: bool = True
-    """Whether the weights of a token's experts add up to 1."""
+    """Whether the weights of a token's experts add up to 1 before `routing_scale`."""
+    routing_scale: float = 1.0
+    expert_groups: int | None = None
+    """Groups of experts, of which each token chooses `groups_per_token` and then its experts among theirs."""
+    groups_per_token: int | None = None
+
+    @property
+    def biased_routing(self) -> bool:
+        """Whether experts are chosen by sigmoid scores plus a bias."""
+        return self.family == "deepseek_v3"
 
 
-FAMILIES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3", "LlamaForCausalLM": "llama3"}
-ROPE_SCALINGS = {"qwen3": ("default",), "llama3": ("default", "llama3")}
+FAMILIES = {
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3",
+    "LlamaForCausalLM": "llama3",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+}
+ROPE_SCALINGS = {"qwen3": ("default",), "llama3": ("default", "llama3"), "deepseek_v3": ("default", "yarn")}
+EXPERTS_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""The names that families and versions of transformers give the number of experts."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -67,16 +85,22 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
     }
+    if family == "deepseek_v3":
+        refused |= deepseek.refused(config)
     problems = [f"{where}: {key}={config.get(key)}: is not supported" for key, bad in refused.items() if bad]
     if rope_type not in ROPE_SCALINGS[family]:
         problems.append(f"{where}: rope_type={rope_type}: must be one of {', '.join(ROPE_SCALINGS[family])} for {name}")
     if problems:
         raise ConfigError(problems)
     heads = config["num_attention_heads"]
-    experts = 0
-    if name == "Qwen3MoeForCausalLM":
-        experts = config.get("num_experts") or config["num_local_experts"]  # as transformers 5 calls it
+    experts = (
+        next((config[key] for key in EXPERTS_KEYS if config.get(key)), 0) if "moe_intermediate_size" in config else 0
+    )
+    sizes: dict[str, Any] = {"head_dim": config.get("head_dim") or config["hidden_size"] // heads}
+    if family == "deepseek_v3":
+        sizes |= deepseek.sizes(config)
     return Architecture(
+        **sizes,
         family=family,
         vocab_size=config["vocab_size"],
         dim=config["hidden_size"],
@@ -84,11 +108,10 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
         layers=config["num_hidden_layers"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         max_context=config["max_position_embeddings"],
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
-        rope_scaling=rope if rope_type == "llama3" else {},
+        rope_scaling=rope if rope_type != "default" else {},
         tied=bool(config.get("tie_word_embeddings", False)),
         qk_norm=family == "qwen3",
         experts=experts,
@@ -142,7 +165,13 @@ def model_spec(folder: str | Path, *, attention: "Module.Config | None" = None) 
 
         attention = inner_attention(device)
     norm, rope = _layers(device)
-    family = _qwen3(shape, rope) if shape.family == "qwen3" else _llama3(shape)
+    match shape.family:
+        case "qwen3":
+            family = _qwen3(shape, rope)
+        case "llama3":
+            family = _llama3(shape)
+        case _:
+            family = _deepseek()
     return ModelSpec(
         name=shape.family,
         flavor="",
@@ -154,12 +183,21 @@ def model_spec(folder: str | Path, *, attention: "Module.Config | None" = None) 
     )
 
 
+def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a folder has of a torchtitan model: parameters, and biases that choose experts."""
+    from torchtitan.components.checkpointer.utils import canonical_fqn
+
+    biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias_E"))
+    return {canonical_fqn(name): tensor for name, tensor in (*model.named_parameters(), *biases)}
+
+
 class _Family(NamedTuple):
     """torchtitan's parts of a family's definition."""
 
     decoder: Any
     block: Any
     rope: Any
+    """None: the family's attention has its own."""
     parallelize: Any
     adapter: Any
 
@@ -192,6 +230,14 @@ def _llama3(shape: Architecture) -> _Family:
     return _Family(Llama3Model.Config, Llama3TransformerBlock.Config, rope, parallelize_llama, Llama3StateDictAdapter)
 
 
+def _deepseek() -> _Family:
+    from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3StateDictAdapter
+    from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
+
+    block = DeepSeekV3TransformerBlock.Config
+    return _Family(DeepSeekV3Model.Config, block, None, deepseek.parallelize, DeepSeekV3StateDictAdapter)
+
+
 def _layers(device: str) -> tuple[Any, Any]:
     """The classes of the norm and of Qwen3's rotary embedding: torchtitan's, on a CPU with faster gradients."""
     if device == "cpu":
@@ -211,28 +257,34 @@ def _decoder(shape: Architecture, family: _Family, norm_class: Any, attention: "
     # Weights always come from the folder, so parameters are not initialized.
     unset = {"weight": skip_param_init, "bias": skip_param_init}
 
-    def norm(width: int) -> Any:
-        return norm_class.Config(normalized_shape=width, eps=shape.norm_eps, param_init=unset)
+    def norm(width: int, *, eps: float = shape.norm_eps) -> Any:
+        return norm_class.Config(normalized_shape=width, eps=eps, param_init=unset)
+
+    def attention_of_a_layer() -> Any:
+        inner = dataclasses.replace(attention)
+        if shape.latent is not None:
+            return deepseek.attention(shape, norm, unset, inner)
+        return make_gqa_config(
+            dim=shape.dim,
+            n_heads=shape.heads,
+            n_kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            wqkv_param_init=unset,
+            wo_param_init=unset,
+            inner_attention=inner,
+            fuse_qkv=True,
+            rope=family.rope,
+            qk_norm=norm(shape.head_dim) if shape.qk_norm else None,
+        )
 
     layers = [
         family.block(
             attention_norm=norm(shape.dim),
             ffn_norm=norm(shape.dim),
-            attention=make_gqa_config(
-                dim=shape.dim,
-                n_heads=shape.heads,
-                n_kv_heads=shape.kv_heads,
-                head_dim=shape.head_dim,
-                wqkv_param_init=unset,
-                wo_param_init=unset,
-                inner_attention=dataclasses.replace(attention),
-                fuse_qkv=True,
-                rope=family.rope,
-                qk_norm=norm(shape.head_dim) if shape.qk_norm else None,
-            ),
-            **_feed_forward(shape, unset),
+            attention=attention_of_a_layer(),
+            **_feed_forward(shape, shape.has_experts(layer), unset),
         )
-        for _ in range(shape.layers)
+        for layer in range(shape.layers)
     ]
     return family.decoder(
         dim=shape.dim,
@@ -245,18 +297,20 @@ def _decoder(shape: Architecture, family: _Family, norm_class: Any, attention: "
     )
 
 
-def _feed_forward(shape: Architecture, unset: dict[str, Any]) -> dict[str, Any]:
+def _feed_forward(shape: Architecture, experts: bool, unset: dict[str, Any]) -> dict[str, Any]:
     """The feed-forward part of a layer, dense or with experts, under its name in the layer's config."""
     from torchtitan.models.common.config_utils import make_ffn_config
 
-    if shape.experts:
-        return {"moe": _experts(shape)}
-    dense = make_ffn_config(dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=unset, w2w3_param_init=unset)
-    return {"feed_forward": dense}
+    def dense(hidden_dim: int) -> Any:
+        return make_ffn_config(dim=shape.dim, hidden_dim=hidden_dim, w1_param_init=unset, w2w3_param_init=unset)
+
+    if experts:
+        return {"moe": _experts(shape, dense(shape.shared_hidden_dim) if shape.shared_hidden_dim else None)}
+    return {"feed_forward": dense(shape.dense_hidden_dim or shape.hidden_dim)}
 
 
-def _experts(shape: Architecture) -> Any:
-    """The feed-forward part of a layer with experts."""
+def _experts(shape: Architecture, shared: Any) -> Any:
+    """The feed-forward part of a layer with experts, and with the `shared` one."""
     from torchtitan.models.common.config_utils import make_router_config
     from torchtitan.models.common.moe import RoutedExperts
     from torchtitan.models.common.param_init import skip_param_init
@@ -270,8 +324,11 @@ def _experts(shape: Architecture) -> Any:
         router=make_router_config(
             dim=shape.dim,
             gate_param_init={"weight": skip_param_init},
-            score_func="softmax",
+            score_func="sigmoid" if shape.biased_routing else "softmax",
             route_norm=shape.normalizes_routing,
+            route_scale=shape.routing_scale,
+            num_expert_groups=shape.expert_groups,
+            num_limited_groups=shape.groups_per_token,
             **routing,
         ),
         routed_experts=RoutedExperts.Config(
@@ -280,5 +337,6 @@ def _experts(shape: Architecture) -> Any:
             ),
             token_dispatcher=Dispatcher.Config(**routing),
         ),
-        load_balance_coeff=None,
+        shared_experts=shared,
+        load_balance_coeff=1.0 if shape.biased_routing else None,  # whether there is a bias; goaly changes it itself
     )

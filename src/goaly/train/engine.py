@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from goaly.losses.objective import PROXIMAL, Contribution, Objective
 from goaly.models.settings import ModelSettings
+from goaly.models.spec import published
 from goaly.train.microbatch import Microbatch, microbatch
 from goaly.train.parallel import Head, build_parallel
 from goaly.train.settings import TrainerSettings
@@ -157,9 +158,7 @@ class ModelEngine(ABC):
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters by torchtitan name; read them between steps only."""
-        from torchtitan.components.checkpointer.utils import canonical_fqn
-
-        return {canonical_fqn(name): parameter.detach() for name, parameter in self._model.named_parameters()}
+        return {name: tensor.detach() for name, tensor in published(self._model).items()}
 
     def save_hf(self, folder: str | Path) -> None:
         """Write a Hugging Face folder; every rank must call it."""
