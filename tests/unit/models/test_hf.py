@@ -1,4 +1,4 @@
-"""Folders of both families go through torchtitan's definitions and back into plain transformers."""
+"""Folders of all families go through torchtitan's definitions and back into plain transformers."""
 
 import functools
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_model import native_tensors
+from random_model import native_tensors, write_random_deepseek
 from safetensors.torch import load_file
 
 import goaly.folder
@@ -16,7 +16,7 @@ from goaly.errors import ConfigError
 from goaly.models import hf
 from goaly.models.attention import document_masks
 from goaly.models.hf import load_hf, save_hf
-from goaly.models.spec import model_spec
+from goaly.models.spec import architecture, model_spec, read_config
 
 SIZE = {
     "vocab_size": 32,
@@ -42,8 +42,28 @@ LLAMA3_ROPE = {
 }
 
 
+YARN = {
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "max_position_embeddings": 512,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.7,
+    },
+}
+"""DeepSeek-V3 without latent queries and groups of experts, and with a longer context than it was first trained on."""
+
+
 def write_random(folder: Path, family: str, *, tied: bool) -> Path:
     """Save a random model whose greedy choices are clear."""
+    if family.startswith("latent"):
+        return write_random_deepseek(folder, **(YARN if family == "latent-yarn" else {}))
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
@@ -67,7 +87,10 @@ def write_random(folder: Path, family: str, *, tied: bool) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_tied", "experts", "experts_tied", "llama3", "llama3_tied"])
+FAMILIES = ["qwen3", "qwen3_tied", "experts", "experts_tied", "llama3", "llama3_tied", "latent", "latent-yarn"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, _, tied = request.param.partition("_")
     return write_random(tmp_path_factory.mktemp(request.param), family, tied=bool(tied))
@@ -118,11 +141,20 @@ def test_a_saved_folder_generates_the_same_greedy_text_in_plain_transformers(fol
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
 
 
-def test_native_tensors_are_the_parameters_of_a_loaded_model(folder: Path):
+def test_native_tensors_are_what_a_loaded_model_has_of_its_folder(folder: Path):
     model, spec = loaded(folder)
     tensors = native_tensors(spec, folder)
-    assert tensors.keys() == dict(model.named_parameters()).keys()
-    assert all(torch.equal(tensors[name], parameter) for name, parameter in model.named_parameters())
+    biases = {name: buffer for name, buffer in model.named_buffers() if "bias" in name}
+    expected = dict(model.named_parameters()) | biases
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+    assert len(biases) == (2 if "latent" in str(folder) else 0)
+    assert all(bias.any() for bias in biases.values())
+
+
+def test_the_names_and_shapes_of_a_folders_parameters_are_known_without_a_model(folder: Path):
+    found = {parameter.name: parameter.shape for parameter in architecture(read_config(folder)).parameters()}
+    assert found == {name: tuple(parameter.shape) for name, parameter in loaded(folder)[0].named_parameters()}
 
 
 def test_every_missing_or_misshapen_tensor_is_named_in_one_error(tiny_model_folder: Path, tmp_path: Path):  # HF-1
@@ -157,6 +189,26 @@ def test_a_model_that_torchtitan_would_not_reproduce_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=named):
         model_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rope_interleave": False}, "rope_interleave=False"),
+        ({"scoring_func": "softmax"}, "scoring_func=softmax"),
+        ({"topk_method": "greedy"}, "topk_method=greedy"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ({"rope_parameters": {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.5}}, "rope_parameters=.*mscale"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_a_deepseek_model_that_torchtitan_would_not_reproduce_is_refused_by_name(
+    tmp_path: Path, change: dict, named: str
+):
+    config = read_config(write_random_deepseek(tmp_path))
+    assert architecture(config).family == "deepseek_v3"
+    with pytest.raises(ConfigError, match=named):
+        architecture(config | change)
 
 
 class Crash(BaseException):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from random_model import native_tensors
+from random_model import native_tensors, write_random_deepseek
 
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
@@ -39,9 +39,11 @@ LAYOUTS = {
     "experts-tp": {"tp": 2},
     "experts-fsdp-ep": {"fsdp": 2, "ep": 2},
     "experts-tp-ep": {"tp": 2, "ep": 2},
+    "latent-tp": {"tp": 2},
+    "latent-fsdp-ep": {"fsdp": 2, "ep": 2},
 }
 EXPERTS = {"experts": 4, "hidden_dim": 32}
-SIZES = {name: EXPERTS if "experts" in name else {"tied": name == "tp"} for name in LAYOUTS}
+LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_hidden_layers": 2, "moe_intermediate_size": 32}
 SMALL_STEPS = OptimizerSettings(lr=1e-3)
 ROWS = 4
 ALONE = dataclasses.replace(SETTINGS, microbatch_rows=ROWS)
@@ -156,8 +158,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[st
 
     out = tmp_path_factory.mktemp("out")
     models = out / MODELS
-    for layout, size in SIZES.items():
-        write_tiny_model(models / layout, TinyModel(layers=1, **size))
+    for layout in LAYOUTS:
+        if "latent" in layout:
+            write_random_deepseek(models / layout, **LATENT)
+        else:
+            size = EXPERTS if "experts" in layout else {"tied": layout == "tp"}
+            write_tiny_model(models / layout, TinyModel(layers=1, **size))
     port = lasting_port()
     torch.multiprocessing.start_processes(in_each_process, (port, models, out), nprocs=2, start_method="forkserver")
     return {name: trained(models / name, ALONE) for name in LAYOUTS}, out
