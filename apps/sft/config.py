@@ -65,4 +65,6 @@ class SftConfig(Settings):
         except ConfigError as error:
             yield from error.problems
             return
-        yield from self.trainer.shape_problems(Section(self.trainer, f"{at}trainer."), shape, whose)
+        trainer = Section(self.trainer, f"{at}trainer.")
+        yield from self.trainer.shape_problems(trainer, shape, whose)
+        yield from self.trainer.balance_problems(trainer, shape)

@@ -171,3 +171,5 @@ def test_settings_that_cannot_work_together_are_told_together(tmp_path: Path) ->
     assert experts.problems("") == []
     uneven = config(tmp_path, tiny=TinyModel(experts=7, layers=1), trainer=TrainerSettings(fsdp=2, ep=2))
     assert uneven.problems("") == ["trainer.ep=2: must divide the tiny model's 7 experts"]
+    idle = config(tmp_path, trainer=TrainerSettings(expert_balance=0.1))
+    assert idle.problems("") == ["trainer.expert_balance=0.1: has no effect, the model has no experts"]

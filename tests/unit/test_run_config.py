@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from random_model import write_random_deepseek
 
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
@@ -279,6 +280,8 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
 ):
     experts = write_tiny_model(tmp_path / "experts", TinyModel(layers=1, experts=6))
     narrow = write_tiny_model(tmp_path / "narrow", TinyModel(layers=1, experts=6, hidden_dim=24))
+    odd = {"n_shared_experts": 1, "moe_intermediate_size": 33, "intermediate_size": 257}
+    latent = write_random_deepseek(tmp_path / "latent", **odd)
     for model, overrides, said in [
         (tiny_model_folder, ["trainer.fsdp=2", "trainer.ep=2"], "trainer.ep=2: must be 1, because the model has no"),
         (experts, ["trainer.fsdp=4", "trainer.ep=4"], "trainer.ep=4: must divide the model's 6 experts"),
@@ -293,6 +296,14 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
         (narrow, ["generator.tp=2"], "generator.tp=2: the model's experts have width 24, must be a multiple of 8 for"),
         (experts, ["generator.engine=native"], "generator.engine=native: must be torchtitan for a model with experts"),
         (tiny_model_folder, ["trainer.expert_balance=0.1"], "trainer.expert_balance=0.1: has no effect, the model has"),
+        (
+            experts,
+            ["trainer.expert_bias_rate=0.1"],
+            "trainer.expert_bias_rate=0.1: must be 0, the model chooses experts without",
+        ),
+        (latent, ["trainer.expert_balance=0.1"], "trainer.expert_balance=0.1: must be 0, the model balances its"),
+        (latent, ["generator.tp=2"], "generator.tp=2: must divide the width 33 of the model's shared experts"),
+        (latent, ["trainer.tp=2"], "trainer.tp=2: must divide the width 257 of the model's dense layers"),
         (experts, ["trainer.fsdp=2", "trainer.ep=3"], "trainer.ep=3: must divide the number of ranks, trainer.fsdp"),
         (
             experts,

@@ -17,8 +17,8 @@ class ModelSettings(Settings):
     """The model that trainer, generator and reference share at the start."""
 
     path: str = ""
-    """A Hugging Face folder: config.json, safetensors, tokenizer files. Families: Qwen3, dense or
-    with experts, and Llama 3."""
+    """A Hugging Face folder: config.json, safetensors, tokenizer files. Families: Qwen3, dense or with experts,
+    Llama 3 and DeepSeek-V3."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the model's computations. In bfloat16 the trainer keeps float32 parameters and casts them for
     each pass; a reference keeps bfloat16 ones, and weights travel as bfloat16 (`weights.transfer_dtype`)."""
@@ -52,3 +52,6 @@ def division_problems(at: Section, tp: int, ep: int, shape: "Architecture", whos
     if shape.hidden_dim % (parts * EXPERT_MULTIPLE):
         each = f"a multiple of {EXPERT_MULTIPLE} for each of {parts} ranks"
         yield f"{at}tp={tp}: the {whose}'s experts have width {shape.hidden_dim}, must be {each}"
+    for what, width in (("shared experts", shape.shared_hidden_dim), ("dense layers", shape.dense_hidden_dim)):
+        if width % tp:
+            yield f"{at}tp={tp}: must divide the width {width} of the {whose}'s {what}"

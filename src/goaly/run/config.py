@@ -221,9 +221,8 @@ class RunConfig(Settings):
             for section, ranks in divided.items():
                 yield from ranks.shape_problems(Section(ranks, f"{at}{section}."), shape, whose)
             if whose == "model":
-                if not shape.experts:
-                    yield from at.trainer.idle("the model has no experts", "expert_balance")
-                elif self.trainer.compile and self.model.dtype == "float32":
+                yield from self.trainer.balance_problems(at.trainer, shape)
+                if shape.experts and self.trainer.compile and self.model.dtype == "float32":
                     yield f"{at.trainer.compile}: needs {at.model}dtype=bfloat16 for a model with experts"
                 if shape.experts and self.generator.engine == "native":
                     yield f"{at.generator.engine}: must be torchtitan for a model with experts"

@@ -131,7 +131,9 @@ class ModelEngine(ABC):
         return combine(steps).metrics | self._expert_loads()
 
     def _expert_loads(self) -> dict[str, float]:
-        """How evenly the trained tokens since the last call were spread over each layer's experts, on all ranks."""
+        """How evenly the trained tokens since the last call were spread over each layer's experts, on all ranks.
+
+        Moves the biases that choose experts by `trainer.expert_bias_rate`."""
         if self._loads_LE is None:
             return {}
         found = [local(layer.tokens_per_expert_E) for layer in self._expert_layers]
@@ -140,6 +142,9 @@ class ModelEngine(ABC):
         if dist.is_initialized():
             dist.all_reduce(tokens_LE)
         self._loads_LE.copy_(tokens_LE / tokens_LE.sum(1, keepdim=True).clamp(min=1))
+        if rate := self._settings.expert_bias_rate:
+            rises_LE = torch.sign(tokens_LE.mean(1, keepdim=True) - tokens_LE) * rate
+            torch._foreach_add_([local(layer.expert_bias_E) for layer in self._expert_layers], list(rises_LE))
         return {
             "experts/load_max": float(self._loads_LE.max()) * self._loads_LE.shape[1],
             "experts/unused": float((tokens_LE == 0).sum()),

@@ -112,6 +112,10 @@ class TrainerSettings(RanksSettings):
     E * sum(f * p), where E is the number of experts, p the token's router scores, and f each expert's share of the
     trained tokens of the batch before. A critic with experts has the same. With `loss.denominator=after` the mean is
     over the kept tokens."""
+    expert_bias_rate: NonNegativeFloat = 0.0
+    """Balances experts without a loss: after each batch, the bias by which tokens choose an expert rises by this much
+    if the expert had fewer trained tokens than the mean of its layer, and falls if it had more (arXiv:2408.15664).
+    Needs a model with such a bias, as DeepSeek-V3; its authors used 0.001. A critic of such a model has the same."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients above this norm are scaled down to it; null disables clipping."""
     activation_checkpointing: Literal["off", "selective", "full"] = "off"
@@ -127,6 +131,15 @@ class TrainerSettings(RanksSettings):
         yield from super()._problems(at)
         if self.compile and self.ranks > 1:
             yield f"{at.compile}: works on one rank, {at}fsdp * {at}tp is {self.ranks}"
+
+    def balance_problems(self, at: Section, shape: "Architecture") -> Iterator[str]:
+        """One line for each setting that cannot balance the experts of a model of this shape."""
+        if not shape.experts:
+            yield from at.idle("the model has no experts", "expert_balance", "expert_bias_rate")
+        elif shape.biased_routing and self.expert_balance:
+            yield f"{at.expert_balance}: must be 0, the model balances its experts by a bias: set {at}expert_bias_rate"
+        elif not shape.biased_routing and self.expert_bias_rate:
+            yield f"{at.expert_bias_rate}: must be 0, the model chooses experts without a bias: set {at}expert_balance"
 
     def device_problems(self, prefix: str, *, elsewhere: bool = False) -> list[str]:
         """One line for each setting that this machine's devices cannot do; if ranks run `elsewhere`, this torch."""

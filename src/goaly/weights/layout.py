@@ -125,10 +125,16 @@ def view(tensors: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
 
 
 def in_dtype(layout: Layout, dtype: torch.dtype | None) -> Layout:
-    """The layout with its floating-point shards in this type; unchanged without one."""
+    """The layout with its floating-point shards in this type; unchanged without one.
+
+    Vectors keep theirs: they are small, and a router's bias is not rounded for its reader either.
+    """
     if dtype is None:
         return layout
-    return tuple(replace(shard, dtype=dtype) if shard.dtype.is_floating_point else shard for shard in layout)
+    return tuple(
+        replace(shard, dtype=dtype) if shard.dtype.is_floating_point and len(shard.shape) > 1 else shard
+        for shard in layout
+    )
 
 
 class _Piece(NamedTuple):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_model import write_random_deepseek
 
 from goaly.config.check import check
 from goaly.errors import ConfigError
@@ -356,6 +357,27 @@ def test_balanced_experts_are_used_more_evenly(tmp_path: Path):
     without, balanced = loads(0.0), loads(0.1)
     assert without[0] == balanced[0]  # nothing is known before the first step
     assert sum(balanced[20:]) < sum(without[20:]) - 20 * 0.05
+
+
+def test_a_bias_that_follows_the_loads_spreads_the_tokens(tmp_path: Path):
+    batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
+    model = ModelSettings(path=str(write_random_deepseek(tmp_path)))
+    still = dataclasses.replace(SETTINGS, optimizer=OptimizerSettings(lr=1e-9))
+
+    def steps(rate: float, count: int) -> tuple[list[float], TrainEngine]:
+        engine = TrainEngine(model, dataclasses.replace(still, expert_bias_rate=rate))
+        return [engine.train_step(batch, objective)["experts/load_max"] for _ in range(count)], engine
+
+    unchanged, engine = steps(0.0, 2)
+    assert unchanged[0] == unchanged[1]
+    name = "layers.1.moe.expert_bias_E"
+    before_E, tokens_E = engine.named_tensors()[name].clone(), engine._loads_LE[0].clone()
+    once_E = steps(0.01, 1)[1].named_tensors()[name]
+    torch.testing.assert_close(once_E - before_E, 0.01 * (tokens_E.mean() - tokens_E).sign(), atol=1e-7, rtol=0)
+    assert {1.0, -1.0} <= set((once_E - before_E).sign().tolist())
+    balanced, _ = steps(0.01, 60)
+    assert balanced[0] == unchanged[0]
+    assert max(balanced[-10:]) < 0.75 * unchanged[0]
 
 
 def test_the_loads_of_the_last_step_are_part_of_the_state(with_experts: Callable[[float], TrainEngine]):

@@ -88,9 +88,10 @@ async def test_what_failed_in_the_thread_is_raised() -> None:
     copier.close()
 
 
-def test_only_floating_point_shards_change_type() -> None:
-    layout = layout_of({"w": torch.zeros(2), "steps": torch.zeros(2, dtype=torch.int64)})
-    assert [shard.dtype for shard in in_dtype(layout, torch.bfloat16)] == [torch.bfloat16, torch.int64]
+def test_only_floating_point_matrices_change_type() -> None:
+    layout = layout_of({"w": torch.zeros(2, 2), "bias": torch.zeros(2), "steps": torch.zeros(2, 2, dtype=torch.int64)})
+    changed = {shard.name: shard.dtype for shard in in_dtype(layout, torch.bfloat16)}
+    assert changed == {"w": torch.bfloat16, "bias": torch.float32, "steps": torch.int64}
     assert in_dtype(layout, None) == layout
 
 
