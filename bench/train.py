@@ -1,12 +1,15 @@
-"""How much of a bare torchtitan loop's speed is left when batches come through the trainer actor.
+"""How fast the trainer actor is, beside a bare torchtitan loop and a plain transformers loop.
 
     python -m bench.train [--steps N] [--model FOLDER] [--json FILE]
 
-The same packed batches, model, loss and threads (one), each side in a process of its own, taking turns. `actor` is a
-step as in a run: the controller calls, the trainer pulls its rows from another process, steps, reports metrics and
-publishes the new weights. `bare` is a plain loop over the same model (torchtitan's, with goaly's layers on a CPU) and
-optimizer with the rows at hand: logits at trained positions, the GRPO loss written out, no metrics, nothing published.
-`ratio` is actor / bare in tokens per second.
+The same documents of heavy-tailed lengths, model, loss and threads (one), each side in a process of its own, taking
+turns. `actor` is a step as in a run: the controller calls, the trainer pulls its packed rows from another process,
+steps, reports metrics and publishes the new weights. `bare` is a plain loop over the same model (torchtitan's, with
+goaly's layers on a CPU) and optimizer with the rows at hand: logits at trained positions, the GRPO loss written out, no
+metrics, nothing published. `transformers` is the same loop over transformers' model and PyTorch's fused AdamW, with
+padded batches: the documents are sorted by length, and a batch has as many as fit into the slots of a microbatch.
+`unsorted` pads them as they come, 16 at a time. `ratio` is actor / bare in tokens per second, `over_transformers` is
+actor / transformers; padding does not count as tokens.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,7 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint, endpoint, this_host
 from rich.console import Console
 from rich.table import Table
-from tensordict import TensorDict
+from tensordict import TensorDict, pad_sequence
 
 from goaly.backlog.batch import BatchHandle
 from goaly.losses.settings import LossSettings
@@ -41,6 +45,8 @@ ROUNDS = 4
 WARM_STEPS = 2
 ROWS, ROW_LENGTH, PROMPT = 8, 1024, 8
 LR, CLIP = 1e-3, 0.2
+AT_ONCE = 16
+"""Documents of an unsorted padded batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +56,19 @@ class Result:
     tokens_per_step: int
     actor: float
     bare: float
+    transformers: float
+    unsorted: float
     publish_seconds: float
 
     @property
     def ratio(self) -> float:
         """Through the actor, over the bare loop."""
         return self.actor / self.bare
+
+    @property
+    def over_transformers(self) -> float:
+        """Through the actor, over the plain transformers loop."""
+        return self.actor / self.transformers
 
 
 def packed_batch(seed: int = 0, vocabulary: int = 32) -> PackedRows:
@@ -98,11 +111,12 @@ class Batches(Actor):
         return self._batch
 
 
-class BareLoop(Actor):
-    """A plain torchtitan loop in a process of its own."""
+class PlainLoop(Actor):
+    """A plain loop in a process of its own."""
 
-    def __init__(self, folder: str):
-        self._step = bare_step(folder)
+    def __init__(self, folder: str, step: Callable[[str], Callable[[], None]]):
+        torch.set_num_threads(1)
+        self._step = step(folder)
 
     @endpoint
     def run(self, steps: int) -> float:
@@ -114,12 +128,11 @@ class BareLoop(Actor):
 
 
 def bare_step(folder: str) -> Callable[[], None]:
-    """One step of the plain loop, as a function."""
+    """One step over torchtitan's model, as a function."""
     from goaly.models.attention import document_masks
     from goaly.models.hf import load_hf
     from goaly.models.spec import model_spec
 
-    torch.set_num_threads(1)
     spec = model_spec(folder)
     model = spec.model.build()
     load_hf(model, spec, folder)
@@ -140,15 +153,8 @@ def bare_step(folder: str) -> Callable[[], None]:
                 positions=rows["positions"],
                 attention_masks=document_masks(model, rows["positions"]),
             )
-            trained = rows["trained"][:, 1:]
-            logits = head(hidden[:, :-1][trained])
-            targets = rows["tokens"][:, 1:][trained]
-            logprobs = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-            ratio = (logprobs - rows["sampler_logprobs"][:, 1:][trained]).exp()
-            advantages = rows["advantages"][:, 1:][trained]
-            clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-            losses = -torch.minimum(ratio * advantages, clipped * advantages)
-            (losses.sum() / batch.batch_trained_tokens).backward()
+            logits = head(hidden[:, :-1][rows["trained"][:, 1:]])
+            (grpo_loss(logits, rows) / batch.batch_trained_tokens).backward()
         clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizers.step()
         optimizers.zero_grad()
@@ -156,16 +162,79 @@ def bare_step(folder: str) -> Callable[[], None]:
     return step
 
 
+def grpo_loss(logits: torch.Tensor, rows: TensorDict) -> torch.Tensor:
+    """The loss of the rows' trained tokens, which these logits predict, summed."""
+    trained = rows["trained"][:, 1:]
+    targets = rows["tokens"][:, 1:][trained]
+    logprobs = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    ratio = (logprobs - rows["sampler_logprobs"][:, 1:][trained]).exp()
+    advantages = rows["advantages"][:, 1:][trained]
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).sum()
+
+
+def sorted_step(folder: str) -> Callable[[], None]:
+    """One step over transformers' model and documents of similar lengths, as a function."""
+    slots = TrainerSettings().microbatch_rows * ROW_LENGTH
+    batches: list[list[TensorDict]] = []
+    for document in sorted(documents(), key=len, reverse=True):
+        if not batches or (len(batches[-1]) + 1) * len(batches[-1][0]) > slots:
+            batches.append([])
+        batches[-1].append(document)
+    return padded_step(folder, batches)
+
+
+def unsorted_step(folder: str) -> Callable[[], None]:
+    """One step over transformers' model and documents as they come, as a function."""
+    found = documents()
+    return padded_step(folder, [found[start : start + AT_ONCE] for start in range(0, len(found), AT_ONCE)])
+
+
+def documents() -> list[TensorDict]:
+    """The documents of the packed batch."""
+    rows = packed_batch().rows.flatten()
+    starts = (rows["positions"] == 0).nonzero().flatten().tolist()
+    return [rows[start:stop] for start, stop in pairwise([*starts, len(rows)])]
+
+
+def padded_step(folder: str, batches: list[list[TensorDict]]) -> Callable[[], None]:
+    """One step over transformers' model and these batches, each padded to its longest document, as a function."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), fused=True)
+    padded = [pad_sequence(batch, pad_dim=0, return_mask=True) for batch in batches]
+    trained = sum(int(rows["trained"][:, 1:].sum()) for rows in padded)
+
+    def step() -> None:
+        for rows in padded:
+            hidden = model.model(input_ids=rows["tokens"], attention_mask=rows["masks", "tokens"].long()).last_hidden_state
+            logits = model.lm_head(hidden[:, :-1][rows["trained"][:, 1:]])
+            (grpo_loss(logits, rows) / trained).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+PLAIN = {"bare": bare_step, "transformers": sorted_step, "unsorted": unsorted_step}
+
+
 async def measure(folder: str, steps: int) -> Result:
-    """Both sides in turns; the median turn counts."""
-    hub, trainer_proc, bare_proc = (this_host().spawn_procs(per_host={"procs": 1}, bootstrap=_quiet) for _ in range(3))
+    """All sides in turns; the median turn counts."""
+    hub, trainer_proc, *plain_procs = (
+        this_host().spawn_procs(per_host={"procs": 1}, bootstrap=_quiet) for _ in range(2 + len(PLAIN))
+    )
     store = hub.spawn("store", WeightStore, WeightSettings())
     queue = hub.spawn("queue", Batches)
     settings = TrainerSettings(optimizer=OptimizerSettings(lr=LR))
     trainer = trainer_proc.spawn(
         "trainer", PolicyTrainer, settings, ModelSettings(path=folder), LossSettings(), WeightSettings(), store, queue
     )
-    bare = bare_proc.spawn("bare", BareLoop, folder)
+    plain = {
+        side: proc.spawn(side, PlainLoop, folder, step)
+        for (side, step), proc in zip(PLAIN.items(), plain_procs, strict=True)
+    }
     batch = packed_batch()
     tokens = batch.rows.batch_size.numel()
     handle = BatchHandle(
@@ -184,20 +253,17 @@ async def measure(folder: str, steps: int) -> Result:
 
     await trainer.start.call_one()
     await run_actor(WARM_STEPS)
-    await bare.run.call_one(WARM_STEPS)
-    turns: dict[str, list[float]] = {"actor": [], "bare": []}
+    for loop in plain.values():
+        await loop.run.call_one(WARM_STEPS)
+    turns: dict[str, list[float]] = {side: [] for side in ("actor", *plain)}
     for turn in range(ROUNDS):
-        for side in ("actor", "bare") if turn % 2 == 0 else ("bare", "actor"):
-            seconds = await (run_actor(steps) if side == "actor" else bare.run.call_one(steps))
+        for side in turns if turn % 2 == 0 else reversed(turns):
+            seconds = await (run_actor(steps) if side == "actor" else plain[side].run.call_one(steps))
             turns[side].append(steps * tokens / seconds)
     await trainer.close.call_one()
-    await asyncio.gather(*(mesh.stop() for mesh in (hub, trainer_proc, bare_proc)))
-    return Result(
-        tokens_per_step=tokens,
-        actor=statistics.median(turns["actor"]),
-        bare=statistics.median(turns["bare"]),
-        publish_seconds=statistics.median(published),
-    )
+    await asyncio.gather(*(mesh.stop() for mesh in (hub, trainer_proc, *plain_procs)))
+    speeds = {side: statistics.median(found) for side, found in turns.items()}
+    return Result(tokens_per_step=tokens, publish_seconds=statistics.median(published), **speeds)
 
 
 def _quiet() -> None:
@@ -206,7 +272,7 @@ def _quiet() -> None:
 
 def main() -> None:
     """Measure, print, and write."""
-    parser = argparse.ArgumentParser(description="The trainer actor against a bare torchtitan loop.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="steps in a turn")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; a tiny model by default")
     parser.add_argument("--json", type=Path, help="write the result here")
@@ -224,10 +290,17 @@ def report(result: Result, json_file: Path | None) -> None:
     table.add_column("tokens/s", justify="right")
     table.add_row("trainer actor", f"{result.actor:.0f}")
     table.add_row("bare torchtitan loop", f"{result.bare:.0f}")
+    table.add_row("plain transformers loop, sorted by length", f"{result.transformers:.0f}")
+    table.add_row("the same, unsorted", f"{result.unsorted:.0f}")
     table.add_row("ratio", f"{result.ratio:.3f}")
+    table.add_row("over transformers", f"{result.over_transformers:.3f}")
     Console().print(table)
     if json_file is not None:
-        content: dict[str, Any] = {**asdict(result), "ratio": result.ratio}
+        content: dict[str, Any] = {
+            **asdict(result),
+            "ratio": result.ratio,
+            "over_transformers": result.over_transformers,
+        }
         json_file.write_text(json.dumps(content, indent=2) + "\n")
 
 
