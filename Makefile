@@ -48,7 +48,7 @@ peer: sft $(PEER)/.installed
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-# A slow lane: some forty minutes on two cores.
+# A slow lane of hours; with SETTINGS="--minutes 60" it stops after that time, and goes on at the next call.
 mutants: $(INSTALLED)
 	$(UV_SOURCES) $(VENV)/bin/uv pip install --quiet --python $(RUN) --constraint constraints/$(EXTRA).txt \
 		$(if $(UV_OVERRIDES),--overrides $(UV_OVERRIDES)) --editable '.[$(EXTRA),mutants]'

@@ -1,12 +1,14 @@
 """Do the tests notice a single changed line? Mutation score of the pure modules, with the survivors listed.
 
-    make mutants                   # installs mutmut, then runs this: some forty minutes on two cores
-    python -m bench.mutants [--only PATTERN] [--json FILE] [--markdown FILE]
+    make mutants                   # installs mutmut, then runs this: hours on two cores, in as many pieces as you like
+    python -m bench.mutants [--only PATTERN] [--minutes M] [--runs FILE] [--json FILE] [--markdown FILE]
 
 mutmut changes one operator, constant, name or argument of a function at a time and runs the tests that reach it; which
 modules and tests is in `[tool.mutmut]` of pyproject.toml. A mutant is killed if a test fails or hangs. `JUSTIFIED`
 holds the survivors that change nothing a test could or should see, by the line that they change, with the reason; they
-count as survivors all the same. The exit code is 1 if the score is below 0.9, or a justification no longer applies.
+count as survivors all the same. The verdicts of a module are a line of the `--runs` file, and are not made again while
+its source is the same, unless `--only` names its mutants. With `--minutes` mutmut stops after that time. The exit code
+is 1 if the score is below 0.9, a mutant was not run, or a justification no longer applies.
 
 This module is also a plugin of pytest, loaded in those runs.
 """
@@ -15,18 +17,28 @@ import argparse
 import fnmatch
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from bench.record import append, finished
+
 LEAST_SCORE = 0.9
 MUTANTS = Path("mutants")
+NUMBER = "__mutmut_"
+"""Stands before the number of a mutant in its name."""
 KILLED = {1, 3, -24, 24, 36, 152, 255}
 """mutmut's exit codes of mutants that a test noticed: it failed, could not import, or ran into the time limit."""
+
+Verdicts = dict[str, dict[str, int | None]]
+"""The exit code of each mutant by module; None where mutmut has not run it."""
 
 JUSTIFIED: Mapping[str, str] = {}
 """Why a survivor may stay: by `function: changed line`."""
@@ -53,13 +65,75 @@ class Survivor:
         return f"{self.module}.{self.function}: {self.added}"
 
 
-def verdicts() -> dict[str, dict[str, int | None]]:
-    """The exit code of each mutant by module; None where mutmut has not run it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """The verdicts of a module with this source: mutmut's exit codes, by function in the order of its mutants."""
+
+    module: str
+    source: str
+    codes: Mapping[str, Sequence[int | None]]
+    survivors: Sequence[Mapping[str, str]]
+
+    @classmethod
+    def of(cls, module: str, verdicts: Mapping[str, int | None]) -> "Judged":
+        """The verdicts of all mutants of a module that mutmut has just made."""
+        codes: dict[str, list[int | None]] = defaultdict(list)
+        for name, code in verdicts.items():
+            codes[name.rpartition(NUMBER)[0]].append(code)
+        survived = [name for name, code in verdicts.items() if code is not None and code not in KILLED]
+        survivors = [asdict(survivor(module, name)) for name in survived]
+        return cls(module=module, source=source_of(module), codes=dict(codes), survivors=survivors)
+
+    @property
+    def verdicts(self) -> dict[str, int | None]:
+        """The exit code of each mutant."""
+        return {f"{name}{NUMBER}{n}": code for name, codes in self.codes.items() for n, code in enumerate(codes, 1)}
+
+
+def source_of(module: str) -> str:
+    """A digest of a module's source; of none, if it is gone."""
+    path = Path("src", *module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return sha256(file.read_bytes()).hexdigest()[:16] if file.exists() else "none"
+
+
+def known(found: Sequence[Judged]) -> dict[str, Judged]:
+    """The newest verdicts of each module whose source is still the same."""
+    return {one.module: one for one in found if one.source == source_of(one.module)}
+
+
+def left(modules: Sequence[str], judged: Mapping[str, Judged]) -> list[str]:
+    """What mutmut has to run: all mutants of a module that has no verdicts, and those that lack one."""
+    names = [f"{module}.*" for module in modules if module not in judged]
+    return names + [name for one in judged.values() for name, code in one.verdicts.items() if code is None]
+
+
+def mutated_modules() -> list[str]:
+    """The modules that pyproject.toml names."""
+    patterns = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["mutmut"]["only_mutate"]
+    files = sorted({file for pattern in patterns for file in Path().glob(pattern)})
+    return [".".join(file.relative_to("src").with_suffix("").parts).removesuffix(".__init__") for file in files]
+
+
+def verdicts() -> Verdicts:
+    """mutmut's verdicts."""
     found = {}
     for file in sorted(MUTANTS.rglob("*.py.meta")):
         module = ".".join(file.relative_to(MUTANTS / "src").with_suffix("").with_suffix("").parts)
-        found[module] = json.loads(file.read_text())["exit_code_by_key"]
-    return {module: codes for module, codes in found.items() if codes}
+        found[module.removesuffix(".__init__")] = json.loads(file.read_text())["exit_code_by_key"]
+    return found
+
+
+def run(names: Sequence[str], children: int, minutes: float) -> int:
+    """Have mutmut run these mutants for so long; its exit code, 0 if the time was up."""
+    command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(children), *names]
+    process = subprocess.Popen(command)
+    try:
+        return process.wait(60 * minutes)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # it ends its workers and keeps its verdicts
+        process.wait()
+        return 0
 
 
 def asked_for(
@@ -127,30 +201,46 @@ def main() -> int:
     parser.add_argument("--children", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--minutes", type=float, default=240.0)
+    parser.add_argument("--runs", type=Path, default=Path("docs/results/mutants.jsonl"))
     arguments = parser.parse_args()
-    if not arguments.only:
-        shutil.rmtree(MUTANTS, ignore_errors=True)  # mutmut keeps verdicts that were made with other tests
-    command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(arguments.children), *arguments.only]
-    if code := subprocess.run(command).returncode:
+    shutil.rmtree(MUTANTS, ignore_errors=True)  # mutmut keeps verdicts that were made with other tests
+    judged = known(finished(arguments.runs, Judged))
+    names = arguments.only or left(mutated_modules(), judged)
+    if names and (code := run(names, arguments.children, arguments.minutes)):
         return code
-    found = asked_for(verdicts(), arguments.only)
-    by_module = scores({module: codes for module, codes in found.items() if codes})
-    survivors = [
-        survivor(module, name) for module, codes in found.items() for name, code in codes.items() if code not in KILLED
-    ]
-    killed, count = (sum(column) for column in zip(*by_module.values(), strict=True))
-    score = killed / count
+    for module, codes in verdicts().items():
+        before = judged[module].verdicts if module in judged else {}
+        codes = {name: before.get(name) if code is None else code for name, code in codes.items()}
+        if codes != before or not (codes or module in judged):
+            judged[module] = Judged.of(module, codes)
+            append(arguments.runs, judged[module])
+    found = asked_for({module: one.verdicts for module, one in judged.items()}, arguments.only)
+    by_module = scores({module: codes for module, codes in sorted(found.items()) if codes})
+    not_run = sum(code is None for codes in found.values() for code in codes.values())
+    survivors = [Survivor(**one) for module in by_module for one in judged[module].survivors]
+    killed, count = (sum(column) for column in zip((0, 0), *by_module.values(), strict=True))
+    score = killed / max(1, count)
     print(f"\n{table(by_module)}\n{survivors_table(survivors)}")
-    gone = sorted(set(JUSTIFIED) - {one.key for one in survivors}) if not arguments.only else []
+    if not_run:
+        print(f"{not_run} mutants have not been run yet")
+    whole = not arguments.only and not not_run
+    gone = sorted(set(JUSTIFIED) - {one.key for one in survivors}) if whole else []
     for key in gone:
         print(f"JUSTIFIED has {key!r}, which no longer survives: remove it")
     if arguments.json:
-        content = {"score": score, "modules": by_module, "survivors": [asdict(one) for one in survivors]}
+        content = {
+            "score": score,
+            "not_run": not_run,
+            "modules": by_module,
+            "survivors": [asdict(one) for one in survivors],
+        }
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     if arguments.markdown:
         title = "# Mutation score of the pure modules\n\n    make mutants\n"
+        title += f"\n{not_run} mutants have not been run yet; they count as survivors.\n" if not_run else ""
         arguments.markdown.write_text(f"{title}\n{table(by_module)}\n\n## Survivors\n{survivors_table(survivors)}\n")
-    return 1 if score < LEAST_SCORE or gone else 0
+    return 1 if score < LEAST_SCORE or gone or not_run else 0
 
 
 if __name__ == "__main__":

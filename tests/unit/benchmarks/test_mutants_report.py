@@ -1,23 +1,44 @@
 """The mutation lane's bookkeeping: how a mutant is named, counted and justified."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 import bench.mutants
-from bench.mutants import Survivor, asked_for, scores, survivors_table, table, verdicts
+from bench.mutants import Judged, Survivor, asked_for, known, left, scores, survivors_table, table, verdicts
+from bench.record import append, finished
 
 ONE = Survivor(module="goaly.losses.kl", function="divergence", removed="a < b", added="a <= b")
 
 
-def test_a_module_without_mutants_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_are_read_from_mutmuts_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "src" / "goaly" / "losses"
     folder.mkdir(parents=True)
     (folder / "kl.py.meta").write_text(json.dumps({"exit_code_by_key": {"one": 1, "two": 0}}))
-    (folder / "segments.py.meta").write_text(json.dumps({"exit_code_by_key": {}}))
+    (folder / "__init__.py.meta").write_text(json.dumps({"exit_code_by_key": {}}))
     monkeypatch.setattr(bench.mutants, "MUTANTS", tmp_path)
-    assert verdicts() == {"goaly.losses.kl": {"one": 1, "two": 0}}
+    assert verdicts() == {"goaly.losses.kl": {"one": 1, "two": 0}, "goaly.losses": {}}
+
+
+def test_only_what_has_no_verdict_for_the_present_source_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("kl", "tokens", "value"):
+        (tmp_path / "src" / "goaly").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / "goaly" / f"{name}.py").write_text(name)
+    monkeypatch.setattr(bench.mutants, "survivor", lambda module, name: ONE)
+    codes = {"goaly.kl.x_f__mutmut_1": 1, "goaly.kl.x_f__mutmut_2": None, "goaly.kl.xǁCǁg__mutmut_1": 0}
+    for module, verdicts_of in (("goaly.kl", codes), ("goaly.tokens", {"goaly.tokens.x_f__mutmut_1": 1})):
+        append(tmp_path / "runs.jsonl", Judged.of(module, verdicts_of))
+    (tmp_path / "src" / "goaly" / "tokens.py").write_text("edited")
+    judged = known(finished(tmp_path / "runs.jsonl", Judged))
+    assert judged["goaly.kl"].verdicts == codes
+    assert judged["goaly.kl"].survivors == [asdict(ONE)]
+    modules = ["goaly.kl", "goaly.tokens", "goaly.value"]
+    assert left(modules, judged) == ["goaly.tokens.*", "goaly.value.*", "goaly.kl.x_f__mutmut_2"]
 
 
 def test_only_a_test_that_fails_or_hangs_kills_a_mutant() -> None:
