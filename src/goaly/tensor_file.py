@@ -1,4 +1,4 @@
-"""A safetensors file in memory: texts and one-dimensional tensors, written from the tensors' own memory."""
+"""A safetensors file in memory: texts and tensors, written from the tensors' own memory."""
 
 import json
 from collections.abc import Mapping
@@ -17,24 +17,23 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 def tensor_file(metadata: Mapping[str, str], contents: Mapping[str, torch.Tensor | list[Buffer]]) -> list[Buffer]:
     """The file of these texts and contents, as buffers that follow one another and share the tensors' memory. A list of
     buffers becomes a tensor of bytes."""
-    named: list[tuple[str, str, list[Buffer]]] = []
+    named: list[tuple[str, str, list[int], list[Buffer]]] = []
     for name, content in contents.items():
         if isinstance(content, torch.Tensor):
-            named.append((NAMES[content.dtype], name, [content.numpy().data.cast("B")]))
+            named.append((NAMES[content.dtype], name, list(content.shape), [content.numpy().data.cast("B")]))
         else:
-            named.append(("U8", name, content))
+            named.append(("U8", name, [sum(map(len, content))], content))
     order = list(TYPES)
     named.sort(key=lambda one: order.index(one[0]))  # so that each is aligned
     header: dict[str, object] = {METADATA: metadata}
     end = 0
-    for dtype, name, buffers in named:
+    for dtype, name, shape, buffers in named:
         begin, end = end, end + sum(map(len, buffers))
-        shape = [(end - begin) // TYPES[dtype].itemsize]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     start = len(text).to_bytes(8, "little") + text
-    return [start, *(buffer for _, _, buffers in named for buffer in buffers)]
+    return [start, *(buffer for *_, buffers in named for buffer in buffers)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,7 @@ class TensorFile:
     metadata: dict[str, str]
     contents: dict[str, memoryview]
     types: dict[str, torch.dtype]
+    shapes: dict[str, list[int]]
 
     @classmethod
     def read(cls, file: Buffer) -> "TensorFile":
@@ -52,8 +52,12 @@ class TensorFile:
         header, data = json.loads(bytes(file[8:start])), memoryview(file)[start:]
         metadata = header.pop(METADATA)
         contents = {name: data[slice(*one["data_offsets"])] for name, one in header.items()}
-        return cls(metadata, contents, {name: TYPES[one["dtype"]] for name, one in header.items()})
+        types = {name: TYPES[one["dtype"]] for name, one in header.items()}
+        return cls(metadata, contents, types, {name: one["shape"] for name, one in header.items()})
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its tensors, which share the file's memory: it must be a bytearray."""
-        return {name: torch.frombuffer(self.contents[name], dtype=dtype) for name, dtype in self.types.items()}
+        return {
+            name: torch.frombuffer(self.contents[name], dtype=dtype).view(self.shapes[name])
+            for name, dtype in self.types.items()
+        }

@@ -8,6 +8,8 @@ about token t: `sampler_logprobs[t]` is the log-probability with which the sampl
     sampler_logprobs  f32   0 where the policy did not write the token
     sampler_versions  i32   version of the weights that produced the token's logits; -1 where none did
     rewards           f32   credited to the token; an outcome reward sits on the last trained token
+    expert_choices    u8    [T, layers, K]: the experts that the sampler chose for the token in each layer; only in runs
+                            that replay them (`moe.routing`)
     (later stages)    f32   reference_logprobs, values, advantages, returns
 
 Invariants
@@ -16,6 +18,8 @@ Invariants
     TR-3  Masks are stored, never inferred from pad or end-of-sequence tokens.
     TR-4  The rewards of a sequence add up to a finite number.
     TR-5  The padding of a packed row is at its end, is never trained, and has its own positions from 0.
+    TR-6  If a sequence has choices of experts, so has each token before its last trained one. Those of later tokens are
+          0 and have no meaning: the sampler need not have computed these tokens, and no trained token depends on them.
 """
 
 import json
@@ -46,11 +50,12 @@ LATER: dict[str, torch.dtype] = {
     "advantages": torch.float32,
     "returns": torch.float32,
 }
+EXPERT_CHOICES = "expert_choices"
 NO_VERSION = -1
 Row = tuple[int, ...]
 """The sequences of a packed row, by their index in the batch."""
 TokenColumns = TensorDict | Mapping[str, torch.Tensor]
-"""The per-token columns `[T]` of one sequence."""
+"""The per-token columns `[T, ...]` of one sequence."""
 TRUNCATED = "truncated"
 """The column that marks tokens of answers which the token limit ended."""
 
@@ -120,8 +125,9 @@ class Group:
         """The group as bytes, for pickles and for the run's log: a safetensors file of one tensor for each column."""
         if self._encoded is not None:
             return self._encoded
-        keys = [str(key) for key in self.samples[0].tokens.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
-        columns = {key: torch.cat([sample.tokens[key] for sample in self.samples]) for key in keys}
+        samples = _with_choices([sample.tokens for sample in self.samples])
+        keys = [str(key) for key in samples[0].keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
+        columns = {key: torch.cat([sample[key] for sample in samples]) for key in keys}
         columns["tokens"] = columns["tokens"].int()  # no vocabulary has 2^31 tokens
         content = {
             "facts": {name: getattr(self, name) for name in _GROUP_FACTS},
@@ -175,14 +181,16 @@ def check_tokens(data: TensorDict, *, where: str) -> None:
         if key not in keys:
             raise SchemaError(f"{where}: `{key}` is missing; a trajectory holds {', '.join(REQUIRED)}")
     for key in keys:
-        dtype = REQUIRED.get(key) or LATER.get(key)
+        dtype = torch.uint8 if key == EXPERT_CHOICES else REQUIRED.get(key) or LATER.get(key)
         if dtype is None:
-            raise SchemaError(f"{where}: `{key}` is unknown; known are {', '.join([*REQUIRED, *LATER])}")
+            known = ", ".join([*REQUIRED, EXPERT_CHOICES, *LATER])
+            raise SchemaError(f"{where}: `{key}` is unknown; known are {known}")
         column = data[key]
         if column.dtype != dtype:
             raise SchemaError(f"{where}: `{key}` is {column.dtype}, must be {dtype}")
-        if column.dim() != 1:
-            raise SchemaError(f"{where}: `{key}` has shape {tuple(column.shape)}, must be one value per token")
+        if column.dim() != (3 if key == EXPERT_CHOICES else 1):
+            values = "[tokens, layers, experts of a token]" if key == EXPERT_CHOICES else "one value per token"
+            raise SchemaError(f"{where}: `{key}` has shape {tuple(column.shape)}, must be {values}")
     if data.batch_size[0] == 0:
         raise SchemaError(f"{where}: `tokens` is empty")
     trained_T = data["trained"]
@@ -243,8 +251,11 @@ class PackedRows:
 
 def pack_rows(sequences: Sequence[TokenColumns], rows: Sequence[Row], row_length: int, pad_token: int) -> TensorDict:
     """These sequences as rows `[R, L]`, with `positions` added."""
-    dtypes = _common_columns(sequences)
-    packed = {key: torch.zeros(len(rows), row_length, dtype=dtype) for key, dtype in dtypes.items()}
+    sequences = _with_choices(sequences)
+    packed = {
+        key: torch.zeros(len(rows), row_length, *shape, dtype=dtype)
+        for key, (dtype, shape) in _common_columns(sequences).items()
+    }
     packed["tokens"].fill_(pad_token)
     if "sampler_versions" in packed:
         packed["sampler_versions"].fill_(NO_VERSION)
@@ -260,6 +271,20 @@ def pack_rows(sequences: Sequence[TokenColumns], rows: Sequence[Row], row_length
     return TensorDict({**packed, "positions": positions_RL}, batch_size=[len(rows), row_length])
 
 
+def _with_choices(sequences: Sequence[TokenColumns]) -> Sequence[TokenColumns]:
+    """The sequences, with choices of experts for those without a trained token if others have them (TR-6)."""
+    known = next((one[EXPERT_CHOICES] for one in sequences if EXPERT_CHOICES in one.keys()), None)  # noqa: SIM118
+    if known is None:
+        return sequences
+    filled: list[TokenColumns] = []
+    for sequence in sequences:
+        columns = dict(sequence.items())
+        if EXPERT_CHOICES not in columns and not columns["trained"].any():
+            columns[EXPERT_CHOICES] = known.new_zeros(len(columns["tokens"]), *known.shape[1:])
+        filled.append(columns)
+    return filled
+
+
 def spans(lengths: Sequence[int], rows: Sequence[Row]) -> Iterator[tuple[int, int, slice]]:
     """`(index in the batch, row, columns)` of each sequence in these rows."""
     for row, places in enumerate(rows):
@@ -269,9 +294,10 @@ def spans(lengths: Sequence[int], rows: Sequence[Row]) -> Iterator[tuple[int, in
             start += lengths[place]
 
 
-def _common_columns(sequences: Sequence[TokenColumns]) -> dict[str, torch.dtype]:
-    """The dtypes of the columns; all sequences must have the same ones."""
-    columns = {str(key): sequences[0][key].dtype for key in sorted(sequences[0].keys())}
+def _common_columns(sequences: Sequence[TokenColumns]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """The dtype of each column and the shape of a token's part; all sequences must have the same ones."""
+    first = sequences[0]
+    columns = {str(key): (first[key].dtype, first[key].shape[1:]) for key in sorted(first.keys())}
     for place, sequence in enumerate(sequences):
         if odd := set(columns) ^ set(sequence.keys()):
             raise SchemaError(f"sequence {place}: `{min(odd)}` is in some sequences of the batch and not in others")

@@ -6,8 +6,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from goaly.durable.records import decode, encode
 from goaly.errors import SchemaError
-from goaly.trajectory import Group, Outcome, Trajectory, Turn, check_tokens, token_data
+from goaly.trajectory import Group, Outcome, Trajectory, Turn, check_tokens, pack_rows, token_data
 
 
 def columns(**changes) -> dict[str, torch.Tensor]:
@@ -46,6 +47,8 @@ def test_a_trajectory_knows_its_reward_and_its_trained_tokens():
         ({"advantages": torch.zeros(3, dtype=torch.float64)}, "`advantages` is torch.float64"),
         ({"rewards": torch.tensor([3e38, 3e38, 0.0])}, "`rewards` add up to inf, must be a finite number"),
         ({"rewards": torch.zeros(3, 2)}, r"`rewards` has shape \(3, 2\)"),
+        ({"expert_choices": torch.zeros(3, 2, 2)}, "`expert_choices` is torch.float32, must be torch.uint8"),
+        ({"expert_choices": torch.zeros(3, dtype=torch.uint8)}, r"`expert_choices` has shape \(3,\), must be \[tokens"),
         ({"trained": torch.tensor([True, True, True])}, "`trained` is set on the first token"),
         ({"sampler_logprobs": torch.tensor([0.0, 0.5, -1.0])}, "`sampler_logprobs` of a trained token is positive"),
         ({"sampler_logprobs": torch.tensor([0.0, -0.5, float("nan")])}, "`sampler_logprobs` of a trained token"),
@@ -89,3 +92,31 @@ def test_a_group_pickles_whole():
     assert (copy.prompt_id, copy.source, copy.verifier_errors, copy.verifier_timeouts) == ("p1", "addition", 2, 3)
     assert (copy.ticket, copy.samples[0].turns, copy.samples[0].outcome) == (4, group.samples[0].turns, "complete")
     assert all(torch.equal(copy.samples[0].tokens[key], group.samples[0].tokens[key]) for key in columns())
+
+
+def with_choices(**changes) -> Trajectory:
+    """A trajectory with choices of two experts in each of four layers."""
+    return trajectory(expert_choices=torch.arange(24, dtype=torch.uint8).view(3, 4, 2), **changes)
+
+
+def untrained() -> Trajectory:
+    """A trajectory of an episode in which the policy wrote nothing, so that nothing was recorded."""
+    return trajectory(trained=torch.zeros(3, dtype=torch.bool))
+
+
+def test_choices_of_experts_are_packed_and_an_untrained_sequence_needs_none():  # TR-6
+    samples = [with_choices().tokens, untrained().tokens]
+    packed = pack_rows(samples, [(1, 0)], 8, 0)
+    assert torch.equal(packed["expert_choices"][0, 3:6], samples[0]["expert_choices"])
+    assert packed["expert_choices"][0, [0, 1, 2, 6, 7]].count_nonzero() == 0
+    with pytest.raises(SchemaError, match="sequence 1: `expert_choices` is in some sequences of the batch and not in"):
+        pack_rows([samples[0], trajectory().tokens], [(0, 1)], 8, 0)
+    assert "expert_choices" not in pack_rows([samples[1]], [(0,)], 8, 0)
+
+
+def test_choices_of_experts_survive_the_way_to_another_process_and_to_the_log():  # TR-6
+    group = Group(ticket=0, prompt_id="p", source="s", samples=(untrained(), with_choices()))
+    for back in (pickle.loads(pickle.dumps(group)), decode(b"".join(encode(group)))):
+        assert torch.equal(back.samples[1].tokens["expert_choices"], with_choices().tokens["expert_choices"])
+        assert back.samples[0].tokens["expert_choices"].shape == (3, 4, 2)
+        assert pickle.loads(pickle.dumps(back)).encoded() == group.encoded()

@@ -164,10 +164,19 @@ class Sample:
     finish: Finish
     stop: str | None = None
     """The stop string that ended the answer; None: something else ended it."""
+    choices: Tensor | None = None
+    """u8 `[tokens, layers, K]`: the experts that were chosen for each token of the prompt and the answer but the last,
+    which is not computed; None if the generator does not record them."""
 
     @classmethod
     def of(
-        cls, tokens: list[int], logprobs: list[float], versions: list[int], finish: Finish, stop: str | None = None
+        cls,
+        tokens: list[int],
+        logprobs: list[float],
+        versions: list[int],
+        finish: Finish,
+        stop: str | None = None,
+        choices: Tensor | None = None,
     ) -> "Sample":
         """The sample of these columns."""
         return cls(
@@ -176,15 +185,25 @@ class Sample:
             versions=torch.tensor(versions, dtype=torch.int32),
             finish=finish,
             stop=stop,
+            choices=choices,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As plain bytes: to pickle three small tensors takes longer than to decode some tokens.
         columns = (self.tokens, self.logprobs, self.versions)
-        return _unpickled, (*(column.numpy().tobytes() for column in columns), self.finish.value, self.stop)
+        recorded = () if self.choices is None else (self.choices.numpy().tobytes(), tuple(self.choices.shape))
+        return _unpickled, (*(column.numpy().tobytes() for column in columns), self.finish.value, self.stop, *recorded)
 
 
-def _unpickled(tokens: bytes, logprobs: bytes, versions: bytes, finish: str, stop: str | None) -> Sample:
+def _unpickled(
+    tokens: bytes,
+    logprobs: bytes,
+    versions: bytes,
+    finish: str,
+    stop: str | None,
+    choices: bytes | None = None,
+    shape: tuple[int, ...] = (),
+) -> Sample:
     def column(raw: bytes, dtype: torch.dtype) -> Tensor:
         return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
 
@@ -194,6 +213,7 @@ def _unpickled(tokens: bytes, logprobs: bytes, versions: bytes, finish: str, sto
         versions=column(versions, torch.int32),
         finish=Finish(finish),
         stop=stop,
+        choices=None if choices is None else column(choices, torch.uint8).view(shape),
     )
 
 

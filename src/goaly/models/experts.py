@@ -22,6 +22,10 @@ warnings.filterwarnings(
 )  # torchtitan's router asks for float32
 
 
+ABOVE_ALL_SCORES = 2.0
+"""More than any difference of two router scores, which are probabilities."""
+
+
 class Experts(GroupedExperts):
     """Gated feed-forward networks, one for each expert, in the type of their parameters: torchtitan's compute in
     bfloat16 only."""
@@ -44,11 +48,18 @@ class Experts(GroupedExperts):
 class MixtureOfExperts(MoE):
     """A layer whose router sends each token to a few experts.
 
-    In passes that are differentiated, `tokens_per_expert_E` counts the tokens that `trained_BL1` marks with 1, and the
-    gradient of their router scores gets `score_gradient_E` added, if it is set.
+    If `choices_BLK` is set, the tokens that `replayed_BL1` marks with 1 go to these experts. The weights of the experts
+    are the router's in any case, and have its gradient.
+
+    In passes that are differentiated, `tokens_per_expert_E` counts the tokens that `trained_BL1` marks with 1,
+    `rerouted` their choices that the router would have made differently, and the gradient of their router scores gets
+    `score_gradient_E` added, if it is set.
     """
 
+    choices_BLK: torch.Tensor | None = None
+    replayed_BL1: torch.Tensor | None = None
     trained_BL1: torch.Tensor | None = None
+    rerouted: torch.Tensor | None = None
     score_gradient_E: torch.Tensor | None = None
 
     @dataclass(kw_only=True, slots=True)
@@ -59,7 +70,7 @@ class MixtureOfExperts(MoE):
         """The weighted sum of each token's experts, and the output of the shared expert if there is one."""
         # A tensor-parallel rank's gradients of the two are placed differently, and DTensor would add them as they are.
         router_BLD, experts_BLD = (x_BLD * 1.0, x_BLD * 1.0) if isinstance(x_BLD, DTensor) else (x_BLD, x_BLD)
-        weights_BLK, experts_BLK, scores_BLE = self.router(router_BLD, self.expert_bias_E)
+        weights_BLK, experts_BLK, scores_BLE = self.router(router_BLD, self._preferences(router_BLD))
         chosen_BLE = torch.zeros_like(scores_BLE, dtype=torch.bool).scatter_(-1, experts_BLK, True)
         if torch.is_grad_enabled() and self.trained_BL1 is not None:
             self._balance(scores_BLE, _local(chosen_BLE), _placed_as(scores_BLE, self.trained_BL1))
@@ -67,8 +78,22 @@ class MixtureOfExperts(MoE):
         out_BLD = self.routed_experts(experts_BLD, weights_BLK, experts_BLK, tokens_E)
         return out_BLD if self.shared_experts is None else out_BLD + self.shared_experts(x_BLD)
 
+    def _preferences(self, x_BLD: torch.Tensor) -> torch.Tensor | None:
+        """What the router adds to its scores before it chooses, but not to the weights of the chosen experts."""
+        if self.choices_BLK is None:
+            return self.expert_bias_E
+        assert self.expert_bias_E is None, "models with a bias of experts are not supported"
+        choices_BLK = self.choices_BLK.long()
+        preferred_BLE = torch.zeros(*choices_BLK.shape[:2], self.router.num_experts, device=choices_BLK.device)
+        preferred_BLE = preferred_BLE.scatter_(-1, choices_BLK, ABOVE_ALL_SCORES) * self.replayed_BL1
+        return _on_every_rank(x_BLD, preferred_BLE)
+
     def _balance(self, scores_BLE: torch.Tensor, chosen_BLE: torch.Tensor, trained_BL1: torch.Tensor) -> None:
         _local(self.tokens_per_expert_E).add_((chosen_BLE * trained_BL1).sum(dim=(0, 1)))
+        if self.choices_BLK is not None:
+            _, own_BLK = _local(scores_BLE).detach().topk(self.router.top_k, dim=-1, sorted=False)
+            own_BLE = torch.zeros_like(chosen_BLE).scatter_(-1, own_BLK, True)
+            self.rerouted += ((chosen_BLE & ~own_BLE) * trained_BL1).sum()
         if self.score_gradient_E is None:
             return
         mesh, placements = (
@@ -91,10 +116,17 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _placed_as(placed: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The rank's part of a tensor that every rank has, if it is to be divided as another one."""
-    if not isinstance(placed, DTensor):
+    whole = _on_every_rank(placed, tensor)
+    if not (isinstance(placed, DTensor) and isinstance(whole, DTensor)):
         return tensor
-    whole = DTensor.from_local(tensor, placed.device_mesh, [Replicate()] * placed.device_mesh.ndim, run_check=False)
     return whole.redistribute(placements=placed.placements).to_local()
+
+
+def _on_every_rank(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that every rank has, as a DTensor if the other one is."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
 class Dispatcher(AllToAllTokenDispatcher):

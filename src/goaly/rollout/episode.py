@@ -7,6 +7,8 @@ Invariants
           not trained, and have log-probability 0 and no version.
     EP-2  A completion must continue exactly the tokens recorded so far: training sees what the policy saw.
     EP-3  Every reward is a finite number; any other value fails its own group, never a batch.
+    EP-4  Of the expert choices that two completions have for one token, those of the first are recorded: the log-probs
+          of its trained tokens were sampled with them (TR-6).
 """
 
 import math
@@ -20,7 +22,7 @@ from goaly.errors import EpisodeError
 from goaly.generate.request import Finish
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.policy import Completion, Policy
-from goaly.trajectory import NO_VERSION, Outcome, TensorDict, Trajectory, Turn
+from goaly.trajectory import EXPERT_CHOICES, NO_VERSION, Outcome, TensorDict, Trajectory, Turn
 
 if TYPE_CHECKING:
     from goaly.prompts.tokenizer import ChatTokenizer
@@ -79,6 +81,7 @@ class Episode:
         self._environment = environment
         self._tokens: list[int] = []
         self._columns: list[dict[str, torch.Tensor]] = []
+        self._choices: list[torch.Tensor] = []
         self._turns: list[Turn] = []
         self._credits: dict[int, float] = {}
         self._outcome = Outcome.COMPLETE
@@ -107,6 +110,8 @@ class Episode:
             "sampler_logprobs": completion.logprobs,
             "sampler_versions": completion.versions,
         }
+        if completion.choices is not None:
+            self._choices.append(completion.choices[sum(map(len, self._choices)) :])  # EP-4
         self._outcome = Outcome.TRUNCATED if completion.finish is Finish.LENGTH else Outcome.COMPLETE
         return self._turn(POLICY, completion.tokens.tolist(), columns)
 
@@ -125,6 +130,10 @@ class Episode:
     def finish(self, reward: float) -> Trajectory:
         """The trajectory, with this reward for the whole of it, in addition to its process rewards."""
         columns = {key: torch.cat([turn[key] for turn in self._columns]) for key in self._columns[0]}
+        if self._choices:
+            choices = torch.cat(self._choices)
+            rest = choices.new_zeros(len(self._tokens) - len(choices), *choices.shape[1:])
+            columns[EXPERT_CHOICES] = torch.cat([choices, rest])
         columns["rewards"] = torch.zeros(len(self._tokens))
         written = columns["trained"].nonzero()
         columns["rewards"][int(written[-1]) if len(written) else -1] = self._number(reward)

@@ -54,6 +54,9 @@ class Completion:
     """The text of the tokens, without special tokens, with the stop string."""
     stop: str | None = None
     """The stop string that ended it; None if another reason did."""
+    choices: Tensor | None = None
+    """u8 `[tokens, layers, K]`: the experts that were chosen for each token of the prompt and the completion but the
+    last; None if the run does not replay them."""
     trained: bool = True
     """Whether it may be trained; False if it was sampled with `trained=False`."""
 
@@ -139,6 +142,7 @@ class Policy:
             finish=sample.finish,
             text=self.decode(sample.tokens.tolist()),
             stop=sample.stop,
+            choices=sample.choices,
             trained=trained,
         )
 

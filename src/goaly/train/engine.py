@@ -14,6 +14,8 @@ Invariants
     TE-4  The policy version and the schedules count batches, however many optimizer steps a batch makes.
     TE-5  A forward pass uses the current parameters, also when something other than the optimizer has written them.
     TE-6  The proximal policy of all minibatches of a batch is the policy before the first one's step.
+    TE-7  If the rows have the sampler's choices of experts, policy and reference send each token on which a trained one
+          depends to these experts, in every pass.
 """
 
 import math
@@ -48,6 +50,8 @@ class ModelEngine(ABC):
 
     _not_finite: ClassVar[str]
     """The error of a metric that is not finite, with places for its name, its value and `steps_done`."""
+    _replays: ClassVar[bool] = False
+    """Whether tokens go to the experts that the sampler chose, if the rows have its choices."""
 
     def __init__(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool = True, offload: bool = False):
         self._source = model.path
@@ -57,6 +61,8 @@ class ModelEngine(ABC):
         self._model = self._parallel.model
         self._expert_layers = [layer for layer in self._model.modules() if hasattr(layer, "tokens_per_expert_E")]
         counts = [torch.zeros_like(local(layer.tokens_per_expert_E)) for layer in self._expert_layers]
+        for layer, count_E in zip(self._expert_layers, counts, strict=True):
+            layer.rerouted = count_E.new_zeros(())
         self._loads_LE = torch.stack(counts) if counts else None
         """Each expert's share of its layer's tokens in the last step; zeros before the first."""
         self.dp_rank, self.dp_ranks, self.leads = self._parallel.dp_rank, settings.fsdp, self._parallel.leads
@@ -131,24 +137,31 @@ class ModelEngine(ABC):
         return combine(steps).metrics | self._expert_loads()
 
     def _expert_loads(self) -> dict[str, float]:
-        """How evenly the trained tokens since the last call were spread over each layer's experts, on all ranks.
+        """How evenly the trained tokens since the last call were spread over each layer's experts, on all ranks; and if
+        their experts were the sampler's choices, how many of these the router would have made differently.
 
         Moves the biases that choose experts by `trainer.expert_bias_rate`."""
         if self._loads_LE is None:
             return {}
         found = [local(layer.tokens_per_expert_E) for layer in self._expert_layers]
-        tokens_LE = torch.stack(found)
-        torch._foreach_zero_(found)
+        rerouted = [layer.rerouted for layer in self._expert_layers]
+        counted = torch.cat([torch.stack(found).flatten(), torch.stack(rerouted)])
+        torch._foreach_zero_([*found, *rerouted])
         if dist.is_initialized():
-            dist.all_reduce(tokens_LE)
+            dist.all_reduce(counted)
+        tokens_LE = counted[: -len(rerouted)].view_as(self._loads_LE)
         self._loads_LE.copy_(tokens_LE / tokens_LE.sum(1, keepdim=True).clamp(min=1))
         if rate := self._settings.expert_bias_rate:
             rises_LE = torch.sign(tokens_LE.mean(1, keepdim=True) - tokens_LE) * rate
             torch._foreach_add_([local(layer.expert_bias_E) for layer in self._expert_layers], list(rises_LE))
-        return {
+        metrics = {
             "experts/load_max": float(self._loads_LE.max()) * self._loads_LE.shape[1],
             "experts/unused": float((tokens_LE == 0).sum()),
         }
+        if self._expert_layers[0].choices_BLK is not None:
+            differ = counted[-len(rerouted) :].sum() / tokens_LE.sum().clamp(min=1)
+            metrics["experts/rerouted"] = float(differ)
+        return metrics
 
     def _balance_experts(self, trained_tokens: int) -> None:
         """Add the gradient of `trainer.expert_balance` to the next passes' router scores.
@@ -212,12 +225,20 @@ class ModelEngine(ABC):
             trained_1T1[:, batch.predicting_P] = 1.0
             for layer in self._expert_layers:
                 layer.trained_BL1 = trained_1T1
+            if self._replays:
+                self._replay(batch)
         hidden_1TD = self._model(
             batch.tokens_1T,
             positions=batch.positions_1T,
             attention_masks=document_masks(self._model, batch.positions_1T),
         )
         return self._apply_head(hidden_1TD, batch)
+
+    def _replay(self, batch: Microbatch) -> None:
+        """Let the next pass send tokens to the experts that the sampler chose, if they are known (TE-7)."""
+        for number, layer in enumerate(self._expert_layers):
+            layer.choices_BLK = None if batch.choices_1TNK is None else batch.choices_1TNK[:, :, number]
+            layer.replayed_BL1 = None if batch.replayed_1T is None else batch.replayed_1T[..., None]
 
     @torch.no_grad()
     def _column(self, rows: TensorDict) -> torch.Tensor:
@@ -263,6 +284,7 @@ class TrainEngine(ModelEngine):
     """The policy, or with `trains=False` a frozen reference: gives the log-probs of the trained tokens."""
 
     _not_finite = "train {} is {} at policy version {}"
+    _replays = True
 
     @property
     def policy_version(self) -> int:

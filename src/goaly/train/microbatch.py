@@ -3,13 +3,17 @@
 Invariants
     MB-1  Trained tokens, the tokens before them in their documents, and their columns are unchanged and in order.
     MB-2  Tokens after the last trained token of a row are dropped: no trained token depends on them.
+    MB-3  Exactly the tokens before the last trained one of their document are marked as those whose choices of experts
+          are replayed: the sampler has computed them all, and no trained token depends on others.
+
+Shape suffixes: R rows, L their length, T tokens of a pass, P trained ones, D documents, N layers, K experts of a token.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from goaly.trajectory import TensorDict
+from goaly.trajectory import EXPERT_CHOICES, TensorDict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,10 @@ class Microbatch:
     """Index of each trained token in the flattened rows."""
     columns: dict[str, torch.Tensor]
     """The batch's columns at the trained tokens."""
+    choices_1TNK: torch.Tensor | None = None
+    """The sampler's choices of experts, if the batch has them."""
+    replayed_1T: torch.Tensor | None = None
+    """Marks the tokens whose choices are replayed (MB-3)."""
 
     def to(self, device: torch.device) -> "Microbatch":
         """The microbatch on this device."""
@@ -37,10 +45,12 @@ class Microbatch:
             targets_P=self.targets_P.to(device),
             cells_P=self.cells_P.to(device),
             columns={key: column.to(device) for key, column in self.columns.items()},
+            choices_1TNK=None if self.choices_1TNK is None else self.choices_1TNK.to(device),
+            replayed_1T=None if self.replayed_1T is None else self.replayed_1T.to(device),
         )
 
 
-NOT_A_COLUMN = ("tokens", "positions", "trained")
+NOT_A_COLUMN = ("tokens", "positions", "trained", EXPERT_CHOICES)
 
 
 def microbatch(rows: TensorDict, *, multiple_of: int = 1) -> Microbatch:
@@ -61,7 +71,14 @@ def microbatch(rows: TensorDict, *, multiple_of: int = 1) -> Microbatch:
         tokens_T = torch.cat([tokens_T, tokens_T.new_zeros(short)])
         positions_T = torch.cat([positions_T, torch.arange(short)])
     columns = {key: rows[key].flatten()[cells_P] for key in rows.keys() if key not in NOT_A_COLUMN}  # noqa: SIM118
-    columns["documents"] = (positions_T == 0).cumsum(0)[at_P] - 1
+    documents_T = (positions_T == 0).cumsum(0) - 1
+    columns["documents"] = documents_T[at_P]
+    choices_1TNK = replayed_1T = None
+    if EXPERT_CHOICES in rows.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+        choices_TNK = rows[EXPERT_CHOICES].flatten(0, 1)[kept]
+        choices_1TNK = torch.cat([choices_TNK, choices_TNK.new_zeros(short, *choices_TNK.shape[1:])])[None]
+        last_D = torch.zeros(len(positions_T), dtype=torch.int64).scatter_reduce_(0, documents_T[at_P], at_P, "amax")
+        replayed_1T = (torch.arange(len(positions_T)) < last_D[documents_T])[None]  # MB-3
     return Microbatch(
         tokens_1T=tokens_T[None],
         positions_1T=positions_T[None],
@@ -69,4 +86,6 @@ def microbatch(rows: TensorDict, *, multiple_of: int = 1) -> Microbatch:
         targets_P=tokens_T[at_P],
         cells_P=cells_P,
         columns=columns,  # pyrefly: ignore[bad-argument-type]
+        choices_1TNK=choices_1TNK,
+        replayed_1T=replayed_1T,
     )

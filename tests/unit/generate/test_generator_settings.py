@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -142,11 +143,13 @@ def test_a_sample_survives_the_way_to_another_process():
         versions=torch.tensor([3, 4], dtype=torch.int32),
         finish=Finish.STOP,
         stop="\n",
+        choices=torch.arange(18, dtype=torch.uint8).view(3, 3, 2),
     )
     back = pickle.loads(pickle.dumps(sample))
-    for column in ("tokens", "logprobs", "versions"):
+    for column in ("tokens", "logprobs", "versions", "choices"):
         torch.testing.assert_close(getattr(back, column), getattr(sample, column))
     assert (back.finish, back.stop) == (Finish.STOP, "\n")
+    assert pickle.loads(pickle.dumps(replace(sample, choices=None))).choices is None
 
 
 def test_settings_import_nothing_heavy():

@@ -1,5 +1,7 @@
 """Episodes: what was said becomes a trajectory, token by token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -93,3 +95,19 @@ def test_an_answer_to_other_tokens_is_refused():
 def test_an_empty_answer_still_carries_the_reward():
     empty = Episode(PROMPT, [5, 6]).wrote(completion([5, 6], [])).finish(1.0)
     assert (empty.reward, empty.trained_tokens, len(empty)) == (1.0, 0, 2)
+
+
+def chose(first: int, count: int) -> torch.Tensor:
+    """Choices of experts of so many tokens, all different."""
+    return (first + torch.arange(count * 4)).to(torch.uint8).view(count, 2, 2)
+
+
+def test_the_first_recorded_choices_of_a_token_stand_and_tokens_after_the_last_completion_have_none():  # EP-4, TR-6
+    first, second = chose(0, 3), chose(100, 6)
+    episode = Episode(PROMPT, [5, 6]).wrote(replace(completion([5, 6], [7, 8]), choices=first)).observed([40])
+    episode.wrote(replace(completion([5, 6, 7, 8, 40], [9, 1]), choices=second)).observed([41, 42])
+    recorded = episode.finish(1.0).tokens["expert_choices"]
+    assert torch.equal(recorded[:3], first)
+    assert torch.equal(recorded[3:6], second[3:])
+    assert recorded[6:].tolist() == [[[0, 0], [0, 0]]] * 3
+    assert "expert_choices" not in Episode(PROMPT, [5]).wrote(completion([5], [7])).finish(1.0).tokens

@@ -3,14 +3,17 @@
 import torch
 from tensordict import TensorDict
 
-from goaly.trajectory import PackedRows
+from goaly.trajectory import EXPERT_CHOICES, PackedRows
 
 VOCABULARY = 32
 Document = dict[str, torch.Tensor]
 
 
-def documents(count: int, *, seed: int = 0, longest: int = 60) -> list[Document]:
-    """Random sequences: a prompt of 3 tokens, then trained tokens with random columns."""
+def documents(
+    count: int, *, seed: int = 0, longest: int = 60, choices: tuple[int, int, int] | None = None
+) -> list[Document]:
+    """Random sequences: a prompt of 3 tokens, then trained tokens with random columns. With `choices`, random ones of
+    experts: so many layers, experts, and experts of a token."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(count):
@@ -27,6 +30,10 @@ def documents(count: int, *, seed: int = 0, longest: int = 60) -> list[Document]
                 "reference_logprobs": (-3.4 + 0.2 * torch.randn(length, generator=generator)) * trained,
             }
         )
+        if choices is not None:
+            layers, experts, of_token = choices
+            order = torch.rand(length, layers, experts, generator=generator).argsort(-1)
+            made[-1][EXPERT_CHOICES] = order[..., :of_token].to(torch.uint8)
     return made
 
 
@@ -37,7 +44,7 @@ def pack(sequences: list[Document], *, rows: int, row_length: int) -> PackedRows
         mine = sequences[row::rows]
         used = sum(len(sequence["tokens"]) for sequence in mine)
         assert used <= row_length
-        padding = {key: torch.zeros(row_length - used, dtype=value.dtype) for key, value in sequences[0].items()}
+        padding = {key: value.new_zeros(row_length - used, *value.shape[1:]) for key, value in sequences[0].items()}
         for key in sequences[0]:
             columns.setdefault(key, []).append(torch.cat([*(sequence[key] for sequence in mine), padding[key]]))
         positions = [torch.arange(len(sequence["tokens"])) for sequence in mine]

@@ -17,9 +17,17 @@ from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine
-from goaly.train.settings import OptimizerSettings, ReferenceSettings, ScheduleSettings, TrainerSettings
-from goaly.trajectory import PackedRows
+from goaly.train.microbatch import Microbatch
+from goaly.train.settings import (
+    CriticSettings,
+    OptimizerSettings,
+    ReferenceSettings,
+    ScheduleSettings,
+    TrainerSettings,
+)
+from goaly.trajectory import EXPERT_CHOICES, PackedRows, TensorDict
 from tests.unit.train.batches import VOCABULARY, documents, pack
 
 LOSS = LossSettings(kl_coef=0.05)
@@ -411,3 +419,86 @@ def test_the_scores_of_a_pass_are_freed_with_it(with_experts: Callable[[float], 
     gc.collect()
     assert len(kept) >= 4
     assert [scores() for scores in kept if scores() is not None] == []
+
+
+CHOICES = (2, 4, 2)
+"""Layers, experts and experts of a token in `with_experts`."""
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def routed(engine: TrainEngine, rows: TensorDict) -> tuple[Microbatch, list[Routed]]:
+    """A pass over these rows; for each layer the experts' weights, the experts and the router's scores."""
+    found: list[Routed] = []
+    hooks = [
+        layer.router.register_forward_hook(lambda *call: found.append(tuple(part[0] for part in call[2])))
+        for layer in engine._expert_layers
+    ]
+    batch = engine._microbatch(rows)
+    engine._outputs(batch)
+    for hook in hooks:
+        hook.remove()
+    return batch, found
+
+
+def test_tokens_go_to_the_experts_that_the_sampler_chose_and_others_to_their_own(
+    with_experts: Callable[[float], TrainEngine],
+):  # TE-7
+    engine = with_experts(0.0)
+    rows = pack(documents(8, choices=CHOICES), rows=4, row_length=160).rows
+    batch, found = routed(engine, rows)
+    without, own = routed(engine, rows.exclude(EXPERT_CHOICES))
+    replayed_T = batch.replayed_1T[0]
+    assert 0 < int((~replayed_T).sum()) == len(batch.columns["documents"].unique())  # the last token of each document
+    for layer, (weights_TK, experts_TK, scores_TE) in enumerate(found):
+        chosen_TK = batch.choices_1TNK[0, :, layer].long()
+        assert torch.equal(experts_TK[replayed_T].sort().values, chosen_TK[replayed_T].sort().values)
+        assert torch.equal(experts_TK[~replayed_T], scores_TE.topk(2, sorted=False).indices[~replayed_T])
+        expected_TK = scores_TE.gather(1, experts_TK)
+        torch.testing.assert_close(weights_TK, expected_TK / expected_TK.sum(1, keepdim=True))
+    torch.testing.assert_close(found[0][2], own[0][2])  # the first layer's scores do not depend on its choices
+    assert without.choices_1TNK is None
+
+
+def test_replay_trains_the_routers_and_reports_what_they_would_have_chosen_differently(
+    with_experts: Callable[[float], TrainEngine],
+):  # TE-7
+    engine = with_experts(0.0)
+    batch = pack(documents(8, choices=CHOICES), rows=4, row_length=160)
+    line, found = routed(engine, batch.rows)
+    at_P = line.predicting_P
+    differ = [
+        ~(line.choices_1TNK[0, at_P, layer][..., None] == scores_TE.topk(2).indices[at_P][:, None]).any(-1)
+        for layer, (_, _, scores_TE) in enumerate(found)
+    ]
+    assert all(made.abs().max() > 0 for name, made in gradients(engine, batch, 2).items() if "router.gate" in name)
+    engine._expert_loads()
+    metrics = engine.train_step(batch, PolicyObjective(LOSS))
+    assert metrics["experts/rerouted"] == pytest.approx(torch.stack(differ).float().mean().item())
+    assert 0.3 < metrics["experts/rerouted"] < 0.7
+    assert "experts/rerouted" not in engine.train_step(
+        dataclasses.replace(batch, rows=batch.rows.exclude(EXPERT_CHOICES)), PolicyObjective(LOSS)
+    )
+
+
+def test_replaying_its_own_choices_changes_nothing(with_experts: Callable[[float], TrainEngine]):
+    one, other = with_experts(0.5), with_experts(0.5)
+    own = pack(documents(8), rows=4, row_length=160)
+    row = own.rows[:1]  # one at a time, of which the used part is one line
+    packed = dataclasses.replace(own, rows=row, batch_trained_tokens=int(row["trained"].sum()))
+    _, found = routed(one, row)
+    line_TNK = torch.stack([experts_TK for _, experts_TK, _ in found], 1)
+    choices = torch.zeros(1, row.batch_size[1], 2, 2, dtype=torch.uint8)
+    choices[0, : len(line_TNK)] = line_TNK.to(torch.uint8)
+    replayed = dataclasses.replace(packed, rows=TensorDict({**row, EXPERT_CHOICES: choices}, row.batch_size))
+    assert torch.equal(one.logprobs(packed.rows), other.logprobs(replayed.rows))
+    expected = one.train_step(packed, PolicyObjective(LOSS))
+    assert other.train_step(replayed, PolicyObjective(LOSS)) == expected | {"experts/rerouted": 0.0}
+    assert one.digest() == other.digest()
+
+
+def test_a_critic_chooses_experts_itself(tmp_path: Path):
+    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=4, hidden_dim=32))
+    critic = CriticEngine(ModelSettings(path=str(folder)), CriticSettings(), SETTINGS)
+    torch.nn.init.normal_(critic._model.lm_head.weight)
+    rows = pack(documents(4, choices=CHOICES), rows=2, row_length=160).rows
+    assert torch.equal(critic.values(rows), critic.values(rows.exclude(EXPERT_CHOICES)))

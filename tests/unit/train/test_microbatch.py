@@ -38,3 +38,25 @@ def test_rows_without_a_trained_token_still_make_a_line():
     line = microbatch(packed.rows, multiple_of=4)
     assert line.tokens_1T.shape == (1, 4)
     assert line.cells_P.numel() == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(count=st.integers(1, 12), rows=st.integers(1, 5), multiple=st.sampled_from([1, 8]), seed=st.integers(0, 99))
+def test_tokens_before_the_last_trained_one_of_their_document_have_choices_to_replay(
+    count: int, rows: int, multiple: int, seed: int
+):  # MB-3, TR-6
+    sequences = documents(count, seed=seed, longest=20, choices=(2, 8, 3))
+    for number, sequence in enumerate(sequences):
+        sequence["trained"][-1 - number % 3 :] = False  # as if an environment had the last word
+        sequence["tokens"][:] = torch.arange(len(sequence["tokens"])) + 1000 * (number + 1)
+    line = microbatch(pack(sequences, rows=rows, row_length=240).rows, multiple_of=multiple)
+    replayed = dict(zip(line.tokens_1T[0].tolist(), line.replayed_1T[0].tolist(), strict=True))
+    choices = dict(zip(line.tokens_1T[0].tolist(), line.choices_1TNK[0], strict=True))
+    for sequence in sequences:
+        tokens = sequence["tokens"].tolist()
+        trained = sequence["trained"].nonzero().flatten().tolist()
+        needed = tokens[: trained[-1]] if trained else []
+        assert [token for token in tokens if replayed.get(token)] == needed
+        for at, token in enumerate(needed):
+            assert torch.equal(choices[token], sequence["expert_choices"][at])
+    assert "expert_choices" not in line.columns

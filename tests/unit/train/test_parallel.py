@@ -123,6 +123,17 @@ def rewritten(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     return {"before": before, "after": engine.logprobs(rows), "dp_rank": engine.dp_rank}
 
 
+def replayed(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
+    """What a step and a frozen model give on this rank if the sampler has chosen the experts."""
+    model = ModelSettings(path=str(folder))
+    engine = TrainEngine(model, dataclasses.replace(settings, optimizer=SMALL_STEPS))
+    batch = pack(documents(10, choices=(1, EXPERTS["experts"], 2)), rows=ROWS, row_length=160)
+    share = dataclasses.replace(batch, rows=batch.rows[engine.dp_rank :: settings.fsdp])
+    frozen = TrainEngine(model, settings, trains=False).logprobs(share.rows)
+    metrics = engine.train_step(share, PolicyObjective(LossSettings(name="ppo")))
+    return {"metrics": metrics, "frozen": frozen, "after": engine.logprobs(share.rows), "dp_rank": engine.dp_rank}
+
+
 def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a critic's two passes over a batch in two parts give on this rank: metrics, and values after them."""
     degrees = {"fsdp": settings.fsdp, "tp": settings.tp, "ep": settings.ep}
@@ -148,6 +159,8 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
         torch.save(judged(models / name, settings), out / f"{name}.critic.{rank}")
         torch.save(rewritten(models / name, settings), out / f"{name}.rewritten.{rank}")
         torch.save(in_parts(models / name, settings), out / f"{name}.parts.{rank}")
+        if "experts" in name:
+            torch.save(replayed(models / name, settings), out / f"{name}.replayed.{rank}")
     dist.destroy_process_group()
 
 
@@ -197,6 +210,22 @@ def test_two_ranks_have_the_steps_of_one_on_a_batch_in_parts(
     for rank in range(2):
         found = torch.load(out / f"{layout}.parts.{rank}", weights_only=False)
         assert found == pytest.approx(alone, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "experts" in name])
+def test_two_ranks_replay_choices_of_experts_as_one_does(  # TE-7
+    results: tuple[dict[str, dict[str, Any]], Path], layout: str
+):
+    _, out = results
+    alone = replayed(out / MODELS / layout, ALONE)
+    assert 0.3 < alone["metrics"]["experts/rerouted"] < 0.7
+    for rank in range(2):
+        found = torch.load(out / f"{layout}.replayed.{rank}", weights_only=False)
+        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-3, abs=1e-5)
+        for which in ("frozen", "after"):
+            rows = alone[which][found["dp_rank"] :: LAYOUTS[layout].get("fsdp", 1)]
+            torch.testing.assert_close(found[which], rows, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.timeout(240)
