@@ -26,6 +26,7 @@ monarch.actor.unhandled_fault_hook = lambda failure: None
 # vLLM and torchtitan are imported once, for all tests that need a process of their own and fork it there.
 multiprocessing.set_forkserver_preload(["goaly.generate.engine", "goaly.train.parallel"])
 FORKING = {
+    "tests/actors/test_expert_choices.py",
     "tests/actors/test_generator_engine.py",
     "tests/actors/test_generator_experts.py",
     "tests/actors/test_lagged.py",

@@ -1,7 +1,6 @@
 """vLLM's engine over a model with experts, on one rank and on two, against plain transformers."""
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.run.process_agent import lasting_port
+from tests.actors.own_choices import OwnChoices
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -29,17 +29,15 @@ LAYOUTS: dict[str, dict[str, int]] = {
 PROMPTS = [[(7 * i + 3 * j) % 30 + 2 for j in range(20 + i)] for i in range(6)]
 NOISE = 2e-4
 
-Sampled = list[tuple[list[int], torch.Tensor]]
 
-
-def sampled(engine: Any) -> Sampled:
-    """The tokens and log-probs of an answer to each prompt."""
+def sampled(engine: Any) -> list[Sample]:
+    """An answer to each prompt."""
     for number, prompt in enumerate(PROMPTS):
         engine.add(str(number), prompt, Sampling(max_tokens=30, seed=number))
     ended: dict[str, Sample] = {}
     while engine.running:
         ended |= dict(engine.step())
-    return [(ended[str(n)].tokens.tolist(), ended[str(n)].logprobs) for n in range(len(PROMPTS))]
+    return [ended[str(number)] for number in range(len(PROMPTS))]
 
 
 def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str, int], out: Path) -> None:
@@ -52,7 +50,7 @@ def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str
     from goaly.weights.placement import layout_of, local
 
     settings = GeneratorSettings(max_running=16, max_context=128, kv_cache_gib=0.01, max_step_tokens=128, **degrees)
-    engine = Engine(settings, ModelSettings(path=str(folders[0])))
+    engine = Engine(settings, ModelSettings(path=str(folders[0])), records_choices=True)
     before = sampled(engine)
     live = engine.named_tensors()
     weights = native_tensors(model_spec(folders[1]), folders[1])
@@ -95,6 +93,10 @@ def logprobs_of(folders: list[Path]) -> Any:
     return logprobs
 
 
+def tokens(samples: list[Sample]) -> list[torch.Tensor]:
+    return [one.tokens for one in samples]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_replica_samples_from_the_model_that_transformers_has_before_and_after_an_update(
     folders: list[Path], logprobs_of: Any, tmp_path: Path, layout: str
@@ -105,9 +107,12 @@ def test_a_replica_samples_from_the_model_that_transformers_has_before_and_after
     torch.multiprocessing.start_processes(in_each_process, arguments, nprocs=ranks, start_method="forkserver")
     found = [torch.load(f"{tmp_path / 'sampled'}.{rank}", weights_only=False) for rank in range(ranks)]
     for which in range(2):
-        expected = partial(logprobs_of, which)
-        for prompt, (tokens, logprobs) in zip(PROMPTS, found[0][which], strict=True):
-            torch.testing.assert_close(logprobs, expected(prompt, tokens), atol=NOISE, rtol=0)
-        assert all([tokens for tokens, _ in one[which]] == [tokens for tokens, _ in found[0][which]] for one in found)
+        own = OwnChoices(folders[which])
+        for prompt, one in zip(PROMPTS, found[0][which], strict=True):
+            expected = logprobs_of(which, prompt, one.tokens.tolist())
+            torch.testing.assert_close(one.logprobs, expected, atol=NOISE, rtol=0)
+            own.assert_recorded(prompt, one)  # EC-1
+        for of_rank in found:
+            assert all(map(torch.equal, tokens(of_rank[which]), tokens(found[0][which])))
     shape = found[0][2]["layers.1.moe.routed_experts.inner_experts.w1_EFD"]
     assert shape == ((4, 64, 96) if "ep" in degrees else (8, 64 // ranks, 96))

@@ -313,3 +313,21 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
         (experts, ["generator.tp=2", "generator.ep=3"], "generator.ep=3: must be 1 or generator.tp=2"),
     ]:
         assert [line for line in refused(model, *overrides) if line.startswith(said)], refused(model, *overrides)
+
+
+def test_choices_that_cannot_be_replayed_are_told_before_anything_starts(tiny_model_folder: Path, tmp_path: Path):
+    experts = write_tiny_model(tmp_path / "experts", TinyModel(layers=1, experts=6))
+    many = write_tiny_model(tmp_path / "many", TinyModel(layers=1, experts=257))
+    other = write_tiny_model(tmp_path / "other", TinyModel(layers=2, experts=6))
+    replay, reference = "moe.routing=replay", ["loss.kl_coef=0.1", f"reference.path={other}"]
+    for model, overrides, said in [
+        (tiny_model_folder, [], "has no effect, the model has no experts"),
+        (many, [], "the model has 257 experts, must have at most 256"),
+        (experts, reference, "the reference has (layers, experts, experts of a token) (2, 6, 2), must have (1, 6, 2)"),
+    ]:
+        (told,) = refused(model, replay, *overrides)
+        assert told.startswith(f"moe.routing=replay: {said}")
+    assert run_config(GRPO, experts, replay).moe.replays
+    assert not run_config(GRPO, experts, *reference).moe.replays
+    critic = run_config(PPO, experts, replay, f"critic.path={other}").critic  # which routes by its own scores
+    assert critic is not None

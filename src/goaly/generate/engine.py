@@ -39,6 +39,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.sample import sampler
 
 from goaly.errors import ConfigError
+from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceRecorder
 from goaly.generate.request import Finish, Sample, Sampling, StopStrings, check_prompt, decoder, duplicate_request
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
@@ -66,6 +67,8 @@ class _Running:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    choices: torch.Tensor | None = None
+    """The experts chosen for its tokens, once it has ended; None: they are not recorded."""
     stops: StopStrings | None = None
     """Searches the answer for the request's stop strings; None: it has none."""
 
@@ -83,13 +86,16 @@ class _Running:
 
     def sample(self, finish: Finish, stop: str | None = None) -> Sample:
         """The answer so far."""
-        return Sample.of(self.tokens, self.logprobs, self.versions, finish, stop)
+        return Sample.of(self.tokens, self.logprobs, self.versions, finish, stop, self.choices)
 
 
 class Engine:
     """A vLLM engine over one Hugging Face folder, at policy version 0 until weights are applied."""
 
-    def __init__(self, settings: GeneratorSettings, model: ModelSettings, *, seed: int = 0):
+    def __init__(
+        self, settings: GeneratorSettings, model: ModelSettings, *, seed: int = 0, records_choices: bool = False
+    ):
+        """With `records_choices`, samples have the experts that were chosen for their tokens."""
         on_cuda = torch.cuda.is_available()
         self._shape = architecture(read_config(model.path))
         waits = self._shape.experts and settings.engine == "torchtitan" and not _multiplies_experts_at_once(model.dtype)
@@ -113,6 +119,8 @@ class Engine:
                 "1"  # its cache is of latent vectors, torchtitan's attention needs the heads'
             )
             overrides["hf_overrides"] = {"architectures": [vllm_model.ARCHITECTURE]}
+            if records_choices:
+                overrides["additional_config"] = {RECORDS_CHOICES: True}
         _unname_semaphores()
         if not on_cuda:
             sampler.batched_count_greater_than = _rank_of_sample  # vLLM would spend seconds on compiling its own
@@ -147,6 +155,7 @@ class Engine:
         self._scheduler = self._core.engine_core.scheduler
         self._supported_tasks = self._vllm.get_supported_tasks()
         self._vocabulary = self._vllm.model_config.get_vocab_size()
+        self._recorder = ChoiceRecorder(self._scheduler, self._model().choices) if records_choices else None
 
     @property
     def running(self) -> int:
@@ -259,12 +268,16 @@ class Engine:
             raise ValueError(f"request {request.name}: {request.sampling}: {error}") from error
         inputs.assign_request_id(core_request)
         self._core.add_request(core_request)
+        if self._recorder is not None:
+            self._recorder.begin(core_request.request_id)
         self._requests[core_request.request_id] = request
         self._names[request.name] = core_request.request_id
 
     def _forget(self, key: str) -> _Running:
         request = self._requests.pop(key)
         del self._names[request.name]
+        if self._recorder is not None:
+            request.choices = self._recorder.take(key)
         return request
 
     def _restart_waiting(self) -> None:

@@ -50,13 +50,16 @@ class Generator(Actor):
         store: "WeightStore | None" = None,
         replica: int = 0,
         weights: WeightSettings | None = None,
+        records_choices: bool = False,
     ):
-        """Without a `store` the weights of the model folder are never updated."""
+        """Without a `store` the weights of the model folder are never updated. With `records_choices`, samples have the
+        experts that were chosen for their tokens."""
         self._settings = settings
         self._model = model
         self._store = store
         self._replica = replica
         self._weight_settings = weights or WeightSettings()
+        self._records_choices = records_choices
         self._rank = 0
         self._engine: Engine | None = None
         self._engine_loop: EngineLoop | None = None
@@ -74,7 +77,10 @@ class Generator(Actor):
         from goaly.generate.engine import Engine  # vLLM takes seconds to import
 
         settings = self._settings
-        engine = await asyncio.to_thread(Engine, settings, self._model, seed=settings.seed + self._replica)
+        seed = settings.seed + self._replica
+        engine = await asyncio.to_thread(
+            Engine, settings, self._model, seed=seed, records_choices=self._records_choices
+        )
         self._engine = engine
         engine.enter_thread()  # this thread prefetches updates into the engine's GPU
         commands, announcements = (RankLink(), RankLink()) if settings.tp > 1 else (None, None)

@@ -37,6 +37,7 @@ from vllm.distributed import (
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 
+from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models.deepseek import softmax_scale
 from goaly.models.spec import Architecture, architecture, model_spec, published, read_config
 
@@ -100,6 +101,8 @@ class TorchtitanForCausalLM(torch.nn.Module):
         untied: Any = copy.copy(config)
         untied.enable_weight_tying = False  # or each layer would need the embedding, too
         self._adapter = spec.state_dict_adapter(untied, folder)
+        self.choices: ChoiceCache | None = None
+        """The experts that were chosen for the tokens in the key-value cache, if they are recorded."""
         self._dims: ParallelDims | None = None
         self._context: Any = nullcontext
         if self._tp > 1:
@@ -128,6 +131,8 @@ class TorchtitanForCausalLM(torch.nn.Module):
                 dump_folder="",
                 skip_dp=True,
             )
+        if RECORDS_CHOICES in vllm_config.additional_config:
+            self.choices = ChoiceCache([*self.model.layers.values()], vllm_config)
         self.model.to_empty(device=vllm_config.device_config.device)
         with torch.no_grad(), self._context():
             self.model.init_weights(buffer_device=None)
@@ -150,7 +155,10 @@ class TorchtitanForCausalLM(torch.nn.Module):
             hidden_BLD = self.model.tok_embeddings(input_ids.unsqueeze(0))
             for layer in self.model.layers.values():
                 hidden_BLD = layer(hidden_BLD, None, positions_BL)
-            return self.model.norm(hidden_BLD).squeeze(0)
+            hidden_TD = self.model.norm(hidden_BLD).squeeze(0)
+        if self.choices is not None:
+            self.choices.write()
+        return hidden_TD
 
     def compute_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Logits `[T, V]` over the whole vocabulary."""

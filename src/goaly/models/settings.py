@@ -1,4 +1,4 @@
-"""Which model is trained and sampled, and how many ranks can divide it."""
+"""Which model is trained and sampled, how many ranks can divide it, and how its tokens are routed to experts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 EXPERT_MULTIPLE = 8
 """Widths of experts must be multiples of this: their matrix product needs rows of whole 16 bytes, also in bfloat16."""
+MOST_EXPERTS = 256
+"""A choice of an expert is recorded in a byte."""
 
 
 class ModelSettings(Settings):
@@ -25,6 +27,31 @@ class ModelSettings(Settings):
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from folder_problems(self.path, at)
+
+
+class MoeSettings(Settings):
+    """Mixtures of experts."""
+
+    routing: Literal["own", "replay"] = "own"
+    """Experts of each token in trainer and reference: "own" are those that their own routers choose; "replay" are those
+    that the sampler chose. Rounding makes a few choices of their own differ from the sampler's, and their log-probs
+    with them: set "replay" if `sampler_kl` is high. Trajectories then have a byte for each layer and expert of a
+    token."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether the sampler's choices are recorded and replayed."""
+        return self.routing == "replay"
+
+    def shape_problems(self, at: Section, whose: str, shape: "Architecture", model: "Architecture") -> Iterator[str]:
+        """One line for each reason why the choices of `model` cannot be replayed in a model of this shape."""
+        if not self.replays:
+            return
+        if shape.experts > MOST_EXPERTS:
+            yield f"{at.routing}: the {whose} has {shape.experts} experts, must have at most {MOST_EXPERTS}"
+        ours, theirs = ((one.layers, one.experts, one.experts_per_token) for one in (shape, model))
+        if ours != theirs:
+            yield f"{at.routing}: the {whose} has (layers, experts, experts of a token) {ours}, must have {theirs}"
 
 
 def folder_problems(path: str | None, at: Section) -> Iterator[str]:

@@ -12,7 +12,7 @@ from goaly.errors import ConfigError
 from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings, SamplingSettings
 from goaly.losses.settings import LossSettings
-from goaly.models.settings import ModelSettings
+from goaly.models.settings import ModelSettings, MoeSettings
 from goaly.prompts.prompt import Split
 from goaly.prompts.settings import ChatSettings, PromptSettings
 from goaly.reward.settings import AdvantageSettings, RewardSettings
@@ -50,6 +50,8 @@ class RunConfig(Settings):
     """The run's folder; `{time}` becomes the start time. A folder of another run is refused."""
     model: ModelSettings
     """The model that the run starts from."""
+    moe: MoeSettings = field(default_factory=MoeSettings)
+    """Experts of the model, if it has some."""
     prompts: PromptSettings = field(default_factory=PromptSettings)
     """Sources of prompts."""
     chat: ChatSettings = field(default_factory=ChatSettings)
@@ -210,6 +212,7 @@ class RunConfig(Settings):
         from goaly.models.spec import architecture, read_config  # imports torch, which `--help` does not need
         from goaly.prompts.tokenizer import chat_problems  # imports jinja
 
+        model = None
         for whose, (path, divided) in self._folders().items():
             if ModelSettings(path=path).problems(""):
                 continue  # the section's own problem
@@ -221,12 +224,17 @@ class RunConfig(Settings):
             for section, ranks in divided.items():
                 yield from ranks.shape_problems(Section(ranks, f"{at}{section}."), shape, whose)
             if whose == "model":
+                model = shape
                 yield from self.trainer.balance_problems(at.trainer, shape)
-                if shape.experts and self.trainer.compile and self.model.dtype == "float32":
+                if not shape.experts:
+                    yield from at.moe.idle("the model has no experts", "routing")
+                elif self.trainer.compile and self.model.dtype == "float32":
                     yield f"{at.trainer.compile}: needs {at.model}dtype=bfloat16 for a model with experts"
                 if shape.experts and self.generator.engine == "native":
                     yield f"{at.generator.engine}: must be torchtitan for a model with experts"
                 yield from self.generator.model_problems(at.generator, at.model.path, shape)
+            if model is not None and model.experts and whose != "critic":  # which routes by its own scores
+                yield from self.moe.shape_problems(at.moe, whose, shape, model)
         if not self.model.problems(""):
             yield from chat_problems(self.chat, self.model.path, f"{at}chat.")
 

@@ -47,6 +47,7 @@ KEPT = {
     "backlog": "the logged groups and batches depend on it",
     "prompts": "the data position belongs to these prompts",
     "model": "the checkpoints have this model",
+    "moe": "the logged groups have choices of experts only if they are replayed",
     "chat": "the logged groups were rendered by it",
     "sampling": "the logged groups were sampled by it",
     "advantages": "the logged batches depend on it",

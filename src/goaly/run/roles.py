@@ -131,7 +131,8 @@ class Roles:
         first = f"generator-{replica}"
         mesh = self.mesh(first, name) if config.generator.tp == 1 else await self._joined(first, name)
         hub = await self.hub.present()
-        return spawn(mesh, name, Generator, config.generator, config.model, hub.store, replica, config.weights)
+        served = (config.generator, config.model, hub.store, replica, config.weights)
+        return spawn(mesh, name, Generator, *served, records_choices=config.moe.replays)
 
     def count(self, planned: str) -> int:
         """The number of processes of a role."""

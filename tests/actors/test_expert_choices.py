@@ -1,0 +1,202 @@
+"""The experts that vLLM's engine records for each token are those that the trainer's own pass chooses.
+
+A child process holds the engines. Their cache is small, and prompts span several of its blocks, so that preemption and
+prefix caching happen.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_model import VOCABULARY, native_tensors, write_random_model
+
+from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.settings import GeneratorSettings
+from goaly.models.settings import ModelSettings
+from tests.actors.engines_in_child import PROMPTS, steps
+from tests.actors.own_choices import OwnChoices, as_row
+
+pytestmark = pytest.mark.timeout(240)
+
+SETTINGS = GeneratorSettings(max_running=32, max_context=512, kv_cache_gib=0.005, max_step_tokens=256)
+LONG = Sampling(max_tokens=60)
+
+engines: dict[str, Any]
+weights: list[dict[str, torch.Tensor]]
+
+
+def start_engines(folders: list[Path]) -> None:
+    global engines, weights
+    from goaly.generate.engine import Engine
+    from goaly.models.spec import model_spec
+
+    models = {dtype: ModelSettings(path=str(folders[0]), dtype=dtype) for dtype in ("float32", "bfloat16")}
+    engines = {dtype: Engine(SETTINGS, model, records_choices=True) for dtype, model in models.items()}
+    weights = [native_tensors(model_spec(folder), folder) for folder in folders]
+
+
+def load(which: int, version: int) -> int:
+    """What a subscriber's `apply` does."""
+    for name, tensor in engines["float32"].named_tensors().items():
+        tensor.copy_(weights[which][name])
+    return version
+
+
+def sample(dtype: str, requests: int, sampling: Sampling) -> tuple[list[Sample], int]:
+    """Samples of the prompts in turn, and how many preemptions there were."""
+    engine = engines[dtype]
+    scheduler = engine._scheduler
+    preempt, preempted = scheduler._preempt_request, []
+    scheduler._preempt_request = lambda request, *rest, **named: (preempted.append(1), preempt(request, *rest, **named))
+    for number in range(requests):
+        engine.add(str(number), PROMPTS[number % len(PROMPTS)], replace(sampling, seed=number))
+    ended = steps(engine)
+    scheduler._preempt_request = preempt
+    return [ended[str(number)] for number in range(requests)], len(preempted)
+
+
+def update_while_sampling(mode: str) -> tuple[list[Sample], list[Sample]]:
+    """Samples over which the weights of folder 1 came as version 5 after some steps, and samples begun after that."""
+    engine = engines["float32"]
+    engine._settings = replace(SETTINGS, on_update=mode)
+    engine.apply(partial(load, 0, 4))
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(str(number), prompt, LONG)
+    ended = steps(engine, None if mode == "drain" else 20)
+    engine.apply(partial(load, 1, 5))
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(f"later {number}", prompt, LONG)
+    ended |= steps(engine)
+    engine._settings = SETTINGS
+    engine.apply(partial(load, 0, 0))
+    count = range(len(PROMPTS))
+    return [ended[str(number)] for number in count], [ended[f"later {number}"] for number in count]
+
+
+def cancel_midway() -> tuple[list[tuple[str, Sample]], dict[str, list[torch.Tensor]]]:
+    """What was sampled of two requests until they were cancelled, and what is still recorded at the end."""
+    engine = engines["float32"]
+    for name in ("a", "b"):
+        engine.add(name, PROMPTS[0], LONG)
+    steps(engine, 10)
+    cancelled = engine.cancel(["a", "b"])
+    engine.step()
+    return cancelled, engine._recorder._recorded
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [write_random_model(tmp_path_factory.mktemp(f"experts{seed}"), seed=seed, experts=8) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def there(folders: list[Path]) -> Iterator[Callable[..., Any]]:
+    """Runs one of this module's functions where the engines are."""
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=start_engines, initargs=(folders,)) as child:
+
+        def run(function: Callable[..., Any], *arguments: Any) -> Any:
+            return child.submit(function, *arguments).result(timeout=150)
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def own(folders: list[Path]) -> list[OwnChoices]:
+    return [OwnChoices(folder) for folder in folders]
+
+
+def test_choices_are_the_trainers_own_also_after_preemption_and_prefix_reuse(
+    there: Any, own: list[OwnChoices]
+) -> None:  # EC-1
+    samples, preemptions = there(sample, "float32", 32, replace(LONG, max_tokens=150))
+    assert preemptions > 3
+    for number, one in enumerate(samples):
+        own[0].assert_recorded(PROMPTS[number % len(PROMPTS)], one)
+
+
+def test_tokens_computed_again_under_new_weights_keep_the_choices_that_they_were_sampled_with(  # EC-1
+    there: Any, own: list[OwnChoices]
+) -> None:
+    samples, later = there(update_while_sampling, "recompute")
+    for prompt, one in zip(PROMPTS, samples, strict=True):
+        assert one.versions.unique().tolist() == [4, 5]
+        first = len(prompt) - 1 + int((one.versions == 4).sum())
+        own[0].assert_recorded(prompt, one, last=first)
+        own[1].assert_recorded(prompt, one, first=first)
+    for prompt, one in zip(PROMPTS, later, strict=True):
+        own[1].assert_recorded(prompt, one)
+
+
+@pytest.mark.parametrize("mode", ["keep", "drain"])
+def test_choices_are_those_of_the_version_that_computed_a_token(
+    there: Any, own: list[OwnChoices], mode: str
+) -> None:  # EC-1
+    samples, later = there(update_while_sampling, mode)
+    for prompt, one in zip(PROMPTS, samples, strict=True):
+        own[0].assert_recorded(prompt, one, last=len(prompt) - 1 + int((one.versions == 4).sum()))
+    for prompt, one in zip(PROMPTS, later, strict=True):
+        own[1].assert_recorded(prompt, one)
+
+
+def test_answers_that_a_stop_string_or_a_cancel_ended_have_their_choices(there: Any, own: list[OwnChoices]) -> None:
+    (whole,), _ = there(sample, "float32", 1, LONG)
+    stop = "".join(VOCABULARY[token] for token in whole.tokens[10:12].tolist())
+    (stopped,), _ = there(sample, "float32", 1, replace(LONG, stop=[stop]))
+    assert stopped.finish is Finish.STOP
+    own[0].assert_recorded(PROMPTS[0], stopped)
+    cancelled, left = there(cancel_midway)
+    for _, one in cancelled:
+        own[0].assert_recorded(PROMPTS[0], one)
+    assert left == {}
+
+
+def test_in_bfloat16_some_choices_differ_and_replay_brings_the_log_probs_together(
+    there: Any, folders: list[Path]
+) -> None:  # TE-7
+    from goaly.losses.objective import PolicyObjective
+    from goaly.losses.settings import LossSettings
+    from goaly.train.engine import TrainEngine
+    from goaly.train.settings import OptimizerSettings, TrainerSettings
+    from goaly.trajectory import EXPERT_CHOICES, PackedRows
+
+    samples, _ = there(sample, "bfloat16", 24, LONG)
+    sequences = []
+    for number, one in enumerate(samples):
+        prompt = PROMPTS[number % len(PROMPTS)]
+        unsampled, length = torch.zeros(len(prompt)), len(prompt) + len(one.tokens)
+        trained = torch.arange(length) >= len(prompt)
+        sequences.append(
+            {
+                "tokens": torch.cat([torch.tensor(prompt), one.tokens]),
+                "trained": trained,
+                "sampler_logprobs": torch.cat([unsampled, one.logprobs]),
+                "sampler_versions": torch.where(trained, 0, -1).int(),
+                "advantages": trained.float(),
+                EXPERT_CHOICES: torch.cat([one.choices, one.choices[-1:]]),
+            }
+        )
+    rows, found = as_row(sequences), {}
+    tiny = TrainerSettings(optimizer=OptimizerSettings(lr=1e-9))
+    try:
+        for routing in ("own", "replay"):
+            engine = TrainEngine(ModelSettings(path=str(folders[0]), dtype="bfloat16"), tiny)
+            given = rows if routing == "replay" else rows.exclude(EXPERT_CHOICES)
+            trained = given["trained"]
+            error = (engine.logprobs(given) - given["sampler_logprobs"])[trained].abs().max().item()
+            batch = PackedRows(rows=given, batch_trained_tokens=int(trained.sum()), batch_sequences=len(sequences))
+            found[routing] = error, engine.train_step(batch, PolicyObjective(LossSettings()))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    (unlike, before), (replayed, after) = found["own"], found["replay"]
+    assert 0.001 < after["experts/rerouted"] < 0.05
+    assert unlike > 0.2
+    assert replayed < 0.1
+    assert after["sampler_kl"] < before["sampler_kl"] / 2
