@@ -69,6 +69,8 @@ class ChoiceRecorder:
     def __init__(self, scheduler: Any, cache: ChoiceCache):
         """`scheduler` is vLLM's."""
         self._scheduler, self._cache = scheduler, cache
+        copies_parts = scheduler.kv_cache_manager.coordinator.enable_partial_hash_hits
+        assert not copies_parts, "vLLM would copy tokens to another block, and their choices would stay behind"
         self._recorded: dict[str, list[torch.Tensor]] = {}
         self._free = scheduler.kv_cache_manager.free
         scheduler.kv_cache_manager.free = self._read_and_free
