@@ -207,7 +207,9 @@ def padded_step(folder: str, batches: list[list[TensorDict]]) -> Callable[[], No
 
     def step() -> None:
         for rows in padded:
-            hidden = model.model(input_ids=rows["tokens"], attention_mask=rows["masks", "tokens"].long()).last_hidden_state
+            hidden = model.model(
+                input_ids=rows["tokens"], attention_mask=rows["masks", "tokens"].long()
+            ).last_hidden_state
             logits = model.lm_head(hidden[:, :-1][rows["trained"][:, 1:]])
             (grpo_loss(logits, rows) / trained).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)

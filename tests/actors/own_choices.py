@@ -32,10 +32,19 @@ class OwnChoices:
             layer.router.register_forward_hook(lambda *call: found.append(call[2][1][0]))
             for layer in self._engine._expert_layers
         ]
-        self._engine.logprobs(as_row([{"tokens": torch.tensor(tokens), "trained": torch.arange(len(tokens)) > 0}]))
+        self.logprobs({"tokens": torch.tensor(tokens), "trained": torch.arange(len(tokens)) > 0})
         for hook in hooks:
             hook.remove()
         return torch.stack(found, 1)[:-1].sort().values
+
+    def logprobs(self, sequence: TokenColumns) -> torch.Tensor:
+        """The log-probs of the sequence's trained tokens."""
+        return self._engine.logprobs(as_row([sequence]))
+
+    def change_biases(self) -> None:
+        """Let the routers prefer other experts."""
+        for layer in self._engine._expert_layers:
+            layer.expert_bias_E.copy_(torch.randn(len(layer.expert_bias_E), generator=torch.Generator().manual_seed(1)))
 
     def assert_recorded(self, prompt: list[int], sample: Sample, first: int = 0, last: int | None = None) -> None:
         """Check that those of the tokens `[first, last)` are recorded."""

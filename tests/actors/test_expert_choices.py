@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from random_model import VOCABULARY, native_tensors, write_random_model
+from random_model import VOCABULARY, native_tensors, write_random_deepseek, write_random_model
 
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
+from goaly.trajectory import EXPERT_CHOICES
 from tests.actors.engines_in_child import PROMPTS, steps
 from tests.actors.own_choices import OwnChoices, as_row
 
@@ -200,3 +201,15 @@ def test_in_bfloat16_some_choices_differ_and_replay_brings_the_log_probs_togethe
     assert unlike > 0.2
     assert replayed < 0.1
     assert after["sampler_kl"] < before["sampler_kl"] / 2
+
+
+def test_choices_replace_those_of_a_router_with_biases_and_groups(tmp_path: Path) -> None:  # TE-7
+    own = OwnChoices(write_random_deepseek(tmp_path))
+    tokens = torch.arange(60) * 7 % 30 + 2
+    sequence = {"tokens": tokens, "trained": torch.arange(60) > 0}
+    choices = own.of(tokens.tolist())
+    recorded = {EXPERT_CHOICES: torch.cat([choices, torch.zeros_like(choices[:1])]).to(torch.uint8)}
+    before = own.logprobs(sequence)
+    own.change_biases()
+    assert (own.logprobs(sequence) - before).abs().max() > 0.1
+    torch.testing.assert_close(own.logprobs(sequence | recorded), before, atol=1e-5, rtol=0)

@@ -30,12 +30,12 @@ class ChoiceCache:
     """
 
     def __init__(self, layers: Sequence[Any], config: VllmConfig):
-        """`layers` are the decoder's, each with experts."""
+        """`layers` are the decoder's mixtures of experts."""
         self._config = config.cache_config
         self._step: list[torch.Tensor] = []
-        self._choices_SNK = torch.empty(0, len(layers), layers[0].moe.router.top_k, dtype=torch.uint8)
+        self._choices_SNK = torch.empty(0, len(layers), layers[0].router.top_k, dtype=torch.uint8)
         for layer in layers:
-            layer.moe.router.register_forward_hook(self._remember)
+            layer.router.register_forward_hook(self._remember)
 
     def write(self) -> None:
         """Store the choices of the pass that the model has just computed."""

@@ -132,7 +132,9 @@ class TorchtitanForCausalLM(torch.nn.Module):
                 skip_dp=True,
             )
         if RECORDS_CHOICES in vllm_config.additional_config:
-            self.choices = ChoiceCache([*self.model.layers.values()], vllm_config)
+            self.choices = ChoiceCache(
+                [layer.moe for layer in self.model.layers.values() if layer.moe_enabled], vllm_config
+            )
         self.model.to_empty(device=vllm_config.device_config.device)
         with torch.no_grad(), self._context():
             self.model.init_weights(buffer_device=None)

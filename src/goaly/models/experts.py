@@ -22,8 +22,8 @@ warnings.filterwarnings(
 )  # torchtitan's router asks for float32
 
 
-ABOVE_ALL_SCORES = 2.0
-"""More than any difference of two router scores, which are probabilities."""
+ABOVE_ALL_SCORES = 1e3
+"""More than any difference of two router scores, with biases."""
 
 
 class Experts(GroupedExperts):
@@ -73,7 +73,10 @@ class MixtureOfExperts(MoE):
         weights_BLK, experts_BLK, scores_BLE = self.router(router_BLD, self._preferences(router_BLD))
         chosen_BLE = torch.zeros_like(scores_BLE, dtype=torch.bool).scatter_(-1, experts_BLK, True)
         if torch.is_grad_enabled() and self.trained_BL1 is not None:
-            self._balance(scores_BLE, _local(chosen_BLE), _placed_as(scores_BLE, self.trained_BL1))
+            trained_BL1 = _placed_as(scores_BLE, self.trained_BL1)
+            self._balance(scores_BLE, _local(chosen_BLE), trained_BL1)
+            if self.choices_BLK is not None:
+                self._compare(router_BLD, _local(chosen_BLE), trained_BL1)
         tokens_E = chosen_BLE.sum(dim=(0, 1))
         out_BLD = self.routed_experts(experts_BLD, weights_BLK, experts_BLK, tokens_E)
         return out_BLD if self.shared_experts is None else out_BLD + self.shared_experts(x_BLD)
@@ -82,18 +85,14 @@ class MixtureOfExperts(MoE):
         """What the router adds to its scores before it chooses, but not to the weights of the chosen experts."""
         if self.choices_BLK is None:
             return self.expert_bias_E
-        assert self.expert_bias_E is None, "models with a bias of experts are not supported"
         choices_BLK = self.choices_BLK.long()
         preferred_BLE = torch.zeros(*choices_BLK.shape[:2], self.router.num_experts, device=choices_BLK.device)
         preferred_BLE = preferred_BLE.scatter_(-1, choices_BLK, ABOVE_ALL_SCORES) * self.replayed_BL1
-        return _on_every_rank(x_BLD, preferred_BLE)
+        preferred_BLE = _on_every_rank(x_BLD, preferred_BLE)
+        return preferred_BLE if self.expert_bias_E is None else preferred_BLE + self.expert_bias_E
 
     def _balance(self, scores_BLE: torch.Tensor, chosen_BLE: torch.Tensor, trained_BL1: torch.Tensor) -> None:
         _local(self.tokens_per_expert_E).add_((chosen_BLE * trained_BL1).sum(dim=(0, 1)))
-        if self.choices_BLK is not None:
-            _, own_BLK = _local(scores_BLE).detach().topk(self.router.top_k, dim=-1, sorted=False)
-            own_BLE = torch.zeros_like(chosen_BLE).scatter_(-1, own_BLK, True)
-            self.rerouted += ((chosen_BLE & ~own_BLE) * trained_BL1).sum()
         if self.score_gradient_E is None:
             return
         mesh, placements = (
@@ -108,6 +107,13 @@ class MixtureOfExperts(MoE):
             return DTensor.from_local(whole_BLE.to_local() + added_BLE, mesh, placements, run_check=False)
 
         scores_BLE.register_hook(add)
+
+    @torch.no_grad()
+    def _compare(self, x_BLD: torch.Tensor, chosen_BLE: torch.Tensor, trained_BL1: torch.Tensor) -> None:
+        """Count the choices that the router would have made differently."""
+        _, own_BLK, _ = self.router(x_BLD, self.expert_bias_E)
+        own_BLE = torch.zeros_like(chosen_BLE).scatter_(-1, _local(own_BLK), True)
+        self.rerouted += ((chosen_BLE & ~own_BLE) * trained_BL1).sum()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ class MoeSettings(Settings):
             return
         if shape.experts > MOST_EXPERTS:
             yield f"{at.routing}: the {whose} has {shape.experts} experts, must have at most {MOST_EXPERTS}"
-        ours, theirs = ((one.layers, one.experts, one.experts_per_token) for one in (shape, model))
+        ours, theirs = ((one.layers - one.dense_layers, one.experts, one.experts_per_token) for one in (shape, model))
         if ours != theirs:
             yield f"{at.routing}: the {whose} has (layers, experts, experts of a token) {ours}, must have {theirs}"
 
