@@ -30,6 +30,7 @@ FORKING = {
     "tests/actors/test_generator_engine.py",
     "tests/actors/test_generator_experts.py",
     "tests/actors/test_lagged.py",
+    "tests/actors/test_parity.py",
     "tests/characterization/test_vllm_engine.py",
     "tests/characterization/test_vllm_loader.py",
     "tests/loop/test_sft.py",

@@ -9,6 +9,7 @@
     ├── CorruptLog         a run's log is damaged; names the file and the offset
     ├── ReplicaLost        a replica died or was closed; its requests may be retried elsewhere
     ├── Lost               a process of a role died during a call, which can be made again (run/replaceable.py)
+    ├── ParityError        trainer and sampler gave a token different log-probs; names the token and the operation
     ├── PoisonRequest      replicas keep dying while they run this request; it is not retried
     └── RunFailed          a failure ended the run; names the actor, the endpoint and the cause
 
@@ -57,6 +58,10 @@ class ReplicaLost(GoalyError):
 
 class PoisonRequest(GoalyError):
     """Replicas keep dying while they run this request. It is not retried."""
+
+
+class ParityError(GoalyError):
+    """Trainer and sampler gave a token different log-probs in a run with bitwise numerics."""
 
 
 class RunFailed(GoalyError):

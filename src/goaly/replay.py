@@ -103,6 +103,8 @@ def read_arguments(argv: Sequence[str]) -> Asked:
     if used and not any(key.startswith("trainer.") for key in changed):
         after = replace(after, trainer=check(TrainerSettings, used[0].trainer)[0])
     same = not any(key.partition(".")[0] in ("loss", "trainer") for key in changed)
+    if not same:  # its policies are not those that sampled the log's tokens, which could not be compared
+        after = replace(after, model=replace(after.model, numerics="fast"))
     return Asked(run_dir=line.run, config=after, same=same, to=line.to, check=line.check, into=line.into)
 
 

@@ -275,6 +275,23 @@ def test_bindings_of_a_critic_and_a_reference_that_run_are_in_order(tiny_model_f
     assert run_config(PPO, tiny_model_folder, "loss.kl_coef=0.1", "hosts.bind.reference=[0]").critic is not None
 
 
+def test_what_cannot_be_bitwise_is_told_before_anything_starts(tiny_model_folder: Path, tmp_path: Path):
+    bitwise, recompute = "model.numerics=bitwise", "generator.on_update=recompute"
+    assert run_config(GRPO, tiny_model_folder, bitwise, recompute, "trainer.tp=2", "generator.tp=2", "trainer.fsdp=2")
+    with pytest.raises(ConfigError) as error:
+        run_config(GRPO, tiny_model_folder, bitwise, "generator.engine=native", "generator.on_update=keep")
+    assert [problem.partition(":")[0] for problem in error.value.problems][-2:] == [
+        "generator.engine=native",
+        "generator.on_update=keep",
+    ]
+    wide = write_tiny_model(tmp_path / "wide", TinyModel(kv_heads=4))
+    with pytest.raises(ConfigError, match=r"trainer.tp=4: must be at most 2 .*\ngenerator.tp=4: must be at most 2"):
+        run_config(GRPO, wide, bitwise, recompute, "trainer.tp=4", "generator.tp=4")
+    experts = write_tiny_model(tmp_path / "experts", TinyModel(experts=4))
+    with pytest.raises(ConfigError, match="must be fast for a model with experts"):
+        run_config(GRPO, experts, bitwise, recompute)
+
+
 def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_starts(
     tiny_model_folder: Path, tmp_path: Path
 ):

@@ -110,15 +110,17 @@ class Engine:
         if on_cuda:
             overrides["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
             overrides["gpu_memory_utilization"] = FREE_ENOUGH
+        if model.numerics == "bitwise" and settings.engine == "native":
+            raise ConfigError(["model.numerics=bitwise: must be fast with generator.engine=native"])
         if settings.engine == "torchtitan":
             prepare_torchtitan()
             from goaly.generate import vllm_model
 
             vllm_model.register()
             os.environ["VLLM_MLA_DISABLE"] = (
-                "1"  # its cache is of latent vectors, torchtitan's attention needs the heads'
+                "1"  # torchtitan's attention needs keys and values of each head in the cache
             )
-            overrides["hf_overrides"] = {"architectures": [vllm_model.ARCHITECTURE]}
+            overrides["hf_overrides"] = {"architectures": [vllm_model.ARCHITECTURES[model.numerics]]}
             if records_choices:
                 overrides["additional_config"] = {RECORDS_CHOICES: True}
         _unname_semaphores()

@@ -13,15 +13,15 @@ Shape suffixes: T tokens of a step, B = 1, L = T, N heads, H head dim, D model d
 import copy
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import spmd_types
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.functional import pad
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as torchtitan_distributed
@@ -39,16 +39,21 @@ from vllm.model_executor.models import ModelRegistry
 
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models.deepseek import softmax_scale
+from goaly.models.settings import Numerics
 from goaly.models.spec import Architecture, architecture, model_spec, published, read_config
 
-ARCHITECTURE = "GoalyTorchtitanForCausalLM"
+ARCHITECTURES: dict[Numerics, str] = {
+    "fast": "GoalyTorchtitanForCausalLM",
+    "bitwise": "GoalyBitwiseForCausalLM",
+}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FUSED = re.compile(r"\bw[qkv](?=\.weight$)")
 
 
 def register() -> None:
-    """Register the class with vLLM. An engine uses it with `hf_overrides={"architectures": [ARCHITECTURE]}`."""
-    ModelRegistry.register_model(ARCHITECTURE, TorchtitanForCausalLM)
+    """Register the classes with vLLM. An engine uses one with `hf_overrides={"architectures": [ARCHITECTURES[…]]}`."""
+    ModelRegistry.register_model(ARCHITECTURES["fast"], TorchtitanForCausalLM)
+    ModelRegistry.register_model(ARCHITECTURES["bitwise"], BitwiseForCausalLM)
 
 
 class PagedAttention(Module):
@@ -63,9 +68,13 @@ class PagedAttention(Module):
         kv_heads: int = 0
         head_dim: int = 0
         scale: float = 0.0
+        numerics: Numerics = "fast"
 
     def __init__(self, config: Config):
         super().__init__()
+        backend = None  # vLLM's own
+        if config.numerics == "bitwise":
+            from goaly.generate.bitwise_backend import BitwiseBackend as backend
         tp = get_tensor_model_parallel_world_size()
         self.paged = Attention(
             num_heads=config.heads // tp,
@@ -74,26 +83,40 @@ class PagedAttention(Module):
             num_kv_heads=config.kv_heads // tp,
             cache_config=get_current_vllm_config().cache_config,
             prefix=f"layers.{config.layer}.attention.inner_attention",  # must be unique: vLLM finds the KV cache by it
+            attn_backend=backend,
         )
 
-    def forward(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Attend over this step's tokens and the cache; masks and lengths come from vLLM's forward context."""
-        wider = q_BLNH.shape[-1] - v_BLNH.shape[-1]  # the cache has one width for keys and values
-        padded_BLNH = F.pad(v_BLNH, (0, wider)) if wider else v_BLNH
-        out_TD = self.paged(q_BLNH.flatten(0, 1), k_BLNH.flatten(0, 1), padded_BLNH.flatten(0, 1))
-        return out_TD.view(q_BLNH.shape)[..., : v_BLNH.shape[-1]]
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attend over this step's tokens and the cache; lengths come from vLLM's forward context. The mask is the
+        number of tokens; those after it are padding."""
+        tokens, width = attention_masks, v_BLNH.shape[-1]
+        if width < q_BLNH.shape[-1]:  # the cache has one width for keys and values
+            v_BLNH = pad(v_BLNH, (0, q_BLNH.shape[-1] - width))
+        out_TD = self.paged(*(one.flatten(0, 1)[:tokens] for one in (q_BLNH, k_BLNH, v_BLNH)))
+        if len(out_TD) < q_BLNH.shape[1]:
+            out_TD = pad(out_TD, (0, 0, 0, q_BLNH.shape[1] - len(out_TD)))
+        return out_TD.view(q_BLNH.shape)[..., :width]
 
 
 class TorchtitanForCausalLM(torch.nn.Module):
     """vLLM's interface of a model around a torchtitan decoder."""
 
     is_text_generation_model = True
+    numerics: ClassVar[Numerics] = "fast"
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         folder = vllm_config.model_config.model
         self._tp = vllm_config.parallel_config.tensor_parallel_size
-        spec = model_spec(folder, attention=PagedAttention.Config())
+        spec = model_spec(folder, attention=PagedAttention.Config(numerics=self.numerics), numerics=self.numerics)
         config = spec.model
         shape = architecture(read_config(folder))
         _fill_in_heads(config, shape)
@@ -104,6 +127,11 @@ class TorchtitanForCausalLM(torch.nn.Module):
         self.choices: ChoiceCache | None = None
         """The experts that were chosen for the tokens in the key-value cache, if they are recorded."""
         self._dims: ParallelDims | None = None
+        self._row_multiple: Callable[[], int] | None = None
+        if self.numerics == "bitwise":
+            from goaly.models.bitwise import row_multiple
+
+            self._row_multiple = row_multiple
         self._context: Any = nullcontext
         if self._tp > 1:
             parallelism = ParallelismConfig(
@@ -152,12 +180,15 @@ class TorchtitanForCausalLM(torch.nn.Module):
         self, input_ids: torch.Tensor, positions: torch.Tensor, intermediate_tensors: Any = None, **_: Any
     ) -> torch.Tensor:
         """Hidden states `[T, D]` of this step's tokens."""
+        tokens = len(input_ids)
+        if self._row_multiple is not None and (rest := -tokens % self._row_multiple()):
+            input_ids, positions = pad(input_ids, (0, rest)), pad(positions, (0, rest))
         positions_BL = positions.unsqueeze(0)
         with self._context():
             hidden_BLD = self.model.tok_embeddings(input_ids.unsqueeze(0))
             for layer in self.model.layers.values():
-                hidden_BLD = layer(hidden_BLD, None, positions_BL)
-            hidden_TD = self.model.norm(hidden_BLD).squeeze(0)
+                hidden_BLD = layer(hidden_BLD, tokens, positions_BL)
+            hidden_TD = self.model.norm(hidden_BLD).squeeze(0)[:tokens]
         if self.choices is not None:
             self.choices.write()
         return hidden_TD
@@ -211,6 +242,12 @@ class TorchtitanForCausalLM(torch.nn.Module):
         sharding = self.model.get_submodule(module)._sharding_config
         placement = sharding.state_shardings[state].per_axis_spmd_types()[MeshAxisName.TP]
         return placement.dim if isinstance(placement, spmd_types.Shard) else None
+
+
+class BitwiseForCausalLM(TorchtitanForCausalLM):
+    """The same with `model.numerics=bitwise`."""
+
+    numerics = "bitwise"
 
 
 def _divide_experts(config: Any, ranks: int) -> None:

@@ -57,6 +57,8 @@ class Likelihood:
 
     needs_proximal = False
     """Whether minibatches of a batch after the first need `PROXIMAL`."""
+    was_sampled = False
+    """Whether the tokens were sampled by policies of this run."""
 
     def denominator(self, packed: PackedRows) -> int:
         """The batch's trained tokens."""
@@ -71,6 +73,8 @@ class Likelihood:
 
 class PolicyObjective:
     """The policy loss that the settings describe; raises a ValueError if they can't work."""
+
+    was_sampled = True
 
     def __init__(self, settings: LossSettings):
         if problems := settings.problems("loss."):

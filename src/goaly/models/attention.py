@@ -99,6 +99,10 @@ class PackedAttention(Module):
     class Config(VarlenAttention.Config):
         """Variable-length attention for torchtitan; documents come from positions."""
 
+        def documents(self, positions_BL: torch.Tensor) -> Any:
+            """The mask."""
+            return PackedDocuments.of(positions_BL)
+
     def __init__(self, config: Config):
         super().__init__()
 
@@ -128,16 +132,50 @@ class PackedAttention(Module):
                     q.view(D * K, (N // K) * C, H), k.view(D * K, C, H), v.view(D * K, C, V), scale
                 )
             else:
-                out = F.scaled_dot_product_attention(
-                    q.view(D, N, C, H),
-                    k.view(D, K, C, H),
-                    v.view(D, K, C, V),
-                    is_causal=True,
-                    scale=scale,
-                    enable_gqa=N != K,
-                )
+                out = _long(q.view(D, N, C, H), k.view(D, K, C, H), v.view(D, K, C, V), scale)
             out_classes.append(out.reshape(-1, V))
         return _Unpack.apply(torch.cat(out_classes), query_places).view(B, L, N, V)
+
+
+def packed_gradients(
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    grad_BLNH: torch.Tensor,
+    documents: PackedDocuments,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `PackedAttention`, of a forward pass that was computed in another way."""
+    N, K, H = q_BLNH.shape[2], k_BLNH.shape[2], q_BLNH.shape[3]
+
+    def by_class(rows: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
+        places = documents.places(heads)
+        slots = rows.reshape(-1, H).index_select(0, places.row_of_slot)
+        if rows is grad_BLNH:
+            slots.index_fill_(0, places.padding, 0)  # AT-2
+        return slots.split([count * length * heads for count, length in documents.classes])
+
+    inputs = (by_class(q_BLNH, N), by_class(k_BLNH, K), by_class(v_BLNH, K), by_class(grad_BLNH, N))
+    classes = zip(documents.classes, *inputs, strict=True)
+    found = []
+    for (D, C), q, k, v, grad in classes:
+        if C <= SHORT:
+            grouped = (D * K, N // K * C, H)
+            q, k, v, grad = q.view(grouped), k.view(D * K, C, H), v.view(D * K, C, H), grad.view(grouped)
+            of_class = _short_gradients(q, k, v, _short_weights(q, k, scale), grad, scale)
+        else:
+            shapes = [(D, N, C, H), (D, K, C, H), (D, K, C, H)]
+            leaves = [one.view(shape).requires_grad_() for one, shape in zip((q, k, v), shapes, strict=True)]
+            with torch.enable_grad():
+                out = _long(leaves[0], leaves[1], leaves[2], scale)
+            of_class = torch.autograd.grad(out, leaves, grad.view(shapes[0]))
+        found.append([one.reshape(-1, H) for one in of_class])
+
+    def unpacked(which: int, rows: torch.Tensor) -> torch.Tensor:
+        slots = torch.cat([of_class[which] for of_class in found])
+        return slots.index_select(0, documents.places(rows.shape[2]).slot_of_row).view(rows.shape)
+
+    return unpacked(0, q_BLNH), unpacked(1, k_BLNH), unpacked(2, v_BLNH)
 
 
 def inner_attention(device: str) -> Module.Config:
@@ -147,8 +185,9 @@ def inner_attention(device: str) -> Module.Config:
 
 def document_masks(model: Any, positions_BL: torch.Tensor) -> Any:
     """The attention masks that keep the documents of packed rows apart."""
-    if isinstance(model.config.first_attention.inner_attention, PackedAttention.Config):
-        return PackedDocuments.of(positions_BL)
+    attention = model.config.first_attention.inner_attention
+    if isinstance(attention, PackedAttention.Config):
+        return attention.documents(positions_BL)
     return model.get_attention_masks(positions_BL)
 
 
@@ -183,9 +222,7 @@ class _ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        length = k.shape[1]
-        mask = _causal_mask(length, q.shape[1] // length, q.dtype)
-        weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale).softmax(-1)
+        weights = _short_weights(q, k, scale)
         ctx.save_for_backward(q, k, v, weights)
         ctx.scale = scale
         return torch.bmm(weights, v)
@@ -193,10 +230,28 @@ class _ShortAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         q, k, v, weights = ctx.saved_tensors
-        grad_v = torch.bmm(weights.transpose(1, 2), grad)
-        grad_weights = torch.bmm(grad, v.transpose(1, 2))
-        grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype).mul_(ctx.scale)
-        return torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q), grad_v, None
+        return *_short_gradients(q, k, v, weights, grad, ctx.scale), None
+
+
+def _short_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    length = k.shape[1]
+    mask = _causal_mask(length, q.shape[1] // length, q.dtype)
+    return torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale).softmax(-1)
+
+
+def _short_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_v = torch.bmm(weights.transpose(1, 2), grad)
+    grad_weights = torch.bmm(grad, v.transpose(1, 2))
+    grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype).mul_(scale)
+    return torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q), grad_v
+
+
+def _long(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of a class of long documents, `[D, heads, C, H]` each."""
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
 
 
 @cache

@@ -13,6 +13,9 @@ EXPERT_MULTIPLE = 8
 """Widths of experts must be multiples of this: their matrix product needs rows of whole 16 bytes, also in bfloat16."""
 MOST_EXPERTS = 256
 """A choice of an expert is recorded in a byte."""
+Numerics = Literal["fast", "bitwise"]
+SLICES = 2
+"""Parts in which bitwise numerics sum over features that tensor-parallel ranks divide: the most ranks there can be."""
 
 
 class ModelSettings(Settings):
@@ -24,6 +27,10 @@ class ModelSettings(Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the model's computations. In bfloat16 the trainer keeps float32 parameters and casts them for
     each pass; a reference keeps bfloat16 ones, and weights travel as bfloat16 (`weights.transfer_dtype`)."""
+    numerics: Numerics = "fast"
+    """"fast" computes with the fastest kernels, and the log-probs of trainer and sampler differ in their last bits.
+    "bitwise" makes them equal to the last bit, and each step checks that they are. It works for dense models on CPUs;
+    docs/parity.md has its cost."""
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from folder_problems(self.path, at)

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from goaly.errors import ConfigError
 from goaly.models import deepseek
 from goaly.models.decoder import Decoder
+from goaly.models.settings import Numerics
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -154,16 +156,16 @@ def use_local_device() -> torch.device:
     return device
 
 
-def model_spec(folder: str | Path, *, attention: "Module.Config | None" = None) -> "ModelSpec":
+def model_spec(
+    folder: str | Path, *, attention: "Module.Config | None" = None, numerics: Numerics = "fast"
+) -> "ModelSpec":
     """torchtitan's definition of the folder's model; `attention` replaces the device's default inner attention."""
     device = prepare_torchtitan().type
     from torchtitan.protocols.model_spec import ModelSpec
 
     shape = architecture(read_config(folder), where=str(Path(folder) / "config.json"))
     if attention is None:
-        from goaly.models.attention import inner_attention
-
-        attention = inner_attention(device)
+        attention = _inner_attention(device, numerics)
     norm, rope = _layers(device)
     match shape.family:
         case "qwen3":
@@ -172,10 +174,17 @@ def model_spec(folder: str | Path, *, attention: "Module.Config | None" = None) 
             family = _llama3(shape)
         case _:
             family = _deepseek()
+    decoder = _decoder(shape, family, norm, attention)
+    if numerics == "bitwise":
+        from goaly.models.bitwise import make_bitwise
+
+        if problems := list(bitwise_problems(shape, device)):
+            raise ConfigError(problems)
+        make_bitwise(decoder)
     return ModelSpec(
         name=shape.family,
         flavor="",
-        model=_decoder(shape, family, norm, attention),
+        model=decoder,
         parallelize_fn=family.parallelize,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
@@ -189,6 +198,24 @@ def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias_E"))
     return {canonical_fqn(name): tensor for name, tensor in (*model.named_parameters(), *biases)}
+
+
+def bitwise_problems(shape: Architecture, device: str) -> Iterator[str]:
+    """One line for each reason why a model of this shape cannot have bitwise numerics on this kind of device."""
+    if shape.experts:
+        yield "model.numerics=bitwise: must be fast for a model with experts, whose products have no fixed order yet"
+    if device == "cuda":
+        yield "model.numerics=bitwise: must be fast on GPUs, which have no kernels for it yet"
+
+
+def _inner_attention(device: str, numerics: Numerics) -> "Module.Config":
+    if numerics == "bitwise":
+        from goaly.models.bitwise_attention import BitwiseAttention
+
+        return BitwiseAttention.Config()
+    from goaly.models.attention import inner_attention
+
+    return inner_attention(device)
 
 
 class _Family(NamedTuple):

@@ -18,9 +18,10 @@ class RolloutSettings(Settings):
     """Time limit of all episodes of a group, from the start of the first; null is no limit. A group that takes longer
     fails (`group_timeout`). Set it if late groups hold up the batches behind them for too long."""
     repeatable: bool = False
-    """Draw every answer with a seed made of `generator.seed`, its ticket and its sample. With `backlog.max_staleness=0`
-    and `generator.max_running=1` a resumed run then equals, to the last bit, one that was not interrupted; otherwise
-    it equals it in distribution. It slows sampling down, because each request has a random generator of its own."""
+    """Draw every answer with a seed made of `generator.seed`, its ticket and its sample. With
+    `backlog.max_staleness=0`, and `model.numerics=bitwise` or `generator.max_running=1`, a resumed run then equals, to
+    the last bit, one that was not interrupted; otherwise it equals it in distribution. It slows sampling down, because
+    each request has a random generator of its own."""
     blocked_seconds: PositiveFloat | None = 600.0
     """Longest time for which an episode may block its worker's event loop, and with it all other episodes there; then
     the worker logs the stack that blocks it and exits. Null is no limit. Rather than raise it, move the blocking code

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from goaly.backlog.settings import BacklogSettings
 from goaly.config import RUN_CONFIG, load
@@ -10,9 +11,9 @@ from goaly.config.settings import PositiveInt, Section, Settings
 from goaly.durable.settings import CheckpointSettings
 from goaly.errors import ConfigError
 from goaly.evaluation.settings import EvaluationSettings
-from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings, SamplingSettings
+from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings, SamplingSettings, vllm_device
 from goaly.losses.settings import LossSettings
-from goaly.models.settings import ModelSettings, MoeSettings
+from goaly.models.settings import SLICES, ModelSettings, MoeSettings
 from goaly.prompts.prompt import Split
 from goaly.prompts.settings import ChatSettings, PromptSettings
 from goaly.reward.settings import AdvantageSettings, RewardSettings
@@ -21,6 +22,9 @@ from goaly.run.host_settings import HostSettings
 from goaly.telemetry.settings import TelemetrySettings
 from goaly.train.settings import CriticSettings, RanksSettings, ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings
+
+if TYPE_CHECKING:
+    from goaly.models.spec import Architecture
 
 
 class SaveSettings(Settings):
@@ -233,10 +237,29 @@ class RunConfig(Settings):
                 if shape.experts and self.generator.engine == "native":
                     yield f"{at.generator.engine}: must be torchtitan for a model with experts"
                 yield from self.generator.model_problems(at.generator, at.model.path, shape)
+                if self.model.numerics == "bitwise":
+                    yield from self._bitwise_problems(at, shape)
             if model is not None and model.experts and whose != "critic":  # which routes by its own scores
                 yield from self.moe.shape_problems(at.moe, whose, shape, model)
         if not self.model.problems(""):
             yield from chat_problems(self.chat, self.model.path, f"{at}chat.")
+
+    def _bitwise_problems(self, at: Section, shape: "Architecture") -> Iterator[str]:
+        """One line for each setting with which trainer and sampler cannot compute the same bits."""
+        from goaly.models.spec import bitwise_problems
+
+        yield from bitwise_problems(shape, vllm_device())
+        because = f"with {at}model.numerics=bitwise"
+        if self.generator.engine == "native":
+            yield f"{at.generator.engine}: must be torchtitan {because}: vLLM's own models compute in their own order"
+        if self.generator.on_update == "keep":
+            yield (
+                f"{at.generator.on_update}: must be recompute or drain {because}: a cache of older weights is not what "
+                "the trainer computes"
+            )
+        for section, ranks in ((at.trainer, self.trainer), (at.generator, self.generator)):
+            if ranks.tp > SLICES:
+                yield f"{section.tp}: must be at most {SLICES} {because}: its sums have {SLICES} parts"
 
     def _folders(self) -> dict[str, tuple[str, dict[str, RanksSettings | GeneratorSettings]]]:
         """Each folder of a model, by section, with the sections whose ranks divide that model."""

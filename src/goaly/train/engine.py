@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from goaly.errors import ParityError
 from goaly.losses.objective import PROXIMAL, Contribution, Objective
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import published
@@ -66,6 +67,11 @@ class ModelEngine(ABC):
         self._loads_LE = torch.stack(counts) if counts else None
         """Each expert's share of its layer's tokens in the last step; zeros before the first."""
         self.dp_rank, self.dp_ranks, self.leads = self._parallel.dp_rank, settings.fsdp, self._parallel.leads
+        self._row_multiple = settings.tp
+        if model.numerics == "bitwise":
+            from goaly.models.bitwise import row_multiple
+
+            self._row_multiple *= row_multiple()
         self._steps_done = torch.zeros((), dtype=torch.int64)
         self._digest: Digest | None = None
         self._optimizer = None
@@ -254,7 +260,7 @@ class ModelEngine(ABC):
         return torch.cat(parts)
 
     def _microbatch(self, rows: TensorDict) -> Microbatch:
-        return microbatch(rows, multiple_of=self._settings.tp).to(self._parallel.device)
+        return microbatch(rows, multiple_of=self._row_multiple).to(self._parallel.device)
 
     def _divide_by(self, count: float, *, instead_of: int) -> float:
         """Scale the gradients to the denominator `count`, and return the factor; 1 if nothing was counted."""
@@ -286,6 +292,15 @@ class TrainEngine(ModelEngine):
     _not_finite = "train {} is {} at policy version {}"
     _replays = True
 
+    def __init__(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool = True, offload: bool = False):
+        super().__init__(model, settings, trains=trains, offload=offload)
+        self._parity = None
+        self._compares = False
+        if model.numerics == "bitwise":
+            from goaly.train.parity_check import ParityCheck
+
+            self._parity = ParityCheck(self._model, self._logprobs if settings.ranks == 1 else None)
+
     @property
     def policy_version(self) -> int:
         """The version of the current parameters (TE-4)."""
@@ -296,11 +311,37 @@ class TrainEngine(ModelEngine):
         minibatches = packed.split()
         for minibatch in minibatches[1:] if objective.needs_proximal else ():
             minibatch.rows[PROXIMAL] = self.logprobs(minibatch.rows)  # TE-6: no step of this batch is done yet
-        return self._train(minibatches, objective, objective.denominator)
+        self._compares = objective.was_sampled  # PC-1: until the first step
+        metrics = self._train(minibatches, objective, objective.denominator)
+        if self._parity is None or not objective.was_sampled:
+            return metrics
+        return metrics | self._across_ranks([self._parity.take()], dist.ReduceOp.SUM)
+
+    @torch.no_grad()
+    def explain(self, rows: TensorDict) -> str:
+        """What the check of bitwise numerics says about these rows; empty if no log-prob differs."""
+        self._compares = True
+        try:
+            for part in rows.split(self._settings.microbatch_rows):
+                self._outputs(self._microbatch(part))
+        except ParityError as error:
+            return str(error)
+        return ""
+
+    def optimizer_step(self, *, last: bool = True) -> dict[str, float]:
+        """Clip the gradients, take a step, zero the gradients; the `last` step of a batch advances the schedule."""
+        self._compares = False
+        return super().optimizer_step(last=last)
 
     def logprobs(self, rows: TensorDict) -> torch.Tensor:
         """Log-probs `[R, L]` f32 of the trained tokens; 0 at all others."""
         return self._column(rows)
+
+    def _outputs(self, batch: Microbatch) -> tuple[torch.Tensor, ...]:
+        outputs = super()._outputs(batch)
+        if self._parity is not None and self._compares:
+            self._parity.compare(batch, outputs[0], self.policy_version)
+        return outputs
 
     def _head(self) -> Head:
         from goaly.train.logprobs import LOGPROBS
@@ -308,6 +349,10 @@ class TrainEngine(ModelEngine):
         return LOGPROBS
 
     def _apply_head(self, hidden_1TD: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, ...]:
-        return self._model.lm_head(
-            hidden_1TD, batch.predicting_P, batch.targets_P, self._settings.logprob_chunk, self._settings.temperature
-        )
+        return self._logprobs(hidden_1TD, batch.predicting_P, batch.targets_P)
+
+    def _logprobs(
+        self, hidden_1TD: torch.Tensor, predicting_P: torch.Tensor, targets_P: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        settings = self._settings
+        return self._model.lm_head(hidden_1TD, predicting_P, targets_P, settings.logprob_chunk, settings.temperature)

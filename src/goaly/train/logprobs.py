@@ -5,7 +5,7 @@ exist for one chunk of tokens at a time, in the forward and again in the backwar
 
 A model that computes in bfloat16 has bfloat16 hidden states and weights; everything computed from them here is float32.
 vLLM rounds logits to bfloat16 before its float32 log-softmax, so the log-probs of a bfloat16 sampler differ by that
-rounding.
+rounding, unless `model.numerics` is bitwise.
 
 Shape suffixes: T tokens of a microbatch, P predicted tokens, C tokens of a chunk, D model width, V vocabulary (on
 tensor-parallel ranks: this rank's part of it).
@@ -16,6 +16,8 @@ Invariants
     LP-3  Logits, log-probs and the weight's gradient, summed over chunks, are float32 for any compute type. On a CPU
           gradients are rounded once, at the end. A GPU also rounds the gradient of the logits to the compute type
           before it multiplies it with hidden states and weight.
+    LP-4  With bitwise numerics log-probs are those of vLLM's sampler: logits of the model's type, over the whole
+          vocabulary on each rank, through the same log-softmax. LP-2 and LP-3 do not hold for them.
 """
 
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.sharding import ShardingConfig
 
+from goaly.models.bitwise import BitwiseLinear, product
 from goaly.train.parallel import Head
 
 
@@ -36,6 +39,13 @@ class LogprobHead(Linear):
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         """A linear layer's."""
+
+        exact: bool = False
+        """Whether log-probs are the sampler's to the last bit (LP-4)."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._exact = config.exact
 
     def forward(
         self,
@@ -55,7 +65,7 @@ class LogprobHead(Linear):
             # Each rank's gradient comes from its part of the vocabulary only.
             input = input.to_local(grad_placements=[Partial()])
         hidden_PD = input.reshape(-1, input.shape[-1]).index_select(0, predicting_P)
-        return _Logprobs.apply(hidden_PD, weight, targets_P, chunk, temperature, group, offset)
+        return _Logprobs.apply(hidden_PD, weight, targets_P, chunk, temperature, group, offset, self._exact)
 
 
 def _install(decoder: Any) -> None:
@@ -64,6 +74,7 @@ def _install(decoder: Any) -> None:
         in_features=linear.in_features,
         out_features=linear.out_features,
         param_init=linear.param_init,
+        exact=isinstance(linear, BitwiseLinear.Config),
         sharding_config=sharding and ShardingConfig(state_shardings=sharding.state_shardings),
     )
 
@@ -84,10 +95,17 @@ class _Logprobs(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         offset: int,
+        exact: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropies, normalizers = [], [], []
         for hidden_CD, targets_C in zip(hidden_PD.split(chunk), targets_P.split(chunk), strict=True):
-            logits_CV = _logits(hidden_CD, weight_VD, temperature)
+            logits_CV = _logits(hidden_CD, weight_VD, temperature, exact)
+            if exact:
+                logprob_C, entropy_C, normalizer_C = _as_sampled(_whole_rows(logits_CV, group), targets_C)
+                logprobs.append(logprob_C)
+                entropies.append(entropy_C)
+                normalizers.append(normalizer_C)
+                continue
             local_C, mine_C = _local_targets(targets_C, offset, logits_CV.shape[1])
             chosen_C = logits_CV.gather(1, local_C[:, None]).squeeze(1)
             if group is None:
@@ -108,7 +126,7 @@ class _Logprobs(torch.autograd.Function):
             normalizers.append(normalizer_C)
         logprobs_P, entropies_P, normalizers_P = (torch.cat(parts) for parts in (logprobs, entropies, normalizers))
         ctx.save_for_backward(hidden_PD, weight_VD, targets_P, normalizers_P, entropies_P)
-        ctx.chunk, ctx.temperature, ctx.offset = chunk, temperature, offset
+        ctx.chunk, ctx.temperature, ctx.offset, ctx.exact = chunk, temperature, offset, exact
         ctx.set_materialize_grads(False)
         return logprobs_P, entropies_P
 
@@ -120,7 +138,7 @@ class _Logprobs(torch.autograd.Function):
         for start in range(0, len(targets_P), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             hidden_CD = hidden_PD[part]
-            log_softmax_CV = _logits(hidden_CD, weight_VD, ctx.temperature).sub_(normalizers_P[part, None])
+            log_softmax_CV = _logits(hidden_CD, weight_VD, ctx.temperature, ctx.exact).sub_(normalizers_P[part, None])
             softmax_CV = log_softmax_CV.exp()
             grad_CV = torch.zeros_like(softmax_CV)
             if grad_entropies_P is not None:
@@ -135,12 +153,29 @@ class _Logprobs(torch.autograd.Function):
             grad_hidden_PD[part] = _product(grad_CV, weight_VD)
             _add_product(grad_weight_VD, grad_CV.t(), hidden_CD)
         grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_PD, grad_weight_VD, None, None, None, None, None
+        return grad_hidden_PD, grad_weight_VD, None, None, None, None, None, None
 
 
-def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits_CV = _product(hidden_CD, weight_VD.t())
+def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, exact: bool) -> torch.Tensor:
+    logits_CV = product(hidden_CD, weight_VD).float() if exact else _product(hidden_CD, weight_VD.t())
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+
+
+def _as_sampled(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs as vLLM computes them (LP-4), entropies and normalizers."""
+    log_softmax_CV = logits_CV.log_softmax(1)
+    logprob_C = log_softmax_CV.gather(1, targets_C[:, None]).squeeze(1)
+    chosen_C = logits_CV.gather(1, targets_C[:, None]).squeeze(1)
+    return logprob_C, -log_softmax_CV.exp().mul_(log_softmax_CV).sum(1), chosen_C - logprob_C
+
+
+def _whole_rows(logits_CV: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The logits of all ranks' parts of the vocabulary."""
+    if group is None:
+        return logits_CV
+    parts = [torch.empty_like(logits_CV) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, logits_CV.contiguous(), group)
+    return torch.cat(parts, 1)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

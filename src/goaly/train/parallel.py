@@ -63,7 +63,7 @@ def build_parallel(
 
     from goaly.models.hf import load_hf
 
-    spec = model_spec(settings.path)
+    spec = model_spec(settings.path, numerics=settings.numerics)
     kept = "float32" if trains else settings.dtype
     wrapped = trainer.ranks > 1 or settings.dtype != kept or offload
     parallelism, parallel_dims = _layout(trainer) if wrapped else (None, None)

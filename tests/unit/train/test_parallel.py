@@ -35,6 +35,8 @@ SETTINGS = TrainerSettings(
 LAYOUTS = {
     "fsdp": {"fsdp": 2},
     "tp": {"tp": 2},
+    "bitwise-fsdp": {"fsdp": 2},
+    "bitwise-tp": {"tp": 2},
     "experts-fsdp": {"fsdp": 2},
     "experts-tp": {"tp": 2},
     "experts-fsdp-ep": {"fsdp": 2, "ep": 2},
@@ -51,11 +53,16 @@ ALONE = dataclasses.replace(SETTINGS, microbatch_rows=ROWS)
 MODELS = "models"
 
 
+def model_of(folder: Path) -> ModelSettings:
+    """The model of a layout."""
+    return ModelSettings(path=str(folder), numerics="bitwise" if "bitwise" in folder.name else "fast")
+
+
 def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a step on the batch gives on this rank: whole gradients, metrics, log-probs, whole new parameters."""
     from torch.distributed.tensor import DTensor
 
-    engine = TrainEngine(ModelSettings(path=str(folder)), settings)
+    engine = TrainEngine(model_of(folder), settings)
     batch = pack(documents(10), rows=ROWS, row_length=160)
     rows = batch.rows[engine.dp_rank :: settings.fsdp]
 
@@ -105,8 +112,9 @@ def in_two(batch: PackedRows, rank: int, ranks: int) -> PackedRows:
 
 def in_parts(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a batch in two parts gives on this rank, of a loss whose second step looks back to before the first."""
-    engine = TrainEngine(ModelSettings(path=str(folder)), dataclasses.replace(settings, optimizer=SMALL_STEPS))
+    engine = TrainEngine(model_of(folder), dataclasses.replace(settings, optimizer=SMALL_STEPS))
     batch = pack(documents(10), rows=ROWS, row_length=160)
+    batch.rows["sampler_versions"].fill_(-1)  # no policy of this engine sampled them
     share = in_two(batch, engine.dp_rank, settings.fsdp)
     return engine.train_step(share, PolicyObjective(LossSettings(name="ppo", proximal="trainer")))
 
@@ -115,7 +123,7 @@ def rewritten(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """Log-probs of this rank's rows under frozen parameters, and again after somebody has halved them in place."""
     from torch.distributed.tensor import DTensor
 
-    engine = TrainEngine(ModelSettings(path=str(folder)), settings, trains=False)
+    engine = TrainEngine(model_of(folder), settings, trains=False)
     rows = pack(documents(10), rows=ROWS, row_length=160).rows[engine.dp_rank :: settings.fsdp]
     held = [t._local_tensor if isinstance(t, DTensor) else t for t in engine.named_tensors().values()]
     before = engine.logprobs(rows)
@@ -138,7 +146,7 @@ def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a critic's two passes over a batch in two parts give on this rank: metrics, and values after them."""
     degrees = {"fsdp": settings.fsdp, "tp": settings.tp, "ep": settings.ep}
     critic = CriticSettings(optimizer=OptimizerSettings(lr=1e-2), epochs=2, value_clip=1.0, **degrees)
-    engine = CriticEngine(ModelSettings(path=str(folder)), critic, settings)
+    engine = CriticEngine(model_of(folder), critic, settings)
     share = in_two(pack(documents(10), rows=ROWS, row_length=160), engine.dp_rank, settings.fsdp)
     share.rows["returns"] = share.rows["advantages"]  # any numbers
     share.rows["values"] = engine.values(share.rows)

@@ -1,0 +1,235 @@
+"""How many log-probs of trainer and sampler differ under bitwise numerics, and what these cost.
+
+    python -m bench.parity [--requests N] [--json FILE] [--markdown FILE]
+
+Generators of TP 1 and 2, each in float32 and bfloat16, sample requests of mixed lengths with shared prefixes, in a
+cache so small that some are preempted. Trainers of one rank, of two threads, of FSDP 2 and of TP 2 recompute what each
+of them sampled, on three packings. `tokens` counts every comparison of a token, `differing_tokens` those that are not
+equal.
+
+`generate_cost` and `train_cost` are the CPU seconds of bitwise numerics over those of the fast ones, in one process of
+one thread where the two take turns, each the median over the rounds: the same requests sampled by an engine, and
+forward and backward passes over the same packed rows. All of a tiny random model, or of `--model`.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from goaly.generate.settings import GeneratorSettings
+from goaly.models.settings import ModelSettings
+from goaly.models.spec import architecture, read_config
+from goaly.models.tiny import write_tiny_model
+from goaly.parity import Recomputer, Sampler, mixed_requests, recompute_in_ranks, sample_in_ranks, small_cache
+from goaly.train.settings import TrainerSettings
+
+ROUNDS = 5
+LONGEST = 512
+DTYPES = ("float32", "bfloat16")
+GENERATORS = {"TP 1": {}, "TP 2": {"tp": 2}}
+TRAINERS = {"1 rank": {}, "1 rank, 2 threads": {"threads": 2}, "FSDP 2": {"fsdp": 2}, "TP 2": {"tp": 2}}
+PACKINGS = ((1024, 4), (512, 1), (2048, 2))
+BARS = {"generate_cost": 1.3, "train_cost": 1.15}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combination:
+    """What one trainer found about one generator, over all packings."""
+
+    dtype: str
+    generator: str
+    trainer: str
+    tokens: int
+    differing: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What was measured."""
+
+    combinations: list[Combination]
+    generate: dict[str, list[float]]
+    """CPU seconds of each round, by numerics."""
+    train: dict[str, list[float]]
+
+    def numbers(self) -> dict[str, float]:
+        """The totals and the costs."""
+        return {
+            "tokens": sum(one.tokens for one in self.combinations),
+            "differing_tokens": sum(one.differing for one in self.combinations),
+            "generate_cost": _cost(self.generate),
+            "train_cost": _cost(self.train),
+        }
+
+
+def _cost(seconds: dict[str, list[float]]) -> float:
+    return median(bitwise / fast for bitwise, fast in zip(seconds["bitwise"], seconds["fast"], strict=True))
+
+
+def combinations(model: str, requests: int) -> list[Combination]:
+    """Compare every generator with every trainer."""
+    vocabulary = architecture(read_config(model)).vocab_size
+    found: list[Combination] = []
+    with tempfile.TemporaryDirectory() as folder:
+        sampled: dict[tuple[str, str], Path] = {}
+        for number, dtype in enumerate(DTYPES):
+            for name, degrees in GENERATORS.items():
+                settings = ModelSettings(path=model, dtype=dtype, numerics="bitwise")
+                generator = GeneratorSettings(max_running=32, max_context=LONGEST, **degrees)
+                asked = mixed_requests(requests, vocabulary=vocabulary, longest=LONGEST, seed=10 * number)
+                sampled[dtype, name] = Path(folder) / f"{dtype}-{name}"
+                generator = small_cache(settings, generator, 2 * LONGEST)
+                sample_in_ranks(Sampler(model=settings, generator=generator, asked=asked), sampled[dtype, name])
+        for trainer, degrees in TRAINERS.items():
+            recomputers = [
+                Recomputer(
+                    model=ModelSettings(path=model, dtype=dtype, numerics="bitwise"),
+                    trainer=TrainerSettings(**degrees),
+                    sequences=file,
+                    packings=PACKINGS,
+                )
+                for (dtype, _), file in sampled.items()
+            ]
+            for (dtype, generator_name), of_packings in zip(sampled, recompute_in_ranks(recomputers), strict=True):
+                found.append(
+                    Combination(
+                        dtype=dtype,
+                        generator=generator_name,
+                        trainer=trainer,
+                        tokens=sum(one.tokens for one in of_packings),
+                        differing=sum(one.differing for one in of_packings),
+                    )
+                )
+    return found
+
+
+def in_turns(work: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+    """CPU seconds of each side's rounds."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(ROUNDS + 1):
+        for name, side in work.items() if turn % 2 else reversed(work.items()):
+            started = time.process_time()
+            side()
+            if turn:  # the first is a warm-up
+                seconds[name].append(time.process_time() - started)
+    return seconds
+
+
+def training(model: str) -> dict[str, list[float]]:
+    """Forward and backward passes over the batch of `bench.train`."""
+    from bench.train import packed_batch
+    from goaly.losses.objective import PolicyObjective
+    from goaly.losses.settings import LossSettings
+    from goaly.train.engine import TrainEngine
+
+    batch, objective = packed_batch(), PolicyObjective(LossSettings())
+
+    def side(numerics: Any) -> Callable[[], None]:
+        engine = TrainEngine(ModelSettings(path=model, numerics=numerics), TrainerSettings())
+
+        def step() -> None:
+            engine.forward_backward(batch.rows.split(4), objective, batch.batch_trained_tokens)
+            engine._model.zero_grad()
+
+        return step
+
+    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")})
+
+
+def generation(model: str) -> dict[str, list[float]]:
+    """The requests of `bench.generate`, all there at once."""
+    from bench.generate import heavy_tailed
+    from goaly.generate.engine import Engine
+    from goaly.generate.request import Sampling
+
+    requests = heavy_tailed(192)
+
+    def side(numerics: Any) -> Callable[[], None]:
+        settings = GeneratorSettings(max_running=128, max_context=LONGEST, kv_cache_gib=0.3)
+        engine = Engine(settings, ModelSettings(path=model, numerics=numerics))
+
+        def serve() -> None:
+            for number, request in enumerate(requests):
+                engine.add(str(number), request.prompt, Sampling(max_tokens=request.tokens))
+            while engine.running:
+                engine.step()
+
+        return serve
+
+    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")})
+
+
+def markdown(result: Result) -> str:
+    """The page of the results."""
+    numbers = result.numbers()
+    rows = [
+        f"| {one.dtype} | {one.generator} | {one.trainer} | {one.tokens:,} | {one.differing:,} |"
+        for one in result.combinations
+    ]
+    return "\n".join(
+        [
+            "# Bitwise parity, and what it costs",
+            "",
+            "    python -m bench.parity --json docs/results/parity.json --markdown docs/results/parity.md",
+            "",
+            "A token counts once for each trainer and packing that recomputes its log-prob.",
+            "",
+            "| type | generator | trainer | tokens compared | differ |",
+            "|---|---|---|---|---|",
+            *rows,
+            f"| all | | | {numbers['tokens']:,} | {numbers['differing_tokens']:,} |",
+            "",
+            "CPU seconds with bitwise numerics over those with fast ones, float32, one thread. A bar is the most that "
+            "it should be.",
+            "",
+            "| | bar | measured |",
+            "|---|---|---|",
+            *(f"| `{name}` | {bar} | {numbers[name]:.3f} |" for name, bar in BARS.items()),
+            "",
+        ]
+    )
+
+
+def report(result: Result) -> None:
+    """Print the table."""
+    table = Table("", "value", title="bitwise parity")
+    for name, value in result.numbers().items():
+        table.add_row(name, f"{value:,.3f}" if "cost" in name else f"{value:,}")
+    Console().print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, and write."""
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=96, help="answers of each generator")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder; a tiny random model by default")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--markdown", type=Path, help="write the page of the result to this file")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as made:
+        model = str(arguments.model or write_tiny_model(Path(made) / "model"))
+        compared = combinations(model, arguments.requests)
+        import torch
+
+        torch.set_num_threads(1)
+        result = Result(combinations=compared, train=training(model), generate=generation(model))
+    report(result)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({**result.numbers(), **asdict(result)}, indent=2) + "\n")
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(markdown(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The layers of `model.numerics=bitwise`: a token gets the same bits, whatever is computed beside it.
+
+Trainer and sampler build the same layers, so their log-probs are equal to the last bit. Only forward passes are exact;
+gradients are those of ordinary layers. `bitwise_attention.py` has the attention.
+
+Matrix products on a CPU are float32 for any type of the model, and rounded to that type once. MKL computes a row in the
+same way in every product of enough rows, and in another way in one of a few rows. So few rows are padded, and the first
+product with a weight of some shape is compared with the definition in BW-1. On a machine where they differ, rows are
+multiplied a tile at a time.
+
+Shape suffixes: T tokens, K input features, N output features, R rows of a tile.
+
+Invariants
+    BW-1  A row of a product has the bits that a tile of `TILE` rows gives it: in any place of any batch, on any number
+          of threads, and with any part of the output features.
+    BW-2  A product over features that tensor-parallel ranks divide is the sum of the products over `SLICES` equal
+          parts of them, each rounded to the model's type. So one rank and `SLICES` ranks add the same numbers.
+    BW-3  An activation has the same bits in any place of a tensor: it never comes to the remainder of a vector loop.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.linear import Linear
+
+from goaly.errors import ConfigError
+from goaly.models.settings import SLICES
+
+TILE = 32
+ROWS_OF_A_THREAD = 8
+"""Rows that make MKL give each thread enough of them; it needs 4."""
+LOOP = 64
+"""Elements that torch's vector loops take at once are a divisor of this."""
+GRAIN = 1 << 15
+"""Fewest elements for which torch uses a further thread."""
+
+
+class BitwiseLinear(Linear):
+    """A linear layer whose rows do not depend on each other's number (BW-1)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        """A linear layer's, and the parts in which its input features are summed (BW-2)."""
+
+        slices: int = 1
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._slices = config.slices
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The product with the weight."""
+        weight = self.weight
+        if not isinstance(weight, DTensor):
+            return _linear(input, weight, self._slices_here(weight))
+        mesh, (placement,) = weight.device_mesh, weight.placements
+        by_output = placement == Shard(0)
+        assert isinstance(input, DTensor), "tensor-parallel layers exchange DTensors"
+        gradient: Placement = Partial() if by_output else input.placements[0]
+        x, w = input.to_local(grad_placements=[gradient]), weight.to_local()
+        out = _linear(x, w, self._slices_here(w))
+        return DTensor.from_local(out, mesh, [Shard(out.ndim - 1) if by_output else Partial()], run_check=False)
+
+    def _slices_here(self, weight: torch.Tensor) -> int:
+        """The slices of a rank that has these input features."""
+        return self._slices * weight.shape[1] // self.in_features
+
+
+class BitwiseFeedForward(FeedForward):
+    """A gated feed-forward network with an exact activation (BW-3)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        """torchtitan's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The network's output."""
+        return self.w2(_on_local(silu, self.w1(x)) * self.w3(x))
+
+
+def make_bitwise(decoder: Any) -> None:
+    """Replace the layers in the config of a torchtitan decoder without experts."""
+    for layer in decoder.layers:
+        attention, network = layer.attention, layer.feed_forward
+        attention.qkv_linear.wqkv = _layer(attention.qkv_linear.wqkv)
+        attention.wo = _layer(attention.wo, SLICES)
+        layer.feed_forward = BitwiseFeedForward.Config(
+            **_fields(network) | {"w1": _layer(network.w1), "w2": _layer(network.w2, SLICES), "w3": _layer(network.w3)}
+        )
+    decoder.lm_head = _layer(decoder.lm_head)
+
+
+def product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T`, of which each row is that of BW-1."""
+    rows, (width, features) = len(x_TK), weight_NK.shape
+    padding = -rows % row_multiple()
+    x_TK = x_TK.float()
+    if padding:
+        x_TK = F.pad(x_TK, (0, 0, 0, padding))
+    if _whole_is_exact(features, width, torch.get_num_threads()):
+        out_TN = torch.mm(x_TK, weight_NK.float().t())
+    else:
+        out_TN = _tiled(x_TK, weight_NK.float())
+    return out_TN[:rows].to(weight_NK.dtype)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """The activation of each element (BW-3): torch's, over a number of elements that has no remainder."""
+    count = x.numel()
+    threads = min(torch.get_num_threads(), -(-count // GRAIN))
+    remainder = count % (LOOP * max(threads, 1))
+    if not remainder:
+        return F.silu(x)
+    return F.silu(F.pad(x.reshape(-1), (0, LOOP * threads - remainder)))[:count].view(x.shape)
+
+
+def _linear(x: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
+    x_TK = x.reshape(-1, x.shape[-1])
+    out_TN = _Linear.apply(x_TK, weight_NK, slices) if torch.is_grad_enabled() else _sliced(x_TK, weight_NK, slices)
+    return out_TN.view(*x.shape[:-1], len(weight_NK))
+
+
+def _sliced(x_TK: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
+    if slices == 1:
+        return product(x_TK, weight_NK)
+    first, *others = zip(x_TK.chunk(slices, 1), weight_NK.chunk(slices, 1), strict=True)
+    out_TN = product(*first)
+    for part in others:
+        out_TN += product(*part)  # BW-2
+    return out_TN
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
+        ctx.save_for_backward(x_TK, weight_NK)
+        return _sliced(x_TK, weight_NK, slices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x_TK, weight_NK = ctx.saved_tensors
+        grad_TN = grad.float()
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.mm(grad_TN, weight_NK.float()).to(x_TK.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.mm(grad_TN.t(), x_TK.float()).to(weight_NK.dtype)
+        return grad_x, grad_weight, None
+
+
+def row_multiple() -> int:
+    """What the number of rows must be a multiple of; others are padded."""
+    return ROWS_OF_A_THREAD * max(2, torch.get_num_threads())
+
+
+@cache
+def _whole_is_exact(features: int, width: int, threads: int) -> bool:
+    """Whether a product of all rows at once is that of BW-1 on this machine; ConfigError if a tile itself is not."""
+    random = torch.Generator().manual_seed(0)
+    multiple = row_multiple()
+    x_TK = torch.randn(16 * multiple, features, generator=random)
+    weight_NK = torch.randn(width, features, generator=random)
+    expected_TN = _tiled(x_TK, weight_NK)
+
+    def exact(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
+        starts_and_sizes = [(0, 1), (3, 1), (5, 2), (1, 3), (2, 7), (0, 16)]
+        parts = [slice(start * multiple, (start + size) * multiple) for start, size in starts_and_sizes]
+        whole = all(torch.equal(multiply(x_TK[part], weight_NK), expected_TN[part]) for part in parts)
+        moved_TK = x_TK.roll(TILE // 2 + 1, 0)
+        return whole and torch.equal(multiply(moved_TK, weight_NK).roll(-TILE // 2 - 1, 0), expected_TN)
+
+    if exact(lambda x, weight: torch.mm(x, weight.t())):
+        return True
+    if exact(_tiled):
+        return False
+    raise ConfigError(
+        [
+            f"model.numerics=bitwise: cannot work on this machine with {threads} threads: a row of a product over "
+            f"{features} features depends on its place"
+        ]
+    )
+
+
+def _tiled(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    x_TK = F.pad(x_TK, (0, 0, 0, -len(x_TK) % TILE)) if len(x_TK) % TILE else x_TK
+    return torch.cat([torch.mm(x_RK, weight_NK.t()) for x_RK in x_TK.split(TILE)])
+
+
+def _on_local(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """The function of each rank's part."""
+    if not isinstance(x, DTensor):
+        return function(x)
+    return DTensor.from_local(function(x.to_local()), x.device_mesh, x.placements, run_check=False)
+
+
+def _layer(config: Linear.Config, slices: int = 1) -> BitwiseLinear.Config:
+    return BitwiseLinear.Config(**_fields(config), slices=slices)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

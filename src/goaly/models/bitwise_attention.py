@@ -1,0 +1,251 @@
+"""The attention of `model.numerics=bitwise`, in the trainer as in vLLM on the CPU: one kernel, one query at a time.
+
+vLLM's kernel for its paged cache computes a request's queries in tiles whose sizes depend on their number, and divides
+long requests among threads. Here each token is a request of its own: one query over the keys before it, never divided.
+What the kernel does then depends on the token's position only. The trainer writes the keys and values of its packed
+documents into pages and calls the same kernel; its gradient is that of the ordinary attention.
+
+Shape suffixes: B rows, L tokens of a row, T tokens, N query heads, K key heads, H head dim, P pages, S slots of a page
+for keys and as many for values, M most pages of a document.
+
+Invariants
+    BA-1  A token's attention has the same bits in any batch, chunk of its prompt, place in the cache, and packing.
+"""
+
+import platform
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from goaly.models.attention import PackedAttention, PackedDocuments, packed_gradients
+
+PAGE = 32
+"""Tokens of a page of keys and values. The kernel's steps are not longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Tokens as requests of one query each, with the pages that each looks at; shared by all layers."""
+
+    lengths_T: torch.Tensor
+    """i32: the tokens up to and including this one."""
+    pages_TM: torch.Tensor
+    """i32: the pages of the token's document, in order."""
+    starts_T1: torch.Tensor
+    """i32: 0, 1, …, T."""
+    schedule: torch.Tensor
+    """The kernel's division of the work."""
+
+    @classmethod
+    def of(
+        cls, lengths_T: torch.Tensor, pages_TM: torch.Tensor, *, heads: int, kv_heads: int, head_dim: int, dtype: Any
+    ) -> "Queries":
+        """The queries of a model's heads."""
+        starts_T1 = torch.arange(len(lengths_T) + 1, dtype=torch.int32)
+        schedule = _kernels().get_scheduler_metadata(
+            len(lengths_T),
+            heads,
+            kv_heads,
+            head_dim,
+            lengths_T,
+            dtype,
+            starts_T1,
+            True,  # causal
+            -1,  # no sliding window
+            instructions(head_dim),
+            False,  # never divided
+            None,
+            "auto",
+        )
+        return cls(lengths_T, pages_TM, starts_T1, schedule)
+
+    def attend(self, q_TNH: torch.Tensor, cache_PKSH: torch.Tensor, out_TNH: torch.Tensor, scale: float) -> None:
+        """Write each query's attention over the cache."""
+        keys, values = cache_PKSH.chunk(2, dim=2)
+        _kernels().cpu_attention_with_kv_cache(
+            q_TNH,
+            keys,
+            values,
+            out_TNH,
+            self.starts_T1,
+            self.lengths_T,
+            scale,
+            True,  # causal
+            None,
+            -1,  # no sliding window
+            self.pages_TM,
+            0.0,
+            self.schedule,
+            None,
+            None,
+            1.0,
+            1.0,
+            "auto",
+        )
+
+
+def write_pages(
+    k_TKH: torch.Tensor, v_TKH: torch.Tensor, cache_PKSH: torch.Tensor, slot_T: torch.Tensor, head_dim: int
+) -> None:
+    """Put keys and values into their slots of the cache, in the kernel's order."""
+    keys, values = cache_PKSH.chunk(2, dim=2)
+    _kernels().cpu_attn_reshape_and_cache(k_TKH, v_TKH, keys, values, slot_T, instructions(head_dim), 1.0, 1.0, "auto")
+
+
+def instructions(head_dim: int) -> str:
+    """The kernel's set of instructions: the same for all types, so not AMX, which is for bfloat16 only."""
+    if head_dim % PAGE:
+        return "vec16"
+    return "neon" if platform.machine() in ("aarch64", "arm64") else "vec"
+
+
+class Pages(Protocol):
+    """What the tokens of a pass look at: a mask of `BitwiseAttention`."""
+
+    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
+        """Write keys and values into pages; the attention of the queries over them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PagedDocuments:
+    """The pages of the documents of packed rows."""
+
+    packed: PackedDocuments
+    lengths_T: torch.Tensor
+    pages_TM: torch.Tensor
+    slot_T: torch.Tensor
+    pages: int
+    _queries: dict[tuple[Any, ...], Queries]
+
+    @classmethod
+    def of(cls, positions_BL: torch.Tensor) -> "PagedDocuments":
+        """Find the documents in positions that restart at 0, and give each its own pages."""
+        packed = PackedDocuments.of(positions_BL)
+        offset_T = packed.offset_T
+        document_T = (offset_T == 0).cumsum(0) - 1
+        counts = torch.bincount(document_T)
+        pages = (counts + PAGE - 1) // PAGE
+        first = torch.cumsum(pages, 0) - pages
+        longest = torch.arange(int(pages.max()))
+        pages_DM = (first[:, None] + longest).clamp_(max=int(pages.sum()) - 1)
+        return cls(
+            packed=packed,
+            lengths_T=(offset_T + 1).int(),
+            pages_TM=pages_DM[document_T].int(),
+            slot_T=first[document_T] * PAGE + offset_T,
+            pages=int(pages.sum()),
+            _queries={},
+        )
+
+    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
+        """Each token's attention in its document."""
+        cache_PKSH = _empty_pages(self.pages, k_TKH)
+        shape = (q_TNH.shape, k_TKH.shape, q_TNH.dtype)
+        if shape not in self._queries:
+            self._queries[shape] = _queries(self.lengths_T, self.pages_TM, q_TNH, k_TKH)
+        return _attention(self._queries[shape], q_TNH, k_TKH, v_TKH, cache_PKSH, self.slot_T, scale)
+
+
+class GrowingDocument:
+    """The pages of one document that comes in several passes of a model, as in a sampler."""
+
+    def __init__(self, tokens: int):
+        """The document has at most so many tokens."""
+        self._pages = -(-tokens // PAGE)
+        self._caches: list[torch.Tensor] = []
+        self._seen = self._now = self._layer = 0
+
+    def next(self, tokens: int) -> "GrowingDocument":
+        """The mask of a pass over the next so many tokens."""
+        self._seen, self._now, self._layer = self._seen + self._now, tokens, 0
+        return self
+
+    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
+        """The attention of the pass's tokens; each call in a pass is another layer's."""
+        if self._layer == len(self._caches):
+            self._caches.append(_empty_pages(self._pages, k_TKH))
+        cache_PKSH = self._caches[self._layer]
+        self._layer += 1
+        slot_T = torch.arange(self._seen, self._seen + self._now)
+        pages_TM = torch.arange(self._pages, dtype=torch.int32).repeat(self._now, 1)
+        queries = _queries((slot_T + 1).int(), pages_TM, q_TNH, k_TKH)
+        return _attention(queries, q_TNH, k_TKH, v_TKH, cache_PKSH, slot_T, scale)
+
+
+class BitwiseAttention(PackedAttention):
+    """The trainer's inner attention; its mask is a `PagedDocuments`, or without gradients any `Pages`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PackedAttention.Config):
+        """Variable-length attention for torchtitan; documents come from positions."""
+
+        def documents(self, positions_BL: torch.Tensor) -> PagedDocuments:
+            """The mask."""
+            return PagedDocuments.of(positions_BL)
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: Pages,
+        scale: float | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Causal attention within each document (BA-1)."""
+        scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+        return _Paged.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale)
+
+
+class _Paged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Pages, scale: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.documents, ctx.scale = documents, scale
+        out_TNH = documents.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)
+        return out_TNH.view(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v = ctx.saved_tensors
+        found = packed_gradients(q, k, v, grad, ctx.documents.packed, ctx.scale)
+        return *found, None, None
+
+
+def _empty_pages(pages: int, k_TKH: torch.Tensor) -> torch.Tensor:
+    """A cache of zeros: a document does not fill its last page, which the kernel reads to its end."""
+    return k_TKH.new_zeros(pages, k_TKH.shape[1], 2 * PAGE, k_TKH.shape[2])
+
+
+def _queries(lengths_T: torch.Tensor, pages_TM: torch.Tensor, q_TNH: torch.Tensor, k_TKH: torch.Tensor) -> Queries:
+    heads, head_dim = q_TNH.shape[1:]
+    return Queries.of(lengths_T, pages_TM, heads=heads, kv_heads=k_TKH.shape[1], head_dim=head_dim, dtype=q_TNH.dtype)
+
+
+def _attention(
+    queries: Queries,
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    cache_PKSH: torch.Tensor,
+    slot_T: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    write_pages(k_TKH, v_TKH, cache_PKSH, slot_T, q_TNH.shape[2])
+    out_TNH = torch.empty_like(q_TNH)
+    queries.attend(q_TNH, cache_PKSH, out_TNH, scale)
+    return out_TNH
+
+
+@cache
+def _kernels() -> Any:
+    """vLLM's operations on the CPU."""
+    import vllm._custom_ops  # noqa: F401 - registers them
+
+    return torch.ops._C

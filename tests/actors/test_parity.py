@@ -1,0 +1,216 @@
+"""The trainer recomputes the sampler's log-probs to the last bit; a child process holds both engines."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_model import native_tensors, write_random_model
+
+from goaly.generate.settings import GeneratorSettings
+from goaly.models.settings import ModelSettings
+from goaly.models.spec import architecture, read_config
+from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.parity import (
+    Recomputer,
+    Sampler,
+    compared,
+    mixed_requests,
+    recompute_in_ranks,
+    rows_of,
+    sample_in_ranks,
+    sampled,
+    small_cache,
+)
+from goaly.train.settings import TrainerSettings
+
+pytestmark = pytest.mark.timeout(300)
+
+VOCABULARY = 32
+REQUESTS = 40
+CACHED = 800
+"""Tokens that the cache holds: fewer than those of the requests that run, so some are preempted."""
+PACKINGS = [(400, 1), (700, 2), (1024, 4)]
+"""Row lengths, and rows of a microbatch."""
+
+
+class Both:
+    """Trainer and sampler of one model."""
+
+    def __init__(self, folder: Path, *, threads: int = 1, temperature: float = 1.0, **model: str):
+        from goaly.generate.engine import Engine
+
+        torch.set_num_threads(threads)  # later vLLM does not let us
+        settings = ModelSettings(path=str(folder), **{"numerics": "bitwise"} | model)
+        self.temperature = temperature
+        self.model = settings
+        shape = architecture(read_config(folder))
+        token = 2 * shape.layers * shape.kv_heads * shape.head_dim * getattr(torch, settings.dtype).itemsize
+        cache = CACHED * token / (1 << 30)
+        self.generator = Engine(GeneratorSettings(max_running=24, max_context=400, kv_cache_gib=cache), settings)
+        self.preempted = 0
+        scheduler = self.generator._scheduler
+        preempt = scheduler._preempt_request
+
+        def counted(*arguments: Any, **named: Any) -> None:
+            self.preempted += 1
+            preempt(*arguments, **named)
+
+        scheduler._preempt_request = counted
+
+    def asked(self, seed: int = 0) -> list[Any]:
+        return mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400, temperature=self.temperature, seed=seed)
+
+    def trainer(self, **settings: Any) -> Any:
+        from goaly.train.engine import TrainEngine
+
+        return TrainEngine(self.model, TrainerSettings(temperature=self.temperature, **settings))
+
+    def differing(self, sequences: list[Any]) -> list[int]:
+        """The tokens that differ on each packing, without gradients and with."""
+        found = []
+        for row_length, microbatch_rows in PACKINGS:
+            trainer, rows = self.trainer(microbatch_rows=microbatch_rows), rows_of(sequences, row_length)
+            found.append(compared(rows, trainer.logprobs(rows)).differing)
+            found.append(in_training(trainer, rows, microbatch_rows))
+        return found
+
+
+def in_training(trainer: Any, rows: Any, microbatch_rows: int) -> int:
+    """The tokens that differ in a pass that is differentiated."""
+    from goaly.losses.objective import Contribution
+
+    differing = []
+
+    def objective(logprobs_P: torch.Tensor, entropies_P: torch.Tensor, columns: Any, version: int) -> Contribution:
+        differing.append(int((logprobs_P != columns["sampler_logprobs"]).sum()))
+        return Contribution(total=-logprobs_P.sum())
+
+    trainer.forward_backward(rows.split(microbatch_rows), objective, 1000)
+    return sum(differing)
+
+
+def one_model(folder: Path, options: dict[str, Any]) -> tuple[list[int], int, int]:
+    both = Both(folder, **options)
+    sequences = sampled(both.generator, both.asked())
+    return both.differing(sequences), sum(int(one["trained"].sum()) for one in sequences), both.preempted
+
+
+def over_an_update(folder: Path, other: Path) -> list[int]:
+    """The tokens of each version that differ, of answers over which the weights of another folder came as version 1."""
+    from goaly.models.spec import model_spec
+
+    both = Both(folder)
+    generator, weights = both.generator, native_tensors(model_spec(other), other)
+
+    def fill() -> int:
+        for name, tensor in generator.named_tensors().items():
+            tensor.copy_(weights[name])
+        return 1
+
+    asked, step = both.asked(), generator.step
+    steps = 0
+
+    def step_and_update() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 20:
+            assert generator.running > REQUESTS // 3
+            generator.apply(fill)
+        return step()
+
+    generator.step = step_and_update
+    sequences = sampled(generator, asked)
+    versions = {int(version) for one in sequences for version in one["sampler_versions"].unique()}
+    assert versions == {-1, 0, 1}
+    found = []
+    for version, path in enumerate((folder, other)):
+        both.model = replace(both.model, path=str(path))
+        of_version = [one.clone() for one in sequences]
+        for one in of_version:
+            one["trained"] &= one["sampler_versions"] == version
+        found += both.differing(of_version)
+    return found
+
+
+@pytest.fixture
+def there():
+    """Runs a function in a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+
+    def run(function: Any, *arguments: Any) -> Any:
+        with ProcessPoolExecutor(1, mp_context=context) as child:
+            return child.submit(function, *arguments).result(timeout=280)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        ({}, {}),
+        ({"tied": True}, {"dtype": "bfloat16", "temperature": 0.6}),
+        ({"hidden_dim": 250, "kv_heads": 4, "head_dim": 64}, {"temperature": 0.7}),
+        ({}, {"threads": 2}),
+    ],
+    ids=["float32", "bfloat16-tied", "odd-width", "two-threads"],
+)
+def test_the_trainer_recomputes_the_samplers_bits(  # BW-1 BW-3 BA-1 LP-4
+    there: Any, tmp_path: Path, size: dict[str, Any], options: dict[str, Any]
+):
+    write_tiny_model(tmp_path, TinyModel(layers=2, **size))
+    differing, tokens, preempted = there(one_model, tmp_path, options)
+    assert differing == [0] * 2 * len(PACKINGS)
+    assert tokens > 1000
+    assert preempted > 0
+
+
+def test_a_llama_is_recomputed_too(there: Any, tmp_path: Path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    differing, tokens, _ = there(one_model, tmp_path, {})
+    assert differing == [0] * 2 * len(PACKINGS)
+    assert tokens > 1000
+
+
+@pytest.mark.parametrize("sides", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+def test_ranks_that_divide_the_model_recompute_its_bits(tmp_path: Path, sides: dict[str, int]):  # BW-2
+    folder = write_tiny_model(tmp_path / "model", TinyModel(layers=2))
+    model = ModelSettings(path=str(folder), dtype="bfloat16", numerics="bitwise")
+    asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
+    generator = GeneratorSettings(max_running=24, max_context=400, tp=sides.get("tp", 1))
+    file = tmp_path / "sequences"
+    sample_in_ranks(Sampler(model=model, generator=small_cache(model, generator, CACHED), asked=asked), file)
+    for degrees in ({}, sides):
+        recomputer = Recomputer(model=model, trainer=TrainerSettings(**degrees), sequences=file, packings=PACKINGS)
+        (found,) = recompute_in_ranks([recomputer])
+        assert [one.differing for one in found] == [0] * len(PACKINGS)
+        assert found[0].tokens > 1000
+
+
+def test_fast_numerics_do_not(there: Any, tmp_path: Path):
+    write_tiny_model(tmp_path, TinyModel(layers=2))
+    differing, tokens, _ = there(one_model, tmp_path, {"numerics": "fast"})
+    assert min(differing) > tokens / 10
+
+
+def test_an_update_in_the_middle_of_answers_leaves_the_bits_of_each_versions_tokens(
+    there: Any, tiny_model_folder: Path, tmp_path: Path
+):
+    other = write_random_model(tmp_path, seed=1)
+    assert there(over_an_update, tiny_model_folder, other) == [0] * 4 * len(PACKINGS)

@@ -1,0 +1,140 @@
+"""The layers of bitwise numerics give a token the same bits, whatever is computed beside it."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from goaly.models.spec import model_spec, prepare_torchtitan
+
+prepare_torchtitan()
+
+from goaly.errors import ConfigError  # noqa: E402
+from goaly.models import bitwise  # noqa: E402
+from goaly.models.attention import PackedAttention, PackedDocuments  # noqa: E402
+from goaly.models.bitwise import BitwiseLinear, product, silu  # noqa: E402
+from goaly.models.bitwise_attention import BitwiseAttention, PagedDocuments, Queries, write_pages  # noqa: E402
+from goaly.models.spec import architecture, bitwise_problems  # noqa: E402
+from goaly.models.tiny import TinyModel, model_config, write_tiny_model  # noqa: E402
+
+DTYPES = [torch.float32, torch.bfloat16]
+COUNTS = (1, 2, 3, 5, 13, 16, 31, 33, 64, 200)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("features", "width"), [(96, 256), (100, 33), (256, 96)])
+def test_a_row_of_a_product_is_the_same_in_any_number_of_rows_and_beside_any_columns(  # BW-1
+    threads: int, features: int, width: int, dtype: torch.dtype
+):
+    x, weight = random(400, features).to(dtype), random(width, features, seed=1).to(dtype)
+    whole = product(x, weight)
+    for count, start in itertools.product(COUNTS, (0, 7)):
+        assert torch.equal(product(x[start : start + count], weight), whole[start : start + count]), (count, start)
+    assert torch.equal(product(x, weight[: width // 2]), whole[:, : width // 2])
+
+
+def test_products_a_tile_at_a_time_have_the_bits_of_whole_ones(monkeypatch: pytest.MonkeyPatch):
+    x, weight = random(100, 96), random(64, 96, seed=1)
+    whole = product(x, weight)
+    monkeypatch.setattr(bitwise, "_whole_is_exact", lambda *_: False)
+    assert torch.equal(product(x, weight), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_that_divide_the_features_add_up_to_what_one_rank_computes(dtype: torch.dtype):  # BW-2
+    alone = BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build().to(dtype)
+    x = random(50, 96).to(dtype)
+    halves = [
+        product(part, weight.contiguous()) for part, weight in zip(x.chunk(2, 1), alone.weight.chunk(2, 1), strict=True)
+    ]
+    assert torch.equal(alone(x), halves[1] + halves[0])
+
+
+def test_a_linear_layer_has_the_gradients_of_an_ordinary_one():
+    layer = BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build()
+    x, upstream = random(7, 9, 96), random(7, 9, 40, seed=1)
+    given = [x.requires_grad_(), layer.weight]
+    mine = torch.autograd.grad(layer(x), given, upstream)
+    plain = torch.autograd.grad(F.linear(x, layer.weight), given, upstream)
+    for one, other in zip(mine, plain, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [32, 33, 100, 250, 4100])
+def test_an_activation_is_the_same_in_any_place(threads: int, width: int, dtype: torch.dtype):  # BW-3
+    x = random(400, width).to(dtype)
+    whole = silu(x)
+    assert torch.equal(torch.cat([silu(row[None]) for row in x[:20]]), whole[:20])
+    for count, start in itertools.product(COUNTS, (0, 7)):
+        assert torch.equal(silu(x[start : start + count]), whole[start : start + count]), (count, start)
+    torch.testing.assert_close(whole, F.silu(x))
+
+
+LENGTHS = (1, 31, 32, 33, 70, 5, 300)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages(threads: int, dtype: torch.dtype):  # BA-1
+    heads, kv_heads, width = 4, 2, 32
+    tokens = sum(LENGTHS)
+    q, k, v = (random(1, tokens, count, width, seed=count).to(dtype) for count in (heads, kv_heads, kv_heads))
+    v = v * 3
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    attention = BitwiseAttention.Config().build()
+    packed = attention(q, k, v, attention_masks=PagedDocuments.of(positions))[0]
+    start = sum(LENGTHS[:-1])
+    longest = LENGTHS[-1]
+    cache = random(40, kv_heads, 64, width, seed=9).to(dtype) * 100
+    pages = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:12].int()
+    at = torch.arange(longest)
+    slots = pages[at // 32].long() * 32 + at % 32
+    write_pages(k[0, start:], v[0, start:], cache, slots, width)
+    for chunk in (at[:1], at[5:45], at[250:], at[-1:]):
+        queries = Queries.of(
+            (chunk + 1).int(),
+            pages.expand(len(chunk), -1).contiguous(),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=width,
+            dtype=dtype,
+        )
+        out = torch.empty(len(chunk), heads, width, dtype=dtype)
+        queries.attend(q[0, start + chunk], cache, out, width**-0.5)
+        assert torch.equal(out, packed[start + chunk])
+
+
+def test_the_attention_has_values_and_gradients_of_the_ordinary_one():
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    shapes = [(1, sum(LENGTHS), count, 32) for count in (4, 2, 2)]
+    given = [random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
+    upstream = random(*shapes[0], seed=5)
+    mine = BitwiseAttention.Config().build()(*given, attention_masks=PagedDocuments.of(positions))
+    plain = PackedAttention.Config().build()(*given, attention_masks=PackedDocuments.of(positions))
+    torch.testing.assert_close(mine, plain)
+    for one, other in zip(*(torch.autograd.grad(out, given, upstream) for out in (mine, plain)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_models_and_devices_that_have_no_exact_order_are_refused(tmp_path):
+    experts = architecture(model_config(TinyModel(experts=4)))
+    assert [line.partition(", ")[0] for line in bitwise_problems(experts, "cuda")] == [
+        "model.numerics=bitwise: must be fast for a model with experts",
+        "model.numerics=bitwise: must be fast on GPUs",
+    ]
+    write_tiny_model(tmp_path, TinyModel(experts=4))
+    with pytest.raises(ConfigError, match="must be fast for a model with experts"):
+        model_spec(tmp_path, numerics="bitwise")

@@ -1,0 +1,125 @@
+"""A step of a run with bitwise numerics compares its log-probs with the sampler's, and ends the run if one differs."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from goaly.errors import ParityError
+from goaly.losses.objective import Likelihood, PolicyObjective
+from goaly.losses.settings import LossSettings
+from goaly.models.settings import ModelSettings
+from goaly.train.engine import TrainEngine
+from goaly.train.settings import OptimizerSettings, TrainerSettings
+from goaly.trajectory import Minibatch, PackedRows
+from tests.unit.train.batches import documents, pack
+
+SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), microbatch_rows=2)
+OBJECTIVE = PolicyObjective(LossSettings())
+OTHER_WEIGHTS = "the sampler had other weights"
+
+
+@pytest.fixture
+def engine(tiny_model_folder: Path) -> TrainEngine:
+    return TrainEngine(ModelSettings(path=str(tiny_model_folder), numerics="bitwise"), SETTINGS)
+
+
+def as_sampled(engine: TrainEngine, **counts: Any) -> PackedRows:
+    """A batch whose sampler gave every token the log-prob that this engine gives it, packed in another way."""
+    sequences = documents(8)
+    rows = pack(sequences[::-1], rows=1, row_length=400)
+    logprobs = engine.logprobs(rows.rows)[0]
+    start = 0
+    for sequence in sequences[::-1]:
+        stop = start + len(sequence["tokens"])
+        sequence["sampler_logprobs"] = logprobs[start:stop]
+        sequence["sampler_versions"] = torch.where(sequence["trained"], engine.policy_version, -1).int()
+        start = stop
+    packed = pack(sequences, rows=4, row_length=200)
+    return PackedRows(
+        rows=packed.rows,
+        batch_trained_tokens=packed.batch_trained_tokens,
+        batch_sequences=packed.batch_sequences,
+        **counts,
+    )
+
+
+def test_a_step_counts_the_tokens_that_it_compares_and_the_ratio_is_one(engine: TrainEngine):  # PC-1
+    for _ in range(2):
+        batch = as_sampled(engine)
+        metrics = engine.train_step(batch, OBJECTIVE)
+        assert metrics["parity/tokens"] == batch.batch_trained_tokens
+        assert metrics["parity/differing_tokens"] == 0
+        assert metrics["ratio_mean"] == metrics["ratio_max"] == 1.0
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_recomputed_activations_change_no_bit(engine: TrainEngine, tiny_model_folder: Path, checkpointing: Any):
+    settings = dataclasses.replace(SETTINGS, activation_checkpointing=checkpointing)
+    recomputing = TrainEngine(ModelSettings(path=str(tiny_model_folder), numerics="bitwise"), settings)
+    batch = as_sampled(engine)
+    recomputing.train_step(batch, OBJECTIVE)
+    engine.train_step(batch, OBJECTIVE)
+    assert recomputing.digest() == engine.digest()
+
+
+def test_tokens_of_older_versions_and_after_a_batchs_first_step_are_not_compared(engine: TrainEngine):  # PC-1
+    parts = tuple(Minibatch(rows=2, trained_tokens=100, sequences=4) for _ in range(2))
+    batch = as_sampled(engine, minibatches=parts)
+    of_first = int(batch.rows["trained"][:2].sum())
+    older = batch.rows["trained"][0].nonzero()[:5]
+    batch.rows["sampler_versions"][0, older] = -1
+    assert engine.train_step(batch, OBJECTIVE)["parity/tokens"] == of_first - 5
+
+
+def test_what_no_policy_sampled_is_not_compared(engine: TrainEngine):
+    batch = pack(documents(8), rows=4, row_length=200)
+    assert "parity/tokens" not in engine.train_step(batch, Likelihood())
+
+
+def differing(engine: TrainEngine, batch: PackedRows) -> str:
+    before = engine.digest()
+    with pytest.raises(ParityError) as error:
+        engine.train_step(batch, OBJECTIVE)
+    assert engine.digest() == before
+    return str(error.value)
+
+
+def test_a_difference_in_the_last_bit_ends_the_step_with_the_token_and_both_values(engine: TrainEngine):  # PC-2
+    batch = as_sampled(engine)
+    place = int(batch.rows["trained"][1].nonzero()[7])
+    sampler = batch.rows["sampler_logprobs"]
+    own = float(sampler[1, place])
+    sampler[1, place] = torch.nextafter(sampler[1, place], torch.tensor(0.0))
+    said = differing(engine, batch)
+    assert f"token {int(batch.rows['tokens'][1, place])} at position {int(batch.rows['positions'][1, place])}" in said
+    assert f"the trainer's log-prob is {own!r}, the sampler's {float(sampler[1, place])!r}" in said
+    assert OTHER_WEIGHTS in said
+
+
+@pytest.mark.parametrize("operation", ["layers.1.attention.wo", "layers.2.feed_forward.w1", "layers.0.ffn_norm"])
+def test_the_first_operation_that_depends_on_what_is_computed_beside_it_is_named(  # PC-2
+    engine: TrainEngine, operation: str
+):
+    batch = as_sampled(engine)
+    module = engine._model.get_submodule(operation)
+    plain = module.forward
+
+    def dependent(x: torch.Tensor) -> torch.Tensor:
+        return plain(x) * (1 + 1e-5 * x.shape[1])
+
+    module.forward = dependent
+    assert f"first operation whose output depends on how the document is computed is {operation}." in differing(
+        engine, batch
+    )
+
+
+def test_a_head_that_depends_on_what_is_computed_beside_it_is_named(
+    engine: TrainEngine, monkeypatch: pytest.MonkeyPatch
+):
+    batch = as_sampled(engine)
+    monkeypatch.setattr("goaly.train.logprobs.product", lambda x, weight: F.linear(x, weight) * (1 + 1e-5 * len(x)))
+    assert "how the document is computed is lm_head." in differing(engine, batch)
