@@ -3,7 +3,8 @@
     python -m bench.chaos [--kills N] [--seed S] [--steps N] [--json FILE] [key=value ...]
 
 A run of `configs/grpo/tiny.yaml` is disturbed: again and again, after a random time, a random process of it is killed,
-the controller included. A run whose controller was killed, or that ended after too many deaths, is resumed by
+the controller included. The time of every other kill is counted from the run's next step, so that a slow machine is not
+always killed while it starts. A run whose controller was killed, or that ended after too many deaths, is resumed by
 `--resume`. After the last kill it goes on to its end. Then its log and its folder are examined:
 
     lost, doubled      prompts of the mixture's order that no ticket has, or that more than one has
@@ -38,7 +39,7 @@ from tests.loop.launched import children, named
 
 LAST_STEPS = 20
 LONGEST_PAUSE = 25.0
-"""Seconds between two kills: some hit a run that starts, some one that trains."""
+"""Seconds before a kill."""
 DEADLINE_SECONDS = 900.0
 
 
@@ -48,9 +49,10 @@ def disturbed(run_dir: Path, settings: list[str], kills: int, chance: random.Ran
     run, resumed = Launched(run_dir, *settings), 0
     try:
         while killed.total() < kills:
-            pause = chance.uniform(0.0, LONGEST_PAUSE)
+            if killed.total() % 2:
+                _wait_for_step(run, run_dir / "metrics.jsonl")
             try:
-                code = run.process.wait(pause)
+                code = run.process.wait(chance.uniform(0.0, LONGEST_PAUSE))
             except subprocess.TimeoutExpired:
                 code = None
             if code == 0:
@@ -69,6 +71,16 @@ def disturbed(run_dir: Path, settings: list[str], kills: int, chance: random.Ran
         return killed, resumed
     finally:
         run.end()
+
+
+def _wait_for_step(run: Launched, metrics: Path) -> None:
+    """Return once the run has done another step, or has ended."""
+    size = metrics.stat().st_size if metrics.exists() else 0
+    until = time.monotonic() + DEADLINE_SECONDS
+    while run.process.poll() is None and (not metrics.exists() or metrics.stat().st_size <= size):
+        if time.monotonic() > until:
+            raise TimeoutError(f"{metrics}: no step within {DEADLINE_SECONDS:.0f} s")
+        time.sleep(0.5)
 
 
 def _resumption(run_dir: Path, settings: list[str]) -> list[str]:
