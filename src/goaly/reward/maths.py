@@ -1,0 +1,199 @@
+r"""The verifier of maths problems: is the last answer in a response equal to the prompt's answer? Uses math-verify.
+
+An answer is `\boxed{...}`, what follows "Answer:" or "the answer is", what follows `####`, or a response of one line.
+Where there are several, the last one counts; text inside `<think>` does not.
+
+Invariants
+    MV-1  One answer of a response is compared: a response that lists several candidates gains nothing.
+    MV-2  A response can't raise: what can't be read is wrong. A prompt without a readable answer raises.
+"""
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+from latex2sympy2_extended.sets import FiniteSet as WrittenSet
+from math_verify import LatexExtractionConfig, parse
+from math_verify import verify as compare
+from sympy import Expr, FiniteSet, Interval, Tuple
+
+from goaly.prompts.prompt import Prompt
+
+MAX_ANSWER_CHARACTERS = 400
+"""A longer answer is wrong: nobody means it, and it may take minutes to simplify."""
+PARSE_SECONDS = COMPARE_SECONDS = 2
+"""Limits for sympy. `reward.time_limit_seconds` ends what ignores signals, such as a power of huge integers."""
+RELATIVE_TOLERANCE = 2e-6
+"""Decimals that differ by less are equal: 0.333333 is 1/3, 0.3333 is not."""
+
+_LATEX = (LatexExtractionConfig(),)
+_MARKER = re.compile(
+    r"\banswer\b[*_]*\s*(?:is\b\s*:?|[:\uff1a=])[*_]*|答案(?:是|为)?\s*[:\uff1a]?|^####", re.IGNORECASE | re.MULTILINE
+)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_DISPLAY = re.compile(r"\s*(?:\$\$(.*?)\$\$|\\\[(.*?)\\\])", re.DOTALL)
+_INLINE = re.compile(r"(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.*?)\\\)")
+_BETWEEN = re.compile(r"\s*(?:,|;|,?\s*and|,?\s*or)\s*")
+_WORDS = re.compile(r"[^\W\d_][^\d_\\{}^$=+*/<>|()\[\]]*")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox|mathbf)\s*\{([^{}]*)\}")
+_UNIT = re.compile(
+    r"(?<=[\d}\s])\s*(?:\\[ ,;])*(?:\\(?:text|mathrm|mbox)\s*\{\s*([^{}\d]+?)\s*\}|([a-zA-Zµ°]{2,}))(?:\^\{?\d\}?)?$"
+)
+_NUMBER = re.compile(r"[+-]?\d+")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_FUNCTIONS = ("sin", "cos", "tan", "log", "ln", "exp", "sqrt", "pi", "inf", "infty", "infinity")
+_PLAIN = (
+    (re.compile(r"[\u2212\u2013]"), "-"),
+    (re.compile(r"°"), r"^\\circ "),
+    (re.compile(r"\\[!,;:>]|\\quad|~|&nbsp;|[\u00a0\u2009\u202f]"), " "),
+    (re.compile(r"(?<=\d)\{,\}(?=\d{3}(?!\d))"), ","),
+    (re.compile(r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?![\d.]*\d)"), lambda found: found[0].replace(" ", "")),
+    (re.compile(r"(?<![\d.])(\d+) (\d+)/(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<=\d)[eE]([+-]?\d+)\b"), r"\\cdot 10^{\1}"),
+    (re.compile(r"√\s*(\d+)"), r"\\sqrt{\1}"),
+    (re.compile(r"π|(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
+    (re.compile(r"∞|(?<![\\a-zA-Z])inf(?:inity)?(?![a-zA-Z])"), r"\\infty "),
+    (re.compile(r"\u222a|(?<=[\])])\s*U\s*(?=[(\[])"), r"\\cup "),
+    (re.compile(r"\u00d7"), r"\\times "),
+    (re.compile(r"≤|<="), r"\\le "),
+    (re.compile(r"≥|>="), r"\\ge "),
+    (re.compile(r"\*\*"), "^"),
+)
+"""How people write without LaTeX, and what it is in LaTeX."""
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each answer that takes too long
+
+
+def verify(prompt: Prompt, response: str) -> float:
+    """1 if the response's last answer equals the prompt's, else 0."""
+    if not prompt.answer or not prompt.answer.strip():
+        raise ValueError(f"answer={prompt.answer!r}: a maths problem must have one")
+    expected = _clean(extract(prompt.answer) or prompt.answer)
+    if not _is_text(expected) and not _parsed(expected):  # MV-2
+        raise ValueError(f"answer={prompt.answer!r}: must be a number, an expression in LaTeX, or words")
+    answer = extract(response)
+    return float(answer is not None and equal(expected, _clean(answer)))
+
+
+def extract(response: str) -> str | None:
+    """The last answer of a response as it is written (MV-1); None if there is none."""
+    if "<think>" in response and "</think>" not in response:
+        return None  # cut off while it was thinking
+    response = response.rpartition("</think>")[2].strip()
+    markers = [*_MARKER.finditer(response)]
+    boxes = [found for found in _BOX.finditer(response) if _closing(response, found.end()) is not None]
+    if boxes and (not markers or boxes[-1].start() > markers[-1].start()):
+        return response[boxes[-1].end() : _closing(response, boxes[-1].end())]
+    if markers:
+        return _said(response[markers[-1].end() :])
+    return _said(response) if response and "\n" not in response else None
+
+
+def equal(expected: str, answer: str) -> bool:
+    """Whether two answers, without delimiters of maths, are the same words or equal as expressions."""
+    if not answer or len(answer) > MAX_ANSWER_CHARACTERS:
+        return False
+    if expected == answer:
+        return True
+    if _NUMBER.fullmatch(expected) and _NUMBER.fullmatch(answer):
+        return int(expected) == int(answer)
+    if _is_text(expected):
+        return _words(expected) == _words(answer)
+    if len({unit for unit in (_unit(expected), _unit(answer)) if unit}) == 2:
+        return False
+    if "=" not in expected and (parts := _sides(answer))[1:]:  # `x = 1 + 1 = 2`: numbers in the chain must agree
+        return all(
+            equal(parts[-1], part) for part in parts[:-1] if not re.search(r"(?<!\\)\b[a-zA-Z]", part)
+        ) and equal(expected, parts[-1])
+    wanted, given = _parsed(expected), _parsed(answer)
+    if not wanted or not given or not _same_kind(wanted[0], given[0], answer):
+        return False
+    return compare(wanted, given, timeout_seconds=COMPARE_SECONDS) and _close(wanted[0], given[0])
+
+
+def _said(text: str) -> str | None:
+    """The answer at the beginning of a text."""
+    if display := _DISPLAY.match(text):
+        return display[1] or display[2]
+    line = next((line.strip() for line in text.splitlines() if line.strip(" *_:")), "")
+    first = _INLINE.search(line)
+    if first is None:
+        return re.split(r"[.;]\s|,? because | since |, so ", line)[0] or None
+    found, end = [first[1] or first[2]], first.end()
+    for more in _INLINE.finditer(line, end):  # `$1$ and $2$` are one answer
+        if not _BETWEEN.fullmatch(line[end : more.start()]):
+            break
+        found.append(more[1] or more[2])
+        end = more.end()
+    alone = not re.search(r"\d", line[: first.start()])
+    return ", ".join(found) if alone else line
+
+
+def _closing(text: str, start: int) -> int | None:
+    """The position of the brace that closes the one before `start`."""
+    depth = 1
+    for found in re.finditer(r"\\[{}]|[{}]", text[start:]):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return start + found.start()
+    return None
+
+
+def _clean(answer: str) -> str:
+    """The answer without delimiters, emphasis and final punctuation, in LaTeX."""
+    answer = re.sub(r"(?<!\\)\$|\\[()\[\]](?![a-zA-Z])|\\(?:left|right)\b|\\displaystyle", "", answer).strip(" *_.\n")
+    for pattern, latex in _PLAIN:
+        answer = pattern.sub(latex, answer)
+    if not re.search(r"[(\[{]", answer):  # in `(100,200)` the comma separates
+        answer = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), answer)
+    return " ".join(answer.split()).strip(" .,;:*_")
+
+
+def _is_text(answer: str) -> bool:
+    """Whether an answer is a word, of which letters may not change places as in a product."""
+    plain = _TEXT.sub(r"\1", answer).strip(" ().")
+    return bool(_WORDS.fullmatch(plain)) and len(plain) > 2 and plain.casefold() not in _FUNCTIONS and "," not in plain
+
+
+def _words(answer: str) -> str:
+    return " ".join(_TEXT.sub(r"\1", answer).casefold().strip(" ().").split())
+
+
+def _unit(answer: str) -> str | None:
+    """The unit after a number, in the singular; None if there is none."""
+    found = _UNIT.search(answer)
+    return (found[1] or found[2]).strip().casefold().rstrip("s.") if found else None
+
+
+def _sides(answer: str) -> list[str]:
+    """The sides of a chain of equations, or the answer alone if it is a list or an inequality."""
+    if re.search(r"[,;<>]|\\(?:le|ge|lt|gt|ne)|\\text|\band\b|\bor\b", answer):
+        return [answer]
+    return [side.strip() for side in answer.split("=")]
+
+
+@lru_cache(maxsize=256)
+def _parsed(answer: str) -> list[Any]:
+    """The answer as sympy sees it; empty if it can't be read."""
+    if not answer or "$" in answer.replace("\\$", "") or re.search(r"\d\s+\d", answer):  # `1 1` is no product
+        return []
+    found = parse(f"${answer}$", _LATEX, fallback_mode="no_fallback", parsing_timeout=PARSE_SECONDS)
+    return found[:1]
+
+
+def _same_kind(wanted: Any, given: Any, answer: str) -> bool:
+    """Whether a set in braces is compared with a set: math-verify takes it for a pair, too."""
+    ordered = isinstance(wanted, Tuple) or (isinstance(wanted, Interval) and wanted.left_open and wanted.right_open)
+    return not (ordered and isinstance(given, (FiniteSet, WrittenSet)) and "\\{" in answer)
+
+
+def _close(wanted: Any, given: Any) -> bool:
+    """Whether two numbers are close: math-verify rounds both to six decimals, so all tiny numbers are equal to it."""
+    if not (isinstance(wanted, Expr) and isinstance(given, Expr) and wanted.is_number and given.is_number):
+        return True
+    try:
+        one, other = complex(wanted.doit().evalf()), complex(given.doit().evalf())
+    except (TypeError, ValueError, OverflowError):
+        return True
+    return any(abs(one - value) <= RELATIVE_TOLERANCE * abs(one) for value in (other, other * 100, other / 100))

@@ -1,0 +1,197 @@
+"""What the maths verifier takes for an answer, and what it takes for equal: real-looking responses, right and wrong."""
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as tries
+from hypothesis import strategies as st
+
+from goaly.prompts.prompt import Prompt
+from goaly.reward.maths import MAX_ANSWER_CHARACTERS, extract, verify
+from goaly.reward.settings import RewardSettings
+from goaly.reward.verifiers import VerifierPool
+
+RIGHT = [
+    ("5", r"The sum is $2+3$, so \boxed{5}."),
+    ("5", r"First I thought \boxed{4}. But no: \boxed{5}"),
+    ("5", "**Answer:** 5"),
+    ("5", "Answer:\n$$\n5\n$$"),
+    ("5", r"Answer: \boxed{5}"),
+    ("5", "so we get x = 5.\nAnswer: x = 5"),
+    ("5", r"\boxed{x = 2+3 = 5}"),
+    ("5", r"It takes \boxed{5\text{ cm}} of rope"),
+    ("5 cm", r"\boxed{5\text{ cm}}"),
+    ("34", "Therefore the final answer is **34**."),
+    ("34", "The answer is 34 because 17 divides it."),
+    ("34", "The final answer is $34$. I hope it is correct."),
+    ("34", "<think>maybe \\boxed{33}</think>\n\nAnswer: 34"),
+    ("34", "17 * 2 = 34\n#### 34"),
+    ("34", "34"),
+    ("34", "$34$"),
+    ("34", "答案\uff1a34"),
+    ("34", r"Answer: \(34\)"),
+    ("34", "Answer:\n\n34"),
+    ("34", "Answer: **34**"),
+    ("34", "\\boxed{34}\n\nI put it in \\boxed as I was told."),
+    ("204", "Answer: 204 minutes"),
+    ("033", "Answer: 33"),
+    ("3000", "Answer: 3,000"),
+    ("3000", r"\boxed{3{,}000}"),
+    ("3000", r"\boxed{3\,000}"),
+    ("3000", "Answer: 3 000."),
+    ("3000", "Answer: x = 3,000"),
+    ("(100,200)", "Answer: (100, 200)"),
+    ("1000", "Answer: 1e3"),
+    ("-3", "Answer: \u22123"),
+    ("12", r"Answer: \$12"),
+    ("12", "The ticket costs a lot.\nAnswer: $12"),
+    ("50", "Answer: 50%"),
+    ("0.5", r"\boxed{50\%}"),
+    ("10\\%", "Answer: 10 percent"),
+    (r"\frac{1}{2}", r"so $\boxed{\frac{1}{2}}$"),
+    (r"\frac12", "Answer: 0.5"),
+    ("1/2", r"\boxed{\dfrac{1}{2}}"),
+    ("3/2", "Answer: 1 1/2"),
+    ("1.5", r"\boxed{1\frac{1}{2}}"),
+    ("0.333333", r"\boxed{1/3}"),
+    ("(1,2)", "Answer: (1, 2)"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \pi/2)}"),
+    (r"\{1,2\}", r"\boxed{\{2, 1\}}"),
+    ("1,2", "Answer: $1$ and $2$"),
+    ("[0,1)", r"\boxed{[0,1)}"),
+    (r"(-\infty,1)\cup(2,\infty)", "Answer: (-inf,1) U (2, inf)"),
+    (r"x \le 3", r"\boxed{(-\infty,3]}"),
+    (r"\sqrt{2}", "Answer: sqrt(2)"),
+    (r"11\sqrt{2}", r"\boxed{\,11\sqrt2\,}"),
+    (r"\frac{\pi}{2}", "Answer: pi/2"),
+    (r"16\pi", "Answer: 16π"),
+    ("x^2+1", "Answer: 1 + x**2"),
+    ("(x+1)^2", r"\boxed{x^2+2x+1}"),
+    (r"90^\circ", "Answer: 90°"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{bmatrix}1&2\\3&4\end{bmatrix}}"),
+    ("2+3i", r"\boxed{3i+2}"),
+    ("A", "Answer: (A)"),
+    (r"\text{Tuesday}", "Answer: Tuesday."),
+    (r"\boxed{7}", "Answer: 7"),
+]
+WRONG = [
+    ("5", r"\boxed{6}"),
+    ("5", r"\boxed{5} no, \boxed{6}"),
+    ("5", r"\boxed{5 \text{ or } 6}"),
+    ("5", r"\boxed{5, 6}"),
+    ("5", "Answer: $5$ and $6$"),
+    ("5", "Answer: 5 or so, maybe 6"),
+    ("5", "Answer: [1,2,3,4,5,6,7]"),
+    ("5", r"\boxed{4=5}"),
+    ("5", r"\boxed{x=4=5}"),
+    ("5", "Answer: 5x"),
+    ("5", "Answer: 5^2"),
+    ("5", "Answer: 5 < x"),
+    ("5", "Answer: -5"),
+    ("5", "Answer: 5.0000001"),
+    ("5", "Answer: five thousand"),
+    ("5", ""),
+    ("5", "Answer:"),
+    ("5", r"\boxed{}"),
+    ("5", r"\boxed{5"),
+    ("5", "I do not know, it may be 5.\nOr not."),
+    ("5", r"<think>\boxed{5} it is, or"),
+    ("5 cm", r"\boxed{5\text{ m}}"),
+    ("2", "Answer: 1 1"),
+    ("1", "Answer: 1 1/2"),
+    ("34", "Answer: 3 4"),
+    ("1000", "Answer: 1,000,000"),
+    ("1000", "Answer: 1.000"),
+    ("1/3", "Answer: 0.33"),
+    ("1/2", "Answer: 2/1"),
+    ("0.0000001", "Answer: 0.0000002"),
+    ("0", "Answer: 0.00000001"),
+    ("(1,2)", r"\boxed{\{1,2\}}"),
+    ("(1,2)", "Answer: (2,1)"),
+    ("[0,1)", "Answer: [0,1]"),
+    (r"\{1,2,3\}", r"\boxed{\{1,2\}}"),
+    ("x<3", "Answer: x>3"),
+    ("x<3", r"Answer: x \le 3"),
+    ("x", "Answer: y"),
+    ("abc", "Answer: cab"),
+    (r"\text{Yes}", "Answer: No"),
+]
+
+
+def problem(answer: str | None) -> Prompt:
+    return Prompt(id="p", source="aime", messages=(), answer=answer)
+
+
+@pytest.mark.parametrize(("answer", "response"), RIGHT)
+def test_an_answer_is_found_and_compared_however_it_is_written(answer: str, response: str):
+    assert verify(problem(answer), response) == 1.0
+
+
+@pytest.mark.parametrize(("answer", "response"), WRONG)
+def test_an_unequal_a_missing_or_an_undecided_answer_gets_nothing(answer: str, response: str):
+    """MV-1"""
+    assert verify(problem(answer), response) == 0.0
+
+
+FORMS = (
+    "Answer: {}",
+    "Answer: ${}$.",
+    r"\boxed{{{}}}",
+    "so the answer is **{}**.",
+    "<think>no: \\boxed{{0}}</think>#### {}",
+    "Answer: x = {}",
+)
+
+
+@given(
+    st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12), st.sampled_from(FORMS), st.sampled_from(["", ","])
+)
+def test_integers_are_rewarded_if_and_only_if_they_are_equal(one: int, other: int, form: str, group: str):
+    assert verify(problem(str(one)), form.format(f"{one:{group}}")) == 1.0
+    assert verify(problem(str(one)), form.format(f"{other:{group}}")) == float(one == other)
+
+
+@given(*[st.integers(1, 60)] * 4, st.sampled_from([r"\frac{{{}}}{{{}}}", r"\dfrac{{{}}}{{{}}}", "{}/{}"]))
+@tries(max_examples=60)
+def test_fractions_are_rewarded_if_and_only_if_they_are_equal(a: int, b: int, c: int, d: int, form: str):
+    assert verify(problem(rf"\frac{{{a}}}{{{b}}}"), rf"\boxed{{{form.format(c, d)}}}") == float(a * d == b * c)
+
+
+@given(st.text(alphabet=r"\{}$()[]^_=,.%/*-+ 0159xab" + "\n", max_size=40))
+@tries(max_examples=150)
+def test_no_response_raises(text: str):
+    """MV-2"""
+    for response in (text, rf"\boxed{{{text}}}", f"Answer: {text}"):
+        assert verify(problem("7/3"), response) in (0.0, 1.0)
+
+
+@given(st.recursive(st.sampled_from(["1", "x", r"\{"]), lambda inner: inner.map(lambda text: rf"\frac{{{text}}}{{2}}")))
+def test_a_box_ends_at_its_own_brace(inside: str):
+    assert extract(rf"a {{ b }} \boxed{{{inside}}} }} {{") == inside
+
+
+@pytest.mark.parametrize("answer", [None, " ", r"\frac{1}{", "1 1"])
+def test_a_problem_without_a_readable_answer_raises(answer: str | None):
+    """MV-2"""
+    with pytest.raises(ValueError, match=r"answer=.*: (a maths problem must have one|must be a number)"):
+        verify(problem(answer), "Answer: 5")
+
+
+@pytest.mark.parametrize("power", ["9^{9^{9^9}}", "(100000!)!", "(1+x+y+z)^{100}"])
+def test_an_expression_that_can_not_be_computed_is_wrong_within_seconds(power: str):
+    begun = time.monotonic()
+    assert verify(problem("5"), rf"\boxed{{{power}}}") == 0.0
+    assert verify(problem("1"), "Answer: " + "1*" * MAX_ANSWER_CHARACTERS + "1") == 0.0
+    assert time.monotonic() - begun < 30
+
+
+async def test_a_run_judges_with_it_by_its_path():
+    pool = VerifierPool(RewardSettings(verifier="goaly.reward.maths:verify"))
+    await pool.start()
+    try:
+        responses = (r"\boxed{\frac{2}{4}}", r"\boxed{9^{9^{9^9}}}", "Answer: 0.5")
+        assert await asyncio.gather(*(pool.score(problem("1/2"), one) for one in responses)) == [1.0, 0.0, 1.0]
+    finally:
+        await pool.close()
