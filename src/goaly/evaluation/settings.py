@@ -9,7 +9,7 @@ from typing import Any, Literal
 from goaly.config.settings import PositiveInt, Section, Settings
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Split
-from goaly.prompts.settings import ArithmeticSettings, PromptSettings, source_problems
+from goaly.prompts.settings import ArithmeticSettings, ColumnSettings, PromptSettings, source_problems
 from goaly.reward.settings import verifier_problems
 
 HELD_OUT = "held_out"
@@ -26,6 +26,8 @@ class EvaluationSet(Settings):
     files: tuple[str, ...] = ()
     """JSONL or Parquet files in the format of `prompts.files`; any problem in them may be asked. Without `task` and
     `files` the set is the held-out share of `prompts`."""
+    columns: ColumnSettings = field(default_factory=ColumnSettings)
+    """Names of the columns of `files`."""
     prompts: PositiveInt | Literal["all"] = "all"
     """Number of problems, each of which is asked once; "all": all problems of the files. A task needs a number."""
     samples_per_prompt: PositiveInt = 1
@@ -47,7 +49,7 @@ class EvaluationSet(Settings):
     def source(self, prompts: PromptSettings) -> tuple[PromptSettings, Split]:
         """The source of the problems and the split of it that is asked, in a run that trains on `prompts`."""
         if self.files:
-            return PromptSettings(task=None, files=self.files, held_out_fraction=0.0), Split.TRAIN
+            return PromptSettings(task=None, files=self.files, columns=self.columns, held_out_fraction=0.0), Split.TRAIN
         if self.task is None:
             return prompts, Split.HELD_OUT
         fraction = prompts.held_out_fraction  # a problem's split depends on the problem and the fraction alone
@@ -63,6 +65,8 @@ class EvaluationSet(Settings):
             yield from source_problems(self.task, self.files, at)
         else:
             yield from at.arithmetic.idle(f"{at}task is null")
+        if not self.files:
+            yield from at.columns.idle(f"{at}files is empty")
         if self.task is not None and self.count is None:
             yield f"{at.prompts}: must be a number where {at}task makes problems without end"
         for k in self.pass_at:

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 BLOCK_BYTES = 1 << 18
 POOL_BLOCKS = 16
+_BATCH_ROWS = 2048
 _EDGE_BYTES = 1 << 16
 """Bytes at each end of a file that its fingerprint covers."""
 
@@ -78,8 +79,11 @@ def read_block(block: Block) -> Iterator[tuple[Location, FileRecord]]:
 def _read_row_group(block: Block) -> Iterator[tuple[Location, FileRecord]]:
     with pyarrow.parquet.ParquetFile(block.file) as file:
         first = sum(file.metadata.row_group(number).num_rows for number in range(block.number))
-        for row, record in enumerate(file.read_row_group(block.number).to_pylist()):
-            yield Location(block.file, first + row), record
+        # In small batches: a file may have millions of rows in one group.
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[block.number]):
+            for row, record in enumerate(batch.to_pylist(), first):
+                yield Location(block.file, row), record
+            first += len(batch)
 
 
 def _read_lines(block: Block) -> Iterator[tuple[Location, FileRecord]]:
@@ -123,7 +127,7 @@ class ShuffledFiles(BaseNode[T], Generic[T]):
 
     def __init__(
         self,
-        files: Sequence[str],
+        blocks: Sequence[Block],
         items_of: Callable[[Block], Iterable[T]],
         *,
         order: str,
@@ -131,7 +135,7 @@ class ShuffledFiles(BaseNode[T], Generic[T]):
     ):
         """`order` seeds the shuffling. StopIteration ends the last pass, or any that gave nothing."""
         super().__init__()
-        self._blocks = blocks_of(files)
+        self._blocks = list(blocks)
         self._items_of = items_of
         self._order = order
         self._passes = passes

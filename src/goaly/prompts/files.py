@@ -9,54 +9,99 @@ from pathlib import Path
 from typing import Any
 
 from goaly.prompts.blocks import POOL_BLOCKS, Block, FileRecord, Location, blocks_of, read_block
+from goaly.prompts.distinct import distinct_records, value_of
 from goaly.prompts.prompt import Message, Prompt
+from goaly.prompts.settings import ColumnSettings
 
+DEFAULT = ColumnSettings()
 _OWN_KEYS = ("id", "source", "messages", "prompt", "answer", "tools")
 _MESSAGE_KEYS = {key.name for key in fields(Message)} - {"extra"}
 
 
-def read_prompts(files: Sequence[str | Path]) -> tuple[Prompt, ...]:
-    """The prompts at the beginning of each file, in order: of a file of one pool, all of them."""
+def read_prompts(
+    files: Sequence[str | Path], columns: ColumnSettings = DEFAULT, *, distinct: bool = False
+) -> tuple[Prompt, ...]:
+    """The prompts at the beginning of each file, in order: of a file of one pool, all of them. With `distinct` all
+    different prompts of each file."""
+    if distinct:
+        return tuple(prompt for file in files for prompt in distinct_prompts_of(str(file), columns))
     blocks = [block for file in files for block in blocks_of([str(file)])[:POOL_BLOCKS]]
-    return tuple(prompt for block in blocks for prompt in prompts_of(block))
+    return tuple(prompt for block in blocks for prompt in prompts_of(block, columns))
 
 
-def prompts_of(block: Block) -> tuple[Prompt, ...]:
+def prompts_of(block: Block, columns: ColumnSettings = DEFAULT) -> tuple[Prompt, ...]:
     """The prompts of a block. The checks of the settings and the streams of a run read a small file only once."""
-    status = Path(block.file).stat()
-    return _parsed(block, (status.st_ino, status.st_size, status.st_mtime_ns))
+    return _parsed(block, columns, _state(block.file))
+
+
+def distinct_prompts_of(file: str, columns: ColumnSettings = DEFAULT) -> tuple[Prompt, ...]:
+    """The prompts of a file without those that repeat the messages and the answer of an earlier one. Read once, too."""
+    return _distinct(file, columns, _state(file))
+
+
+def _state(file: str) -> tuple[int, ...]:
+    """Changes whenever the content of the file does."""
+    status = Path(file).stat()
+    return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=POOL_BLOCKS)
-def _parsed(block: Block, state: tuple[int, ...]) -> tuple[Prompt, ...]:
-    """`state` changes whenever the content of the file does."""
-    return tuple(_prompt(location, record) for location, record in read_block(block))
+def _parsed(block: Block, columns: ColumnSettings, state: tuple[int, ...]) -> tuple[Prompt, ...]:
+    return tuple(_prompt(location, record, columns) for location, record in read_block(block))
 
 
-def _prompt(location: Location, record: FileRecord) -> Prompt:
-    messages = read_messages(record, location)
-    answer = record.get("answer")
+@lru_cache(maxsize=POOL_BLOCKS)
+def _distinct(file: str, columns: ColumnSettings, state: tuple[int, ...]) -> tuple[Prompt, ...]:
+    names = ("messages", "prompt") if columns.prompt is None else (columns.prompt,)
+    records = distinct_records(file, (*names, columns.answer))
+    return tuple(_prompt(location, record, columns) for location, record in records)
+
+
+def _prompt(location: Location, record: FileRecord, columns: ColumnSettings) -> Prompt:
+    messages = read_messages(record, location, columns)
+    answer = _named(record, "answer", columns, location)
     content = "\x1e".join(message.key for message in messages)
+    own = {*_OWN_KEYS, *(name.partition(".")[0] for name in (columns.prompt or "", columns.answer, columns.id))}
     return Prompt(
-        id=str(record.get("id") or blake2b(content.encode(), digest_size=8).hexdigest()),
-        source=str(record.get("source") or Path(location.file).stem),
+        id=str(_named(record, "id", columns, location) or blake2b(content.encode(), digest_size=8).hexdigest()),
+        source=str(_named(record, "source", columns, location) or Path(location.file).stem),
         messages=messages,
         answer=None if answer is None else str(answer),
         tools=read_tools(record, location),
-        metadata={key: str(value) for key, value in record.items() if key not in _OWN_KEYS and value is not None},
+        metadata={key: str(value) for key, value in record.items() if key not in own and value is not None},
     )
 
 
-def read_messages(record: Mapping[str, Any], location: Location | str) -> tuple[Message, ...]:
-    """A record's `messages`, or its `prompt` as a user's message."""
-    if record.get("messages") is not None:
-        try:
-            return tuple(_message(entry) for entry in record["messages"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{location}: `messages` must be a list of {{role, content}}") from error
-    if isinstance(record.get("prompt"), str):
-        return (Message(role="user", content=record["prompt"]),)
-    raise ValueError(f"{location}: needs `messages` (a list of {{role, content}}) or `prompt` (a text)")
+def _named(record: FileRecord, key: str, columns: ColumnSettings, location: Location | str) -> Any:
+    """The value of the column that `columns` names for this key. A column with a name of its own must exist."""
+    name = getattr(columns, key)
+    value = value_of(record, name)
+    if value is None and name != getattr(DEFAULT, key):
+        raise ValueError(f"{location}: has no value in columns.{key}={name}; its columns are {', '.join(record)}")
+    return value
+
+
+def read_messages(
+    record: Mapping[str, Any], location: Location | str, columns: ColumnSettings = DEFAULT
+) -> tuple[Message, ...]:
+    """A record's messages: those of its prompt column, or its text as a user's message."""
+    if columns.prompt is not None:
+        name, value = columns.prompt, _named(record, "prompt", columns, location)
+    else:
+        name = "prompt" if record.get("messages") is None else "messages"
+        value = record.get(name)
+    if name != "messages" and isinstance(value, str):
+        return (Message(role="user", content=columns.wording.replace("{prompt}", value)),)
+    if value is None:
+        raise ValueError(
+            f"{location}: needs `messages` (a list of {{role, content}}) or `prompt` (the same, or a text)"
+        )
+    if columns.wording != DEFAULT.wording:
+        raise ValueError(f"{location}: `{name}` must be a text where columns.wording is set, it is a list of messages")
+    try:
+        return tuple(_message(entry) for entry in value)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{location}: `{name}` must be a list of {{role, content}}") from error
 
 
 def read_tools(record: Mapping[str, Any], location: Location | str) -> tuple[Mapping[str, Any], ...]:

@@ -135,6 +135,8 @@ def each_source(settings: PromptSettings) -> dict[str, PromptSettings]:
             task=source.task,
             arithmetic=source.arithmetic,
             files=source.files,
+            columns=source.columns,
+            distinct=source.distinct,
             sources=(),
             curriculum=None,
             seed=_seed(settings.seed, source.name),
@@ -168,7 +170,7 @@ def unreadable(settings: PromptSettings) -> str | None:
     """Why the prompt files, or the records at their beginnings, can't be read; None if they can."""
     try:
         for alone in each_source(settings).values():
-            read_prompts(alone.files)
+            read_prompts(alone.files, alone.columns, distinct=alone.distinct)
     except (ValueError, OSError) as error:
         return str(error)
     return None

@@ -28,6 +28,26 @@ class ArithmeticSettings(Settings):
             yield f"{at.max_digits}: must be at least {at.min_digits}"
 
 
+class ColumnSettings(Settings):
+    """The columns that files have. A dot leads into a column: `reward_model.ground_truth`."""
+
+    prompt: str | None = None
+    """Column of the prompt, a text or a list of {role, content}; null: `messages`, or else `prompt`."""
+    wording: str = "{prompt}"
+    """The user's message, if the prompt is a text: `{prompt}` becomes the text. Set it to ask for a form of the answer,
+    such as `"{prompt}\n\nPut the answer in \\boxed{}."`."""
+    answer: str = "answer"
+    """Column of the answer for the verifier."""
+    id: str = "id"
+    """Column of the prompt's id; a record without it gets a hash of its messages."""
+    source: str = "source"
+    """Column of the prompt's source; a record without it has the name of its file."""
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        if "{prompt}" not in self.wording:
+            yield f"{at.wording}: must contain {{prompt}}, which becomes the text of the problem"
+
+
 class SourceSettings(Settings):
     """One of several sources of prompts."""
 
@@ -41,9 +61,15 @@ class SourceSettings(Settings):
     """The addition task, if `task` is arithmetic."""
     files: tuple[str, ...] = ()
     """JSONL or Parquet files of prompts."""
+    columns: ColumnSettings = field(default_factory=ColumnSettings)
+    """Names of the columns of `files`."""
+    distinct: bool = False
+    """Give each problem of a file once a pass, even if the file repeats it, and keep all its different problems in
+    memory. Set it for files such as DAPO-Math-17k, which has each of its problems a hundred times."""
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from source_problems(self.task, self.files, at)
+        yield from idle_file_keys(self.files, at)
 
 
 class CurriculumSettings(Settings):
@@ -65,6 +91,11 @@ class PromptSettings(Settings):
     files: tuple[str, ...] = ()
     """JSONL or Parquet files of prompts. Each record has `messages` or `prompt`, perhaps an `answer` for the verifier
     and `tools` that the policy may call; other columns become the prompt's metadata."""
+    columns: ColumnSettings = field(default_factory=ColumnSettings)
+    """Names of the columns of `files`."""
+    distinct: bool = False
+    """Give each problem of a file once a pass, even if the file repeats it, and keep all its different problems in
+    memory. Set it for files such as DAPO-Math-17k, which has each of its problems a hundred times."""
     sources: tuple[SourceSettings, ...] = ()
     """Several sources and their weights, such as `[{name: sums, task: arithmetic}, {name: own, files: [a.jsonl]}]`. A
     script may change the weights during the run: `run.prompts.set_weights({"own": 2})`."""
@@ -80,6 +111,7 @@ class PromptSettings(Settings):
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from self._mixture_problems(at) if self.sources else source_problems(self.task, self.files, at)
+        yield from idle_file_keys(self.files, at)
         if self.curriculum is not None and len(self.sources) < 2:
             yield f"{at}curriculum: needs at least two {at}sources to choose between"
 
@@ -111,6 +143,13 @@ def source_problems(task: str | None, files: tuple[str, ...], at: Section) -> It
             yield f"{at}files: {name} must end in {' or '.join(FILE_KINDS)}"
         elif not Path(name).is_file():
             yield f"{at}files: {name} does not exist"
+
+
+def idle_file_keys(files: tuple[str, ...], at: Section) -> Iterator[str]:
+    """One line for each key of `at` that is about files, where there are none."""
+    if not files:
+        yield from at.idle(f"{at}files is empty", "distinct")
+        yield from at.columns.idle(f"{at}files is empty")
 
 
 class ChatSettings(Settings):

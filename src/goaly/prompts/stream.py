@@ -13,8 +13,8 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from goaly.prompts.blocks import Block, ShuffledFiles, fingerprint_of
-from goaly.prompts.files import prompts_of
+from goaly.prompts.blocks import Block, ShuffledFiles, blocks_of, fingerprint_of
+from goaly.prompts.files import DEFAULT, distinct_prompts_of, prompts_of
 from goaly.prompts.prompt import Prompt, Split, split_of
 from goaly.prompts.settings import PromptSettings
 from goaly.prompts.tasks.arithmetic import Arithmetic
@@ -84,8 +84,10 @@ class PromptStream:
         held_out = settings.held_out_fraction
         if settings.task is None:
             order = f"{settings.seed}/{split}"
-            self._prompts: BaseNode[Prompt] = ShuffledFiles(settings.files, self._own, order=order, passes=passes)
-            self._source = f"{fingerprint_of(settings.files)} held_out={held_out}"
+            blocks = [Block(file, 0) for file in settings.files] if settings.distinct else blocks_of(settings.files)
+            self._prompts: BaseNode[Prompt] = ShuffledFiles(blocks, self._own, order=order, passes=passes)
+            read = f" {settings.columns}" * (settings.columns != DEFAULT) + " distinct" * settings.distinct
+            self._source = f"{fingerprint_of(settings.files)} held_out={held_out}{read}"
         else:
             task = Arithmetic(settings.arithmetic)
             self._prompts = TaskPrompts(task, held_out, settings.seed, split)
@@ -120,7 +122,8 @@ class PromptStream:
         self._position = int(state["position"])
 
     def _own(self, block: Block) -> list[Prompt]:
-        prompts = prompts_of(block)
+        columns = self._settings.columns
+        prompts = distinct_prompts_of(block.file, columns) if self._settings.distinct else prompts_of(block, columns)
         self._read += len(prompts)
         return [prompt for prompt in prompts if split_of(prompt, self._settings.held_out_fraction) is self._split]
 

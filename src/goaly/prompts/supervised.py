@@ -19,7 +19,7 @@ import torch
 from torchdata.nodes import BaseNode
 
 from goaly.errors import ConfigError
-from goaly.prompts.blocks import Block, Location, ShuffledFiles, fingerprint_of, read_block
+from goaly.prompts.blocks import Block, Location, ShuffledFiles, blocks_of, fingerprint_of, read_block
 from goaly.prompts.documents import ASSISTANT, Document, chat_document, plain_document
 from goaly.prompts.files import read_messages, read_tools
 from goaly.prompts.prompt import SPLIT_KEY, Message, Split, split_key_of, split_of_key
@@ -73,7 +73,7 @@ class FileDocuments(ShuffledFiles[Document]):
         self._tokenizer = tokenizer
         self._seen = self._held_out = 0
         self._warned = False
-        super().__init__(settings.files, self._shown, order=f"{settings.seed}/documents")
+        super().__init__(blocks_of(settings.files), self._shown, order=f"{settings.seed}/documents")
 
     @property
     def fingerprint(self) -> str:

@@ -32,7 +32,7 @@ def numbers_of(block: Block) -> list[int]:
 
 
 def numbers(*files: str, passes: int | None = 1, order: str = "0") -> ShuffledFiles[int]:
-    return ShuffledFiles(files, numbers_of, order=order, passes=passes)
+    return ShuffledFiles(blocks_of(files), numbers_of, order=order, passes=passes)
 
 
 def taken(node: Iterator[int], count: int) -> list[int]:
@@ -88,7 +88,7 @@ def test_the_order_depends_on_the_seed(tmp_path: Path) -> None:
 def test_a_pass_without_items_ends_the_node(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", ["1", "2"])
     with pytest.raises(StopIteration):
-        next(ShuffledFiles([file], lambda block: [], order="0"))
+        next(ShuffledFiles(blocks_of([file]), lambda block: [], order="0"))
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -104,7 +104,9 @@ def test_a_bad_line_far_into_a_file_is_named_without_a_traceback(tmp_path: Path)
 @pytest.mark.usefixtures("small_blocks")
 def test_no_more_than_a_few_pools_are_read_ahead(tmp_path: Path) -> None:
     file, read = write_lines(tmp_path / "a.jsonl", [str(n) for n in range(1000)]), []
-    node = ShuffledFiles([file], lambda block: read.extend(found := numbers_of(block)) or found, order="0", passes=1)
+    node = ShuffledFiles(
+        blocks_of([file]), lambda block: read.extend(found := numbers_of(block)) or found, order="0", passes=1
+    )
     ahead = [len(read) - given for given, _ in enumerate(node, start=1)]
     assert len(ahead) == 1000
     assert max(ahead) <= 30  # a pool of two blocks has some five of these lines
