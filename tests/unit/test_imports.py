@@ -50,6 +50,12 @@ def test_a_class_name_means_one_thing():
     assert {name for name, count in names.items() if count > 1} == set()
 
 
+def test_a_test_file_has_a_name_of_its_own():
+    """Tests are imported by their file's name alone: of two with one name, one would not run."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert {name for name, count in names.items() if count > 1} == set()
+
+
 def test_only_tests_of_bench_import_bench():
     users = {
         str(path.relative_to(ROOT / "tests"))
