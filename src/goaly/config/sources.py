@@ -3,6 +3,7 @@
 The schema's own defaults lie beneath both, so `${trainer.threads}` refers to a value even if no file sets it.
 """
 
+import copy
 import io
 import re
 import typing
@@ -18,6 +19,7 @@ from yaml import MappingNode, SequenceNode, YAMLError
 
 from goaly.config.schema import Key, default_values, join, keys, members
 from goaly.config.wording import show
+from goaly.errors import ConfigError
 
 OVERRIDE = "override"
 DEFAULT = "default"
@@ -27,7 +29,7 @@ YAML_WORDS = {True: ("on", "yes", "true"), False: ("off", "no", "false")}
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Given:
     """All settings as plain values, their sources, and the problems of reading them.
 
@@ -56,7 +58,8 @@ def read(file: str | Path | None, overrides: Sequence[str], schema: type) -> Giv
     """Merge the schema's defaults, the file's bases, the file and the overrides.
 
     The value that a file or an override gives for a key whose value is a mapping replaces the one before instead of
-    joining it; a section without keys in the file counts as not written.
+    joining it; a section without keys in the file counts as not written. A schema may have a `switch`, a key that, if
+    it is true, puts the values of `switched` in place of the files', and is then false.
     """
     found = list(keys(schema))
     mappings = {key.path for key in found if isinstance(key.default, dict)}
@@ -71,12 +74,36 @@ def read(file: str | Path | None, overrides: Sequence[str], schema: type) -> Giv
                 OmegaConf.update(tree, path, {}, merge=False)
             tree = OmegaConf.merge(tree, OmegaConf.create(written))
     assert isinstance(tree, DictConfig)
+    replaced = _replaced(tree, overrides, schema, mappings, given)
     for override in overrides:
         _apply(tree, override, given, mappings)
+    if replaced:
+        OmegaConf.update(tree, schema.switch, False)
     given.values.update(_without_empty(_resolve(tree, "", given), "", sections))
     for key in found:
         _read_as_typed(key, given)
     return given
+
+
+def _replaced(tree: DictConfig, overrides: Sequence[str], schema: Any, mappings: set[str], given: Given) -> bool:
+    """Whether the schema's switch is on; the values that it replaces are then in the tree, below the overrides."""
+    if not hasattr(schema, "switch"):
+        return False
+    trial, scratch = copy.deepcopy(tree), Given()
+    for override in overrides:
+        _apply(trial, override, scratch, mappings)
+    if OmegaConf.select(trial, schema.switch) is not True:
+        return False
+    try:
+        changes = schema.switched(_resolve(trial, "", scratch))
+    except ConfigError as error:
+        given.problems += error.problems
+        return False
+    for path, value in changes.items():
+        OmegaConf.update(tree, path, value, merge=False)
+        given.sources = {key: origin for key, origin in given.sources.items() if not f"{key}.".startswith(f"{path}.")}
+        given.sources[path] = schema.switch
+    return True
 
 
 def _read_as_typed(key: Key, given: Given) -> None:

@@ -136,21 +136,3 @@ def _projections(dim: int, hidden_dim: int) -> tuple[tuple[str, Extent, int], ..
     """Gate, down and up projection: name, shape, and the dim of `hidden_dim`."""
     inner, outer = (hidden_dim, dim), (dim, hidden_dim)
     return ("w1", inner, 0), ("w2", outer, 1), ("w3", inner, 0)
-
-
-MODELS = {
-    "qwen3-0.6b": Decoder(
-        layers=28, dim=1024, hidden_dim=3072, heads=16, kv_heads=8, head_dim=128, vocab_size=151936, tied=True
-    ),
-    "qwen3-8b": Decoder(layers=36, dim=4096, hidden_dim=12288, heads=32, kv_heads=8, head_dim=128, vocab_size=151936),
-    "qwen3-32b": Decoder(layers=64, dim=5120, hidden_dim=25600, heads=64, kv_heads=8, head_dim=128, vocab_size=151936),
-    "qwen3-30b-a3b": Decoder(
-        layers=48, dim=2048, hidden_dim=768, heads=32, kv_heads=4, head_dim=128, vocab_size=151936, experts=128
-    ),
-    "qwen3-235b-a22b": Decoder(
-        layers=94, dim=4096, hidden_dim=1536, heads=64, kv_heads=4, head_dim=128, vocab_size=151936, experts=128
-    ),
-    "llama3-70b": Decoder(
-        layers=80, dim=8192, hidden_dim=28672, heads=64, kv_heads=8, head_dim=128, vocab_size=128256, qk_norm=False
-    ),
-}

@@ -24,6 +24,15 @@ class ModelSettings(Settings):
     path: str = ""
     """A Hugging Face folder: config.json, safetensors, tokenizer files. Families: Qwen3, dense or with experts,
     Llama 3 and DeepSeek-V3."""
+    architecture: (
+        Literal["qwen3-0.6b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b", "llama3-70b"] | None
+    ) = None
+    """The published model that the folder must hold. Dry runs and `tiny` then need no folder. null: any model."""
+    tiny: bool = False
+    """Try the run on a CPU: replace the model by a tiny one with random weights, of the same family and number of
+    experts, and keep the pattern of parallelism, with two ranks each for trainer and generator. Lengths, batches and
+    steps become small too, and `hosts` is this machine. Overrides on the command line are applied after that. The
+    resolved config has these small values, and `tiny: false`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the model's computations. In bfloat16 the trainer keeps float32 parameters and casts them for
     each pass; a reference keeps bfloat16 ones, and weights travel as bfloat16 (`weights.transfer_dtype`)."""
@@ -33,7 +42,10 @@ class ModelSettings(Settings):
     docs/parity.md has its cost."""
 
     def _problems(self, at: Section) -> Iterator[str]:
-        yield from folder_problems(self.path, at)
+        if self.tiny:
+            yield f"{at.tiny}: has no effect on settings in Python, only on those of files and overrides"
+        if self.path == "" or self.architecture is None:
+            yield from folder_problems(self.path, at)
 
 
 class MoeSettings(Settings):

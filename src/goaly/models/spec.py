@@ -160,10 +160,17 @@ def model_spec(
     folder: str | Path, *, attention: "Module.Config | None" = None, numerics: Numerics = "fast"
 ) -> "ModelSpec":
     """torchtitan's definition of the folder's model; `attention` replaces the device's default inner attention."""
+    shape = architecture(read_config(folder), where=str(Path(folder) / "config.json"))
+    return spec_of(shape, attention=attention, numerics=numerics)
+
+
+def spec_of(
+    shape: Architecture, *, attention: "Module.Config | None" = None, numerics: Numerics = "fast"
+) -> "ModelSpec":
+    """torchtitan's definition of a model of this architecture."""
     device = prepare_torchtitan().type
     from torchtitan.protocols.model_spec import ModelSpec
 
-    shape = architecture(read_config(folder), where=str(Path(folder) / "config.json"))
     if attention is None:
         attention = _inner_attention(device, numerics)
     norm, rope = _layers(device)

@@ -54,6 +54,8 @@ class TinyModel(Settings):
     """Base of the rotary position embedding."""
     tied: bool = False
     """Use the embedding as the output layer too."""
+    characters: str = CHARACTERS
+    """The characters that its tokenizer knows; all others are one unknown token."""
     seed: int = 0
     """Seeds the random weights."""
 
@@ -75,7 +77,7 @@ def write_tiny_model(folder: str | Path, size: TinyModel | None = None) -> Path:
     size = size or TinyModel()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_tiny_tokenizer(folder)
+    write_tiny_tokenizer(folder, size.characters)
     _write_json(folder / "config.json", model_config(size))
     _write_json(
         folder / "generation_config.json", {"eos_token_id": SPECIAL.index(END), "pad_token_id": SPECIAL.index(PAD)}
@@ -84,13 +86,13 @@ def write_tiny_model(folder: str | Path, size: TinyModel | None = None) -> Path:
     return folder
 
 
-def write_tiny_tokenizer(folder: str | Path) -> None:
+def write_tiny_tokenizer(folder: str | Path, characters: str = CHARACTERS) -> None:
     """Write a tokenizer with one token for each character, and the chat's special tokens and template."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import BPE
 
-    vocabulary = {text: index for index, text in enumerate([*SPECIAL, *CHARACTERS])}
+    vocabulary = {text: index for index, text in enumerate([*SPECIAL, *characters])}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = Fuse()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
@@ -121,7 +123,7 @@ def model_config(size: TinyModel) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": len(SPECIAL) + len(CHARACTERS),
+        "vocab_size": len(SPECIAL) + len(size.characters),
         "hidden_size": size.dim,
         "intermediate_size": size.hidden_dim,
         "num_hidden_layers": size.layers,
@@ -153,7 +155,7 @@ def _weights(size: TinyModel) -> "dict[str, torch.Tensor]":
     def normal(rows: int, columns: int, std: float = 0.02) -> "torch.Tensor":
         return torch.randn(rows, columns, generator=generator) * std
 
-    vocab_size = len(SPECIAL) + len(CHARACTERS)
+    vocab_size = len(SPECIAL) + len(size.characters)
     weights = {"model.embed_tokens.weight": normal(vocab_size, size.dim), "model.norm.weight": torch.ones(size.dim)}
     for layer in range(size.layers):
         prefix = f"model.layers.{layer}"

@@ -1,86 +1,54 @@
 """Plans a run without starting it: the resolved config, the place of every actor, and the memory of each rank.
 
-Estimates count parameters, gradients, AdamW's two moments, the weight store's ring, the key-value cache and the
-activations of one micro-batch. They leave out the libraries' own memory (0.3-1 GiB a process).
+Estimates are those of `memory.py`. A dry run traces the trainer's passes; a run that starts checks only what its ranks
+hold all the time.
 """
 
 from itertools import groupby
 
 from goaly.config import to_yaml
+from goaly.config.settings import Section
 from goaly.errors import ConfigError
-from goaly.models.spec import architecture, read_config
+from goaly.models.published import shape_of
+from goaly.models.settings import folder_problems
+from goaly.plan.memory import GIB, bytes_by_purpose, cached_tokens, on_gpu_alone
 from goaly.run.cluster import Cluster, imagined, one_host, this_machine
 from goaly.run.config import RunConfig
 from goaly.run.placement import Placed, place, processes
 
-GIB = 1 << 30
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ACTIVATION_COPIES = {"off": 16, "selective": 8, "full": 1}
-"""Activations kept for each token and layer, in units of the model's width."""
-ON_CPU = " on the CPU"
-NOT_HELD = ("ring", "activations", f"parameters{ON_CPU}", f"prefetch{ON_CPU}")
-"""Memory that a rank needs elsewhere than on its GPU, or only for a while."""
 
-
-def memory_by_role(config: RunConfig) -> dict[str, tuple[float, str]]:
+def memory_by_role(config: RunConfig, *, on_gpu: bool = False) -> dict[str, tuple[float, str]]:
     """By role, the GiB that a rank needs, and their purposes."""
     in_words = {
         role: (sum(parts.values()) / GIB, ", ".join(f"{part} {size / GIB:.3f} GiB" for part, size in parts.items()))
-        for role, parts in _bytes_by_purpose(config).items()
+        for role, parts in bytes_by_purpose(config, on_gpu=on_gpu).items()
     }
     return {"hub": (0.0, "queue, rewards, weight store"), "rollout": (0.0, "episodes"), **in_words}
 
 
-def held_on_gpu(config: RunConfig) -> dict[str, float]:
-    """By role, the GiB that a rank holds on its GPU all the time."""
-    return {
-        role: sum(size for part, size in parts.items() if part not in NOT_HELD) / GIB
-        for role, parts in _bytes_by_purpose(config).items()
-    }
+def held_on_gpu(config: RunConfig, *, traced: bool = True) -> dict[str, float]:
+    """By role, the GiB that a rank needs on its GPU."""
+    parts = bytes_by_purpose(config, on_gpu=True, traced=traced)
+    return {role: on_gpu_alone(of_role) for role, of_role in parts.items()}
 
 
-def _bytes_by_purpose(config: RunConfig) -> dict[str, dict[str, float]]:
-    """By role, the bytes that a rank needs for each purpose."""
-    shape = architecture(read_config(config.model.path), where=config.model.path)
-    count = shape.elements
-    trainer, generator, reference, critic = config.trainer, config.generator, config.reference, config.critic
-    computed = DTYPE_BYTES[config.model.dtype]
-    transferred = DTYPE_BYTES[config.weights.transfer_dtype or config.model.dtype]
-    tokens = trainer.microbatch_rows * config.backlog.row_length
-    kept = ACTIVATION_COPIES[trainer.activation_checkpointing] * shape.layers * shape.dim
-    logits = min(tokens, trainer.logprob_chunk) * 4 * shape.vocab_size
-    offloaded = ON_CPU if reference.offload else ""
-    trained = 16 * count  # float32 parameter, gradient and two moments
-    parts = {
-        "trainer": {
-            "state": trained / trainer.ranks,
-            "ring": config.weights.slots * transferred * count / trainer.ranks,
-            "activations": tokens * computed * kept / trainer.tp + logits,
-        },
-        "reference": {f"parameters{offloaded}": computed * count / reference.ranks},
-        "critic": {},
-        "generator": {
-            "weights": computed * count / generator.tp,
-            "prefetch": transferred * count / generator.tp,
-            "KV": generator.kv_cache_gib * GIB,
-        },
-    }
-    if reference.refresh_every is not None:
-        parts["reference"][f"prefetch{offloaded}"] = transferred * count / reference.ranks
-    if critic is not None:
-        parts["critic"] = {"state": trained / critic.ranks, "activations": tokens * computed * kept / critic.tp}
-    return parts
-
-
-def placed(config: RunConfig, cluster: Cluster) -> dict[str, Placed]:
+def placed(config: RunConfig, cluster: Cluster, *, traced: bool = False) -> dict[str, Placed]:
     """The place of every process of the run on this cluster; raises a ConfigError that names processes without one."""
-    return place(list(processes(config)), config.hosts, cluster, held_on_gpu(config))
+    gib = held_on_gpu(config, traced=traced) if _gpu_gib(cluster) is not None else {}
+    return place(list(processes(config)), config.hosts, cluster, gib)
+
+
+def _gpu_gib(cluster: Cluster) -> float | None:
+    """The memory of the smallest GPU; None if there is none, or it is not known."""
+    return min((gpu.gib for host in cluster.hosts for gpu in host.gpus if gpu.gib is not None), default=None)
 
 
 def check_this_machine(config: RunConfig) -> None:
     """Raise a ConfigError if the run can't start: its hosts are imagined, or it does not fit this machine."""
     if config.hosts.imagine is not None:
         raise ConfigError(["hosts.imagine: is for --dry-run; a run uses the hosts that it gets"])
+    if missing := list(folder_problems(config.model.path, Section(config.model, "model."))):
+        raise ConfigError(missing)  # only a dry run knows published models without their folders
     if config.hosts.job == "local":
         placed(config, one_host(this_machine()))
 
@@ -91,9 +59,16 @@ def describe(config: RunConfig) -> str:
     if hosts.imagine is None and hosts.job != "local":
         needed = f"must be a cluster such as {{hosts: 4, gpus: 8}}, because a dry run does not start {hosts.job}"
         raise ConfigError([f"hosts.imagine=null: {needed}"])
-    places = placed(config, one_host(this_machine()) if hosts.imagine is None else imagined(hosts.imagine))
+    cluster = one_host(this_machine()) if hosts.imagine is None else imagined(hosts.imagine)
+    places = placed(config, cluster, traced=True)
+    shape = shape_of(config.model)
+    if (tokens := cached_tokens(config, shape)) < config.generator.max_context:
+        gib = config.generator.kv_cache_gib
+        needed = f"must hold generator.max_context={config.generator.max_context} tokens, it holds {tokens}"
+        raise ConfigError([f"generator.kv_cache_gib={gib:g}: {needed}"])
+    on_gpu = any(host.gpus for host in cluster.hosts)
     rows = [("process", "host", "GPU", "cores", "threads", "GiB", "what for")]
-    memory = memory_by_role(config)
+    memory = memory_by_role(config, on_gpu=on_gpu)
     for each in processes(config):
         gib, what_for = memory[each.role]
         for rank, one in enumerate(places[each.name].ranks):
@@ -102,7 +77,17 @@ def describe(config: RunConfig) -> str:
             rows.append((name, one.host, gpu, _cores(one.cores), str(each.threads), f"{gib:.3f}", what_for))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return f"{to_yaml(config)}\nhosts: {hosts.job}{' (imagined)' if hosts.imagine else ''}\n\n{table}\n"
+    notes = [f"KV cache of a replica: {tokens:,} tokens, {tokens // config.generator.max_context} whole contexts"]
+    if (most := _gpu_gib(cluster)) is not None:
+        used = held_on_gpu(config)
+        left = [
+            f"{role} {most - used[role]:.1f}"
+            for role in dict.fromkeys(one.role for one in processes(config))
+            if role in used
+        ]
+        notes.append(f"GiB left on a GPU, if one role uses it: {', '.join(left)}")
+    cluster_name = f"{hosts.job}{' (imagined)' if hosts.imagine else ''}"
+    return f"{to_yaml(config)}\nhosts: {cluster_name}\n" + "".join(f"{note}\n" for note in notes) + f"\n{table}\n"
 
 
 def _cores(cores: tuple[int, ...] | None) -> str:

@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 
 from goaly.errors import ConfigError
-from goaly.models.decoder import MODELS
+from goaly.models.published import MODELS
 from goaly.plan.parallelism import Parallelism
 from goaly.weights.buckets import cut, distinct, needs_of
 from goaly.weights.layout import Copy, Layout, plan, share

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from goaly.backlog.settings import BacklogSettings
 from goaly.config import RUN_CONFIG, load
@@ -47,6 +47,9 @@ class SaveSettings(Settings):
 
 class RunConfig(Settings):
     """An RL run."""
+
+    switch: ClassVar[str] = "model.tiny"
+    """The key that puts the values of `switched` in place of those of a config's files."""
 
     steps: PositiveInt
     """Training steps, each on one batch: the run ends after so many policy versions."""
@@ -92,6 +95,13 @@ class RunConfig(Settings):
     """Records and progress display of the run."""
     hosts: HostSettings = field(default_factory=HostSettings)
     """Hosts, GPUs and cores of the run's processes."""
+
+    @classmethod
+    def switched(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The values of a tiny run of this kind, by key."""
+        from goaly.run.tiny import tiny_values  # imports torch, which `--help` does not need
+
+        return tiny_values(values)
 
     @property
     def uses_reference(self) -> bool:
@@ -213,15 +223,15 @@ class RunConfig(Settings):
             yield f"{at.advantages.name}: must be gae, or another that uses a critic's values, {because}"
 
     def _model_problems(self, at: Section) -> Iterator[str]:
-        from goaly.models.spec import architecture, read_config  # imports torch, which `--help` does not need
+        from goaly.models.published import shape_of  # imports torch, which `--help` does not need
         from goaly.prompts.tokenizer import chat_problems  # imports jinja
 
         model = None
-        for whose, (path, divided) in self._folders().items():
-            if ModelSettings(path=path).problems(""):
+        for whose, (settings, divided) in self._folders().items():
+            if settings.problems(""):
                 continue  # the section's own problem
             try:
-                shape = architecture(read_config(path), where=f"{at}{whose}.path={path}")
+                shape = shape_of(settings, f"{at}{whose}.path={settings.path}")
             except ConfigError as error:
                 yield from error.problems
                 continue
@@ -261,16 +271,16 @@ class RunConfig(Settings):
             if ranks.tp > SLICES:
                 yield f"{section.tp}: must be at most {SLICES} {because}: its sums have {SLICES} parts"
 
-    def _folders(self) -> dict[str, tuple[str, dict[str, RanksSettings | GeneratorSettings]]]:
-        """Each folder of a model, by section, with the sections whose ranks divide that model."""
-        folders: dict[str, tuple[str, dict[str, RanksSettings | GeneratorSettings]]] = {
-            "model": (self.model.path, {"trainer": self.trainer, "generator": self.generator})
+    def _folders(self) -> dict[str, tuple[ModelSettings, dict[str, RanksSettings | GeneratorSettings]]]:
+        """Each model, by section, with the sections whose ranks divide it."""
+        folders: dict[str, tuple[ModelSettings, dict[str, RanksSettings | GeneratorSettings]]] = {
+            "model": (self.model, {"trainer": self.trainer, "generator": self.generator})
         }
         others = {"critic": self.critic, "reference": self.reference if self.uses_reference else None}
         for section, other in others.items():
             if other is not None:
-                whose, path = ("model", self.model.path) if other.path is None else (section, other.path)
-                folders.setdefault(whose, (path, {}))[1][section] = other
+                own = self.model if other.path is None else ModelSettings(path=other.path)
+                folders.setdefault("model" if other.path is None else section, (own, {}))[1][section] = other
         return folders
 
 

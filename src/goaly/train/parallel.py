@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -56,16 +56,43 @@ def build_parallel(
     _check_ranks(trainer, device)
     if offload and device.type == "cpu":
         raise ConfigError([f"reference.offload=true: {OFFLOAD_NEEDS_GPU}"])
+    from goaly.models.hf import load_hf
+
+    spec = model_spec(settings.path, numerics=settings.numerics)
+    model, parallel_dims = sharded_on_meta(spec, settings.dtype, trainer, head, trains=trains, offload=offload)
+    model.to_empty(device="cpu" if offload else device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=device if offload else None)
+    load_hf(model, spec, settings.path, head=head.in_folder)
+    model.train()
+    dp_group = None if parallel_dims is None or trainer.fsdp == 1 else parallel_dims.get_mesh("fsdp").get_group()
+    return ParallelModel(
+        model=model,
+        spec=spec,
+        device=device,
+        dp_rank=0 if dp_group is None else dist.get_rank(dp_group),
+        dp_group=dp_group,
+        leads=parallel_dims is None or trainer.tp == 1 or parallel_dims.get_mesh("tp").get_local_rank() == 0,
+    )
+
+
+def sharded_on_meta(
+    spec: Any,
+    dtype: Literal["float32", "bfloat16"],
+    trainer: TrainerSettings,
+    head: Head,
+    *,
+    trains: bool = True,
+    offload: bool = False,
+) -> tuple[Any, Any]:
+    """The sharded model without memory, and torchtitan's dimensions of the ranks (None for a plain model)."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import CompileConfig, TrainingConfig
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.tools.utils import set_default_dtype
 
-    from goaly.models.hf import load_hf
-
-    spec = model_spec(settings.path, numerics=settings.numerics)
-    kept = "float32" if trains else settings.dtype
-    wrapped = trainer.ranks > 1 or settings.dtype != kept or offload
+    kept: Literal["float32", "bfloat16"] = "float32" if trains else dtype
+    wrapped = trainer.ranks > 1 or dtype != kept or offload
     parallelism, parallel_dims = _layout(trainer) if wrapped else (None, None)
     if wrapped:
         spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
@@ -81,7 +108,7 @@ def build_parallel(
             model,
             parallel_dims=parallel_dims,
             # FSDP casts parameters of another type for each pass.
-            training=TrainingConfig(dtype=kept, mixed_precision_param=settings.dtype, enable_cpu_offload=offload),
+            training=TrainingConfig(dtype=kept, mixed_precision_param=dtype, enable_cpu_offload=offload),
             parallelism=parallelism,
             compile_config=compile_config,
             ac_config=checkpointing,
@@ -93,20 +120,7 @@ def build_parallel(
                 module.set_force_sum_reduction_for_comms(True)
     else:
         _prepare_alone(model, compile_config, checkpointing)
-    model.to_empty(device="cpu" if offload else device)
-    with torch.no_grad():
-        model.init_weights(buffer_device=device if offload else None)
-    load_hf(model, spec, settings.path, head=head.in_folder)
-    model.train()
-    dp_group = None if parallel_dims is None or trainer.fsdp == 1 else parallel_dims.get_mesh("fsdp").get_group()
-    return ParallelModel(
-        model=model,
-        spec=spec,
-        device=device,
-        dp_rank=0 if dp_group is None else dist.get_rank(dp_group),
-        dp_group=dp_group,
-        leads=parallel_dims is None or trainer.tp == 1 or parallel_dims.get_mesh("tp").get_local_rank() == 0,
-    )
+    return model, parallel_dims
 
 
 def backends() -> str:

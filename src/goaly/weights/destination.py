@@ -44,17 +44,21 @@ class Destination:
         mode: str,
         live: Mapping[str, torch.Tensor] | None = None,
         naming: Naming | None = None,
+        *,
+        on_host: bool = False,
     ):
         """`tensors` describe what this rank holds; `live` are the objects that the model computes with.
 
         By default those are the tensors themselves, or the local parts of DTensors. The tensors have the published
-        names, or are made of published tensors as `naming` says; a tensor without parts stays as it is.
+        names, or are made of published tensors as `naming` says; a tensor without parts stays as it is. `on_host`
+        keeps the spares in the host's memory.
         """
         self._layouts: dict[str, Layout] = {
             name: renamed(layout_of({name: tensor}), naming or {}) for name, tensor in tensors.items()
         }
         self._live = {name: owner(tensor) for name, tensor in tensors.items()} if live is None else dict(live)
         self._mode = mode
+        self._on_host = on_host
         self._memories: list[_Memory] = []
         self._applied: torch.cuda.Event | None = None
         self.layout: Layout = ()
@@ -70,7 +74,9 @@ class Destination:
             name = next((name for name in moved if self._layouts[name][0].name in published), moved[0])
             owners = list({id(self._live[name]): self._live[name] for name in names}.values())
             with torch.inference_mode(False):
-                spare = torch.empty_like(owners[0].detach()).zero_()  # allocates its pages now
+                device = torch.device("cpu") if self._on_host else owners[0].device
+                pinned = self._on_host and owners[0].is_cuda
+                spare = torch.empty_like(owners[0].detach(), device=device, pin_memory=pinned).zero_()  # has pages now
             flips = self._mode == "flip" and _only_owned_by(owners)
             memories.append(_Memory(name, owners, spare, flips, self._layouts[name]))
         self.layout = tuple(shard for memory in memories for shard in memory.shards)
@@ -109,7 +115,8 @@ class Destination:
                     for owner in memory.owners:
                         owner.data = memory.spare  # WD-1
                     memory.spare = before
-        device = next((memory.spare.device for memory in self._memories if memory.spare.is_cuda), None)
+        live = (memory.owners[0] for memory in self._memories)
+        device = next((owner.device for owner in live if owner.is_cuda), None)
         if device is not None:
             self._applied = torch.cuda.current_stream(device).record_event()
 

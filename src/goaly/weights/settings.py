@@ -41,6 +41,10 @@ class WeightSettings(Settings):
     """How a generator puts fetched weights in place between two decode steps: "copy" copies them into its parameters;
     "flip" makes the parameters use the fetched memory, which takes about a microsecond for each parameter. Both need
     the weights' memory twice. Recorded CUDA graphs do not see a flip."""
+    spare: Literal["device", "host"] = "device"
+    """Where a generator keeps the weights that it has fetched until it applies them: "device" is the memory of its GPU,
+    "host" is the host's. Set host for a model whose weights do not fit twice into the GPUs of a replica; applying them
+    then takes as long as a copy to the GPU."""
 
     def of_model(self, dtype: str) -> "WeightSettings":
         """The settings with `dtype`, in which the model computes, as the default of `transfer_dtype`."""
@@ -52,5 +56,9 @@ class WeightSettings(Settings):
         return int(self.bucket_mib * MIB)
 
     def _problems(self, at: Section) -> Iterator[str]:
+        if self.spare == "host" and self.apply == "flip":
+            yield f"{at.spare}: must be device where {at}apply is flip, which computes with the fetched memory"
+        if self.spare == "host" and self.transport == "direct":
+            yield f"{at.spare}: must be device where {at}transport is direct, which reads into GPUs"
         if self.transport == "torchstore" and find_spec("torchstore") is None:
             yield f"{at.transport}: {NO_TORCHSTORE}"

@@ -6,6 +6,7 @@ from torch import nn
 
 from goaly.errors import WeightsError
 from goaly.weights.destination import Destination
+from goaly.weights.settings import WeightSettings
 
 
 class Tied(nn.Module):
@@ -123,3 +124,35 @@ def test_a_parameter_that_is_not_what_was_said_of_it_is_refused() -> None:  # WD
     destination = Destination({"w": torch.zeros(8, 4)}, "copy", live)
     with pytest.raises(WeightsError, match=r"`w` has shape \(10, 4\) here, which the layout doesn't cover once"):
         destination.allocate({"w"})
+
+
+def test_spares_on_the_host_hold_what_is_applied():
+    """WD-1"""
+    shared = torch.zeros(4, 2)
+    destination = Destination({"a": shared, "b": shared}, "copy", on_host=True)
+    destination.allocate({"a"})
+    (target,) = destination.targets()
+    target.fill_(3.0)
+    assert not shared.any()
+    destination.apply()
+    assert torch.equal(shared, torch.full((4, 2), 3.0))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_spares_of_a_gpus_parameters_are_pinned_memory_of_the_host():
+    live = torch.zeros(1 << 16, device="cuda")
+    destination = Destination({"a": live}, "copy", on_host=True)
+    destination.allocate({"a"})
+    (target,) = destination.targets()
+    assert (target.device.type, target.is_pinned()) == ("cpu", True)
+    target.fill_(3.0)
+    destination.apply()
+    assert bool((live == 3.0).all())
+
+
+def test_a_spare_on_the_host_can_be_neither_flipped_nor_read_into_by_gpus():
+    assert WeightSettings(spare="host").problems("weights.") == []
+    assert [line.partition(":")[0] for line in WeightSettings(spare="host", apply="flip").problems("weights.")] == [
+        "weights.spare=host"
+    ]
+    assert "weights.transport is direct" in WeightSettings(spare="host", transport="direct").problems("weights.")[0]

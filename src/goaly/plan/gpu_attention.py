@@ -1,0 +1,38 @@
+"""Variable-length attention as plans see it: the tensors that the GPU's kernel keeps, on a machine that has none."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.protocols.module import Module
+
+
+class FlashShapes(Module):
+    """Keeps queries, keys, values, output and a normalizer for each head and token, as flash attention does."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        """torchtitan's."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+
+    def forward(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **_: Any) -> torch.Tensor:
+        """A tensor of the output's size."""
+        return _Kernel.apply(q_BLNH, k_BLNH, v_BLNH)
+
+
+class _Kernel(torch.autograd.Function):
+    """The kernel's inputs and outputs, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v, *_ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -1,0 +1,98 @@
+"""The memory that a rank of each role needs, by purpose.
+
+A trained role's passes are traced (`trace.py`): its sharded parameters, and everything that a pass holds beside them.
+The weights, caches and rings of the other roles follow from their settings. Left out are the libraries' own memory
+(0.3-1 GiB a process) and vLLM's activations of one step.
+"""
+
+from dataclasses import replace
+
+from goaly.models.published import shape_of
+from goaly.models.settings import ModelSettings
+from goaly.models.spec import Architecture
+from goaly.plan.trace import PassMemory, trace
+from goaly.run.config import RunConfig
+from goaly.train.settings import TrainerSettings
+
+GIB = 1 << 30
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ON_HOST = " on the CPU"
+NOT_ON_GPU = ("ring", f"parameters{ON_HOST}", f"prefetch{ON_HOST}")
+"""Memory that a rank needs in its host."""
+
+
+def bytes_by_purpose(config: RunConfig, *, on_gpu: bool, traced: bool = True) -> dict[str, dict[str, float]]:
+    """By role, the bytes that a rank needs for each purpose. Without `traced`, a trained role's passes are left out."""
+    shape = shape_of(config.model)
+    trainer, generator, reference, critic = config.trainer, config.generator, config.reference, config.critic
+    computed = DTYPE_BYTES[config.model.dtype]
+    transferred = DTYPE_BYTES[config.weights.transfer_dtype or config.model.dtype]
+    offloaded = ON_HOST if reference.offload else ""
+    spare = ON_HOST if config.weights.spare == "host" and on_gpu else ""
+    parts = {
+        "trainer": {
+            **_trained(config, trainer, config.model, on_gpu, traced),
+            "ring": config.weights.slots * transferred * shape.elements / trainer.ranks,
+        },
+        "reference": {f"parameters{offloaded}": computed * shape.elements / reference.ranks},
+        "critic": {},
+        "generator": {
+            "weights": computed * shape.elements / generator.tp,
+            f"prefetch{spare}": transferred * shape.elements / generator.tp,
+            "KV": generator.kv_cache_gib * GIB,
+        },
+    }
+    if reference.refresh_every is not None:
+        parts["reference"][f"prefetch{offloaded}"] = transferred * shape.elements / reference.ranks
+    if critic is not None:
+        model = config.model if critic.path is None else ModelSettings(path=critic.path, dtype=config.model.dtype)
+        parts["critic"] = _trained(config, critic.engine_settings(trainer), model, on_gpu, traced)
+    return parts
+
+
+def on_gpu_alone(parts: dict[str, float]) -> float:
+    """The GiB of these parts that are in the GPU's memory."""
+    return sum(size for part, size in parts.items() if part not in NOT_ON_GPU) / GIB
+
+
+def cached_tokens(config: RunConfig, shape: Architecture) -> int:
+    """The tokens whose keys and values fit into the cache of a generator replica."""
+    per_token = 2 * shape.layers * shape.kv_heads // config.generator.tp * shape.head_dim
+    return int(config.generator.kv_cache_gib * GIB / (per_token * DTYPE_BYTES[config.model.dtype]))
+
+
+def _trained(
+    config: RunConfig, settings: TrainerSettings, model: ModelSettings, on_gpu: bool, traced: bool
+) -> dict[str, float]:
+    """The parts of a trained role: float32 parameters, gradients and AdamW's two moments, and a pass over a
+    microbatch."""
+    shape = shape_of(model)
+    if not traced:
+        shard = 4 * shape.elements / settings.ranks
+        return {"parameters": shard, "gradients": shard, "optimizer": 2 * shard}
+    documents = (config.backlog.row_length,) * settings.microbatch_rows
+    found = traced_pass(shape, model, settings, documents, on_gpu)
+    return {
+        "parameters": found.parameters,
+        "gradients": found.parameters,
+        "optimizer": 2 * found.parameters,
+        "activations": found.activations,
+        "log-probs": found.logprobs,
+    }
+
+
+def traced_pass(
+    shape: Architecture, model: ModelSettings, settings: TrainerSettings, documents: tuple[int, ...], on_gpu: bool
+) -> PassMemory:
+    """A pass over documents of these lengths; settings that change no memory do not lead to another trace."""
+    alike = TrainerSettings(
+        fsdp=settings.fsdp,
+        tp=settings.tp,
+        ep=settings.ep,
+        logprob_chunk=settings.logprob_chunk,
+        activation_checkpointing=settings.activation_checkpointing,
+    )
+    tokens = sum(documents)
+    if tokens % settings.tp:
+        documents = (*documents[:-1], documents[-1] + settings.tp - tokens % settings.tp)  # as microbatches are padded
+    return trace(replace(shape), model.dtype, alike, documents, on_gpu=on_gpu)

@@ -1,0 +1,284 @@
+"""The memory of a rank's training pass, found by running it without data: fake tensors over a fake process group.
+
+The real model is built and sharded at full width by the code that builds it in a run, with a few layers; two passes
+over one microbatch are run, and each tensor is counted for as long as it lives. Layers are alike, so what a layer adds
+is added for the others. Where experts are divided among ranks, a rank counts a tenth more tokens than the mean.
+
+Invariants
+    TM-1  A trace has a process of its own, whose process group ends with it, and takes no memory for the tensors.
+"""
+
+import multiprocessing
+import warnings
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from goaly.models.spec import Architecture
+from goaly.train.settings import TrainerSettings
+
+FEW_LAYERS, MORE_LAYERS = 3, 4
+"""A model of fewer layers has no block between the first and the last one, which FSDP treats in its own way."""
+
+UNEVEN = 1.1
+"""The tokens of a rank's experts, as a multiple of the mean over ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassMemory:
+    """Bytes of one rank."""
+
+    parameters: int
+    """Its float32 shards; gradients take the same, and the optimizer twice as much."""
+    activations: int
+    """The greatest sum in a pass of everything else: activations, gathered parameters, gradients before they are
+    sharded."""
+    logprobs: int
+    """The share of that in the output projection: logits of a chunk and what is computed from them."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations make, until they are freed."""
+
+    def __init__(self, known: Sequence[torch.Tensor] = ()):
+        """The memory of `known` tensors is not counted."""
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        for tensor in known:
+            self._add(tensor, counts=False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and count its results."""
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor)
+        return out
+
+    def __enter__(self) -> Self:
+        """Also count what FSDP frees and gets again by resizing storages."""
+        before = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            key = storage._cdata
+            if key in self._sizes:
+                self.now += size - self._sizes[key]
+                self._sizes[key] = size
+                self.peak = max(self.peak, self.now)
+            return before(storage, size)
+
+        self._restore = partial(setattr, torch.UntypedStorage, "resize_", before)
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Count no longer."""
+        self._restore()
+        super().__exit__(*error)
+
+    def _add(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        storage = getattr(tensor, "elem", tensor).untyped_storage()  # what a collective's unfinished result wraps
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = size = storage.nbytes() if counts else 0
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+def trace(
+    shape: Architecture,
+    dtype: Literal["float32", "bfloat16"],
+    trainer: TrainerSettings,
+    documents: tuple[int, ...],
+    *,
+    on_gpu: bool,
+) -> PassMemory:
+    """The memory of rank 0 in a training pass over one microbatch of documents of these lengths.
+
+    ConfigError or torch's own error if the ranks cannot divide the model.
+    """
+    key = repr((shape, dtype, trainer, documents, on_gpu))
+    if key not in _TRACED:
+        # torch keeps plans for meshes that are equal but for their groups, so a second group would find the first's.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["goaly.train.parallel"])
+        with ProcessPoolExecutor(1, mp_context=context) as process:
+            _TRACED[key] = process.submit(_trace, shape, dtype, trainer, documents, on_gpu).result()
+    return _TRACED[key]
+
+
+_TRACED: dict[str, PassMemory] = {}
+"""A dry run asks for the same rank several times."""
+
+
+def _trace(
+    shape: Architecture, dtype: Any, trainer: TrainerSettings, documents: tuple[int, ...], on_gpu: bool
+) -> PassMemory:
+    with _fake_ranks(trainer.ranks), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP and autocast warn of what a run filters
+        from goaly.train.parallel import sharded_on_meta
+
+        whole, _ = sharded_on_meta(_spec(shape, on_gpu), dtype, trainer, _head())
+        parameters = sum(local.numel() * local.element_size() for local in _locals(whole))
+        del whole
+        if shape.layers <= MORE_LAYERS:
+            return _pass_memory(parameters, _phases(shape, dtype, trainer, documents, on_gpu))
+        few, more = (
+            _phases(_with_layers(shape, layers), dtype, trainer, documents, on_gpu)
+            for layers in (FEW_LAYERS, MORE_LAYERS)
+        )
+    rest = (shape.layers - FEW_LAYERS) / (MORE_LAYERS - FEW_LAYERS)
+    return _pass_memory(parameters, [int(one + rest * (other - one)) for one, other in zip(few, more, strict=True)])
+
+
+def _pass_memory(parameters: int, phases: Sequence[int]) -> PassMemory:
+    trunk, before_head, in_head = phases
+    logprobs = max(in_head - before_head, 0)
+    return PassMemory(
+        parameters=parameters, activations=max(trunk, in_head) - logprobs, logprobs=logprobs
+    )  # their sum is the peak
+
+
+def _phases(
+    shape: Architecture, dtype: Any, trainer: TrainerSettings, documents: tuple[int, ...], on_gpu: bool
+) -> list[int]:
+    """The peak in the blocks, what is there before the output projection, and the peak in it; without parameters and
+    gradients."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from goaly.models.attention import PackedDocuments
+    from goaly.train.parallel import sharded_on_meta
+
+    model, _ = sharded_on_meta(_spec(shape, on_gpu), dtype, trainer, _head())
+    positions_1T = torch.cat([torch.arange(length) for length in documents])[None]
+    masks: Any = None
+    if not on_gpu:
+        masks = PackedDocuments.of(positions_1T)
+        for heads in (shape.heads, shape.kv_heads):
+            masks.places(heads // trainer.tp)  # its size depends on values, which fake tensors lack
+    tokens = positions_1T.shape[1]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        model.train()
+        _route_evenly(model, tokens // trainer.tp)
+        _multiply_experts_without_data(model)
+        held = [local for tensor in (*model.parameters(), *model.buffers()) for local in [_local(tensor)]]
+        with LiveBytes(held) as live:
+            for _ in range(2):  # the second pass finds gradients, as all but a batch's first
+                hidden = model(torch.zeros(1, tokens, dtype=torch.int64), positions=positions_1T, attention_masks=masks)
+                gradients = sum(_nbytes(parameter.grad) for parameter in model.parameters())
+                forward, before, live.peak = live.peak, live.now, live.now
+                where, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64)
+                found, entropies = model.lm_head(hidden, where, targets, trainer.logprob_chunk, trainer.temperature)
+                loss = (found + entropies).sum()
+                gradient, *_ = torch.autograd.grad(loss, [hidden], retain_graph=True)
+                in_head, live.peak = live.peak, live.now
+                del gradient
+                loss.backward()
+                backward, live.peak = live.peak, live.now
+                del hidden, found, entropies, loss, where, targets
+                phases = [max(forward, backward) - gradients, before - gradients, in_head - gradients]
+                live.peak = live.now
+    return phases
+
+
+def _spec(shape: Architecture, on_gpu: bool) -> Any:
+    from goaly.models.spec import spec_of
+
+    if not on_gpu:
+        return spec_of(shape)
+    from goaly.plan.gpu_attention import FlashShapes
+
+    return spec_of(shape, attention=FlashShapes.Config())
+
+
+def _head() -> Any:
+    from goaly.train.logprobs import LOGPROBS
+
+    return LOGPROBS
+
+
+def _with_layers(shape: Architecture, layers: int) -> Architecture:
+    return replace(shape, layers=layers)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _locals(model: Any) -> list[torch.Tensor]:
+    return [_local(parameter) for parameter in model.parameters()]
+
+
+def _nbytes(gradient: torch.Tensor | None) -> int:
+    return 0 if gradient is None else _local(gradient).numel() * gradient.element_size()
+
+
+def _route_evenly(model: Any, tokens: int) -> None:
+    """Give the dispatchers of experts the counts of an even routing of so many tokens: fake tensors have no values."""
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    for module in model.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if isinstance(dispatcher, AllToAllTokenDispatcher) and dispatcher.ep_mesh is not None:
+
+            def even(counts_E: torch.Tensor, found: torch.Tensor, ranks: int, rows: int = tokens * dispatcher.top_k):
+                split = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+                return found.reshape(-1), split, [int(part * UNEVEN) for part in split]
+
+            dispatcher._sync_token_count_exchange = even
+
+
+def _multiply_experts_without_data(model: Any) -> None:
+    """Replace the experts' product by its shapes: the fake one takes bfloat16 only."""
+    from goaly.models.experts import Experts
+
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module._grouped_mm = _Product.product
+
+
+class _Product(torch.autograd.Function):
+    """What a product of rows and each expert's weights keeps and makes."""
+
+    @staticmethod
+    def product(A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        """The product's shape; arguments are named as those of the method that it replaces."""
+        return _Product.apply(A, B_t)
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: torch.Tensor, weights_EDF: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows_RD, weights_EDF)
+        return rows_RD.new_empty(len(rows_RD), weights_EDF.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows_RD, weights_EDF = ctx.saved_tensors
+        return torch.empty_like(rows_RD), torch.empty_like(weights_EDF)
+
+
+@contextmanager
+def _fake_ranks(count: int) -> Any:
+    """A process group of so many ranks, of which this process is the first and the others are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,75 @@
+"""A training pass is traced without memory, and what its ranks hold is what torchtitan's layout says."""
+
+import resource
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from goaly.models.published import MODELS
+from goaly.models.spec import Architecture, architecture
+from goaly.models.tiny import TinyModel, model_config
+from goaly.plan.parallelism import Parallelism
+from goaly.plan.trace import LiveBytes, trace
+from goaly.train.settings import TrainerSettings
+
+DENSE = architecture(model_config(TinyModel(dim=64, layers=5, hidden_dim=128)))
+EXPERTS = architecture(model_config(TinyModel(dim=64, layers=5, hidden_dim=32, experts=8)))
+
+
+def test_bytes_count_while_a_tensor_lives_and_a_view_counts_once():
+    known = torch.zeros(64)
+    with LiveBytes([known]) as live:
+        one = known + 1
+        view = one[:4]
+        assert live.now == 256
+        del one
+        assert live.now == 256
+        del view
+        two = torch.zeros(32, dtype=torch.bfloat16)
+        two.untyped_storage().resize_(0)
+        assert (live.now, live.peak) == (0, 256)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [(DENSE, (4, 1, 1)), (DENSE, (2, 2, 1)), (EXPERTS, (1, 2, 1)), (EXPERTS, (4, 1, 2)), (EXPERTS, (2, 2, 4))],
+    ids=str,
+)
+def test_a_rank_holds_what_the_layout_says(shape: Architecture, axes: tuple[int, int, int]):
+    """WE-1"""
+    fsdp, tp, ep = axes
+    found = trace(shape, "bfloat16", TrainerSettings(fsdp=fsdp, tp=tp, ep=ep), (128,), on_gpu=True)
+    layout = Parallelism(fsdp=fsdp, tp=tp, ep=ep).layout(shape.parameters(), 0, torch.float32)
+    assert found.parameters == sum(shard.bytes for shard in layout)
+    assert found.activations > 0 < found.logprobs
+
+
+def test_layers_that_are_left_out_count_as_those_that_are_run():
+    settings, documents = TrainerSettings(fsdp=2), (200, 56)
+    extended = trace(EXPERTS, "bfloat16", settings, documents, on_gpu=False)
+    four, three = (
+        trace(replace(EXPERTS, layers=layers), "bfloat16", settings, documents, on_gpu=False) for layers in (4, 3)
+    )
+    assert extended.activations - four.activations == four.activations - three.activations > 0
+    assert extended.logprobs == four.logprobs
+
+
+def test_checkpointing_and_short_chunks_take_less():
+    def activations(**settings: object) -> tuple[int, int]:
+        found = trace(DENSE, "bfloat16", TrainerSettings(**settings), (512,), on_gpu=True)
+        return found.activations, found.logprobs
+
+    assert activations(activation_checkpointing="full")[0] < activations()[0] / 2
+    assert activations(logprob_chunk=128)[1] < activations(logprob_chunk=512)[1]
+
+
+def test_the_largest_model_takes_no_memory_and_leaves_no_group():
+    """TM-1"""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    settings = TrainerSettings(fsdp=64, ep=8, activation_checkpointing="full")
+    found = trace(MODELS["qwen3-235b-a22b"], "bfloat16", settings, (8192,), on_gpu=True)
+    assert found.parameters == pytest.approx(4 * 235.09e9 / 64, rel=1e-3)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+    assert not dist.is_initialized()

@@ -1,0 +1,161 @@
+"""The recipes for large models: they load, fit the nodes that they name, and become tiny by one switch."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from test_run_config import CONFIGS
+
+from goaly.config import load, to_yaml
+from goaly.errors import ConfigError
+from goaly.losses.objective import PolicyObjective
+from goaly.models.published import MODELS, shape_of
+from goaly.models.settings import ModelSettings
+from goaly.models.spec import architecture, read_config
+from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.plan.dry_run import check_this_machine, describe
+from goaly.prompts.mixture import prompt_mixture
+from goaly.run import tiny
+from goaly.run.config import RunConfig
+
+RECIPES = sorted((CONFIGS / "grpo").glob("qwen3_*.yaml"))
+NAMED = {file.stem: file for file in RECIPES}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that name files in the published formats."""
+    folder = tmp_path_factory.mktemp("data")
+    dapo = [
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"content": f"What is {n % 6} + 1? End with Answer: $Answer", "role": "user"}],
+            "reward_model": {"ground_truth": str(n % 6 + 1), "style": "rule-lighteval/MATH_v2"},
+            "extra_info": {"index": f"id-{n % 6}"},
+        }
+        for n in range(24)
+    ]
+    aime24 = [{"ID": f"2024-I-{n}", "Problem": f"{n}+1?", "Solution": "", "Answer": n + 1} for n in range(3)]
+    aime25 = [{"question": f"{n}+2?", "answer": str(n + 2)} for n in range(3)]
+    for name, records in (("dapo", dapo), ("aime24", aime24), ("aime25", aime25)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    sets = [f"evaluation.sets.{name}.files=[{folder / name}.jsonl]" for name in ("aime24", "aime25")]
+    return [f"prompts.files=[{folder / 'dapo.jsonl'}]", *sets]
+
+
+@pytest.fixture(autouse=True)
+def tiny_folder_elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "FOLDER", tmp_path_factory.getbasetemp() / "tiny-models")
+
+
+def config_of(file: Path, data: list[str], *overrides: str) -> RunConfig:
+    return load(RunConfig, [f"--config={file}", *data, *overrides], prog="test", description="").config
+
+
+def nodes(file: Path) -> str:
+    """The cluster that the recipe's comment names."""
+    found = re.search(r"--dry-run '(hosts\.imagine=[^']*)'", file.read_text())
+    assert found is not None
+    return found[1]
+
+
+def test_there_is_a_recipe_for_each_size():
+    assert set(NAMED) == {"qwen3_8b", "qwen3_32b", "qwen3_30b_a3b", "qwen3_235b_a22b"}
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_a_large_recipe_loads_is_the_working_setting_and_gives_prompts(file: Path, data: list[str], tmp_path: Path):
+    config = config_of(file, data)
+    PolicyObjective(config.loss)
+    assert config.backlog.max_staleness == 8
+    assert config.loss.name == ("gspo" if MODELS[str(config.model.architecture)].experts else "dapo")
+    mixture = prompt_mixture(config.prompts)
+    assert {mixture.next().answer for _ in range(6)} == {str(n + 1) for n in range(6)}
+    assert list(config.evaluation.named) == ["aime24", "aime25"]
+    written = tmp_path / "config.yaml"
+    written.write_text(to_yaml(config))
+    assert load(RunConfig, [f"--config={written}"], prog="", description="").config == config
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_a_large_recipe_fits_the_nodes_that_it_names_and_not_half_their_memory(file: Path, data: list[str]):
+    cluster = nodes(file)
+    assert "139" in cluster  # GiB of an H200
+    describe(config_of(file, data, cluster))
+    with pytest.raises(ConfigError, match=r"a rank needs \S+ GiB"):
+        describe(config_of(file, data, cluster.replace("gpu_gib: 139", "gpu_gib: 60")))
+
+
+def test_a_model_that_is_known_by_name_needs_a_folder_only_to_run(data: list[str]):
+    with pytest.raises(ConfigError, match=r"model\.path=models/Qwen3-8B: has no config\.json"):
+        check_this_machine(config_of(NAMED["qwen3_8b"], data))
+    with pytest.raises(ConfigError, match=r"path=models/Qwen3-8B: has no config\.json"):
+        config_of(NAMED["qwen3_8b"], data, "model.architecture=null")
+
+
+def test_a_folder_of_another_model_than_the_named_one_is_refused(tmp_path: Path, data: list[str]):
+    other = write_tiny_model(tmp_path / "other", TinyModel(layers=1))
+    with pytest.raises(ConfigError, match=r"model.path=.*: has layers=1, dim=96, .*, must be qwen3-8b"):
+        config_of(NAMED["qwen3_8b"], data, f"model.path={other}")
+    assert shape_of(ModelSettings(path=str(other))).layers == 1
+
+
+PATTERNS = {  # trainer: fsdp, tp, ep; generator: replicas, tp, ep
+    "qwen3_8b": ((2, 1, 1), (2, 1, 1)),
+    "qwen3_32b": ((2, 1, 1), (1, 2, 1)),
+    "qwen3_30b_a3b": ((2, 1, 2), (1, 2, 2)),
+    "qwen3_235b_a22b": ((2, 1, 2), (1, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_a_tiny_recipe_keeps_family_experts_loss_and_the_pattern_of_parallelism(file: Path, data: list[str]):
+    large, config = config_of(file, data), config_of(file, data, "model.tiny=true")
+    shape = architecture(read_config(config.model.path))
+    wanted = MODELS[str(large.model.architecture)]
+    same = ("family", "experts", "experts_per_token", "normalizes_routing", "tied", "qk_norm")
+    assert [getattr(shape, key) for key in same] == [getattr(wanted, key) for key in same]
+    trainer, generator = config.trainer, config.generator
+    assert ((trainer.fsdp, trainer.tp, trainer.ep), (generator.replicas, generator.tp, generator.ep)) == PATTERNS[
+        file.stem
+    ]
+    assert shape.elements < 2_000_000
+    assert not config.model.tiny
+    for key in ("loss", "prompts", "advantages.name", "model.dtype", "trainer.optimizer", "reward.verifier"):
+        assert of(config, key) == of(large, key)
+    assert config.backlog.max_staleness == 8
+    assert trainer.minibatches == large.trainer.minibatches
+    check_this_machine(config)
+
+
+def of(config: object, key: str) -> object:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def test_overrides_count_after_the_switch_and_the_resolved_config_is_tiny_by_itself(data: list[str], tmp_path: Path):
+    config = config_of(NAMED["qwen3_30b_a3b"], data, "model.tiny=true", "steps=7", "trainer.fsdp=4")
+    assert (config.steps, config.trainer.fsdp) == (7, 4)
+    written = tmp_path / "config.yaml"
+    written.write_text(to_yaml(config))
+    assert load(RunConfig, [f"--config={written}"], prog="", description="").config == config
+
+
+def test_a_mistake_in_what_the_switch_replaces_is_blamed_on_the_switch_or_the_override(data: list[str]):
+    with pytest.raises(ConfigError) as error:
+        config_of(NAMED["qwen3_30b_a3b"], data, "model.tiny=true", "sampling.max_tokens=2048")
+    assert error.value.problems == [
+        "sampling.max_tokens=2048: must leave room for a prompt in 2048 tokens, the least of generator.max_context and "
+        "backlog.row_length (override)"
+    ]
+    with pytest.raises(
+        ConfigError, match=r"model\.tiny=true: is for models of the Qwen3 family, this one is of llama3"
+    ):
+        config_of(NAMED["qwen3_8b"], data, "model.tiny=true", "model.architecture=llama3-70b")
+    assert (
+        ModelSettings(path="x", architecture="qwen3-8b", tiny=True)
+        .problems("model.")[0]
+        .startswith("model.tiny=true: has no effect on settings in Python")
+    )
