@@ -155,13 +155,13 @@ def small_cache(model: ModelSettings, generator: GeneratorSettings, tokens: int)
 
 def sample_in_ranks(sampler: Sampler, out: Path) -> None:
     """Write the sequences that this generator makes to a file."""
-    _in_ranks(_sample, sampler.generator.tp, (sampler, out))
+    in_ranks(_sample, sampler.generator.tp, (sampler, out))
 
 
 def recompute_in_ranks(recomputers: Sequence[Recomputer]) -> list[list[Compared]]:
     """What trainers of the same ranks find on each of their packings."""
     with tempfile.TemporaryDirectory() as folder:
-        _in_ranks(_recompute, recomputers[0].trainer.ranks, (recomputers, Path(folder)))
+        in_ranks(_recompute, recomputers[0].trainer.ranks, (recomputers, Path(folder)))
         found = [torch.load(file, weights_only=False) for file in sorted(Path(folder).iterdir())]
     return [[_joined(parts) for parts in zip(*of_ranks, strict=True)] for of_ranks in zip(*found, strict=True)]
 
@@ -175,7 +175,7 @@ def _joined(parts: Sequence[Compared]) -> Compared:
     )
 
 
-def _in_ranks(work: Callable[..., None], ranks: int, arguments: tuple[Any, ...]) -> None:
+def in_ranks(work: Callable[..., None], ranks: int, arguments: tuple[Any, ...]) -> None:
     torch.multiprocessing.start_processes(
         _in_rank, (work, ranks, lasting_port(), *arguments), nprocs=ranks, start_method="spawn"
     )

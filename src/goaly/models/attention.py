@@ -235,7 +235,7 @@ class _ShortAttention(torch.autograd.Function):
 
 def _short_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     length = k.shape[1]
-    mask = _causal_mask(length, q.shape[1] // length, q.dtype)
+    mask = causal_mask(length, q.shape[1] // length, q.dtype)
     return torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale).softmax(-1)
 
 
@@ -255,6 +255,6 @@ def _long(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> to
 
 
 @cache
-def _causal_mask(length: int, repeats: int, dtype: torch.dtype) -> torch.Tensor:
+def causal_mask(length: int, repeats: int, dtype: torch.dtype) -> torch.Tensor:
     """-inf above the diagonal, once for each query head that shares a key head."""
     return torch.full((length, length), float("-inf"), dtype=dtype).triu(1).repeat(repeats, 1)

@@ -161,9 +161,10 @@ def _phases(
     gradients."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from goaly.models.attention import PackedDocuments
+    from goaly.models.attention import PackedDocuments, causal_mask
     from goaly.train.parallel import sharded_on_meta
 
+    causal_mask.cache_clear()  # each trace counts its masks
     model, _ = sharded_on_meta(_spec(shape, on_gpu), dtype, trainer, _head())
     positions_1T = torch.cat([torch.arange(length) for length in documents])[None]
     masks: Any = None
