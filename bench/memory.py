@@ -1,17 +1,17 @@
 """Is the memory that a dry run estimates for a trainer what a real trainer takes?
 
-    python -m bench.memory [--json FILE] [--markdown FILE]
+    python -m bench.memory [--json FILE]
 
-Tiny models, dense and with experts, are trained by real ranks: a batch of two microbatches and an optimizer step, twice.
-What the first rank's tensors take is read from torch's allocator, by its profiler; the peak is that of the second
-batch. Beside it are the dry run's estimate for the same rank, their ratio, and by how much the process grew, which
-includes the libraries' own buffers and what the C allocator keeps. The exit code is 1 if an estimate is off by more
-than 10 %.
+Real ranks train tiny models, dense and with experts: a batch of two microbatches and an optimizer step, twice. What
+the first rank's tensors take is read from torch's allocator, by its profiler; the peak is that of the second batch.
+Experts get the load that a dry run assumes, by replayed choices: those of the first rank have a tenth more tokens than
+the mean, the same in each layer. Beside the peak are the dry run's estimate for the same rank, their ratio, and by how
+much the process grew, which includes the libraries' own buffers and what the C allocator keeps. The exit code is 1 if
+an estimate is off by more than 10 %.
 """
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ from rich.table import Table
 
 from bench.machine import Machine
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import architecture, read_config
+from goaly.models.spec import Architecture, architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.plan.memory import traced_pass
 from goaly.plan.trace import PassMemory
@@ -106,7 +106,7 @@ def _train(rank: int, model: ModelSettings, settings: TrainerSettings, out: Path
 
     join_process_group(1, settings.ranks)
     torch.manual_seed(0)
-    rows = _rows(2 * ROWS)
+    rows = _rows(2 * ROWS, architecture(read_config(model.path)))
     trained, objective = int(rows["trained"].sum()) * settings.fsdp, PolicyObjective(LossSettings())
     before = _resident()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -121,10 +121,11 @@ def _train(rank: int, model: ModelSettings, settings: TrainerSettings, out: Path
         dist.barrier()
 
 
-def _rows(count: int) -> Any:
+def _rows(count: int, shape: Architecture) -> Any:
     """Rows of one document each, all of which but the first half is trained."""
     import torch
-    from tensordict import TensorDict
+
+    from goaly.trajectory import EXPERT_CHOICES, TensorDict
 
     positions = torch.arange(ROW_LENGTH).repeat(count, 1)
     trained = positions >= ROW_LENGTH // 2
@@ -137,7 +138,22 @@ def _rows(count: int) -> Any:
         "rewards": torch.zeros(positions.shape),
         "advantages": torch.randn(positions.shape) * trained,
     }
+    if shape.experts:
+        columns[EXPERT_CHOICES] = _choices(positions, shape)
     return TensorDict(columns, batch_size=positions.shape)
+
+
+def _choices(places_RL: Any, shape: Architecture) -> Any:
+    """Two experts for each token and layer `[R, L, N, 2]`: one of each half, but for each tenth token two of the first.
+
+    So the first of two ranks has `UNEVEN` times the mean."""
+    import torch
+
+    half = shape.experts // 2
+    first_RL, second_RL = places_RL % half, half + places_RL // half % half
+    second_RL = torch.where(places_RL % 10 == 0, (first_RL + 1) % half, second_RL)
+    choices_RL2 = torch.stack([first_RL, second_RL], -1).to(torch.uint8)
+    return choices_RL2[:, :, None].repeat(1, 1, shape.layers, 1)
 
 
 def _peak(profile: Any) -> int:
@@ -159,7 +175,6 @@ def main() -> int:
     """Measure all cases, print, and write the numbers where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     machine = Machine.now()
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder:

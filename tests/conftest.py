@@ -34,6 +34,8 @@ FORKING = {
     "tests/characterization/test_vllm_engine.py",
     "tests/characterization/test_vllm_loader.py",
     "tests/loop/test_sft.py",
+    "tests/unit/plan/test_traced_memory.py",
+    "tests/unit/test_large_recipes.py",
     "tests/unit/train/test_parallel.py",
     "tests/unit/train/test_saved_state.py",
 }
