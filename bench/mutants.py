@@ -3,30 +3,27 @@
     make mutants                   # installs mutmut, then runs this: hours on two cores, in as many pieces as you like
     python -m bench.mutants [--only PATTERN] [--minutes M] [--runs FILE] [--json FILE] [--markdown FILE]
 
-mutmut changes one operator, constant, name or argument of a function at a time and runs the tests that reach it; which
-modules and tests is in `[tool.mutmut]` of pyproject.toml. A mutant is killed if a test fails or hangs. `JUSTIFIED`
-holds the survivors that change nothing a test could or should see, by the line that they change, with the reason; they
-count as survivors all the same. The verdicts of a module are a line of the `--runs` file, and are not made again while
-its source is the same, unless `--only` names its mutants. With `--minutes` mutmut stops after that time. The exit code
-is 1 if the score is below 0.9, a mutant was not run, or a justification no longer applies.
-
-This module is also a plugin of pytest, loaded in those runs.
+mutmut changes one operator, constant, name or argument of a function at a time, and `bench/mutation.py` runs the tests
+that reach the function. `[tool.mutmut]` of pyproject.toml names the modules and the tests. No mutant changes only a
+string literal: most of these are an error's wording. A mutant is killed if a test fails or hangs. `JUSTIFIED` holds the
+survivors that change nothing a test could or should see, by the line that they change, with the reason; they count as
+survivors all the same. The verdicts of a module are a line of the `--runs` file. They are not made again while its
+source is the same, unless `--only` names its mutants or `--again` asks for all that survived. After `--minutes` no
+mutant is started. The exit code is 1 if the score is below 0.9, a mutant was not run, or a justification no longer
+applies.
 """
 
 import argparse
 import fnmatch
 import json
-import shutil
-import signal
-import subprocess
 import sys
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import ndiff
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from bench.record import append, finished
 
@@ -42,12 +39,6 @@ Verdicts = dict[str, dict[str, int | None]]
 
 JUSTIFIED: Mapping[str, str] = {}
 """Why a survivor may stay: by `function: changed line`."""
-
-
-def pytest_collection_modifyitems(items: Sequence[Any]) -> None:
-    """mutmut 3.8 reads an attribute of pytest's items that pytest 9.2 calls otherwise."""
-    for item in items:
-        item._nodeid = item.nodeid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +81,15 @@ class Judged:
         return {f"{name}{NUMBER}{n}": code for name, codes in self.codes.items() for n, code in enumerate(codes, 1)}
 
 
+def file_of(module: str) -> Path:
+    """A module's source file."""
+    path = Path("src", *module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
 def source_of(module: str) -> str:
     """A digest of a module's source; of none, if it is gone."""
-    path = Path("src", *module.split("."))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    file = file_of(module)
     return sha256(file.read_bytes()).hexdigest()[:16] if file.exists() else "none"
 
 
@@ -108,10 +104,20 @@ def left(modules: Sequence[str], judged: Mapping[str, Judged]) -> list[str]:
     return names + [name for one in judged.values() for name, code in one.verdicts.items() if code is None]
 
 
+def asked_again(judged: Mapping[str, Judged], patterns: Sequence[str]) -> list[str]:
+    """The survivors among the mutants that these patterns name, all of them where there is no pattern."""
+    found = asked_for({module: one.verdicts for module, one in judged.items()}, patterns)
+    return [name for codes in found.values() for name, code in codes.items() if code not in KILLED]
+
+
+def setting(name: str) -> list[str]:
+    """A setting of `[tool.mutmut]`."""
+    return tomllib.loads(Path("pyproject.toml").read_text())["tool"]["mutmut"][name]
+
+
 def mutated_modules() -> list[str]:
     """The modules that pyproject.toml names."""
-    patterns = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["mutmut"]["only_mutate"]
-    files = sorted({file for pattern in patterns for file in Path().glob(pattern)})
+    files = sorted({file for pattern in setting("only_mutate") for file in Path().glob(pattern)})
     return [".".join(file.relative_to("src").with_suffix("").parts).removesuffix(".__init__") for file in files]
 
 
@@ -124,16 +130,17 @@ def verdicts() -> Verdicts:
     return found
 
 
-def run(names: Sequence[str], children: int, minutes: float) -> int:
-    """Have mutmut run these mutants for so long; its exit code, 0 if the time was up."""
-    command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(children), *names]
-    process = subprocess.Popen(command)
-    try:
-        return process.wait(60 * minutes)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # it ends its workers and keeps its verdicts
-        process.wait()
-        return 0
+def run(names: Sequence[str], tests: Sequence[str], children: int, minutes: float) -> int:
+    """Judge these mutants for so long; the exit code of pytest."""
+    from bench.mutation import judge, make  # mutmut is installed for this only
+
+    make([file_of(module) for module in mutated_modules() if any(in_module(name, module) for name in names)])
+    return judge(names, tests, children, 60 * minutes)
+
+
+def in_module(pattern: str, module: str) -> bool:
+    """Whether a pattern may name mutants of this module."""
+    return fnmatch.fnmatch(f"{module}.x", pattern) or pattern.startswith((f"{module}.x_", f"{module}.xǁ"))
 
 
 def asked_for(
@@ -151,16 +158,21 @@ def asked_for(
 
 
 def survivor(module: str, mutant: str) -> Survivor:
-    """The mutant's change, as mutmut shows it."""
-    shown = subprocess.run(
-        [sys.executable, "-m", "mutmut", "show", mutant], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    removed = [line[1:].strip() for line in shown if line.startswith("-") and not line.startswith("---")]
-    added = [line[1:].strip() for line in shown if line.startswith("+") and not line.startswith("+++")]
-    function = mutant.removeprefix(f"{module}.").rpartition("__mutmut_")[0].removeprefix("x_").replace("xǁ", "")
-    return Survivor(
-        module=module, function=function.replace("ǁ", "."), removed=" ".join(removed), added=" ".join(added)
-    )
+    """The mutant's change: the lines that differ."""
+    name = mutant.removeprefix(f"{module}.")
+    function = name.rpartition(NUMBER)[0]
+    lines = {}
+    file = file_of(module)
+    spans = json.loads((MUTANTS / file.with_suffix(".py.spans")).read_text())["spans"]
+    written = (MUTANTS / file).read_text().splitlines()
+    for one in (f"{function}{NUMBER}orig", name):
+        start, stop = spans[one]
+        lines[one] = [line.strip() for line in written[start - 1 : stop] if NUMBER not in line]
+    changes = list(ndiff(*lines.values()))
+    removed = [line[2:] for line in changes if line.startswith("-")]
+    added = [line[2:] for line in changes if line.startswith("+")]
+    described = function.removeprefix("x_").replace("xǁ", "").replace("ǁ", ".")
+    return Survivor(module=module, function=described, removed=" ".join(removed), added=" ".join(added))
 
 
 def scores(found: Mapping[str, Mapping[str, int | None]]) -> dict[str, tuple[int, int]]:
@@ -198,16 +210,20 @@ def main() -> int:
     """Run mutmut, print the scores, and write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="mutants, such as 'goaly.losses.kl.*'")
+    parser.add_argument("--tests", nargs="*", default=[], help="judge by these tests; by all that are set if none")
+    parser.add_argument("--again", action="store_true", help="judge those again that survived")
     parser.add_argument("--children", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--minutes", type=float, default=240.0)
     parser.add_argument("--runs", type=Path, default=Path("docs/results/mutants.jsonl"))
     arguments = parser.parse_args()
-    shutil.rmtree(MUTANTS, ignore_errors=True)  # mutmut keeps verdicts that were made with other tests
     judged = known(finished(arguments.runs, Judged))
     names = arguments.only or left(mutated_modules(), judged)
-    if names and (code := run(names, arguments.children, arguments.minutes)):
+    if arguments.again:
+        names = asked_again(judged, arguments.only)
+    tests = arguments.tests or setting("pytest_add_cli_args_test_selection")
+    if names and (code := run(names, tests, arguments.children, arguments.minutes)):
         return code
     for module, codes in verdicts().items():
         before = judged[module].verdicts if module in judged else {}

@@ -7,7 +7,20 @@ from pathlib import Path
 import pytest
 
 import bench.mutants
-from bench.mutants import Judged, Survivor, asked_for, known, left, scores, survivors_table, table, verdicts
+from bench.mutants import (
+    Judged,
+    Survivor,
+    asked_again,
+    asked_for,
+    in_module,
+    known,
+    left,
+    scores,
+    survivor,
+    survivors_table,
+    table,
+    verdicts,
+)
 from bench.record import append, finished
 
 ONE = Survivor(module="goaly.losses.kl", function="divergence", removed="a < b", added="a <= b")
@@ -72,3 +85,44 @@ def test_a_survivors_reason_is_found_by_its_function_and_line(monkeypatch: pytes
     assert "| divergence | `a < b` | `a <= b` |  |" in survivors_table([ONE])
     monkeypatch.setattr(bench.mutants, "JUSTIFIED", {"goaly.losses.kl.divergence: a <= b": "equal is measure zero"})
     assert "| equal is measure zero |" in survivors_table([ONE])
+
+
+def test_survivors_are_judged_again_and_those_that_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.mutants, "survivor", lambda module, name: ONE)
+    codes = {f"goaly.kl.x_f__mutmut_{n}": code for n, code in enumerate((1, 0, None, 36, 33), 1)}
+    judged = {"goaly.kl": Judged.of("goaly.kl", codes)}
+    assert asked_again(judged, []) == [f"goaly.kl.x_f__mutmut_{n}" for n in (2, 3, 5)]
+    assert asked_again(judged, ["*_3"]) == ["goaly.kl.x_f__mutmut_3"]
+
+
+def test_only_modules_with_mutants_that_were_asked_for_are_changed() -> None:
+    assert in_module("goaly.losses.*", "goaly.losses.kl")
+    assert in_module("goaly.losses.kl.xǁCǁf__mutmut_2", "goaly.losses.kl")
+    assert not in_module("goaly.losses.kl.x_f__mutmut_2", "goaly.losses")
+    assert not in_module("goaly.losses.kl.*", "goaly.losses.tokens")
+
+
+SOURCE = """
+def price(count: int, unit: float = 2.0) -> float:
+    if count < 0:
+        raise ValueError("a negative count")
+    return count * unit
+"""
+
+
+def test_mutants_change_code_and_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mutmut")
+    from bench import mutation
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mutation, "COPIED", ("src", "pyproject.toml"))
+    file = Path("src", "shop.py")
+    file.parent.mkdir()
+    file.write_text(SOURCE)
+    Path("pyproject.toml").write_text("[tool.mutmut]\nsource_paths = ['src']\n")
+    mutation.make([file])
+    found = verdicts()["shop"]
+    assert set(found.values()) == {None}
+    added = [survivor("shop", name).added for name in found]
+    assert {"return count / unit", "if count <= 0:", "raise ValueError(None)"} <= set(added)
+    assert not any("XX" in line or "NEGATIVE" in line for line in added)

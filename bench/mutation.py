@@ -1,0 +1,320 @@
+"""Makes mutants of modules with mutmut, and runs the tests that reach each of them: a plugin of pytest.
+
+mutmut writes all mutants of a function beside it, and calls the one that the environment names. Its own runner starts a
+pytest for each mutant, in a process in which all tests have run before. Here pytest collects the tests once and runs
+none of them: a forked child runs each test without a mutant, and notes what it reaches and how long it takes. Then a
+forked child for each mutant runs the tests that reach its function, the quickest first, until one fails. The processes
+that a test starts import the mutants too.
+
+A function that runs while modules are imported, such as one that registers others, has its mutants imported anew, each
+by a pytest of its own.
+
+No mutant changes only a string literal: most are wording, and tests should not depend on it.
+"""
+
+import fnmatch
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from mutmut.mutation import file_mutation, mutators
+from mutmut.mutation.data import MutantLineSpans
+from mutmut.mutation.trampoline import set_mutant_under_test
+from mutmut.state import state
+
+MUTANTS = Path("mutants")
+COPIED = ("src", "tests", "apps", "bench", "configs", "docs", "README.md", "pyproject.toml")
+SURVIVED, FAILED, NO_TESTS, HUNG = 0, 1, 33, 36
+"""The exit codes of a mutant, as mutmut counts them."""
+IDLE_SECONDS = 20.0
+"""A child that sleeps so long without using the processor hangs."""
+EXAMPLES = 40
+"""hypothesis runs a test on at most so many examples."""
+
+failures: list[str] = []
+"""The tests that have failed in this process."""
+
+
+def mutants_of(file: Path) -> Path:
+    """The file that holds the verdicts of a source file's mutants."""
+    return MUTANTS / file.with_suffix(".py.meta")
+
+
+def make(files: Sequence[Path]) -> None:
+    """Write a copy of the project with the mutants of these source files, none of them judged."""
+    shutil.rmtree(MUTANTS, ignore_errors=True)
+    for name in COPIED:
+        if Path(name).is_dir():
+            shutil.copytree(name, MUTANTS / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(name, MUTANTS / name)
+    file_mutation.mutation_operators = [
+        (node, operator) for node, operator in mutators.mutation_operators if operator is not mutators.operator_string
+    ]
+    for file in files:
+        mutated = file_mutation.mutate_file_contents(str(file), file.read_text())
+        (MUTANTS / file).write_text(mutated.code)
+        MutantLineSpans(path=file, span_by_function_name=mutated.line_span_by_function_name).save()
+        module = ".".join(file.relative_to("src").with_suffix("").parts).removesuffix(".__init__")
+        codes = {f"{module}.{name}": None for name in mutated.mutant_names}
+        mutants_of(file).write_text(json.dumps({"exit_code_by_key": codes}))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Patterns of mutants, and how to run them."""
+    parser.addoption("--mutants", action="append", default=[], help="mutants to judge, such as 'goaly.losses.kl.*'")
+    parser.addoption("--children", type=int, default=2)
+    parser.addoption("--seconds", type=float, default=float("inf"), help="start no mutant after this time")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Note which functions run while modules are imported."""
+    if config.getoption("--mutants"):
+        set_mutant_under_test("stats")
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Have hypothesis try the same few examples each time, and shrink none."""
+    for item in items:
+        function: Any = getattr(item, "obj", None)
+        machine: Any = getattr(item, "cls", None)
+        if hasattr(machine, "runTest") and isinstance(getattr(machine, "settings", None), settings):
+            machine.settings = quick(machine.settings)
+        elif getattr(function, "is_hypothesis_test", False):
+            given = getattr(function, "_hypothesis_internal_use_settings", None)
+            function._hypothesis_internal_use_settings = quick(given or settings())
+
+
+def quick(given: settings) -> settings:
+    """The same settings with fewer examples, always the same ones."""
+    phases = (Phase.explicit, Phase.generate)
+    return settings(
+        given, max_examples=min(given.max_examples, EXAMPLES), phases=phases, derandomize=True, database=None
+    )
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note a failure."""
+    if report.failed:
+        failures.append(report.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Judge the mutants instead of running the tests."""
+    patterns = session.config.getoption("--mutants")
+    if not patterns or session.testsfailed:
+        return None
+    started = time.monotonic()
+    at_import = set(state()._stats)
+    set_mutant_under_test("")
+    tests = trial(session.items)
+    if broken := [test.item.nodeid for test in tests if test.failed]:
+        pytest.exit(f"fail without a mutant in a forked process: {broken}", returncode=1)
+    lane = Lane(tests=tests, at_import=at_import, children=session.config.getoption("--children"))
+    lane.run(patterns, started + session.config.getoption("--seconds"))
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A test that ran once without a mutant."""
+
+    item: pytest.Item
+    seconds: float
+    failed: bool
+    reached: frozenset[str]
+
+
+def run_test(item: pytest.Item, following: pytest.Item | None) -> None:
+    """Run a test with its fixtures, and keep those that the following test needs too."""
+    item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+
+def become_child() -> None:
+    """Have a group of processes of its own and no output."""
+    os.setpgid(0, 0)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+
+
+def trial(items: Sequence[pytest.Item]) -> list[Tried]:
+    """Run each test once without a mutant, in a child."""
+    file = Path("trial.jsonl")
+    if (pid := os.fork()) == 0:
+        become_child()
+        set_mutant_under_test("stats")
+        with file.open("w") as out:
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                state()._stats.clear()
+                failures.clear()
+                started = time.monotonic()
+                run_test(item, following)
+                seconds = time.monotonic() - started
+                out.write(json.dumps([item.nodeid, seconds, bool(failures), sorted(state()._stats)]) + "\n")
+                out.flush()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(found) == len(items), f"the trial ended at {items[len(found)].nodeid}"
+    return [
+        Tried(item=item, seconds=seconds, failed=failed, reached=frozenset(reached))
+        for item, (_, seconds, failed, reached) in zip(items, found, strict=True)
+    ]
+
+
+@dataclass(slots=True, kw_only=True)
+class Child:
+    """A process that runs the tests of a mutant."""
+
+    mutant: str
+    pid: int
+    used_seconds: float = 0.0
+    active: float = field(default_factory=time.monotonic)
+    """When it was last seen to use the processor."""
+
+    def hangs(self) -> bool:
+        """Whether it has slept for long."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        used = float(fields[11]) + float(fields[12]) + float(fields[13]) + float(fields[14])
+        if used != self.used_seconds or fields[0] != "S":
+            self.used_seconds, self.active = used, time.monotonic()
+        return time.monotonic() - self.active > IDLE_SECONDS
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    """Judges mutants, several at a time."""
+
+    tests: Sequence[Tried]
+    at_import: set[str]
+    children: int
+    running: dict[int, Child] = field(default_factory=dict)
+    """By the file descriptor that tells when the process has ended."""
+    codes: dict[Path, dict[str, int | None]] = field(default_factory=dict)
+
+    def run(self, patterns: Sequence[str], until: float) -> None:
+        """Judge the mutants that these patterns name, those with quick tests first."""
+        self.codes = {file: json.loads(file.read_text())["exit_code_by_key"] for file in Path().rglob("*.py.meta")}
+        asked = [
+            name
+            for codes in self.codes.values()
+            for name in codes
+            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+        ]
+        by_function: dict[str, list[Tried]] = defaultdict(list)
+        for test in sorted(self.tests, key=lambda test: test.seconds):
+            for function in test.reached:
+                by_function[function].append(test)
+        seconds = {function: sum(test.seconds for test in tests) for function, tests in by_function.items()}
+        asked.sort(key=lambda name: (function_of(name) in self.at_import, seconds.get(function_of(name), 0.0)))
+        try:
+            for number, name in enumerate(asked):
+                if time.monotonic() > until:
+                    break
+                while len(self.running) >= self.children:
+                    self.collect()
+                self.start(name, by_function[function_of(name)])
+                if number % 20 == 0:
+                    print(f"{number}/{len(asked)} {name}", flush=True)
+            while self.running:
+                self.collect()
+        finally:
+            for child in self.running.values():
+                os.killpg(child.pid, signal.SIGKILL)
+
+    def start(self, mutant: str, tests: Sequence[Tried]) -> None:
+        """Have a child run these tests with the mutant."""
+        if function_of(mutant) in self.at_import:
+            files = sorted({self.file_of(test) for test in self.tests if self.reaches_module(test, mutant)})
+            if not files:
+                return self.judge(mutant, NO_TESTS)
+        elif not tests:
+            return self.judge(mutant, NO_TESTS)
+        limit = int(60 + 20 * sum(test.seconds for test in tests))
+        if (pid := os.fork()) == 0:
+            become_child()
+            resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + limit, resource.RLIM_INFINITY))
+            if function_of(mutant) in self.at_import:
+                os.execve(sys.executable, import_anew(files), {**os.environ, "MUTANT_UNDER_TEST": mutant})
+            os._exit(outcome(mutant, tests))
+        self.running[os.pidfd_open(pid)] = Child(mutant=mutant, pid=pid)
+
+    def collect(self) -> None:
+        """Wait for a child to end or for a second, and kill those that hang."""
+        for ended in select.select(list(self.running), [], [], 1.0)[0]:
+            child = self.running.pop(ended)
+            os.close(ended)
+            code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+            self.judge(child.mutant, code)
+        for one, child in list(self.running.items()):
+            if child.hangs():
+                os.killpg(child.pid, signal.SIGKILL)
+                os.waitpid(child.pid, 0)
+                os.close(one)
+                del self.running[one]
+                self.judge(child.mutant, HUNG)
+
+    def judge(self, mutant: str, code: int) -> None:
+        """Keep a verdict."""
+        for file, codes in self.codes.items():
+            if mutant in codes:
+                codes[mutant] = code
+                file.write_text(json.dumps({"exit_code_by_key": codes}))
+
+    def file_of(self, test: Tried) -> str:
+        """The file of a test."""
+        return test.item.nodeid.partition("::")[0]
+
+    def reaches_module(self, test: Tried, mutant: str) -> bool:
+        """Whether a test reaches a function of the mutant's module."""
+        module = mutant.rpartition(".")[0]
+        return any(function.rpartition(".")[0] == module for function in test.reached)
+
+
+def import_anew(files: Sequence[str]) -> list[str]:
+    """The command that imports these tests and runs them."""
+    return [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--rootdir=.", *files]
+
+
+def outcome(mutant: str, tests: Sequence[Tried]) -> int:
+    """Run these tests with the mutant until one fails."""
+    set_mutant_under_test(mutant)
+    failures.clear()
+    items = [test.item for test in tests]
+    try:
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            run_test(item, following)
+            if failures:
+                return FAILED
+    except BaseException:  # a test that ends the process has noticed the mutant too
+        return FAILED
+    return SURVIVED
+
+
+def function_of(mutant: str) -> str:
+    """mutmut's name of the function that a mutant changes."""
+    return mutant.partition("__mutmut_")[0]
+
+
+def judge(patterns: Sequence[str], tests: Sequence[str], children: int, seconds: float) -> int:
+    """Judge the mutants that these patterns name by these tests, in a process of their own; its exit code."""
+    command = [sys.executable, "-m", "pytest", "-s", "-q", "--rootdir=.", "--timeout=0", "-p", "no:cacheprovider"]
+    command += ["-p", "bench.mutation", f"--children={children}", f"--seconds={seconds}"]
+    command += [f"--mutants={pattern}" for pattern in patterns]
+    paths: Mapping[str, Any] = {"PYTHONPATH": f"{(MUTANTS / 'src').resolve()}:{MUTANTS.resolve()}"}
+    return subprocess.run([*command, *tests], cwd=MUTANTS, env={**os.environ, **paths}).returncode
