@@ -8,9 +8,8 @@ that reach the function. `[tool.mutmut]` of pyproject.toml names the modules and
 string literal: most of these are an error's wording. A mutant is killed if a test fails or hangs. `JUSTIFIED` holds the
 survivors that change nothing a test could or should see, by the line that they change, with the reason; they count as
 survivors all the same. The verdicts of a module are a line of the `--runs` file. They are not made again while its
-source is the same, unless `--only` names its mutants or `--again` asks for all that survived. After `--minutes` no
-mutant is started. The exit code is 1 if the score is below 0.9, a mutant was not run, or a justification no longer
-applies.
+source is the same, unless `--again` asks for those that survived. After `--minutes` no mutant is started. The exit code
+is 1 if the score is below 0.9, a mutant was not run, or a justification no longer applies.
 """
 
 import argparse
@@ -98,10 +97,17 @@ def known(found: Sequence[Judged]) -> dict[str, Judged]:
     return {one.module: one for one in found if one.source == source_of(one.module)}
 
 
-def left(modules: Sequence[str], judged: Mapping[str, Judged]) -> list[str]:
-    """What mutmut has to run: all mutants of a module that has no verdicts, and those that lack one."""
-    names = [f"{module}.*" for module in modules if module not in judged]
-    return names + [name for one in judged.values() for name, code in one.verdicts.items() if code is None]
+def left(modules: Sequence[str], judged: Mapping[str, Judged], patterns: Sequence[str] = ()) -> list[str]:
+    """The mutants to run among those that these patterns name, all of them where there is no pattern: all of a module
+    that has no verdicts, and those that lack one."""
+    names = []
+    for module in modules:
+        if module in judged:
+            found = asked_for({module: judged[module].verdicts}, patterns)[module]
+            names += [name for name, code in found.items() if code is None]
+        else:
+            names += [pattern for pattern in patterns if in_module(pattern, module)] if patterns else [f"{module}.*"]
+    return list(dict.fromkeys(names))
 
 
 def asked_again(judged: Mapping[str, Judged], patterns: Sequence[str]) -> list[str]:
@@ -219,9 +225,7 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=Path("docs/results/mutants.jsonl"))
     arguments = parser.parse_args()
     judged = known(finished(arguments.runs, Judged))
-    names = arguments.only or left(mutated_modules(), judged)
-    if arguments.again:
-        names = asked_again(judged, arguments.only)
+    names = asked_again(judged, arguments.only) if arguments.again else left(mutated_modules(), judged, arguments.only)
     tests = arguments.tests or setting("pytest_add_cli_args_test_selection")
     if names and (code := run(names, tests, arguments.children, arguments.minutes)):
         return code

@@ -12,7 +12,10 @@ by a pytest of its own.
 No mutant changes only a string literal: most are wording, and tests should not depend on it.
 """
 
+import contextlib
 import fnmatch
+import gc
+import importlib
 import json
 import os
 import resource
@@ -119,9 +122,13 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if not patterns or session.testsfailed:
         return None
     started = time.monotonic()
+    tests, modules = trial(session.items)
+    for module in modules:  # else each child would import them
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+    gc.freeze()
     at_import = set(state()._stats)
     set_mutant_under_test("")
-    tests = trial(session.items)
     if broken := [test.item.nodeid for test in tests if test.failed]:
         pytest.exit(f"fail without a mutant in a forked process: {broken}", returncode=1)
     lane = Lane(tests=tests, at_import=at_import, children=session.config.getoption("--children"))
@@ -152,12 +159,12 @@ def become_child() -> None:
     os.dup2(nothing, 2)
 
 
-def trial(items: Sequence[pytest.Item]) -> list[Tried]:
-    """Run each test once without a mutant, in a child."""
+def trial(items: Sequence[pytest.Item]) -> tuple[list[Tried], list[str]]:
+    """Run each test once without a mutant, in a child; also the modules that the tests have imported there."""
     file = Path("trial.jsonl")
+    imported = set(sys.modules)
     if (pid := os.fork()) == 0:
         become_child()
-        set_mutant_under_test("stats")
         with file.open("w") as out:
             for item, following in zip(items, [*items[1:], None], strict=True):
                 state()._stats.clear()
@@ -167,14 +174,16 @@ def trial(items: Sequence[pytest.Item]) -> list[Tried]:
                 seconds = time.monotonic() - started
                 out.write(json.dumps([item.nodeid, seconds, bool(failures), sorted(state()._stats)]) + "\n")
                 out.flush()
+            out.write(json.dumps([name for name in sys.modules if name not in imported]) + "\n")
         os._exit(0)
     os.waitpid(pid, 0)
-    found = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(found) == len(items), f"the trial ended at {items[len(found)].nodeid}"
-    return [
+    *found, modules = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(found) == len(items), f"the trial ended at {items[len(found) + 1].nodeid}"
+    tests = [
         Tried(item=item, seconds=seconds, failed=failed, reached=frozenset(reached))
         for item, (_, seconds, failed, reached) in zip(items, found, strict=True)
     ]
+    return tests, modules
 
 
 @dataclass(slots=True, kw_only=True)
@@ -314,7 +323,7 @@ def function_of(mutant: str) -> str:
 def judge(patterns: Sequence[str], tests: Sequence[str], children: int, seconds: float) -> int:
     """Judge the mutants that these patterns name by these tests, in a process of their own; its exit code."""
     command = [sys.executable, "-m", "pytest", "-s", "-q", "--rootdir=.", "--timeout=0", "-p", "no:cacheprovider"]
-    command += ["-p", "bench.mutation", f"--children={children}", f"--seconds={seconds}"]
+    command += ["--tb=no", "-p", "bench.mutation", f"--children={children}", f"--seconds={seconds}"]
     command += [f"--mutants={pattern}" for pattern in patterns]
     paths: Mapping[str, Any] = {"PYTHONPATH": f"{(MUTANTS / 'src').resolve()}:{MUTANTS.resolve()}"}
     return subprocess.run([*command, *tests], cwd=MUTANTS, env={**os.environ, **paths}).returncode

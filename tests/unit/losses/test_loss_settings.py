@@ -93,6 +93,12 @@ def test_a_rejection_needs_bounds_in_order():
         assert Rejection(measure=measure, level="token", low=-0.5, high=0.0).problems("r.") == []
 
 
+def test_a_rejection_of_all_but_one_value_is_refused():
+    assert Rejection(measure="k3", level="token", low=0.5, high=0.5).problems("r.") == [
+        "r.low=0.5: must be below r.high=0.5"
+    ]
+
+
 @pytest.mark.parametrize("measure", ["ratio", "k2", "k3", "binary_kl"])
 def test_a_bound_that_rejects_nothing_or_all_is_refused(measure):
     def problems(low: float | None, high: float | None) -> list[str]:

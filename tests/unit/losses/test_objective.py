@@ -215,6 +215,22 @@ def test_likelihood_is_the_negative_log_likelihood():
     assert logprobs.grad.tolist() == [-1.0, -1.0]
 
 
+def test_supervised_training_reports_the_entropy():
+    part = Likelihood()(torch.tensor([-0.5, -2.0]), torch.tensor([0.25, 1.0]), {}, 0)
+    assert {name: value_P.tolist() for name, value_P in part.mean.items()} == {"entropy": [0.25, 1.0]}
+
+
+def test_the_deviation_of_the_ratios_is_that_of_the_population():
+    # ratios 0 and 4: mean 2, mean square 8
+    assert finish({"ratio_mean": 2.0, "ratio_square": 8.0}) == {
+        "ratio_mean": 2.0,
+        "ratio_std": 2.0,
+        "effective_sample_size": 0.5,
+    }
+    assert finish({"ratio_mean": 1.5, "ratio_square": 2.25})["ratio_std"] == 0.0
+    assert finish({"entropy": 1.0}) == {"entropy": 1.0}  # supervised training has no ratios
+
+
 def test_the_effective_sample_size_is_one_for_equal_ratios_and_less_otherwise():
     assert finish({"ratio_mean": 1.3, "ratio_square": 1.69})["effective_sample_size"] == pytest.approx(1.0)
     # ratios 2 and 0: mean 1, mean square 2, half of the samples count

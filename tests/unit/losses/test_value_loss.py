@@ -60,6 +60,12 @@ def test_the_explained_variance_is_of_the_values_before_the_batch():
     assert share([1.0, 2.0], [2.0, 2.0]) == 0
 
 
+def test_the_explained_variance_is_around_the_mean_of_the_returns():
+    # returns 1 and 5 vary by 4, the errors 0 and 2 by 1
+    means = {name: float(v.mean()) for name, v in moments(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 5.0])).items()}
+    assert explained(means) == {"value": 2.0, "return": 3.0, "explained_variance": 0.75}
+
+
 @pytest.mark.parametrize(("variance", "share"), [(1e-12, 0.0), (1.1e-12, 0.5), (1e-6, 0.5), (0.3, 0.5)])
 def test_returns_that_hardly_vary_are_explained_all_the_same_and_constant_ones_are_not(variance: float, share: float):
     means = {"return": 0.0, "return_square": variance, "error": 0.0, "error_square": variance / 2}

@@ -250,6 +250,11 @@ def test_long_answers_lose_more_the_closer_they_come_to_the_limit():
     assert [float(advantage_T[-1]) for advantage_T in found] == [0.5, -0.5]
 
 
+def test_the_first_token_too_many_is_penalized():
+    batch = scored([grouped(sample(1.0, 7))])
+    assert penalize_overlong(batch, OverlongSettings(limit=10, buffer=4, penalty=2.0)).totals_S.tolist() == [0.5]
+
+
 def test_the_divergence_from_the_reference_is_taken_off_token_by_token():
     # sampled at -0.5; the reference has -1.5 and -0.5: k1 is 1 and 0; the prompt's token is not the policy's
     batch = [grouped(sample(1.0, 2), sample(0.0, 2))]
@@ -291,6 +296,14 @@ def test_generalized_advantages_are_returns_less_values_or_one_step_errors_at_th
     rewards, worth = torch.tensor([1.0, 0, -2, 5]), torch.tensor([0.5, 1, 2, 3])
     close(gae(rewards, worth, lam=1.0)[1], rewards.flip(0).cumsum(0).flip(0))
     close(gae(rewards, worth, lam=0.0)[0], rewards + torch.tensor([1.0, 2, 3, 0]) - worth)
+
+
+def test_generalized_advantages_look_ahead_undiscounted_at_095_by_default():
+    rewards, worth = torch.tensor([0.0, 0, 1]), torch.zeros(3)
+    close(gae(rewards, worth)[0], torch.tensor([0.95**2, 0.95, 1.0]))
+    made, settings = grouped(sample(1.0, 3)), AdvantageSettings(name="gae", options={"normalize": False})
+    (found,) = estimate([made], settings, {"values": [torch.zeros(4)]}).advantages
+    close(found, torch.tensor([0.0, 0.95**2, 0.95, 1.0]))
 
 
 def test_what_is_credited_between_two_steps_is_the_earlier_ones_and_before_the_first_nobodys():
