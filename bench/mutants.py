@@ -100,13 +100,10 @@ def known(found: Sequence[Judged]) -> dict[str, Judged]:
 def left(modules: Sequence[str], judged: Mapping[str, Judged], patterns: Sequence[str] = ()) -> list[str]:
     """The mutants to run among those that these patterns name, all of them where there is no pattern: all of a module
     that has no verdicts, and those that lack one."""
-    names = []
-    for module in modules:
-        if module in judged:
-            found = asked_for({module: judged[module].verdicts}, patterns)[module]
-            names += [name for name, code in found.items() if code is None]
-        else:
-            names += [pattern for pattern in patterns if in_module(pattern, module)] if patterns else [f"{module}.*"]
+    new = [module for module in modules if module not in judged]
+    names = [pattern for module in new for pattern in patterns or [f"{module}.*"] if in_module(pattern, module)]
+    found = asked_for({module: judged[module].verdicts for module in modules if module in judged}, patterns)
+    names += [name for codes in found.values() for name, code in codes.items() if code is None]
     return list(dict.fromkeys(names))
 
 

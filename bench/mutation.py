@@ -12,6 +12,7 @@ by a pytest of its own.
 No mutant changes only a string literal: most are wording, and tests should not depend on it.
 """
 
+import ast
 import contextlib
 import fnmatch
 import gc
@@ -42,7 +43,7 @@ MUTANTS = Path("mutants")
 COPIED = ("src", "tests", "apps", "bench", "configs", "docs", "README.md", "pyproject.toml")
 SURVIVED, FAILED, NO_TESTS, HUNG = 0, 1, 33, 36
 """The exit codes of a mutant, as mutmut counts them."""
-IDLE_SECONDS = 20.0
+IDLE_SECONDS = 8.0
 """A child that sleeps so long without using the processor hangs."""
 EXAMPLES = 40
 """hypothesis runs a test on at most so many examples."""
@@ -68,12 +69,34 @@ def make(files: Sequence[Path]) -> None:
         (node, operator) for node, operator in mutators.mutation_operators if operator is not mutators.operator_string
     ]
     for file in files:
-        mutated = file_mutation.mutate_file_contents(str(file), file.read_text())
+        mutated = file_mutation.mutate_file_contents(str(file), undecorated(file.read_text()))
         (MUTANTS / file).write_text(mutated.code)
         MutantLineSpans(path=file, span_by_function_name=mutated.line_span_by_function_name).save()
         module = ".".join(file.relative_to("src").with_suffix("").parts).removesuffix(".__init__")
         codes = {f"{module}.{name}": None for name in mutated.mutant_names}
         mutants_of(file).write_text(json.dumps({"exit_code_by_key": codes}))
+
+
+KEPT_DECORATORS = ("staticmethod", "classmethod", "concurrent_endpoint")
+"""mutmut knows the first two; an endpoint is no function."""
+
+
+def undecorated(source: str) -> str:
+    """The same module with `name = decorator(name)` below each decorated function: mutmut changes none that has one."""
+    lines = source.splitlines()
+    tree = ast.parse(source)
+    bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
+    functions = [node for body in bodies for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for function in sorted(functions, key=lambda node: -node.lineno):
+        decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+        if decorators and not set(decorators) & set(KEPT_DECORATORS):
+            first, name = function.decorator_list[0].lineno - 1, function.name
+            indent = " " * function.col_offset
+            assert function.end_lineno is not None
+            applied = [f"{indent}{name} = {decorator}({name})" for decorator in reversed(decorators)]
+            lines[function.end_lineno : function.end_lineno] = applied
+            del lines[first : function.lineno - 1]
+    return "\n".join(lines) + "\n"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,6 +13,11 @@ def own(argument: object, *, needed: NonNegativeFloat, flag: bool = False, word:
     return argument, needed, flag, word
 
 
+def unannotated(argument, *, choice) -> tuple:
+    """A user's function without types."""
+    return argument, choice
+
+
 def hidden(argument: "Nowhere", *, flag: bool = False) -> bool:  # type: ignore[name-defined]  # noqa: F821
     """Annotated with what only a type checker sees."""
     return flag
@@ -70,6 +75,16 @@ def test_options_are_checked_against_the_signature(registry: Registry, options: 
     assert registry.problems("x.", name, options) == [f"x.{problem.format(own=name)}"]  # RY-1
     with pytest.raises(ValueError, match="options"):
         registry.bound(name, options)
+
+
+def test_an_option_without_an_annotation_takes_any_value(registry: Registry):
+    name = f"{__name__}:unannotated"
+    assert registry.bound(name, {"choice": [1, {"a": None}]})(3) == (3, [1, {"a": None}])
+
+
+def test_a_choice_that_can_not_be_bound_says_which(registry: Registry):
+    with pytest.raises(ValueError, match=r"^name=plane: there is no such thing"):
+        registry.bound("plane", {})
 
 
 def test_annotations_that_can_not_be_read_are_told_only_where_they_are_needed(registry: Registry):

@@ -107,6 +107,13 @@ def price(count: int, unit: float = 2.0) -> float:
     if count < 0:
         raise ValueError("a negative count")
     return count * unit
+
+
+class Shop:
+    @property
+    @cached
+    def open(self) -> bool:
+        return 1 < 2
 """
 
 
@@ -125,4 +132,19 @@ def test_mutants_change_code_and_no_text(tmp_path: Path, monkeypatch: pytest.Mon
     assert set(found.values()) == {None}
     added = [survivor("shop", name).added for name in found]
     assert {"return count / unit", "if count <= 0:", "raise ValueError(None)"} <= set(added)
+    assert "return 1 <= 2" in added
     assert not any("XX" in line or "NEGATIVE" in line for line in added)
+
+
+def test_a_decorator_becomes_a_call() -> None:
+    pytest.importorskip("mutmut")
+    from bench.mutation import undecorated
+
+    assert SOURCE.count("@") == 2
+    assert undecorated(SOURCE).partition("class Shop:\n")[2].splitlines() == [
+        "    def open(self) -> bool:",
+        "        return 1 < 2",
+        "    open = cached(open)",
+        "    open = property(open)",
+    ]
+    assert undecorated("@staticmethod\ndef f(): pass") == "@staticmethod\ndef f(): pass\n"

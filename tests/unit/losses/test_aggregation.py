@@ -85,3 +85,9 @@ def test_sums_over_sequences_have_the_gradient_of_a_loop():
     # s1 = v0 + v1 seen twice, s2 = v2: d(s1^2 * 2 + s2^2) = 4 s1 for both, 2 s2
     sequence_sum(values, documents([2, 0, 1])).square().sum().backward()
     close(values.grad, torch.tensor([12.0, 12.0, 6.0]))
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum"])
+def test_weights_are_floats_of_single_precision(aggregation):
+    weights = token_weights(aggregation, documents([2, 1]), torch.ones(3, dtype=torch.bool), 4)
+    assert weights.dtype == torch.float32

@@ -68,6 +68,10 @@ from tests.unit.losses.tokens_by_hand import ABOVE_3
             "rejections.0.policy=proximal: has no effect, with loss.proximal=sampler the proximal policy is the "
             "sampler itself; current compares the policy that is trained",
         ),
+        (
+            dict(rejections=(Rejection(measure="k3", level="token", policy="current"),)),
+            "rejections.0.high: is not set, and neither is loss.rejections.0.low: one is needed",
+        ),
         (dict(entropy_coef=-1.0), "entropy_coef=-1.0: must be at least 0"),
         (dict(max_age=-1), "max_age=-1: must be at least 0, or null"),
         (dict(denominator="after"), "denominator=after: has no effect, nothing is left out"),

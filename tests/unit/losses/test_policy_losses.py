@@ -65,6 +65,15 @@ def test_the_clipped_ratio_has_the_values_and_gradients_of_a_worked_example(name
     assert output.mean["clip_fraction_low"].tolist() == [0, 0, 0, 1]
 
 
+def test_a_clip_counts_only_where_it_keeps_a_token_from_going_further():
+    # inside the clip, without an advantage, and on the side where the advantage leads back
+    output, _ = evaluated("ppo", tokens([1.1, 0.9, 1.5, 0.5, 1.5, 0.5], [0.5, -0.5, 0.0, 0.0, -0.5, 0.5]))
+    assert output.mean["clip_fraction_low"].tolist() == output.mean["clip_fraction_high"].tolist() == [0] * 6
+    output, _ = evaluated("ppo", tokens([1.1, 0.9, 1.5, 0.5], [-0.5, 0.5, 0.5, -0.5]))
+    assert output.mean["clip_fraction_low"].tolist() == [0, 0, 0, 1]
+    assert output.mean["clip_fraction_high"].tolist() == [0, 0, 1, 0]
+
+
 def test_dual_clip_bounds_what_a_negative_advantage_can_cost():
     # A = -2, r = 5: the surrogate is -r A = 10; the ceiling -3 A = 6 stands in, without gradient. A = 2 has no ceiling.
     output, gradient = evaluated("ppo", tokens([5.0, 2.0, 0.5], [-2.0, -2.0, 2.0]), dual_clip=3.0)

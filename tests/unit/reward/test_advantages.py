@@ -84,6 +84,11 @@ def only_positive(batch: Scored, *, above: float) -> torch.Tensor:
     return (batch.totals_S - above).clamp(min=0)
 
 
+def first_only(batch: Scored) -> torch.Tensor:
+    """A user's mistake."""
+    return batch.totals_S[:1]
+
+
 def test_the_group_estimator_counts_in_standard_deviations():
     # mean 1/4, deviation sqrt(3)/4; the other group is judged by itself
     found = values("group", groups([0, 0, 0, 1], [5, 5, 5, 9]), epsilon=0)
@@ -336,6 +341,11 @@ def test_an_estimator_of_ones_own_is_found_by_its_path_and_takes_its_options():
     mine = AdvantageSettings(name=f"{__name__}:only_positive", options={"above": 1.0})
     assert mine.problems("advantages.") == []
     assert [float(found[-1]) for found in estimate(groups([0, 3], [2]), mine).advantages] == [0, 2, 1]
+
+
+def test_an_estimator_of_ones_own_that_forgets_a_sample_is_refused():
+    with pytest.raises(ValueError, match="first_only: returned 1 values for 2 samples"):
+        estimate(groups([0, 3]), AdvantageSettings(name=f"{__name__}:first_only"))
 
 
 def test_an_estimator_of_ones_own_may_be_over_a_critics_values():
