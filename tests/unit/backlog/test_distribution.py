@@ -216,3 +216,15 @@ def test_source_shares_of_a_batch_and_of_all_so_far():
         "distribution/source/b": 1.0,
         "distribution/source_total/b": 0.5,
     }
+
+
+def test_source_shares_go_on_from_their_saved_counts():
+    shares, loaded = SourceShares(), SourceShares()
+    shares.metrics(["a", "a", "b"])
+    loaded.load_state_dict(shares.state_dict())
+    assert loaded.metrics(["b"]) == {
+        "distribution/source/a": 0.0,
+        "distribution/source_total/a": 0.5,
+        "distribution/source/b": 1.0,
+        "distribution/source_total/b": 0.5,
+    }

@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from queues import now
 from trajectories import grouped, sampled
 
 from goaly.backlog import queue as queue_module
@@ -85,6 +87,20 @@ async def test_a_column_is_on_disk_before_its_rank_goes_on(
     assert not annotating.done()
     disk.set()
     await asyncio.wait_for(annotating, 20)
+    await call(queue, "settle")
+
+
+async def test_the_actor_ends_after_its_steps_and_divides_its_batches(tmp_path: Path) -> None:
+    two = replace(SETTINGS, groups_per_step=2, window=4)
+    queue = TrajectoryQueue(two, AdvantageSettings(), dp_ranks=1, pad_token=0, steps=1, minibatches=2)
+    await call(queue, "open", tmp_path, 0, {})
+    for _ in range(2):
+        ticket = await now(queue.queue.admit())
+        queue.queue.report(group(ticket))
+    assert await now(queue.queue.admit()) is None
+    batch = await call(queue, "next_batch")
+    assert [minibatch.sequences for minibatch in (await call(queue, "rows", batch.id, 0)).minibatches] == [2, 2]
+    assert 0 <= batch.metrics["log/cpu_seconds"] < 60
     await call(queue, "settle")
 
 

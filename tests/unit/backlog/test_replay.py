@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import random
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from queues import KINDS, SETTINGS, assert_same, now
 from trajectories import grouped, sampled
@@ -59,11 +60,19 @@ class Driver:
                 self.queue.trained(batch_id, batch_id + 1)
 
 
+CHOSEN = random.Random(77)
+BUSY = [
+    (CHOSEN.choice([0, 0, 1, 1, 2, 3, 4] if CHOSEN.random() < 0.8 else [0, 1, 1, 3]), CHOSEN.randrange(10))
+    for _ in range(90)
+]
+"""Steps after which each kind of queue has running, dropped and finished tickets, and batches under way and trained."""
 STEPS = st.lists(st.tuples(st.sampled_from([0, 0, 1, 1, 2, 3, 4]), st.integers(0, 9)), max_size=60)
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=["windowed", "completion", "dynamic"])
 @given(before=STEPS, after=STEPS)
+@example(before=BUSY, after=BUSY)
+@example(before=BUSY[:45], after=BUSY)
 async def test_a_queue_that_replays_the_events_of_another_goes_on_like_it(settings, before, after) -> None:
     events: list[Event] = []
     first = Driver(queue_of(settings, events))
@@ -81,6 +90,8 @@ async def test_a_queue_that_replays_the_events_of_another_goes_on_like_it(settin
 
 @pytest.mark.parametrize("settings", KINDS, ids=["windowed", "completion", "dynamic"])
 @given(before=STEPS, after=STEPS)
+@example(before=BUSY, after=BUSY)
+@example(before=BUSY[:45], after=BUSY)
 async def test_a_queue_that_loads_the_saved_state_of_another_goes_on_like_it(settings, before, after) -> None:
     first = Driver(queue_of(settings))
     for step in before:
@@ -111,6 +122,7 @@ async def test_an_event_that_does_not_follow_from_those_before_is_refused() -> N
 
 @pytest.mark.parametrize("settings", KINDS, ids=["windowed", "completion", "dynamic"])
 @given(before=STEPS, after=STEPS, behind=st.integers(0, 3))
+@example(before=BUSY, after=BUSY, behind=2)
 async def test_a_restarted_queue_gives_out_again_what_was_not_done_and_then_goes_on_like_the_first(
     settings, before, after, behind: int
 ) -> None:
@@ -208,3 +220,11 @@ async def test_after_the_close_no_end_of_a_ticket_is_recorded() -> None:
     queue.report(grouped(1, [sampled(4), sampled(5, index=1, reward=1.0)]))
     assert events == [Ticket(index=index, min_version=0) for index in range(3)]
     assert queue.counts()["failed"] == 1
+
+
+async def test_a_queue_tells_which_tickets_run_and_which_batches_are_open() -> None:
+    driver = Driver(queue_of(SETTINGS))
+    for what in (0, 0, 0, 0, 0, 1, 1, 3, 1, 1, 3):
+        await driver.step(what, 0)
+    assert [driver.queue.is_running(ticket) for ticket in range(6)] == [False] * 4 + [True, False]
+    assert [list(driver.queue.open_batches(first)) for first in range(3)] == [[0, 1], [1], []]
