@@ -5,9 +5,9 @@
 
 mutmut changes one operator, constant, name or argument of a function at a time, and `bench/mutation.py` runs the tests
 that reach the function. `[tool.mutmut]` of pyproject.toml names the modules and the tests. No mutant changes only a
-string literal: most of these are an error's wording. A mutant is killed if a test fails or hangs. `JUSTIFIED` holds the
-survivors that change nothing a test could or should see, by the line that they change, with the reason; they count as
-survivors all the same. The verdicts of a module are a line of the `--runs` file. They are not made again while its
+string literal: most of these are an error's wording. A mutant is killed if a test fails or hangs.
+`justified_mutants.toml` holds the survivors that change nothing a test could or should see, with the reason; they count
+as survivors all the same. The verdicts of a module are a line of the `--runs` file. They are not made again while its
 source is the same, unless `--again` asks for those that survived. After `--minutes` no mutant is started. The exit code
 is 1 if the score is below 0.9, a mutant was not run, or a justification no longer applies.
 """
@@ -15,6 +15,7 @@ is 1 if the score is below 0.9, a mutant was not run, or a justification no long
 import argparse
 import fnmatch
 import json
+import re
 import sys
 import tomllib
 from collections import Counter, defaultdict
@@ -33,11 +34,16 @@ NUMBER = "__mutmut_"
 KILLED = {1, 3, -24, 24, 36, 152, 255}
 """mutmut's exit codes of mutants that a test noticed: it failed, could not import, or ran into the time limit."""
 
+JUSTIFIED: Mapping[str, str] = {
+    f"{one['where']}: {one['line']}": one["why"]
+    for one in tomllib.loads(Path(__file__).with_name("justified_mutants.toml").read_text())["survivor"]
+}
+"""Why a survivor may stay: by `module.function: changed line`."""
+STRICT = "`strict` states what is so by construction; it could only report a bug of ours"
+"""Why a mutant of no more than the `strict` of a `zip` may stay."""
+
 Verdicts = dict[str, dict[str, int | None]]
 """The exit code of each mutant by module; None where mutmut has not run it."""
-
-JUSTIFIED: Mapping[str, str] = {}
-"""Why a survivor may stay: by `function: changed line`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,17 +170,18 @@ def survivor(module: str, mutant: str) -> Survivor:
     """The mutant's change: the lines that differ."""
     name = mutant.removeprefix(f"{module}.")
     function = name.rpartition(NUMBER)[0]
-    lines = {}
+    described = function.removeprefix("x_").replace("xǁ", "").replace("ǁ", ".")
     file = file_of(module)
     spans = json.loads((MUTANTS / file.with_suffix(".py.spans")).read_text())["spans"]
     written = (MUTANTS / file).read_text().splitlines()
+    versions = []
     for one in (f"{function}{NUMBER}orig", name):
         start, stop = spans[one]
-        lines[one] = [line.strip() for line in written[start - 1 : stop] if NUMBER not in line]
-    changes = list(ndiff(*lines.values()))
+        plain = (line.strip().replace(one, described.rpartition(".")[2]) for line in written[start - 1 : stop])
+        versions.append(list(plain))
+    changes = list(ndiff(*versions))
     removed = [line[2:] for line in changes if line.startswith("-")]
     added = [line[2:] for line in changes if line.startswith("+")]
-    described = function.removeprefix("x_").replace("xǁ", "").replace("ǁ", ".")
     return Survivor(module=module, function=described, removed=" ".join(removed), added=" ".join(added))
 
 
@@ -194,6 +201,14 @@ def table(by_module: Mapping[str, tuple[int, int]]) -> str:
     return "\n".join(lines)
 
 
+def reason(one: Survivor) -> str:
+    """Why it may stay; empty if nobody has said."""
+    strict = re.fullmatch(r"(.*), (strict=(None|False))?(\).*)", one.added)
+    if strict and one.removed == f"{strict[1]}, strict=True{strict[4]}":
+        return STRICT
+    return JUSTIFIED.get(one.key, "")
+
+
 def survivors_table(survivors: Sequence[Survivor]) -> str:
     """The survivors by module, with the reasons of those that have one."""
     by_module: dict[str, list[Survivor]] = defaultdict(list)
@@ -204,7 +219,7 @@ def survivors_table(survivors: Sequence[Survivor]) -> str:
         lines += [f"\n### {module.removeprefix('goaly.')}\n", "| function | line | mutant | why it may stay |"]
         lines.append("|---|---|---|---|")
         for one in of_module:
-            cells = (one.function, f"`{one.removed}`", f"`{one.added}`", JUSTIFIED.get(one.key, ""))
+            cells = (one.function, f"`{one.removed}`", f"`{one.added}`", reason(one))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 

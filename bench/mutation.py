@@ -45,7 +45,7 @@ SURVIVED, FAILED, NO_TESTS, HUNG = 0, 1, 33, 36
 """The exit codes of a mutant, as mutmut counts them."""
 IDLE_SECONDS = 8.0
 """A child that sleeps so long without using the processor hangs."""
-EXAMPLES = 50
+EXAMPLES = 12
 """hypothesis runs a test on at most so many examples."""
 
 failures: list[str] = []

@@ -1,13 +1,14 @@
 """The mutation lane's bookkeeping: how a mutant is named, counted and justified."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 import bench.mutants
 from bench.mutants import (
+    STRICT,
     Judged,
     Survivor,
     asked_again,
@@ -15,6 +16,7 @@ from bench.mutants import (
     in_module,
     known,
     left,
+    reason,
     scores,
     survivor,
     survivors_table,
@@ -148,3 +150,10 @@ def test_a_decorator_becomes_a_call() -> None:
         "    open = property(open)",
     ]
     assert undecorated("@staticmethod\ndef f(): pass") == "@staticmethod\ndef f(): pass\n"
+
+
+@pytest.mark.parametrize("mutated", ["zip(a, b[1:], strict=None):", "zip(a, b[1:], ):", "zip(a, b[1:], strict=False):"])
+def test_a_mutant_of_strict_alone_has_its_reason(mutated: str) -> None:
+    before = "for x in zip(a, b[1:], strict=True):"
+    assert reason(replace(ONE, removed=before, added=f"for x in {mutated}")) == STRICT
+    assert reason(replace(ONE, removed=before, added="for x in zip(a, strict=True):")) == ""

@@ -82,6 +82,25 @@ def test_dual_clip_bounds_what_a_negative_advantage_can_cost():
     assert output.mean["clip_fraction_dual"].tolist() == [1, 0, 0]
 
 
+def test_dual_clip_leaves_small_positive_advantages_alone():
+    output, gradient = evaluated("ppo", tokens([1.1], [0.5]), dual_clip=3.0)
+    close(output.loss_P, torch.tensor([-0.55]))
+    close(gradient, torch.tensor([-0.55]))
+    assert output.mean["clip_fraction_dual"].tolist() == [0]
+
+
+def test_dppo_masks_nothing_without_an_advantage_and_nothing_that_moves_against_it():
+    # probabilities 0.38 and 0.02 instead of 0.2: both further than 0.15
+    output, gradient = evaluated("dppo", tokens([1.9, 0.1, 1.9, 0.1], [0.0, 0.0, -1.0, 1.0]))
+    assert output.mean["clip_fraction"].tolist() == [0] * 4
+    close(gradient, torch.tensor([0.0, 0.0, 1.9, -0.1]))
+
+
+def test_cispo_counts_what_is_above_its_default_clip():
+    output, _ = evaluated("cispo", tokens([4.9, 5.5], [1.0, 1.0]))
+    assert output.mean["clip_fraction_high"].tolist() == [0, 1]
+
+
 def test_grpo_leaves_room_above_for_stale_data_and_none_below():
     output, gradient = evaluated("grpo", tokens([1.9, 2.1, 0.7], [1.0, 1.0, -1.0]))
     close(output.loss_P, torch.tensor([-1.9, -2.0, 0.8]))

@@ -102,6 +102,7 @@ def test_the_mean_estimator_keeps_the_scale():
 def test_leave_one_out_compares_with_the_mean_of_the_others():
     # 0 - (2 + 4) / 2, 2 - (0 + 4) / 2, 4 - (0 + 2) / 2; alone there is nothing to compare with
     assert values("rloo", groups([0, 2, 4], [7])) == pytest.approx([-3, 0, 3, 0])
+    assert values("rloo", groups([0, 2], [5, 4])) == pytest.approx([-2, 2, 1, -1])
 
 
 def test_reinforce_pp_normalizes_over_all_trained_tokens_of_the_batch():
@@ -143,6 +144,7 @@ def test_reinforce_pp_with_baseline_takes_off_the_groups_mean_first():
     # distances -1, 1 | -2, 2 with one token each: mean 0, deviation sqrt(10 / 4)
     found = values("reinforce_pp_baseline", groups([0, 2], [10, 14]), epsilon=0)
     assert found == pytest.approx([value / 2.5**0.5 for value in (-1, 1, -2, 2)])
+    assert values("reinforce_pp_baseline", groups([0, 2], [10, 14])) == pytest.approx(found, abs=1e-5)
 
 
 def test_process_rewards_add_up_from_each_step_on():
@@ -246,6 +248,9 @@ def test_a_sample_without_a_trained_token_is_carried_along():
 
 def test_long_answers_lose_more_the_closer_they_come_to_the_limit():
     # free up to 6, all gone from 10 on: 8 loses half of the penalty of 2
+    first_too_many = scored([grouped(sample(1.0, 7))])
+    settings = OverlongSettings(limit=10, buffer=4, penalty=2.0)
+    assert penalize_overlong(first_too_many, settings).totals_S.tolist() == [0.5]
     batch = scored([grouped(*(sample(1.0, length) for length in (6, 8, 10, 12)))])
     shaped = penalize_overlong(batch, OverlongSettings(limit=10, buffer=4, penalty=2.0))
     assert shaped.totals_S.tolist() == [1.0, 0.0, -1.0, -1.0]
@@ -253,11 +258,6 @@ def test_long_answers_lose_more_the_closer_they_come_to_the_limit():
     through = AdvantageSettings(name="group_mean", overlong=OverlongSettings(limit=10, buffer=4))
     found = estimate([grouped(sample(1.0, 6), sample(1.0, 10))], through).advantages
     assert [float(advantage_T[-1]) for advantage_T in found] == [0.5, -0.5]
-
-
-def test_the_first_token_too_many_is_penalized():
-    batch = scored([grouped(sample(1.0, 7))])
-    assert penalize_overlong(batch, OverlongSettings(limit=10, buffer=4, penalty=2.0)).totals_S.tolist() == [0.5]
 
 
 def test_the_divergence_from_the_reference_is_taken_off_token_by_token():
