@@ -106,8 +106,11 @@ def known(found: Sequence[Judged]) -> dict[str, Judged]:
 def left(modules: Sequence[str], judged: Mapping[str, Judged], patterns: Sequence[str] = ()) -> list[str]:
     """The mutants to run among those that these patterns name, all of them where there is no pattern: all of a module
     that has no verdicts, and those that lack one."""
-    new = [module for module in modules if module not in judged]
-    names = [pattern for module in new for pattern in patterns or [f"{module}.*"] if in_module(pattern, module)]
+    names = []
+    for module in modules:
+        if module not in judged:
+            whole = not patterns or any(fnmatch.fnmatch(f"{module}.x", pattern) for pattern in patterns)
+            names += [f"{module}.x*"] if whole else [pattern for pattern in patterns if in_module(pattern, module)]
     found = asked_for({module: judged[module].verdicts for module in modules if module in judged}, patterns)
     names += [name for codes in found.values() for name, code in codes.items() if code is None]
     return list(dict.fromkeys(names))

@@ -3,13 +3,14 @@
 mutmut writes all mutants of a function beside it, and calls the one that the environment names. Its own runner starts a
 pytest for each mutant, in a process in which all tests have run before. Here pytest collects the tests once and runs
 none of them: a forked child runs each test without a mutant, and notes what it reaches and how long it takes. Then a
-forked child for each mutant runs the tests that reach its function, the quickest first, until one fails. The processes
-that a test starts import the mutants too.
+forked child for each mutant runs the tests that reach its function until one fails: the quickest first, but for those
+that have noticed another mutant of the function. The processes that a test starts import the mutants too.
 
 A function that runs while modules are imported, such as one that registers others, has its mutants imported anew, each
 by a pytest of its own.
 
-No mutant changes only a string literal: most are wording, and tests should not depend on it.
+No mutant changes only a string literal: most are wording, and tests should not depend on it. mutmut changes no function
+with a decorator; `undecorated` calls the decorators below it instead.
 """
 
 import ast
@@ -238,6 +239,8 @@ class Lane:
     running: dict[int, Child] = field(default_factory=dict)
     """By the file descriptor that tells when the process has ended."""
     codes: dict[Path, dict[str, int | None]] = field(default_factory=dict)
+    by_function: dict[str, list[Tried]] = field(default_factory=lambda: defaultdict(list))
+    """The tests that reach each function, in the order in which they run."""
 
     def run(self, patterns: Sequence[str], until: float) -> None:
         """Judge the mutants that these patterns name, those with quick tests first."""
@@ -248,7 +251,7 @@ class Lane:
             for name in codes
             if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
         ]
-        by_function: dict[str, list[Tried]] = defaultdict(list)
+        by_function = self.by_function
         for test in sorted(self.tests, key=lambda test: test.seconds):
             for function in test.reached:
                 by_function[function].append(test)
@@ -293,6 +296,13 @@ class Lane:
             os.close(ended)
             code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
             self.judge(child.mutant, code)
+            noticed = noticed_by(child.pid)
+            if noticed.exists():
+                tests = self.by_function[function_of(child.mutant)]
+                first = next(test for test in tests if test.item.nodeid == noticed.read_text())
+                tests.remove(first)
+                tests.insert(0, first)
+                noticed.unlink()
         for one, child in list(self.running.items()):
             if child.hangs():
                 os.killpg(child.pid, signal.SIGKILL)
@@ -332,10 +342,16 @@ def outcome(mutant: str, tests: Sequence[Tried]) -> int:
         for item, following in zip(items, [*items[1:], None], strict=True):
             run_test(item, following)
             if failures:
+                noticed_by(os.getpid()).write_text(item.nodeid)
                 return FAILED
     except BaseException:  # a test that ends the process has noticed the mutant too
         return FAILED
     return SURVIVED
+
+
+def noticed_by(pid: int) -> Path:
+    """The file in which a child leaves the name of the test that noticed its mutant."""
+    return Path(f"noticed-{pid}").resolve()
 
 
 def function_of(mutant: str) -> str:

@@ -104,6 +104,25 @@ async def test_the_actor_ends_after_its_steps_and_divides_its_batches(tmp_path: 
     await call(queue, "settle")
 
 
+async def test_batches_that_were_not_trained_are_replayed_from_the_queue(tmp_path: Path) -> None:
+    queue = await opened(tmp_path)
+    ticket = await queue.queue.admit()
+    assert ticket is not None
+    queue.queue.report(group(ticket))
+    batch = await call(queue, "next_batch")
+    found = await call(queue, "replayed", "reader", tmp_path, 0)
+    assert found is not None
+    assert (found[0].id, found[1]) == (batch.id, None)
+    assert await call(queue, "replayed", "reader", tmp_path, 0) is None
+    await call(queue, "settle")
+
+
+async def test_a_queue_without_a_log_gives_out_batches() -> None:
+    queue = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0)
+    await step(queue)
+    assert queue.queue.counts()["trained"] == 1
+
+
 def snapshots(folder: Path) -> list[int]:
     return [one.policy_version for one in records(folder) if isinstance(one, Snapshot)]
 

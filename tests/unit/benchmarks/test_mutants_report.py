@@ -53,7 +53,11 @@ def test_only_what_has_no_verdict_for_the_present_source_is_left(
     assert judged["goaly.kl"].verdicts == codes
     assert judged["goaly.kl"].survivors == [asdict(ONE)]
     modules = ["goaly.kl", "goaly.tokens", "goaly.value"]
-    assert left(modules, judged) == ["goaly.tokens.*", "goaly.value.*", "goaly.kl.x_f__mutmut_2"]
+    assert left(modules, judged) == ["goaly.tokens.x*", "goaly.value.x*", "goaly.kl.x_f__mutmut_2"]
+    assert left(modules, judged, ["goaly.[kv]*"]) == ["goaly.value.x*", "goaly.kl.x_f__mutmut_2"]
+    assert left(modules, judged, ["goaly.kl.x_f__mutmut_1", "goaly.value.x_g__mutmut_4"]) == [
+        "goaly.value.x_g__mutmut_4"
+    ]
 
 
 def test_only_a_test_that_fails_or_hangs_kills_a_mutant() -> None:
