@@ -285,7 +285,9 @@ async def test_batches_are_trained_in_their_order_by_their_version():  # BL-2
     for _ in range(2):
         await complete(queue)
         await queue.next_batch()
-    with pytest.raises(ValueError, match="batch 1 made policy_version=2; at version 0 batch 0 is next"):
+    with pytest.raises(
+        ValueError, match="batch 1 made policy_version=2; at version 0 batch 0 is next and makes version 1"
+    ):
         queue.trained(1, 2)
     with pytest.raises(ValueError, match="batch 0 made policy_version=3"):
         queue.trained(0, 3)

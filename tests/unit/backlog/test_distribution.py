@@ -178,6 +178,16 @@ def test_a_group_is_weighed_by_the_octave_of_its_longest_sample():
     assert weights == pytest.approx([2 / 1.4, 0.8 / 1.4])
 
 
+def test_a_group_was_trained_as_often_as_it_weighed():
+    distribution, (long, short) = corrected()
+    distribution.finish(3, [SHORT, SHORT])
+    distribution.finish(7, [SHORT, LONG])
+    # launched were 6 short groups and 2 long ones; trained, with this batch, 8 by weight
+    share_short, share_long = 0.75 / ((5 + short) / 8), 0.25 / ((1 + long) / 8)
+    mean = (share_short + share_long) / 2
+    assert distribution.deliver([3, 7]) == pytest.approx([share_short / mean, share_long / mean])
+
+
 def test_the_weighted_distance_counts_each_group_as_often_as_it_weighs():
     distribution, _ = corrected()
     distribution.finish(3, [SHORT, SHORT])
