@@ -6,8 +6,8 @@ none of them: a forked child runs each test without a mutant, and notes what it 
 forked child for each mutant runs the tests that reach its function until one fails: the quickest first, but for those
 that have noticed another mutant of the function. The processes that a test starts import the mutants too.
 
-A function that runs while modules are imported, such as one that registers others, has its mutants imported anew, each
-by a pytest of its own.
+A function that runs while modules are imported, such as one that registers others, ran unchanged before the fork: a
+mutant of it that survives is imported anew, by a pytest of its own.
 
 No mutant changes only a string literal: most are wording, and tests should not depend on it. mutmut changes no function
 with a decorator; `undecorated` calls the decorators below it instead.
@@ -154,7 +154,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     at_import = set(state()._stats)
     set_mutant_under_test("")
     if broken := [test.item.nodeid for test in tests if test.failed]:
-        pytest.exit(f"fail without a mutant in a forked process: {broken}", returncode=1)
+        print(f"left out, because they fail without a mutant in a forked process: {', '.join(broken)}", flush=True)
+    tests = [test for test in tests if not test.failed]
     lane = Lane(tests=tests, at_import=at_import, children=session.config.getoption("--children"))
     lane.run(patterns, started + session.config.getoption("--seconds"))
     return True
@@ -216,6 +217,8 @@ class Child:
 
     mutant: str
     pid: int
+    anew: bool
+    """Whether it imports all modules with the mutant."""
     used_seconds: float = 0.0
     active: float = field(default_factory=time.monotonic)
     """When it was last seen to use the processor."""
@@ -274,20 +277,33 @@ class Lane:
 
     def start(self, mutant: str, tests: Sequence[Tried]) -> None:
         """Have a child run these tests with the mutant."""
-        if function_of(mutant) in self.at_import:
-            files = sorted({self.file_of(test) for test in self.tests if self.reaches_module(test, mutant)})
-            if not files:
-                return self.judge(mutant, NO_TESTS)
-        elif not tests:
-            return self.judge(mutant, NO_TESTS)
+        if tests:
+            self.fork(mutant, tests)
+        elif function_of(mutant) in self.at_import:
+            self.fork_anew(mutant)
+        else:
+            self.judge(mutant, NO_TESTS)
+
+    def fork(self, mutant: str, tests: Sequence[Tried], command: Sequence[str] = ()) -> None:
+        """Have a child run these tests, by this command if there is one."""
         limit = int(60 + 20 * sum(test.seconds for test in tests))
         if (pid := os.fork()) == 0:
             become_child()
             resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + limit, resource.RLIM_INFINITY))
-            if function_of(mutant) in self.at_import:
-                os.execve(sys.executable, import_anew(files), {**os.environ, "MUTANT_UNDER_TEST": mutant})
+            if command:
+                os.execve(command[0], command, {**os.environ, "MUTANT_UNDER_TEST": mutant})
             os._exit(outcome(mutant, tests))
-        self.running[os.pidfd_open(pid)] = Child(mutant=mutant, pid=pid)
+        self.running[os.pidfd_open(pid)] = Child(mutant=mutant, pid=pid, anew=bool(command))
+
+    def fork_anew(self, mutant: str) -> None:
+        """Have a child import everything with the mutant, and then run the tests of its module."""
+        module = mutant.rpartition(".")[0]
+        tests = [test for test in self.tests if any(function.rpartition(".")[0] == module for function in test.reached)]
+        if not tests:
+            return self.judge(mutant, NO_TESTS)
+        files = sorted({test.item.nodeid.partition("::")[0] for test in tests})
+        command = [sys.executable, "-m", "pytest", *"-x -q --tb=no -p no:cacheprovider --rootdir=.".split(), *files]
+        self.fork(mutant, tests, command)
 
     def collect(self) -> None:
         """Wait for a child to end or for a second, and kill those that hang."""
@@ -295,7 +311,12 @@ class Lane:
             child = self.running.pop(ended)
             os.close(ended)
             code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
-            self.judge(child.mutant, code)
+            if child.anew and code > 0:  # pytest has a code of its own for modules that it cannot import
+                code = FAILED
+            if code == SURVIVED and not child.anew and function_of(child.mutant) in self.at_import:
+                self.fork_anew(child.mutant)
+            else:
+                self.judge(child.mutant, code)
             noticed = noticed_by(child.pid)
             if noticed.exists():
                 tests = self.by_function[function_of(child.mutant)]
@@ -317,20 +338,6 @@ class Lane:
             if mutant in codes:
                 codes[mutant] = code
                 file.write_text(json.dumps({"exit_code_by_key": codes}))
-
-    def file_of(self, test: Tried) -> str:
-        """The file of a test."""
-        return test.item.nodeid.partition("::")[0]
-
-    def reaches_module(self, test: Tried, mutant: str) -> bool:
-        """Whether a test reaches a function of the mutant's module."""
-        module = mutant.rpartition(".")[0]
-        return any(function.rpartition(".")[0] == module for function in test.reached)
-
-
-def import_anew(files: Sequence[str]) -> list[str]:
-    """The command that imports these tests and runs them."""
-    return [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--rootdir=.", *files]
 
 
 def outcome(mutant: str, tests: Sequence[Tried]) -> int:
