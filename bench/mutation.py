@@ -46,6 +46,8 @@ SURVIVED, FAILED, NO_TESTS, HUNG = 0, 1, 33, 36
 """The exit codes of a mutant, as mutmut counts them."""
 IDLE_SECONDS = 8.0
 """A child that sleeps so long without using the processor hangs."""
+QUIETLY = ("-q", "--tb=no", "--rootdir=.", "-p", "no:cacheprovider")
+"""Options of every pytest."""
 EXAMPLES = 12
 """hypothesis runs a test on at most so many examples."""
 
@@ -302,7 +304,7 @@ class Lane:
         if not tests:
             return self.judge(mutant, NO_TESTS)
         files = sorted({test.item.nodeid.partition("::")[0] for test in tests})
-        command = [sys.executable, "-m", "pytest", *"-x -q --tb=no -p no:cacheprovider --rootdir=.".split(), *files]
+        command = [sys.executable, "-m", "pytest", *QUIETLY, "-x", *files]
         self.fork(mutant, tests, command)
 
     def collect(self) -> None:
@@ -368,8 +370,8 @@ def function_of(mutant: str) -> str:
 
 def judge(patterns: Sequence[str], tests: Sequence[str], children: int, seconds: float) -> int:
     """Judge the mutants that these patterns name by these tests, in a process of their own; its exit code."""
-    command = [sys.executable, "-m", "pytest", "-s", "-q", "--rootdir=.", "--timeout=0", "-p", "no:cacheprovider"]
-    command += ["--tb=no", "-p", "bench.mutation", f"--children={children}", f"--seconds={seconds}"]
+    command = [sys.executable, "-m", "pytest", *QUIETLY, "-s", "--timeout=0", "-p", "bench.mutation"]
+    command += [f"--children={children}", f"--seconds={seconds}"]
     command += [f"--mutants={pattern}" for pattern in patterns]
     paths: Mapping[str, Any] = {"PYTHONPATH": f"{(MUTANTS / 'src').resolve()}:{MUTANTS.resolve()}"}
     return subprocess.run([*command, *tests], cwd=MUTANTS, env={**os.environ, **paths}).returncode
