@@ -8,8 +8,8 @@ that reach the function. `[tool.mutmut]` of pyproject.toml names the modules and
 string literal: most of these are an error's wording. A mutant is killed if a test fails or hangs.
 `justified_mutants.toml` holds the survivors that change nothing a test could or should see, with the reason; they count
 as survivors all the same. The verdicts of a module are a line of the `--runs` file. They are not made again while its
-source is the same, unless `--again` asks for those that survived. After `--minutes` no mutant is started. The exit code
-is 1 if the score is below 0.9, a mutant was not run, or a justification no longer applies.
+source is the same, unless `--again` asks for those that survived. After `--minutes` no mutant is started; 0 only
+reports. The exit code is 1 if the score is below 0.9, a mutant was not run, or a justification no longer applies.
 """
 
 import argparse
@@ -204,6 +204,14 @@ def table(by_module: Mapping[str, tuple[int, int]]) -> str:
     return "\n".join(lines)
 
 
+def not_yet(mutants: int, modules: Sequence[str]) -> str:
+    """What has not been run, in words; empty if all has."""
+    lines = [f"{mutants} mutants of these modules have not been run yet; they count as survivors."] if mutants else []
+    shown = ", ".join(module.removeprefix("goaly.") for module in modules)
+    lines += [f"Not run at all, and not counted: {shown}."] if modules else []
+    return " ".join(lines)
+
+
 def reason(one: Survivor) -> str:
     """Why it may stay; empty if nobody has said."""
     strict = re.fullmatch(r"(.*), (strict=(None|False))?(\).*)", one.added)
@@ -242,9 +250,10 @@ def main() -> int:
     judged = known(finished(arguments.runs, Judged))
     names = asked_again(judged, arguments.only) if arguments.again else left(mutated_modules(), judged, arguments.only)
     tests = arguments.tests or setting("pytest_add_cli_args_test_selection")
-    if names and (code := run(names, tests, arguments.children, arguments.minutes)):
+    asked = bool(names and arguments.minutes)
+    if asked and (code := run(names, tests, arguments.children, arguments.minutes)):
         return code
-    for module, codes in verdicts().items():
+    for module, codes in verdicts().items() if asked else ():
         before = judged[module].verdicts if module in judged else {}
         codes = {name: before.get(name) if code is None else code for name, code in codes.items()}
         if codes != before or not (codes or module in judged):
@@ -252,14 +261,15 @@ def main() -> int:
             append(arguments.runs, judged[module])
     found = asked_for({module: one.verdicts for module, one in judged.items()}, arguments.only)
     by_module = scores({module: codes for module, codes in sorted(found.items()) if codes})
+    missing = [module for module in mutated_modules() if module not in judged]
     not_run = sum(code is None for codes in found.values() for code in codes.values())
     survivors = [Survivor(**one) for module in by_module for one in judged[module].survivors]
     killed, count = (sum(column) for column in zip((0, 0), *by_module.values(), strict=True))
     score = killed / max(1, count)
     print(f"\n{table(by_module)}\n{survivors_table(survivors)}")
-    if not_run:
-        print(f"{not_run} mutants have not been run yet")
-    whole = not arguments.only and not not_run
+    if lacking := not_yet(not_run, missing):
+        print(lacking)
+    whole = not arguments.only and not lacking
     gone = sorted(set(JUSTIFIED) - {one.key for one in survivors}) if whole else []
     for key in gone:
         print(f"JUSTIFIED has {key!r}, which no longer survives: remove it")
@@ -267,15 +277,16 @@ def main() -> int:
         content = {
             "score": score,
             "not_run": not_run,
+            "modules_not_run": missing,
             "modules": by_module,
             "survivors": [asdict(one) for one in survivors],
         }
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     if arguments.markdown:
         title = "# Mutation score of the pure modules\n\n    make mutants\n"
-        title += f"\n{not_run} mutants have not been run yet; they count as survivors.\n" if not_run else ""
+        title += f"\n{lacking}\n" if lacking else ""
         arguments.markdown.write_text(f"{title}\n{table(by_module)}\n\n## Survivors\n{survivors_table(survivors)}\n")
-    return 1 if score < LEAST_SCORE or gone or not_run else 0
+    return 1 if score < LEAST_SCORE or gone or lacking else 0
 
 
 if __name__ == "__main__":

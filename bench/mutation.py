@@ -288,7 +288,7 @@ class Lane:
 
     def fork(self, mutant: str, tests: Sequence[Tried], command: Sequence[str] = ()) -> None:
         """Have a child run these tests, by this command if there is one."""
-        limit = int(60 + 20 * sum(test.seconds for test in tests))
+        limit = int(10 + 5 * sum(test.seconds for test in tests))
         if (pid := os.fork()) == 0:
             become_child()
             resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + limit, resource.RLIM_INFINITY))

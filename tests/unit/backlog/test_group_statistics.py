@@ -33,6 +33,11 @@ def test_it_is_never_hopeless_before_enough_groups_have_finished():
     assert statistics_of(*[NO_SIGNAL] * RECENT_STEPS).signal_error() is not None
 
 
+def test_the_share_is_that_of_the_groups_so_far():
+    assert statistics_of().no_signal_share == 0.0
+    assert statistics_of(NO_SIGNAL).no_signal_share == 1.0
+
+
 def test_only_the_recent_groups_count():
     long_ago = [NO_SIGNAL] * RECENT_STEPS
     statistics = statistics_of(*long_ago, *[SIGNAL] * RECENT_STEPS)

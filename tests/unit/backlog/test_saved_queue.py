@@ -83,6 +83,15 @@ async def test_a_dropped_ticket_holds_no_measured_step_back() -> None:
     assert 0 <= metrics["queue/wait_seconds_mean"] <= metrics["queue/wait_seconds_max"] < 60
 
 
+async def test_a_batch_of_a_single_sample_is_formed() -> None:
+    queue = queue_of(BacklogSettings(groups_per_step=1, group_size=1, row_length=32))
+    await admit(queue, 1)
+    queue.report(grouped(0, [sampled(4, reward=1.0)]))
+    batch = await now(queue.next_batch())
+    assert (batch.sequences, batch.trained_tokens) == (1, 3)
+    assert queue.rows(batch.id, 0).rows["trained"].sum() == 3
+
+
 def test_each_wait_for_a_batch_is_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, clock = [], iter([5_000_000_000, 6_000_000_000, 9_000_000_000])
     monkeypatch.setattr(waits.time, "time_ns", lambda: next(clock))

@@ -16,6 +16,7 @@ from bench.mutants import (
     in_module,
     known,
     left,
+    not_yet,
     reason,
     scores,
     survivor,
@@ -161,3 +162,9 @@ def test_a_mutant_of_strict_alone_has_its_reason(mutated: str) -> None:
     before = "for x in zip(a, b[1:], strict=True):"
     assert reason(replace(ONE, removed=before, added=f"for x in {mutated}")) == STRICT
     assert reason(replace(ONE, removed=before, added="for x in zip(a, strict=True):")) == ""
+
+
+def test_a_report_says_what_was_not_run() -> None:
+    assert not_yet(0, []) == ""
+    assert not_yet(3, []) == "3 mutants of these modules have not been run yet; they count as survivors."
+    assert not_yet(0, ["goaly.registry", "goaly.config"]) == "Not run at all, and not counted: registry, config."
