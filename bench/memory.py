@@ -74,7 +74,7 @@ class Case:
 
 def total(found: PassMemory) -> int:
     """All that a dry run counts for a trainer's rank, in bytes."""
-    return 4 * found.parameters + found.activations + found.logprobs
+    return found.parameters + 3 * found.trained + found.activations + found.logprobs
 
 
 def measure(folder: Path, name: str) -> Case:

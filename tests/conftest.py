@@ -29,6 +29,7 @@ FORKING = {
     "tests/actors/test_expert_choices.py",
     "tests/actors/test_generator_engine.py",
     "tests/actors/test_generator_experts.py",
+    "tests/actors/test_generator_lora.py",
     "tests/actors/test_lagged.py",
     "tests/actors/test_parity.py",
     "tests/characterization/test_vllm_engine.py",

@@ -68,3 +68,6 @@ class SftConfig(Settings):
         trainer = Section(self.trainer, f"{at}trainer.")
         yield from self.trainer.shape_problems(trainer, shape, whose)
         yield from self.trainer.balance_problems(trainer, shape)
+        if self.trainer.lora is not None:
+            settings = self.model or ModelSettings()
+            yield from self.trainer.lora.model_problems(trainer.lora, settings, shape, name=f"{at}model")

@@ -41,8 +41,8 @@ from vllm.v1.sample import sampler
 from goaly.errors import ConfigError
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceRecorder
 from goaly.generate.request import Finish, Sample, Sampling, StopStrings, check_prompt, decoder, duplicate_request
-from goaly.generate.settings import GeneratorSettings
-from goaly.models.settings import ModelSettings
+from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings
+from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import architecture, prepare_torchtitan, published, read_config
 from goaly.models.vllm_naming import vllm_naming, without_padding
 from goaly.weights.placement import Naming
@@ -93,12 +93,20 @@ class Engine:
     """A vLLM engine over one Hugging Face folder, at policy version 0 until weights are applied."""
 
     def __init__(
-        self, settings: GeneratorSettings, model: ModelSettings, *, seed: int = 0, records_choices: bool = False
+        self,
+        settings: GeneratorSettings,
+        model: ModelSettings,
+        *,
+        seed: int = 0,
+        records_choices: bool = False,
+        lora: LoraSettings | None = None,
     ):
-        """With `records_choices`, samples have the experts that were chosen for their tokens."""
+        """With `records_choices`, samples have the experts that were chosen for their tokens. With `lora`, the weights
+        that are applied are those of adapters."""
         on_cuda = torch.cuda.is_available()
         self._shape = architecture(read_config(model.path))
         waits = self._shape.experts and settings.engine == "torchtitan" and not _multiplies_experts_at_once(model.dtype)
+        self._has_adapters = lora is not None
         self._records_graphs = on_cuda and settings.cuda_graphs and not waits
         self._settings = settings
         self._model_folder = model.path
@@ -112,6 +120,8 @@ class Engine:
             overrides["gpu_memory_utilization"] = FREE_ENOUGH
         if model.numerics == "bitwise" and settings.engine == "native":
             raise ConfigError(["model.numerics=bitwise: must be fast with generator.engine=native"])
+        if lora is not None and settings.engine == "native":
+            raise ConfigError([f"generator.engine=native: {NO_ADAPTERS}"])
         if settings.engine == "torchtitan":
             prepare_torchtitan()
             from goaly.generate import vllm_model
@@ -121,8 +131,10 @@ class Engine:
                 "1"  # torchtitan's attention needs keys and values of each head in the cache
             )
             overrides["hf_overrides"] = {"architectures": [vllm_model.ARCHITECTURES[model.numerics]]}
-            if records_choices:
-                overrides["additional_config"] = {RECORDS_CHOICES: True}
+            additional: dict[str, Any] = {RECORDS_CHOICES: True} if records_choices else {}
+            if lora is not None:
+                additional[vllm_model.LORA] = vars(lora)
+            overrides["additional_config"] = additional
         _unname_semaphores()
         if not on_cuda:
             sampler.batched_count_greater_than = _rank_of_sample  # vLLM would spend seconds on compiling its own
@@ -220,6 +232,10 @@ class Engine:
     def apply(self, fill: Callable[[], int]) -> int:
         """Overwrite the weights by `fill`, which returns their version. The next step decodes with that version."""
         version = fill()
+        if self._has_adapters:
+            from goaly.models.lora import check_base
+
+            check_base(self._model().model)
         match self._settings.on_update:
             case "keep":
                 self.version = version  # the restarted requests are added under it

@@ -17,7 +17,7 @@ import asyncio
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, Port
 
@@ -29,7 +29,7 @@ from goaly.generate.request import GeneratorStats, Request, Sample
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
 from goaly.generate.weight_follower import WeightFollower
 from goaly.liveness import ExitWatch, ProcessMark, this_host
-from goaly.models.settings import ModelSettings
+from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.process import vital_task
 from goaly.telemetry import spans
 from goaly.weights.settings import WeightSettings
@@ -51,15 +51,16 @@ class Generator(Actor):
         replica: int = 0,
         weights: WeightSettings | None = None,
         records_choices: bool = False,
+        lora: LoraSettings | None = None,
     ):
         """Without a `store` the weights of the model folder are never updated. With `records_choices`, samples have the
-        experts that were chosen for their tokens."""
+        experts that were chosen for their tokens. With `lora`, the store has adapters of these settings."""
         self._settings = settings
         self._model = model
         self._store = store
         self._replica = replica
         self._weight_settings = weights or WeightSettings()
-        self._records_choices = records_choices
+        self._options: dict[str, Any] = {"records_choices": records_choices, "lora": lora}
         self._rank = 0
         self._engine: Engine | None = None
         self._engine_loop: EngineLoop | None = None
@@ -78,9 +79,7 @@ class Generator(Actor):
 
         settings = self._settings
         seed = settings.seed + self._replica
-        engine = await asyncio.to_thread(
-            Engine, settings, self._model, seed=seed, records_choices=self._records_choices
-        )
+        engine = await asyncio.to_thread(Engine, settings, self._model, seed=seed, **self._options)
         self._engine = engine
         engine.enter_thread()  # this thread prefetches updates into the engine's GPU
         commands, announcements = (RankLink(), RankLink()) if settings.tp > 1 else (None, None)

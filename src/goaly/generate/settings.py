@@ -18,6 +18,8 @@ PREPACKED = (
     'use the engine "torchtitan" in a run that trains'
 )
 
+NO_ADAPTERS = "must be torchtitan where trainer.lora is set: adapters are published by torchtitan's names"
+
 FLIP_UNDER_GRAPHS = (
     "must be copy where decode steps are recorded as CUDA graphs, which would still read the old memory; "
     "or set generator.cuda_graphs=false"

@@ -4,8 +4,8 @@ The class builds the modules that the trainer trains (`models/spec.py` reads the
 vLLM's paged attention as their inner attention. Parameters have torchtitan's names, and their live tensors can be
 overwritten between two decode steps. Import it after `prepare_torchtitan` of `models/spec.py`.
 
-vLLM refuses the model if a parameter was not loaded from the folder. With tp > 1 a rank holds exactly the slices that
-`named_tensors` declares, which weight updates fill.
+vLLM refuses the model if a parameter was not loaded from the folder, except for adapters, which are 0 until the first
+update. With tp > 1 a rank holds exactly the slices that `named_tensors` declares, which weight updates fill.
 
 Shape suffixes: T tokens of a step, B = 1, L = T, N heads, H head dim, D model dim, V vocabulary.
 """
@@ -39,13 +39,16 @@ from vllm.model_executor.models import ModelRegistry
 
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models.deepseek import softmax_scale
-from goaly.models.settings import Numerics
-from goaly.models.spec import Architecture, architecture, model_spec, published, read_config
+from goaly.models.lora import BASE, note_base
+from goaly.models.settings import LoraSettings, Numerics
+from goaly.models.spec import Architecture, architecture, folder_tensors, model_spec, published, read_config
 
 ARCHITECTURES: dict[Numerics, str] = {
     "fast": "GoalyTorchtitanForCausalLM",
     "bitwise": "GoalyBitwiseForCausalLM",
 }
+LORA = "lora"
+"""The key of vLLM's `additional_config` that has the fields of `LoraSettings`, if the model has adapters."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FUSED = re.compile(r"\bw[qkv](?=\.weight$)")
 
@@ -116,7 +119,11 @@ class TorchtitanForCausalLM(torch.nn.Module):
         super().__init__()
         folder = vllm_config.model_config.model
         self._tp = vllm_config.parallel_config.tensor_parallel_size
-        spec = model_spec(folder, attention=PagedAttention.Config(numerics=self.numerics), numerics=self.numerics)
+        additional: Any = vllm_config.additional_config
+        fields = additional.get(LORA)
+        self._lora = None if fields is None else LoraSettings(**fields)
+        attention = PagedAttention.Config(numerics=self.numerics)
+        spec = model_spec(folder, attention=attention, numerics=self.numerics, lora=self._lora)
         config = spec.model
         shape = architecture(read_config(folder))
         _fill_in_heads(config, shape)
@@ -159,7 +166,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
                 dump_folder="",
                 skip_dp=True,
             )
-        if RECORDS_CHOICES in vllm_config.additional_config:
+        if RECORDS_CHOICES in additional:
             self.choices = ChoiceCache(
                 [layer.moe for layer in self.model.layers.values() if layer.moe_enabled], vllm_config
             )
@@ -207,29 +214,38 @@ class TorchtitanForCausalLM(torch.nn.Module):
             if layer and int(layer[1]) >= self._layers:
                 continue  # of multi-token prediction
             by_layer.setdefault(layer[0] if layer else "", {})[name] = tensor
-        unfilled = set(published(self.model))
+        held = folder_tensors(self.model)
+        unfilled = set(held)
         for of_layer in by_layer.values():
             full = self._adapter.from_hf(of_layer)
             local = {name: self._local(name, tensor) for name, tensor in full.items()} if self._dims else full
             unfilled &= set(self.model.load_state_dict(local, strict=False).missing_keys)
-        return {f"model.{name}" for name in published(self.model) if name not in unfilled}
+        if self._lora is not None:
+            held |= published(self.model)  # they are 0, so that vLLM's own check finds every parameter filled
+            note_base(self.model, self._placed(folder_tensors(self.model)))
+        return {f"model.{name}" for name in held if name not in unfilled}
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live parameters by torchtitan's names. With tp > 1 they are DTensors in the parameters' memory."""
-        tensors = {name: tensor.detach() for name, tensor in published(self.model).items()}
+        """The live parameters that weight updates fill, by torchtitan's names. With tp > 1 they are DTensors in the
+        parameters' memory."""
+        return self._placed(published(self.model))
+
+    def _placed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """These tensors of the model, with tp > 1 as DTensors."""
         if self._dims is None:
-            return tensors
+            return {name: tensor.detach() for name, tensor in tensors.items()}
         mesh = self._dims.get_mesh("tp")
+        placements = {name: None if name == BASE else self._split_dim(name) for name in tensors}
         return {
             name: DTensor.from_local(
-                tensor, mesh, [Replicate() if (dim := self._split_dim(name)) is None else Shard(dim)], run_check=False
+                tensors[name].detach(), mesh, [Replicate() if dim is None else Shard(dim)], run_check=False
             )
-            for name, tensor in tensors.items()
+            for name, dim in placements.items()
         }
 
     def _local(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a whole tensor."""
-        dim = self._split_dim(_FUSED.sub("wqkv", name))
+        dim = self._split_dim(_FUSED.sub("wqkv", name) if self._lora is None else name)
         if dim is None:
             return full
         if full.shape[dim] % self._tp:

@@ -91,6 +91,25 @@ class Decoder:
         """The number of elements of all parameters."""
         return sum(parameter.elements for parameter in self.parameters())
 
+    def projections(self) -> dict[str, list[Extent]]:
+        """The shapes of all weights that adapters can be added to, by the name of the target; the last two dims are
+        outputs and inputs."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found = {
+            "q": [(queries, self.dim)] * self.layers,
+            "k": [(keys, self.dim)] * self.layers,
+            "v": [(keys, self.dim)] * self.layers,
+            "o": [(self.dim, queries)] * self.layers,
+        }
+        sparse = sum(map(self.has_experts, range(self.layers)))
+        if dense := self.layers - sparse:
+            gate, down, up = (shape for _, shape, _ in _projections(self.dim, self.dense_hidden_dim or self.hidden_dim))
+            found |= {"gate": [gate] * dense, "up": [up] * dense, "down": [down] * dense}
+        if sparse:
+            shapes = [(self.experts, *shape) for _, shape, _ in _projections(self.dim, self.hidden_dim)]
+            found["experts"] = shapes * sparse
+        return found
+
     def _attention(self, prefix: str) -> Iterator[Parameter]:
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
         attention = f"{prefix}attention."

@@ -37,12 +37,12 @@ class Experts(GroupedExperts):
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Each token's output of the expert that it is routed to."""
         ends_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        hidden_RF = F.silu(self._product(x_RD, self.w1_EFD, ends_E)) * self._product(x_RD, self.w3_EFD, ends_E)
-        return self._product(hidden_RF, self.w2_EDF, ends_E)
+        hidden_RF = F.silu(self._product(x_RD, "w1_EFD", ends_E)) * self._product(x_RD, "w3_EFD", ends_E)
+        return self._product(hidden_RF, "w2_EDF", ends_E)
 
-    def _product(self, rows: torch.Tensor, weights: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """The rows of each expert times its weights."""
-        return self._grouped_mm(A=rows, B_t=_local(weights).transpose(-2, -1), offs=ends_E)
+    def _product(self, rows: torch.Tensor, name: str, ends_E: torch.Tensor) -> torch.Tensor:
+        """The rows of each expert times its weights of this name."""
+        return self._grouped_mm(A=rows, B_t=_local(getattr(self, name)).transpose(-2, -1), offs=ends_E)
 
 
 class MixtureOfExperts(MoE):
@@ -93,7 +93,7 @@ class MixtureOfExperts(MoE):
 
     def _balance(self, scores_BLE: torch.Tensor, chosen_BLE: torch.Tensor, trained_BL1: torch.Tensor) -> None:
         _local(self.tokens_per_expert_E).add_((chosen_BLE * trained_BL1).sum(dim=(0, 1)))
-        if self.score_gradient_E is None:
+        if self.score_gradient_E is None or not scores_BLE.requires_grad:  # no gradient: nothing before it is trained
             return
         mesh, placements = (
             (scores_BLE.device_mesh, scores_BLE.placements) if isinstance(scores_BLE, DTensor) else (None, ())

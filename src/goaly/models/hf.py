@@ -4,8 +4,8 @@ Loading uses distributed checkpoint: each rank reads only the slices of its shar
 on every rank, and rank 0 writes a folder that plain transformers loads.
 
 Invariants
-    HF-1  Every parameter of the model, except those of a new head, is read; a ConfigError names tensors that the folder
-          lacks or has in another shape.
+    HF-1  Every parameter of the model, except adapters and those of a new head, is read; a ConfigError names tensors
+          that the folder lacks or has in another shape.
     HF-2  A folder appears atomically: it is written next to its place, synced, and swapped with the old one, which is
           then deleted. A crash leaves the old or the new folder complete.
     HF-3  For any model size, rank 0 holds at most a block and a file of tensors in addition to its shards.
@@ -15,6 +15,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from goaly.errors import ConfigError
 from goaly.folder import put_in_place
+from goaly.models.lora import is_adapter, merged
 from goaly.models.spec import read_config
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ def load_hf(model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, *, he
     """
     adapter = spec.state_dict_adapter(spec.model, None)
     state = model.state_dict()
-    kept = {} if head else {name: state.pop(name) for name in list(state) if name.startswith("lm_head.")}
+    new = [name for name in state if is_adapter(name) or (not head and name.startswith("lm_head."))]
+    kept = {name: state.pop(name) for name in new}
     wanted = adapter.to_hf(state)
     _check_folder(wanted, Path(folder))
     with warnings.catch_warnings():
@@ -60,18 +63,22 @@ def save_hf(
     source_folder: str | Path,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
+    scale: float = 0.0,
 ) -> None:
-    """Write the model as a folder, with the config and tokenizer files of `source_folder`. Every rank must call it."""
+    """Write the model as a folder, with the config and tokenizer files of `source_folder`. Every rank must call it.
+
+    Adapters are added to their weights with the factor `scale`.
+    """
     adapter = spec.state_dict_adapter(spec.model, None)
     writes = not dist.is_initialized() or dist.get_rank() == 0
     tensors = (
         (name, whole.cpu() if writes else whole)
         for state in _by_block(model)
-        for name, whole in adapter.to_hf(dict(_whole(state))).items()
+        for name, whole in adapter.to_hf(merged(dict(_whole(state)), scale)).items()
     )
     try:
         if writes:
-            _write_folder(tensors, Path(folder), Path(source_folder), max_file_bytes)
+            write_folder(tensors, Path(folder), Path(source_folder), max_file_bytes)
     finally:
         for _ in tensors:  # rank 0 must take part in all gathers, also if it can't write
             pass
@@ -112,7 +119,9 @@ def _check_folder(wanted: dict[str, Any], folder: Path) -> None:
         raise ConfigError(problems)
 
 
-def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, source: Path, max_file_bytes: int) -> None:
+@contextmanager
+def staged_folder(folder: Path, source: Path) -> Iterator[Path]:
+    """A hidden folder with the tokenizer files of `source`, which takes the place of `folder` at the end (HF-2)."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
@@ -121,13 +130,21 @@ def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, sou
         for file in source.iterdir():
             if file.is_file() and file.name != "config.json" and not file.name.endswith(NOT_COPIED):
                 shutil.copy2(file, staging / file.name)
+        yield staging
+        put_in_place(staging, folder)  # HF-2
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_folder(
+    tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, source: Path, max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """Write a model's folder with these tensors, and with the config and tokenizer files of `source`."""
+    with staged_folder(folder, source) as staging:
         dtype = str(_write_tensors(tensors, staging, max_file_bytes)).removeprefix("torch.")
         config = read_config(source)
         config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
         (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        put_in_place(staging, folder)  # HF-2
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _write_tensors(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, max_file_bytes: int) -> torch.dtype:

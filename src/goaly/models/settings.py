@@ -1,10 +1,11 @@
 """Which model is trained and sampled, how many ranks can divide it, and how its tokens are routed to experts."""
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from goaly.config.settings import Section, Settings
+from goaly.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
 
 if TYPE_CHECKING:
     from goaly.models.spec import Architecture
@@ -14,6 +15,10 @@ EXPERT_MULTIPLE = 8
 MOST_EXPERTS = 256
 """A choice of an expert is recorded in a byte."""
 Numerics = Literal["fast", "bitwise"]
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file that a folder of adapters has."""
+Target = Literal["q", "k", "v", "o", "gate", "up", "down", "experts"]
+TARGETS: tuple[Target, ...] = get_args(Target)
 SLICES = 2
 """Parts in which bitwise numerics sum over features that tensor-parallel ranks divide: the most ranks there can be."""
 
@@ -73,12 +78,78 @@ class MoeSettings(Settings):
             yield f"{at.routing}: the {whose} has (layers, experts, experts of a token) {ours}, must have {theirs}"
 
 
+class LoraSettings(Settings):
+    """Low-rank adapters (LoRA): the model's weights stay as they are, and only adapters beside them are trained."""
+
+    rank: PositiveInt = 16
+    """Rank of the adapters: they have `rank * (inputs + outputs)` numbers for each layer, or for each expert."""
+    alpha: PositiveFloat = 32.0
+    """Scale: the product of a layer's adapters counts `alpha / rank` times."""
+    targets: list[Target] | None = None
+    """The layers that get adapters: "q", "k", "v" and "o" of the attention, "gate", "up" and "down" of the dense
+    feed-forward networks, "experts" (all three matrices of each expert); null: all of these that the model has.
+    Embeddings, norms, routers and the output projection never have adapters."""
+    seed: NonNegativeInt = 0
+    """Seeds the random start of the adapters, which does not change what the model computes."""
+    save: Literal["adapter", "merged"] = "adapter"
+    """What a saved policy is: "adapter" is a folder in PEFT's format, to be used with the model that training started
+    from; "merged" is a whole Hugging Face model, in which the adapters are added to the weights and rounded."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapters' product."""
+        return self.alpha / self.rank
+
+    @property
+    def chosen(self) -> tuple[Target, ...]:
+        """The targets, also those that a model does not have."""
+        return TARGETS if self.targets is None else tuple(self.targets)
+
+    def elements(self, shape: "Architecture") -> int:
+        """The number of elements of all adapters of a model of this shape."""
+        by_target = shape.projections()
+        weights = [weight for target in set(self.chosen) for weight in by_target.get(target, ())]
+        return sum(self.rank * prod(experts) * (rows + columns) for *experts, rows, columns in weights)
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        if self.targets is not None and len(set(self.targets)) != max(len(self.targets), 1):
+            yield f"{at.targets}: must name at least one target, and none twice"
+
+    def model_problems(
+        self, at: Section, model: ModelSettings, shape: "Architecture", *, name: str = "model"
+    ) -> Iterator[str]:
+        """One line for each reason why this model cannot have these adapters; `name` is its section."""
+        if shape.latent is not None:
+            yield f"{at}rank={self.rank}: adapters are not supported for the latent attention of DeepSeek-V3"
+            return
+        if model.numerics == "bitwise":
+            why = "because adapters have no bitwise layers yet"
+            yield f"{name}.numerics=bitwise: must be fast where {str(at).removesuffix('.')} is set, {why}"
+        found = shape.projections()
+        for target in self.targets or ():
+            if target not in found:
+                yield f"{at.targets}: the model has no {target}, must be among {', '.join(found)}"
+        narrowest = min((min(weight[-2:]) for target in self.chosen for weight in found.get(target, ())), default=None)
+        if narrowest is not None and self.rank > narrowest:
+            yield f"{at.rank}: must be at most {narrowest}, the smallest width of these layers"
+        if "experts" in found and "experts" in self.chosen and self.rank % EXPERT_MULTIPLE:
+            yield f"{at.rank}: must be a multiple of {EXPERT_MULTIPLE} for adapters of experts"
+
+
 def folder_problems(path: str | None, at: Section) -> Iterator[str]:
     """One line if `at.path` is not a model's folder; null is none."""
     if path == "":
         yield f"{at}path: is not set, must be a Hugging Face folder"
     elif path is not None and not (Path(path) / "config.json").is_file():
-        yield f"{at.path}: has no config.json, must be a Hugging Face folder"
+        yield no_model(path, f"{at.path}")
+
+
+def no_model(folder: str | Path, named: str) -> str:
+    """A line that says why this folder, which has no config.json, is no model."""
+    for adapters in (Path(folder), Path(folder) / "policy"):
+        if (adapters / ADAPTER_CONFIG).is_file():
+            return f"{named}: has adapters only; python -m goaly.models.adapter_folder {adapters} MODEL makes a model"
+    return f"{named}: has no config.json, must be a Hugging Face folder"
 
 
 def division_problems(at: Section, tp: int, ep: int, shape: "Architecture", whose: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from goaly.errors import ConfigError
 from goaly.models import deepseek
 from goaly.models.decoder import Decoder
-from goaly.models.settings import Numerics
+from goaly.models.settings import LoraSettings, Numerics, no_model
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -66,7 +66,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """The folder's `config.json`."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ConfigError([f"{folder}: has no config.json, must be a Hugging Face folder"])
+        raise ConfigError([no_model(folder, str(folder))])
     return json.loads(path.read_text())
 
 
@@ -157,15 +157,24 @@ def use_local_device() -> torch.device:
 
 
 def model_spec(
-    folder: str | Path, *, attention: "Module.Config | None" = None, numerics: Numerics = "fast"
+    folder: str | Path,
+    *,
+    attention: "Module.Config | None" = None,
+    numerics: Numerics = "fast",
+    lora: LoraSettings | None = None,
 ) -> "ModelSpec":
-    """torchtitan's definition of the folder's model; `attention` replaces the device's default inner attention."""
+    """torchtitan's definition of the folder's model, with adapters if `lora` is set; `attention` replaces the device's
+    default inner attention."""
     shape = architecture(read_config(folder), where=str(Path(folder) / "config.json"))
-    return spec_of(shape, attention=attention, numerics=numerics)
+    return spec_of(shape, attention=attention, numerics=numerics, lora=lora)
 
 
 def spec_of(
-    shape: Architecture, *, attention: "Module.Config | None" = None, numerics: Numerics = "fast"
+    shape: Architecture,
+    *,
+    attention: "Module.Config | None" = None,
+    numerics: Numerics = "fast",
+    lora: LoraSettings | None = None,
 ) -> "ModelSpec":
     """torchtitan's definition of a model of this architecture."""
     device = prepare_torchtitan().type
@@ -181,7 +190,11 @@ def spec_of(
             family = _llama3(shape)
         case _:
             family = _deepseek()
-    decoder = _decoder(shape, family, norm, attention)
+    decoder = _decoder(shape, family, norm, attention, fuses=lora is None)
+    if lora is not None:
+        from goaly.models.lora import add_adapters
+
+        add_adapters(decoder, lora)
     if numerics == "bitwise":
         from goaly.models.bitwise import make_bitwise
 
@@ -199,12 +212,28 @@ def spec_of(
     )
 
 
-def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that a folder has of a torchtitan model: parameters, and biases that choose experts."""
-    from torchtitan.components.checkpointer.utils import canonical_fqn
+def folder_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a folder has of a torchtitan model: parameters but adapters, and biases that choose experts."""
+    from goaly.models.lora import is_adapter
 
     biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias_E"))
-    return {canonical_fqn(name): tensor for name, tensor in (*model.named_parameters(), *biases)}
+    return _named((name, one) for name, one in (*model.named_parameters(), *biases) if not is_adapter(name))
+
+
+def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that versions of a model differ in: those of its folder, or if it has adapters these (LR-1), with the
+    digest of the folder's (LR-4)."""
+    from goaly.models.lora import BASE, is_adapter
+
+    adapters = _named((name, one) for name, one in model.named_parameters() if is_adapter(name))
+    base = ((name, buffer) for name, buffer in model.named_buffers() if name == BASE)
+    return adapters | dict(base) or folder_tensors(model)
+
+
+def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    from torchtitan.components.checkpointer.utils import canonical_fqn
+
+    return {canonical_fqn(name): tensor for name, tensor in tensors}
 
 
 def bitwise_problems(shape: Architecture, device: str) -> Iterator[str]:
@@ -283,7 +312,9 @@ def _layers(device: str) -> tuple[Any, Any]:
     return RMSNorm, CosSinRoPE
 
 
-def _decoder(shape: Architecture, family: _Family, norm_class: Any, attention: "Module.Config") -> Any:
+def _decoder(
+    shape: Architecture, family: _Family, norm_class: Any, attention: "Module.Config", *, fuses: bool = True
+) -> Any:
     from torchtitan.models.common import Embedding, Linear
     from torchtitan.models.common.config_utils import make_gqa_config
     from torchtitan.models.common.param_init import skip_param_init
@@ -306,7 +337,7 @@ def _decoder(shape: Architecture, family: _Family, norm_class: Any, attention: "
             wqkv_param_init=unset,
             wo_param_init=unset,
             inner_attention=inner,
-            fuse_qkv=True,
+            fuse_qkv=fuses,
             rope=family.rope,
             qk_norm=norm(shape.head_dim) if shape.qk_norm else None,
         )

@@ -26,24 +26,25 @@ def bytes_by_purpose(config: RunConfig, *, on_gpu: bool, traced: bool = True) ->
     shape = shape_of(config.model)
     trainer, generator, reference, critic = config.trainer, config.generator, config.reference, config.critic
     computed = DTYPE_BYTES[config.model.dtype]
+    moved = shape.elements if trainer.lora is None else trainer.lora.elements(shape)
     transferred = DTYPE_BYTES[config.weights.transfer_dtype or config.model.dtype]
     offloaded = ON_HOST if reference.offload else ""
     spare = ON_HOST if config.weights.spare == "host" and on_gpu else ""
     parts = {
         "trainer": {
             **_trained(config, trainer, config.model, on_gpu, traced),
-            "ring": config.weights.slots * transferred * shape.elements / trainer.ranks,
+            "ring": config.weights.slots * transferred * moved / trainer.ranks,
         },
         "reference": {f"parameters{offloaded}": computed * shape.elements / reference.ranks},
         "critic": {},
         "generator": {
             "weights": computed * shape.elements / generator.tp,
-            f"prefetch{spare}": transferred * shape.elements / generator.tp,
+            f"prefetch{spare}": transferred * moved / generator.tp,
             "KV": generator.kv_cache_gib * GIB,
         },
     }
     if reference.refresh_every is not None:
-        parts["reference"][f"prefetch{offloaded}"] = transferred * shape.elements / reference.ranks
+        parts["reference"][f"prefetch{offloaded}"] = transferred * moved / reference.ranks
     if critic is not None:
         model = config.model if critic.path is None else ModelSettings(path=critic.path, dtype=config.model.dtype)
         parts["critic"] = _trained(config, critic.engine_settings(trainer), model, on_gpu, traced)
@@ -65,17 +66,20 @@ def _trained(
     config: RunConfig, settings: TrainerSettings, model: ModelSettings, on_gpu: bool, traced: bool
 ) -> dict[str, float]:
     """The parts of a trained role: float32 parameters, gradients and AdamW's two moments, and a pass over a
-    microbatch."""
+    microbatch. With adapters only these are trained, and all else is of the computed type."""
     shape = shape_of(model)
     if not traced:
-        shard = 4 * shape.elements / settings.ranks
-        return {"parameters": shard, "gradients": shard, "optimizer": 2 * shard}
+        parameters = trained = 4 * shape.elements / settings.ranks
+        if settings.lora is not None:
+            trained = 4 * settings.lora.elements(shape) / settings.ranks
+            parameters = DTYPE_BYTES[model.dtype] * shape.elements / settings.ranks + trained
+        return {"parameters": parameters, "gradients": trained, "optimizer": 2 * trained}
     documents = (config.backlog.row_length,) * settings.microbatch_rows
     found = traced_pass(shape, model, settings, documents, on_gpu)
     return {
         "parameters": found.parameters,
-        "gradients": found.parameters,
-        "optimizer": 2 * found.parameters,
+        "gradients": found.trained,
+        "optimizer": 2 * found.trained,
         "activations": found.activations,
         "log-probs": found.logprobs,
     }
@@ -91,6 +95,7 @@ def traced_pass(
         ep=settings.ep,
         logprob_chunk=settings.logprob_chunk,
         activation_checkpointing=settings.activation_checkpointing,
+        lora=settings.lora and replace(settings.lora, seed=0),
     )
     tokens = sum(documents)
     if tokens % settings.tp:

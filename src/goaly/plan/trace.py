@@ -11,7 +11,7 @@ Invariants
 import multiprocessing
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,7 +38,9 @@ class PassMemory:
     """Bytes of one rank."""
 
     parameters: int
-    """Its float32 shards; gradients take the same, and the optimizer twice as much."""
+    """Its shards."""
+    trained: int
+    """The share of that which is trained: all, or only adapters. Gradients take the same, the optimizer twice that."""
     activations: int
     """The greatest sum in a pass of everything else: activations, gathered parameters, gradients before they are
     sharded."""
@@ -133,25 +135,28 @@ def _trace(
         warnings.simplefilter("ignore")  # FSDP and autocast warn of what a run filters
         from goaly.train.parallel import sharded_on_meta
 
-        whole, _ = sharded_on_meta(_spec(shape, on_gpu), dtype, trainer, _head())
-        parameters = sum(local.numel() * local.element_size() for local in _locals(whole))
+        whole, _ = sharded_on_meta(_spec(shape, trainer, on_gpu), dtype, trainer, _head())
+        held = _held(whole.parameters()), _held(one for one in whole.parameters() if one.requires_grad)
         del whole
         if shape.layers <= MORE_LAYERS:
-            return _pass_memory(parameters, _phases(shape, dtype, trainer, documents, on_gpu))
+            return _pass_memory(*held, _phases(shape, dtype, trainer, documents, on_gpu))
         few, more = (
             _phases(_with_layers(shape, layers), dtype, trainer, documents, on_gpu)
             for layers in (FEW_LAYERS, MORE_LAYERS)
         )
     rest = (shape.layers - FEW_LAYERS) / (MORE_LAYERS - FEW_LAYERS)
-    return _pass_memory(parameters, [int(one + rest * (other - one)) for one, other in zip(few, more, strict=True)])
+    return _pass_memory(*held, [int(one + rest * (other - one)) for one, other in zip(few, more, strict=True)])
 
 
-def _pass_memory(parameters: int, phases: Sequence[int]) -> PassMemory:
+def _pass_memory(parameters: int, trained: int, phases: Sequence[int]) -> PassMemory:
     trunk, before_head, in_head = phases
     logprobs = max(in_head - before_head, 0)
     return PassMemory(
-        parameters=parameters, activations=max(trunk, in_head) - logprobs, logprobs=logprobs
-    )  # their sum is the peak
+        parameters=parameters,
+        trained=trained,
+        activations=max(trunk, in_head) - logprobs,  # with `logprobs` this is the peak
+        logprobs=logprobs,
+    )
 
 
 def _phases(
@@ -165,7 +170,7 @@ def _phases(
     from goaly.train.parallel import sharded_on_meta
 
     causal_mask.cache_clear()  # each trace counts its masks
-    model, _ = sharded_on_meta(_spec(shape, on_gpu), dtype, trainer, _head())
+    model, _ = sharded_on_meta(_spec(shape, trainer, on_gpu), dtype, trainer, _head())
     positions_1T = torch.cat([torch.arange(length) for length in documents])[None]
     masks: Any = None
     if not on_gpu:
@@ -182,7 +187,7 @@ def _phases(
         with LiveBytes(held) as live:
             for _ in range(2):  # the second pass finds gradients, as all but a batch's first
                 hidden = model(torch.zeros(1, tokens, dtype=torch.int64), positions=positions_1T, attention_masks=masks)
-                gradients = sum(_nbytes(parameter.grad) for parameter in model.parameters())
+                gradients = _held(one.grad for one in model.parameters() if one.grad is not None)
                 forward, before, live.peak = live.peak, live.now, live.now
                 where, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64)
                 found, entropies = model.lm_head(hidden, where, targets, trainer.logprob_chunk, trainer.temperature)
@@ -198,14 +203,14 @@ def _phases(
     return phases
 
 
-def _spec(shape: Architecture, on_gpu: bool) -> Any:
+def _spec(shape: Architecture, trainer: TrainerSettings, on_gpu: bool) -> Any:
     from goaly.models.spec import spec_of
 
     if not on_gpu:
-        return spec_of(shape)
+        return spec_of(shape, lora=trainer.lora)
     from goaly.plan.gpu_attention import FlashShapes
 
-    return spec_of(shape, attention=FlashShapes.Config())
+    return spec_of(shape, attention=FlashShapes.Config(), lora=trainer.lora)
 
 
 def _head() -> Any:
@@ -222,12 +227,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _locals(model: Any) -> list[torch.Tensor]:
-    return [_local(parameter) for parameter in model.parameters()]
-
-
-def _nbytes(gradient: torch.Tensor | None) -> int:
-    return 0 if gradient is None else _local(gradient).numel() * gradient.element_size()
+def _held(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of this rank's parts."""
+    return sum(_local(tensor).numel() * tensor.element_size() for tensor in tensors)
 
 
 def _route_evenly(model: Any, tokens: int) -> None:

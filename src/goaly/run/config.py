@@ -11,7 +11,13 @@ from goaly.config.settings import PositiveInt, Section, Settings
 from goaly.durable.settings import CheckpointSettings
 from goaly.errors import ConfigError
 from goaly.evaluation.settings import EvaluationSettings
-from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings, SamplingSettings, vllm_device
+from goaly.generate.settings import (
+    FLIP_UNDER_GRAPHS,
+    NO_ADAPTERS,
+    GeneratorSettings,
+    SamplingSettings,
+    vllm_device,
+)
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import SLICES, ModelSettings, MoeSettings
 from goaly.prompts.prompt import Split
@@ -246,6 +252,10 @@ class RunConfig(Settings):
                     yield f"{at.trainer.compile}: needs {at.model}dtype=bfloat16 for a model with experts"
                 if shape.experts and self.generator.engine == "native":
                     yield f"{at.generator.engine}: must be torchtitan for a model with experts"
+                if self.trainer.lora is not None:
+                    yield from self.trainer.lora.model_problems(at.trainer.lora, self.model, shape, name=f"{at}model")
+                    if self.generator.engine == "native":
+                        yield f"{at.generator.engine}: {NO_ADAPTERS}"
                 yield from self.generator.model_problems(at.generator, at.model.path, shape)
                 if self.model.numerics == "bitwise":
                     yield from self._bitwise_problems(at, shape)

@@ -21,6 +21,7 @@ MAY_CHANGE = (
     "steps",
     "run_dir",
     "trainer",
+    "trainer.lora.save",
     "critic",
     "reference.fsdp",
     "reference.tp",
@@ -42,6 +43,7 @@ MAY_CHANGE = (
 KEPT = {
     "trainer.minibatches": "the rows of the logged batches depend on it",
     "trainer.temperature": "the log-probs of the logged groups depend on it",
+    "trainer.lora": "the checkpoints have adapters of these settings, or the whole model without them",
     "critic.path": "the checkpoints have another model",
     "generator.seed": "the prompts that run again would be answered differently",
     "backlog": "the logged groups and batches depend on it",

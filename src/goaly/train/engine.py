@@ -40,7 +40,7 @@ from goaly.trajectory import PackedRows, TensorDict
 from goaly.weights.placement import local
 
 if TYPE_CHECKING:
-    from goaly.train.digest import Digest
+    from goaly.weights.digest import Digest
 
 
 class ModelEngine(ABC):
@@ -181,19 +181,32 @@ class ModelEngine(ABC):
                 layer.score_gradient_E = share_E * (weight * experts / layers / max(trained_tokens, 1))
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live parameters by torchtitan name; read them between steps only."""
+        """The live parameters by torchtitan name, of a model with adapters these alone (LR-1); read them between steps
+        only."""
         return {name: tensor.detach() for name, tensor in published(self._model).items()}
 
+    def check_base(self) -> None:
+        """Raise if the model got adapters that do not belong to the weights of its folder (LR-4)."""
+        if self._settings.lora is not None:
+            from goaly.models.lora import check_base
+
+            check_base(self._model)
+
     def save_hf(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder; every rank must call it."""
+        """Write a Hugging Face folder, or that of the adapters (`trainer.lora.save`); every rank must call it."""
         from goaly.models.hf import save_hf
 
-        save_hf(self._model, self._parallel.spec, folder, self._source)
+        lora = self._settings.lora
+        if lora is not None and lora.save == "adapter":
+            from goaly.models.adapter_folder import save_adapters
+
+            return save_adapters(self._model, self._parallel.spec, folder, self._source, lora)
+        save_hf(self._model, self._parallel.spec, folder, self._source, scale=0.0 if lora is None else lora.scale)
 
     def digest(self) -> str:
         """A digest of the current parameters, the same on every rank and any mesh; every rank must call it."""
         if self._digest is None:
-            from goaly.train.digest import Digest
+            from goaly.weights.digest import Digest
 
             self._digest = Digest(self.named_tensors())
         return self._digest.compute()
@@ -212,6 +225,7 @@ class ModelEngine(ABC):
         """Continue from `state_dict`. Learning rate, schedule and AdamW's other settings are this engine's own."""
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
+        self.check_base()
         if self._optimizer is not None:
             self._optimizer.seek(self.steps_done)
 

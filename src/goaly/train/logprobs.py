@@ -134,7 +134,8 @@ class _Logprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs_P: torch.Tensor | None, grad_entropies_P: torch.Tensor | None) -> Any:
         hidden_PD, weight_VD, targets_P, normalizers_P, entropies_P = ctx.saved_tensors
         grad_hidden_PD = torch.empty_like(hidden_PD)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)  # LP-3
+        trains = ctx.needs_input_grad[1]
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains else None  # LP-3
         for start in range(0, len(targets_P), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             hidden_CD = hidden_PD[part]
@@ -151,8 +152,10 @@ class _Logprobs(torch.autograd.Function):
                 grad_CV.scatter_add_(1, local_C[:, None], torch.where(mine_C, grad_C, 0.0)[:, None])
             grad_CV.div_(ctx.temperature)
             grad_hidden_PD[part] = _product(grad_CV, weight_VD)
-            _add_product(grad_weight_VD, grad_CV.t(), hidden_CD)
-        grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+            if grad_weight_VD is not None:
+                _add_product(grad_weight_VD, grad_CV.t(), hidden_CD)
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_PD, grad_weight_VD, None, None, None, None, None, None
 
 

@@ -14,7 +14,8 @@ ENDLESS = 2**60
 
 
 class ScheduledOptimizer:
-    """AdamW over all parameters of a model, in its fused form, with torchtitan's warm-up, stable, decay schedule."""
+    """AdamW over all parameters of a model that are not frozen, in its fused form, with torchtitan's warm-up, stable,
+    decay schedule."""
 
     def __init__(self, model: torch.nn.Module, settings: TrainerSettings):
         adamw, schedule = settings.optimizer, settings.schedule
@@ -39,7 +40,7 @@ class ScheduledOptimizer:
             decay_type="cosine" if schedule.decay == "cosine" else "linear",
             min_lr_factor=schedule.min_lr_factor,
         ).build(optimizers=optimizers, training_steps=total)
-        self._parameters = list(model.parameters())
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._max_grad_norm = settings.max_grad_norm
         self._divides_experts = settings.ep > 1
         self._total_steps = total

@@ -1,8 +1,9 @@
 """Builds a model for training: torchtitan's definition, sharded over the ranks, with the weights of a folder.
 
-A trained model has float32 parameters; a frozen one has parameters of its compute type. A single rank whose parameters
-have the compute type gets the plain model, without FSDP hooks and all-gathers. In all other cases torchtitan's
-`parallelize_fn` shards it (FSDP2 over `fsdp`, tensor parallelism over `tp`).
+A trained model has float32 parameters; a frozen one has parameters of its compute type. With `trainer.lora` adapters
+are float32, and all other parameters are frozen ones of the compute type. A single rank whose parameters have the
+compute type gets the plain model, without FSDP hooks and all-gathers. In all other cases torchtitan's `parallelize_fn`
+shards it (FSDP2 over `fsdp`, tensor parallelism over `tp`).
 """
 
 import logging
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from goaly.errors import ConfigError
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import model_spec, prepare_torchtitan
+from goaly.models.spec import folder_tensors, model_spec, prepare_torchtitan, published
 from goaly.train.settings import NEEDS_GPU, OFFLOAD_NEEDS_GPU, TrainerSettings
 
 
@@ -57,13 +58,19 @@ def build_parallel(
     if offload and device.type == "cpu":
         raise ConfigError([f"reference.offload=true: {OFFLOAD_NEEDS_GPU}"])
     from goaly.models.hf import load_hf
+    from goaly.models.lora import draw_adapters, note_base
 
-    spec = model_spec(settings.path, numerics=settings.numerics)
+    lora = trainer.lora
+    spec = model_spec(settings.path, numerics=settings.numerics, lora=lora)
     model, parallel_dims = sharded_on_meta(spec, settings.dtype, trainer, head, trains=trains, offload=offload)
     model.to_empty(device="cpu" if offload else device)
     with torch.no_grad():
         model.init_weights(buffer_device=device if offload else None)
     load_hf(model, spec, settings.path, head=head.in_folder)
+    if lora is not None:
+        note_base(model, folder_tensors(model))
+        if trains:
+            draw_adapters(published(model), lora.seed)
     model.train()
     dp_group = None if parallel_dims is None or trainer.fsdp == 1 else parallel_dims.get_mesh("fsdp").get_group()
     return ParallelModel(
@@ -91,14 +98,20 @@ def sharded_on_meta(
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.tools.utils import set_default_dtype
 
-    kept: Literal["float32", "bfloat16"] = "float32" if trains else dtype
-    wrapped = trainer.ranks > 1 or dtype != kept or offload
+    from goaly.models.lora import train_only_adapters
+
+    lora = trainer.lora
+    kept: Literal["float32", "bfloat16"] = "float32" if trains and lora is None else dtype
+    casts = trains and dtype != "float32"
+    wrapped = trainer.ranks > 1 or casts or offload
     parallelism, parallel_dims = _layout(trainer) if wrapped else (None, None)
     if wrapped:
         spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     head.install(spec.model)
     with torch.device("meta"), set_default_dtype(getattr(torch, kept)):
         model = spec.model.build()
+    if lora is not None and trains:
+        train_only_adapters(model)
     model._skip_lm_head = True
     compile_config = CompileConfig(enable=trainer.compile, components=["model"])
     kinds = {"off": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}

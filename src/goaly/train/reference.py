@@ -124,6 +124,7 @@ class ReferenceModel(ModelActor):
 
             def apply() -> None:
                 engine.steps_done = subscriber.apply()
+                engine.check_base()
 
             await self._thread.run(apply)
             await subscriber.release()

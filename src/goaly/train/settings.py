@@ -14,7 +14,7 @@ from goaly.config.settings import (
     Share,
     ShareBelowOne,
 )
-from goaly.models.settings import division_problems, folder_problems
+from goaly.models.settings import LoraSettings, division_problems, folder_problems
 
 if TYPE_CHECKING:
     from goaly.models.spec import Architecture
@@ -122,6 +122,9 @@ class TrainerSettings(RanksSettings):
     """Activations that the backward pass recomputes: none; all but those of matrix products and attention; or all."""
     compile: bool = False
     """Compile each transformer block with torch.compile; needs a GPU."""
+    lora: LoraSettings | None = None
+    """Adapters that are trained in place of the model's weights; null trains the weights. `lora: {}` has the defaults.
+    Adapters need a learning rate about ten times as high."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     """AdamW's settings."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
@@ -161,9 +164,11 @@ class ReferenceSettings(RanksSettings):
     """Ranks, each of which computes its own rows."""
 
     def engine_settings(self, trainer: TrainerSettings) -> TrainerSettings:
-        """The trainer's settings with this section's keys, and without those that only training needs."""
+        """The trainer's settings with this section's keys, and without those that only training needs. Without a
+        refresh the reference is the model without adapters."""
         own = {key: getattr(self, key) for key in ("fsdp", "tp", "ep", "threads")}
-        return replace(trainer, compile=False, activation_checkpointing="off", **own)
+        lora = None if self.refresh_every is None else trainer.lora
+        return replace(trainer, compile=False, activation_checkpointing="off", lora=lora, **own)
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from super()._problems(at)
@@ -197,9 +202,9 @@ class CriticSettings(RanksSettings):
     """The learning rate over time."""
 
     def engine_settings(self, trainer: TrainerSettings) -> TrainerSettings:
-        """The trainer's settings with this section's keys."""
+        """The trainer's settings with this section's keys. A critic has no adapters."""
         keys = ("fsdp", "tp", "ep", "threads", "max_grad_norm", "optimizer", "schedule")
-        return replace(trainer, compile=False, **{key: getattr(self, key) for key in keys})
+        return replace(trainer, compile=False, lora=None, **{key: getattr(self, key) for key in keys})
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from super()._problems(at)

@@ -8,8 +8,11 @@ import pytest
 
 from goaly.config import Loaded, load
 from goaly.errors import ConfigError
+from goaly.models.settings import LoraSettings
+from goaly.models.spec import architecture, read_config
 from goaly.plan import dry_run
 from goaly.plan.dry_run import check_this_machine, describe, held_on_gpu
+from goaly.plan.memory import bytes_by_purpose
 from goaly.run.cluster import Gpu, Host
 from goaly.run.config import RunConfig
 from goaly.run.host_settings import ImaginedCluster
@@ -68,6 +71,22 @@ def test_a_dry_run_refuses_what_does_not_fit_the_cluster(tiny_model_folder: Path
     tiny_gpus = run_config(tiny_model_folder, "hosts.imagine={gpus: 2, gpu_gib: 0.05}")
     with pytest.raises(ConfigError, match=r"a rank needs 0\.3 GiB at least, GPU 1 of host-0 has 0\.1 GiB"):
         describe(tiny_gpus)
+
+
+def test_adapters_need_no_gradients_and_moments_of_whole_weights(tiny_model_folder: Path):
+    whole, adapters = (
+        bytes_by_purpose(run_config(tiny_model_folder, "loss.kl_coef=0.1", *more), on_gpu=False)
+        for more in ((), ("trainer.lora={rank: 8}", "reference.refresh_every=2"))
+    )
+    elements = LoraSettings(rank=8).elements(architecture(read_config(tiny_model_folder)))
+    weights = whole["generator"]["weights"]
+    states = ("parameters", "gradients", "optimizer")
+    assert [whole["trainer"][part] for part in states] == [weights, weights, 2 * weights]
+    assert [adapters["trainer"][part] for part in states] == [weights + 4 * elements, 4 * elements, 8 * elements]
+    assert adapters["trainer"]["activations"] < whole["trainer"]["activations"] * 2
+    assert adapters["trainer"]["ring"] == 3 * 4 * elements
+    assert adapters["generator"] | {"KV": 0, "prefetch": 0} == {"weights": weights, "KV": 0, "prefetch": 0}
+    assert adapters["generator"]["prefetch"] == adapters["reference"]["prefetch"] == 4 * elements
 
 
 def test_an_offloaded_reference_takes_no_room_on_the_gpu_that_it_shares(tiny_model_folder: Path):

@@ -59,6 +59,7 @@ def test_the_ranks_of_a_reference_may_change(tiny_model_folder: Path) -> None:
             "reference.refresh_every=3",
             "reference.refresh_every=3: must stay None in a resumed run, because the annotated",
         ),
+        ("trainer.lora={}", "trainer.lora={"),
         ("generator.seed=3", "generator.seed=3: must stay 0 in a resumed run, because the prompts"),
     ],
 )
@@ -66,6 +67,14 @@ def test_what_the_log_depends_on_may_not_change(tiny_model_folder: Path, changed
     before, after = (config(tiny_model_folder, "loss.kl_coef=0.1", *more) for more in ((), (changed,)))
     (problem,) = before.refused_changes(after)
     assert problem.startswith(line)
+
+
+def test_of_adapters_only_what_is_saved_may_change(tiny_model_folder: Path) -> None:
+    before = config(tiny_model_folder, "trainer.lora={rank: 8}")
+    (problem,) = before.refused_changes(config(tiny_model_folder, "trainer.lora={rank: 16, save: merged}"))
+    assert problem.startswith(
+        "trainer.lora.rank=16: must stay 8 in a resumed run, because the checkpoints have adapters"
+    )
 
 
 def test_a_run_folder_is_held_by_one_process_until_it_ends(tmp_path: Path) -> None:  # RS-1

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.multiprocessing
 from random_model import native_tensors, write_random_deepseek
+from safetensors.torch import load_file
 
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
-from goaly.models.settings import ModelSettings
+from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.run.process_agent import lasting_port
 from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine
@@ -43,7 +44,16 @@ LAYOUTS = {
     "experts-tp-ep": {"tp": 2, "ep": 2},
     "latent-tp": {"tp": 2},
     "latent-fsdp-ep": {"fsdp": 2, "ep": 2},
+    "lora-fsdp": {"fsdp": 2},
+    "lora-tp": {"tp": 2},
+    "lora-experts-fsdp": {"fsdp": 2},
+    "lora-experts-tp": {"tp": 2},
+    "lora-experts-fsdp-ep": {"fsdp": 2, "ep": 2},
+    "lora-experts-tp-ep": {"tp": 2, "ep": 2},
 }
+WHOLE = [name for name in LAYOUTS if "lora" not in name]
+"""The layouts in which all parameters are trained."""
+LORA = LoraSettings(rank=8, alpha=24.0, seed=3)
 EXPERTS = {"experts": 4, "hidden_dim": 32}
 LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_hidden_layers": 2, "moe_intermediate_size": 32}
 SMALL_STEPS = OptimizerSettings(lr=1e-3)
@@ -58,11 +68,25 @@ def model_of(folder: Path) -> ModelSettings:
     return ModelSettings(path=str(folder), numerics="bitwise" if "bitwise" in folder.name else "fast")
 
 
+def settings_of(layout: str, settings: TrainerSettings, **degrees: int) -> TrainerSettings:
+    """The settings of a layout on so many ranks."""
+    return dataclasses.replace(settings, lora=LORA if "lora" in layout else None, **degrees)
+
+
+def change_adapters(engine: TrainEngine) -> None:
+    """Let the adapters change what the model computes, in the same way on any ranks."""
+    from goaly.models.lora import A, B, draw_adapters
+
+    seconds = {name: tensor for name, tensor in engine.named_tensors().items() if name.endswith(B)}
+    draw_adapters({name.removesuffix(B) + A: tensor for name, tensor in seconds.items()}, seed=7)
+
+
 def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a step on the batch gives on this rank: whole gradients, metrics, log-probs, whole new parameters."""
     from torch.distributed.tensor import DTensor
 
     engine = TrainEngine(model_of(folder), settings)
+    change_adapters(engine)
     batch = pack(documents(10), rows=ROWS, row_length=160)
     rows = batch.rows[engine.dp_rank :: settings.fsdp]
 
@@ -84,7 +108,11 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
             rows.split(settings.microbatch_rows), objective, objective.denominator(batch)
         ).metrics
         metrics |= {f"{name}/{metric}": value for metric, value in found.items()}
-        gradients |= {f"{name}/{key}": whole(parameter.grad) for key, parameter in engine._model.named_parameters()}
+        gradients |= {
+            f"{name}/{key}": whole(parameter.grad)
+            for key, parameter in engine._model.named_parameters()
+            if parameter.grad is not None
+        }
     metrics |= engine.optimizer_step()
     parameters = {name: whole(tensor) for name, tensor in engine.named_tensors().items()}
     kept = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
@@ -160,12 +188,13 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     for name, degrees in LAYOUTS.items():
-        settings = dataclasses.replace(SETTINGS, **degrees)
+        settings = settings_of(name, SETTINGS, **degrees)
         result = trained(models / name, settings)
         result.pop("engine").save_hf(out / f"{name}.hf")
         torch.save(result, out / f"{name}.{rank}")
-        torch.save(judged(models / name, settings), out / f"{name}.critic.{rank}")
-        torch.save(rewritten(models / name, settings), out / f"{name}.rewritten.{rank}")
+        if name in WHOLE:
+            torch.save(judged(models / name, settings), out / f"{name}.critic.{rank}")
+            torch.save(rewritten(models / name, settings), out / f"{name}.rewritten.{rank}")
         torch.save(in_parts(models / name, settings), out / f"{name}.parts.{rank}")
         if "experts" in name:
             torch.save(replayed(models / name, settings), out / f"{name}.replayed.{rank}")
@@ -187,7 +216,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[st
             write_tiny_model(models / layout, TinyModel(layers=1, **size))
     port = lasting_port()
     torch.multiprocessing.start_processes(in_each_process, (port, models, out), nprocs=2, start_method="forkserver")
-    return {name: trained(models / name, ALONE) for name in LAYOUTS}, out
+    return {name: trained(models / name, settings_of(name, ALONE)) for name in LAYOUTS}, out
 
 
 @pytest.mark.timeout(240)
@@ -214,7 +243,7 @@ def test_two_ranks_have_the_steps_of_one_on_a_batch_in_parts(
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
     _, out = results
-    alone = in_parts(out / MODELS / layout, ALONE)
+    alone = in_parts(out / MODELS / layout, settings_of(layout, ALONE))
     for rank in range(2):
         found = torch.load(out / f"{layout}.parts.{rank}", weights_only=False)
         assert found == pytest.approx(alone, rel=1e-3, abs=1e-5)
@@ -226,7 +255,7 @@ def test_two_ranks_replay_choices_of_experts_as_one_does(  # TE-7
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
     _, out = results
-    alone = replayed(out / MODELS / layout, ALONE)
+    alone = replayed(out / MODELS / layout, settings_of(layout, ALONE))
     assert 0.3 < alone["metrics"]["experts/rerouted"] < 0.7
     for rank in range(2):
         found = torch.load(out / f"{layout}.replayed.{rank}", weights_only=False)
@@ -237,7 +266,7 @@ def test_two_ranks_replay_choices_of_experts_as_one_does(  # TE-7
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WHOLE)
 def test_a_sharded_model_computes_with_what_was_written_since_its_last_forward_pass(
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
@@ -252,7 +281,7 @@ def test_a_sharded_model_computes_with_what_was_written_since_its_last_forward_p
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WHOLE)
 def test_two_ranks_have_the_values_and_the_steps_of_one_critic(  # VH-2
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
@@ -267,7 +296,7 @@ def test_two_ranks_have_the_values_and_the_steps_of_one_critic(  # VH-2
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WHOLE)
 def test_sharded_ranks_save_the_folder_of_their_whole_parameters(
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
@@ -278,6 +307,21 @@ def test_sharded_ranks_save_the_folder_of_their_whole_parameters(
     saved = native_tensors(model_spec(out / f"{layout}.hf"), out / f"{layout}.hf")
     assert saved.keys() == found.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in found.items())
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "lora" in name])
+def test_sharded_ranks_save_the_adapters_that_one_saves(  # LR-3, AF-1
+    results: tuple[dict[str, dict[str, Any]], Path], layout: str, tmp_path: Path
+):
+    alone, out = results[0][layout], results[1]
+    alone["engine"].save_hf(tmp_path / "alone")
+    one, two = (
+        load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "alone", out / f"{layout}.hf")
+    )
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize(("gpu", "backends"), [(True, "cpu:gloo,cuda:nccl"), (False, "gloo")])

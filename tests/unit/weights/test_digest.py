@@ -5,10 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.train import digest
-from goaly.train.digest import Digest
-from goaly.weights import receipts
+from goaly.weights import digest, receipts
 from goaly.weights.buckets import cut
+from goaly.weights.digest import Digest
 from goaly.weights.layout import view
 from goaly.weights.placement import layout_of
 from goaly.weights.receipts import WeightedSum

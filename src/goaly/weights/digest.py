@@ -1,6 +1,6 @@
 """A digest of a model's parameters that does not depend on how they are sharded.
 
-It is the sum of all parameters' sums (`weights/receipts.py`).
+It is the sum of all parameters' sums (`receipts.py`).
 
 Invariants
     PD-1  The digest changes if one element changes. After any other change it is the same with a probability of at

@@ -1,0 +1,126 @@
+"""Folders of adapters in PEFT's format, with the names and the row order of the Hugging Face model.
+
+    adapter_config.json            rank, alpha, the names of the layers, the base model's folder
+    adapter_model.safetensors      base_model.model.<layer>.lora_A.weight and .lora_B.weight, float32
+
+and the tokenizer files of the base model. Experts have adapters one by one, as `mlp.experts.3.up_proj`. To make a whole
+model of such a folder and its base model's:
+
+    python -m goaly.models.adapter_folder ADAPTERS MODEL
+
+Invariants
+    AF-1  The folder's adapters, added to the weights of the base model's folder, give the weights of the merged folder.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from goaly.errors import ConfigError
+from goaly.models.hf import staged_folder, write_folder
+from goaly.models.lora import A, B, merged
+from goaly.models.settings import ADAPTER_CONFIG, LoraSettings
+from goaly.models.spec import published
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.model_spec import ModelSpec
+
+TENSORS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+
+def save_adapters(
+    model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, base: str | Path, lora: LoraSettings
+) -> None:
+    """Write the folder of a model's adapters; `base` is the model's. Every rank must call it."""
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    tensors = _in_peft_format(model, spec.state_dict_adapter(spec.model, None))
+    try:
+        if writes:
+            _write(dict(tensors), Path(folder), Path(base), lora)
+    finally:
+        for _ in tensors:  # rank 0 must take part in all gathers, also if it can't write
+            pass
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def merge(adapters: str | Path, folder: str | Path) -> None:
+    """Write the model that these adapters and their base model make, in the base model's type."""
+    if not (Path(adapters) / ADAPTER_CONFIG).is_file():
+        raise ConfigError([f"{adapters}: has no {ADAPTER_CONFIG}, must be a folder of adapters"])
+    config = json.loads((Path(adapters) / ADAPTER_CONFIG).read_text())
+    changes = load_file(Path(adapters) / TENSORS)
+    base = Path(config["base_model_name_or_path"])
+    files = sorted(base.glob("*.safetensors"))
+    if not files:
+        raise ConfigError([f"{base}: has no .safetensors file, must be the model that {adapters} was trained on"])
+    scale = config["lora_alpha"] / config["r"]
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for file in files:
+            with safe_open(file, framework="pt") as reader:
+                for name in reader.keys():  # noqa: SIM118
+                    state = {name: reader.get_tensor(name)}
+                    for suffix, which in ((A, "A"), (B, "B")):
+                        key = f"{PREFIX}{name.removesuffix('.weight')}.lora_{which}.weight"
+                        if key in changes:
+                            state[name + suffix] = changes.pop(key)
+                    yield name, merged(state, scale)[name]
+        if changes:
+            raise ConfigError([f"{base}: has no weights for {len(changes)} adapters, such as {min(changes)}"])
+
+    write_folder(weights(), Path(folder), base)
+
+
+def _in_peft_format(model: torch.nn.Module, names: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    held = published(model)
+    for name in [name.removesuffix(A) for name in held if name.endswith(A)]:
+        a, b = (_whole(held[name + which]) for which in (A, B))
+        rank, columns = a.shape[-2:]
+        # The model's adapter of state dicts names the layer and orders its rows: it gets B with the weight's width.
+        wide = names.to_hf({name: torch.nn.functional.pad(b, (0, columns - rank))})
+        each = a if a.dim() == 3 else a[None]
+        for (hf_name, rows), one in zip(wide.items(), each, strict=True):
+            layer = PREFIX + hf_name.removesuffix(".weight")
+            yield f"{layer}.lora_A.weight", one.clone()
+            yield f"{layer}.lora_B.weight", rows[:, :rank].clone()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().cpu()
+
+
+def _write(tensors: dict[str, torch.Tensor], folder: Path, base: Path, lora: LoraSettings) -> None:
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+    }
+    with staged_folder(folder, base) as staging:
+        save_file(tensors, staging / TENSORS, metadata={"format": "pt"})
+        (staging / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m goaly.models.adapter_folder ADAPTERS MODEL")
+    try:
+        merge(*sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(str(error))

@@ -1,0 +1,100 @@
+"""vLLM's engine over a model with adapters, on one rank and on two, against plain transformers with merged weights."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from random_model import write_random_model
+
+from goaly.generate.request import Sample, Sampling
+from goaly.generate.settings import GeneratorSettings
+from goaly.models.settings import LoraSettings, ModelSettings
+from goaly.run.process_agent import lasting_port
+
+pytestmark = pytest.mark.timeout(240)
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "dense": {},
+    "dense, tp": {"tp": 2},
+    "experts": {},
+    "experts, tp": {"tp": 2},
+    "experts, ep": {"tp": 2, "ep": 2},
+}
+PROMPTS = [[(7 * i + 3 * j) % 30 + 2 for j in range(20 + i)] for i in range(4)]
+LORA = LoraSettings(rank=8, alpha=24.0, save="merged")
+NOISE = 2e-4
+
+
+def sampled(engine: Any) -> list[Sample]:
+    """An answer to each prompt."""
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(str(number), prompt, Sampling(max_tokens=20, seed=number))
+    ended: dict[str, Sample] = {}
+    while engine.running:
+        ended |= dict(engine.step())
+    return [ended[str(number)] for number in range(len(PROMPTS))]
+
+
+def in_each_process(rank: int, port: int, folder: Path, degrees: dict[str, int], adapters: Path, out: Path) -> None:
+    """Sample with the folder's weights, and with the adapters beside them."""
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": degrees.get("tp", 1), "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
+    from goaly.errors import WeightsError
+    from goaly.generate.engine import Engine
+    from goaly.models.lora import BASE
+    from goaly.weights.layout import region, view
+    from goaly.weights.placement import layout_of, local
+
+    settings = GeneratorSettings(max_running=8, max_context=64, kv_cache_gib=0.01, max_step_tokens=64, **degrees)
+    engine = Engine(settings, ModelSettings(path=str(folder)), lora=LORA)
+    before = sampled(engine)
+    live, weights = engine.named_tensors(), torch.load(adapters)
+    assert live.keys() == weights.keys() == engine.live_tensors().keys()  # LR-1
+    held = {name: local(tensor) for name, tensor in live.items()}
+
+    def load() -> int:
+        for shard in layout_of(live):
+            view(held, shard).copy_(region(weights[shard.name], shard.offset, shard.shape))
+        return 1
+
+    engine.apply(load)
+    torch.save((before, sampled(engine)), f"{out}.{rank}")
+    live[BASE].add_(1)
+    with pytest.raises(WeightsError, match="the adapters were trained beside weights with digest"):  # LR-4
+        engine.apply(lambda: 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_update_of_adapters_gives_the_log_probs_of_the_merged_model(tmp_path: Path, layout: str) -> None:  # LR-2
+    from transformers import AutoModelForCausalLM
+
+    from goaly.models.lora import A, B, draw_adapters
+    from goaly.train.engine import TrainEngine
+    from goaly.train.settings import TrainerSettings
+
+    folder = write_random_model(tmp_path / "base", experts=4 if "experts" in layout else 0)
+    trainer = TrainEngine(ModelSettings(path=str(folder)), TrainerSettings(lora=LORA))
+    tensors = trainer.named_tensors()
+    draw_adapters({name.removesuffix(B) + A: tensor for name, tensor in tensors.items() if name.endswith(B)}, seed=2)
+    torch.save(dict(tensors), tmp_path / "adapters")
+    trainer.save_hf(tmp_path / "merged")
+
+    degrees = LAYOUTS[layout]
+    ranks = degrees.get("tp", 1)
+    arguments = (lasting_port(), folder, degrees, tmp_path / "adapters", tmp_path / "sampled")
+    torch.multiprocessing.start_processes(in_each_process, arguments, nprocs=ranks, start_method="forkserver")
+    found = [torch.load(f"{tmp_path / 'sampled'}.{rank}", weights_only=False) for rank in range(ranks)]
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (folder, tmp_path / "merged")]
+    for which, model in enumerate(models):
+        for number, prompt in enumerate(PROMPTS):
+            one = found[0][which][number]
+            tokens = one.tokens.tolist()
+            with torch.no_grad():
+                logits_NV = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            expected = logits_NV.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            torch.testing.assert_close(one.logprobs, expected, atol=NOISE, rtol=0)
+            assert all(torch.equal(of_rank[which][number].tokens, one.tokens) for of_rank in found)
+    assert any(not torch.equal(one.tokens, two.tokens) for one, two in zip(*found[0], strict=True))
