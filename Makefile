@@ -50,8 +50,6 @@ test: $(INSTALLED)
 
 # A slow lane of hours; with SETTINGS="--minutes 60" it stops after that time, and goes on at the next call.
 mutants: $(INSTALLED)
-	$(UV_SOURCES) $(VENV)/bin/uv pip install --quiet --python $(RUN) --constraint constraints/$(EXTRA).txt \
-		$(if $(UV_OVERRIDES),--overrides $(UV_OVERRIDES)) --editable '.[$(EXTRA),mutants]'
 	OMP_NUM_THREADS=1 $(RUN) -m bench.mutants $(SETTINGS)
 
 check: $(INSTALLED)

@@ -1,6 +1,6 @@
 """Do the tests notice a single changed line? Mutation score of the pure modules, with the survivors listed.
 
-    make mutants                   # installs mutmut, then runs this: hours on two cores, in as many pieces as you like
+    make mutants                   # runs this: hours on two cores, in as many pieces as you like
     python -m bench.mutants [--only PATTERN] [--minutes M] [--runs FILE] [--json FILE] [--markdown FILE]
 
 mutmut changes one operator, constant, name or argument of a function at a time, and `bench/mutation.py` runs the tests
@@ -144,7 +144,7 @@ def verdicts() -> Verdicts:
 
 def run(names: Sequence[str], tests: Sequence[str], children: int, minutes: float) -> int:
     """Judge these mutants for so long; the exit code of pytest."""
-    from bench.mutation import judge, make  # mutmut is installed for this only
+    from bench.mutation import judge, make  # takes long
 
     make([file_of(module) for module in mutated_modules() if any(in_module(name, module) for name in names)])
     return judge(names, tests, children, 60 * minutes)
