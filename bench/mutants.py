@@ -199,16 +199,20 @@ def table(by_module: Mapping[str, tuple[int, int]]) -> str:
     total = Counter(killed=0, all=0)
     for module, (killed, count) in by_module.items():
         total.update(killed=killed, all=count)
-        lines.append(f"| {module.removeprefix('goaly.')} | {count} | {killed} | {killed / count:.2f} |")
+        lines.append(f"| {shown(module)} | {count} | {killed} | {killed / count:.2f} |")
     lines.append(f"| all | {total['all']} | {total['killed']} | {total['killed'] / max(1, total['all']):.3f} |")
     return "\n".join(lines)
+
+
+def shown(module: str) -> str:
+    """The module's file in `src/goaly`."""
+    return file_of(module).relative_to("src/goaly").as_posix()
 
 
 def not_yet(mutants: int, modules: Sequence[str]) -> str:
     """What has not been run, in words; empty if all has."""
     lines = [f"{mutants} mutants of these modules have not been run yet; they count as survivors."] if mutants else []
-    shown = ", ".join(module.removeprefix("goaly.") for module in modules)
-    lines += [f"Not run at all, and not counted: {shown}."] if modules else []
+    lines += [f"Not run at all, and not counted: {', '.join(map(shown, modules))}."] if modules else []
     return " ".join(lines)
 
 
@@ -227,7 +231,7 @@ def survivors_table(survivors: Sequence[Survivor]) -> str:
         by_module[one.module].append(one)
     lines = []
     for module, of_module in by_module.items():
-        lines += [f"\n### {module.removeprefix('goaly.')}\n", "| function | line | mutant | why it may stay |"]
+        lines += [f"\n### {shown(module)}\n", "| function | line | mutant | why it may stay |"]
         lines.append("|---|---|---|---|")
         for one in of_module:
             cells = (one.function, f"`{one.removed}`", f"`{one.added}`", reason(one))

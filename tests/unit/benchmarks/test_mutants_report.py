@@ -73,7 +73,7 @@ def test_only_a_test_that_fails_or_hangs_kills_a_mutant() -> None:
     }
     found = scores({"goaly.losses.kl": codes})
     assert found == {"goaly.losses.kl": (2, 7)}
-    assert "| losses.kl | 7 | 2 | 0.29 |" in table(found)
+    assert "| losses/kl.py | 7 | 2 | 0.29 |" in table(found)
 
 
 def test_only_the_mutants_that_were_asked_for_are_judged() -> None:
@@ -167,4 +167,7 @@ def test_a_mutant_of_strict_alone_has_its_reason(mutated: str) -> None:
 def test_a_report_says_what_was_not_run() -> None:
     assert not_yet(0, []) == ""
     assert not_yet(3, []) == "3 mutants of these modules have not been run yet; they count as survivors."
-    assert not_yet(0, ["goaly.registry", "goaly.config"]) == "Not run at all, and not counted: registry, config."
+    assert (
+        not_yet(0, ["goaly.registry", "goaly.config"])
+        == "Not run at all, and not counted: registry.py, config/__init__.py."
+    )
