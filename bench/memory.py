@@ -14,8 +14,8 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +158,35 @@ def _choices(places_RL: Any, shape: Architecture) -> Any:
 
 def _peak(profile: Any) -> int:
     """The most bytes that the allocator had given out at a time since the second batch began."""
-    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    since = next(event.start_ns() for event in events if event.name() == "second")
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    held = accumulate(change for _, change in changes)
-    return max(size for (at, _), size in zip(changes, held, strict=True) if at >= since)
+    from torch._C._profiler import _EventType
+
+    changes, since, events = [], 0, list(profile.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.tag == _EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        elif event.name == "second":
+            since = event.start_time_ns
+    changes.sort(key=lambda change: change[0])
+    return peak_since(changes, since)
+
+
+def peak_since(changes: Iterable[tuple[int, int, int]], since: int) -> int:
+    """The most bytes held at a time from `since` on, by each change's time, address and bytes (negative if freed).
+
+    The profiler sees no other threads. If a thread of gloo is the last to hold a tensor, its free is not among the
+    changes; the block counts until the allocator gives out its address again."""
+    blocks: dict[int, int] = {}
+    held = peak = 0
+    for at, address, size in changes:
+        held -= blocks.pop(address, 0)
+        if size > 0:
+            blocks[address] = size
+            held += size
+        if at >= since:
+            peak = max(peak, held)
+    return peak
 
 
 def _resident() -> int:
