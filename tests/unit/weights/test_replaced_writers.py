@@ -206,7 +206,7 @@ async def test_a_reference_whose_trainer_dies_during_a_refresh_gets_the_version_
         ReferenceSettings(refresh_every=3), TrainerSettings(), ModelSettings(), None, None, store
     )
     reference._subscriber = subscriber
-    reference._thread._engine = SimpleNamespace(policy_version=0, steps_done=0)
+    reference._thread._engine = SimpleNamespace(policy_version=0, steps_done=0, check_base=lambda: None)
     await Writers(store, lives[:1]).publish(3)
     newest = subscriber.newest
 
