@@ -25,10 +25,10 @@ from difflib import ndiff
 from hashlib import sha256
 from pathlib import Path
 
+from bench.mutant_files import MUTANTS, file_of, module_of, with_verdicts
 from bench.record import append, finished
 
 LEAST_SCORE = 0.9
-MUTANTS = Path("mutants")
 NUMBER = "__mutmut_"
 """Stands before the number of a mutant in its name."""
 KILLED = {1, 3, -24, 24, 36, 152, 255}
@@ -86,12 +86,6 @@ class Judged:
         return {f"{name}{NUMBER}{n}": code for name, codes in self.codes.items() for n, code in enumerate(codes, 1)}
 
 
-def file_of(module: str) -> Path:
-    """A module's source file."""
-    path = Path("src", *module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-
-
 def source_of(module: str) -> str:
     """A digest of a module's source; of none, if it is gone."""
     file = file_of(module)
@@ -130,23 +124,19 @@ def setting(name: str) -> list[str]:
 def mutated_modules() -> list[str]:
     """The modules that pyproject.toml names."""
     files = sorted({file for pattern in setting("only_mutate") for file in Path().glob(pattern)})
-    return [".".join(file.relative_to("src").with_suffix("").parts).removesuffix(".__init__") for file in files]
+    return list(map(module_of, files))
 
 
 def verdicts() -> Verdicts:
     """mutmut's verdicts."""
-    found = {}
-    for file in sorted(MUTANTS.rglob("*.py.meta")):
-        module = ".".join(file.relative_to(MUTANTS / "src").with_suffix("").with_suffix("").parts)
-        found[module.removesuffix(".__init__")] = json.loads(file.read_text())["exit_code_by_key"]
-    return found
+    return {module: json.loads(file.read_text())["exit_code_by_key"] for module, file in with_verdicts().items()}
 
 
 def run(names: Sequence[str], tests: Sequence[str], children: int, minutes: float) -> int:
     """Judge these mutants for so long; the exit code of pytest."""
     from bench.mutation import judge, make  # takes long
 
-    make([file_of(module) for module in mutated_modules() if any(in_module(name, module) for name in names)])
+    make([module for module in mutated_modules() if any(in_module(name, module) for name in names)])
     return judge(names, tests, children, 60 * minutes)
 
 
@@ -210,7 +200,7 @@ def shown(module: str) -> str:
 
 
 def not_yet(mutants: int, modules: Sequence[str]) -> str:
-    """What has not been run, in words; empty if all has."""
+    """Say what has not been run; empty if all has."""
     lines = [f"{mutants} mutants of these modules have not been run yet; they count as survivors."] if mutants else []
     lines += [f"Not run at all, and not counted: {', '.join(map(shown, modules))}."] if modules else []
     return " ".join(lines)

@@ -40,7 +40,8 @@ from mutmut.mutation.data import MutantLineSpans
 from mutmut.mutation.trampoline import set_mutant_under_test
 from mutmut.state import state
 
-MUTANTS = Path("mutants")
+from bench.mutant_files import MUTANTS, VERDICTS, file_of, verdicts_of
+
 COPIED = ("src", "tests", "apps", "bench", "configs", "docs", "README.md", "pyproject.toml")
 SURVIVED, FAILED, NO_TESTS, HUNG = 0, 1, 33, 36
 """The exit codes of a mutant, as mutmut counts them."""
@@ -55,13 +56,8 @@ failures: list[str] = []
 """The tests that have failed in this process."""
 
 
-def mutants_of(file: Path) -> Path:
-    """The file that holds the verdicts of a source file's mutants."""
-    return MUTANTS / file.with_suffix(".py.meta")
-
-
-def make(files: Sequence[Path]) -> None:
-    """Write a copy of the project with the mutants of these source files, none of them judged."""
+def make(modules: Sequence[str]) -> None:
+    """Write a copy of the project with the mutants of these modules, none of them judged."""
     shutil.rmtree(MUTANTS, ignore_errors=True)
     for name in COPIED:
         if Path(name).is_dir():
@@ -71,13 +67,13 @@ def make(files: Sequence[Path]) -> None:
     file_mutation.mutation_operators = [
         (node, operator) for node, operator in mutators.mutation_operators if operator is not mutators.operator_string
     ]
-    for file in files:
+    for module in modules:
+        file = file_of(module)
         mutated = file_mutation.mutate_file_contents(str(file), undecorated(file.read_text()))
         (MUTANTS / file).write_text(mutated.code)
         MutantLineSpans(path=file, span_by_function_name=mutated.line_span_by_function_name).save()
-        module = ".".join(file.relative_to("src").with_suffix("").parts).removesuffix(".__init__")
         codes = {f"{module}.{name}": None for name in mutated.mutant_names}
-        mutants_of(file).write_text(json.dumps({"exit_code_by_key": codes}))
+        verdicts_of(module).write_text(json.dumps({"exit_code_by_key": codes}))
 
 
 KEPT_DECORATORS = ("staticmethod", "classmethod", "concurrent_endpoint")
@@ -249,7 +245,9 @@ class Lane:
 
     def run(self, patterns: Sequence[str], until: float) -> None:
         """Judge the mutants that these patterns name, those with quick tests first."""
-        self.codes = {file: json.loads(file.read_text())["exit_code_by_key"] for file in Path().rglob("*.py.meta")}
+        self.codes = {
+            file: json.loads(file.read_text())["exit_code_by_key"] for file in Path().rglob(f"*.py{VERDICTS}")
+        }
         asked = [
             name
             for codes in self.codes.values()

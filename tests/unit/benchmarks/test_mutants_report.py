@@ -30,11 +30,11 @@ ONE = Survivor(module="goaly.losses.kl", function="divergence", removed="a < b",
 
 
 def test_verdicts_are_read_from_mutmuts_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "src" / "goaly" / "losses"
+    folder = tmp_path / "mutants" / "src" / "goaly" / "losses"
     folder.mkdir(parents=True)
     (folder / "kl.py.meta").write_text(json.dumps({"exit_code_by_key": {"one": 1, "two": 0}}))
     (folder / "__init__.py.meta").write_text(json.dumps({"exit_code_by_key": {}}))
-    monkeypatch.setattr(bench.mutants, "MUTANTS", tmp_path)
+    monkeypatch.chdir(tmp_path)
     assert verdicts() == {"goaly.losses.kl": {"one": 1, "two": 0}, "goaly.losses": {}}
 
 
@@ -134,7 +134,7 @@ def test_mutants_change_code_and_no_text(tmp_path: Path, monkeypatch: pytest.Mon
     file.parent.mkdir()
     file.write_text(SOURCE)
     Path("pyproject.toml").write_text("[tool.mutmut]\nsource_paths = ['src']\n")
-    mutation.make([file])
+    mutation.make(["shop"])
     found = verdicts()["shop"]
     assert set(found.values()) == {None}
     added = [survivor("shop", name).added for name in found]
