@@ -98,9 +98,9 @@ def native_tensors(spec: "ModelSpec", folder: str | Path) -> "dict[str, torch.Te
     import torch
 
     from goaly.models.hf import load_hf
-    from goaly.models.spec import published
+    from goaly.models.spec import versioned_tensors
 
     with torch.device("cpu"):
         model = spec.model.build()
     load_hf(model, spec, folder)
-    return {name: tensor.detach() for name, tensor in published(model).items()}
+    return {name: tensor.detach() for name, tensor in versioned_tensors(model).items()}

@@ -43,7 +43,7 @@ from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceRecorder
 from goaly.generate.request import Finish, Sample, Sampling, StopStrings, check_prompt, decoder, duplicate_request
 from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.models.spec import architecture, prepare_torchtitan, published, read_config
+from goaly.models.spec import architecture, prepare_torchtitan, read_config, versioned_tensors
 from goaly.models.vllm_naming import vllm_naming, without_padding
 from goaly.weights.placement import Naming
 
@@ -259,7 +259,7 @@ class Engine:
     def live_tensors(self) -> Mapping[str, torch.Tensor]:
         """The parameters that the model computes with, by the same names: this rank's part of each."""
         if self._settings.engine == "torchtitan":
-            return published(self._model().model)
+            return versioned_tensors(self._model().model)
         return without_padding(dict(self._model().named_parameters()), self.naming())
 
     def naming(self) -> Naming:

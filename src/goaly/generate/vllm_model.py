@@ -41,7 +41,7 @@ from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models.deepseek import softmax_scale
 from goaly.models.lora import BASE, note_base
 from goaly.models.settings import LoraSettings, Numerics
-from goaly.models.spec import Architecture, architecture, folder_tensors, model_spec, published, read_config
+from goaly.models.spec import Architecture, architecture, folder_tensors, model_spec, read_config, versioned_tensors
 
 ARCHITECTURES: dict[Numerics, str] = {
     "fast": "GoalyTorchtitanForCausalLM",
@@ -221,14 +221,14 @@ class TorchtitanForCausalLM(torch.nn.Module):
             local = {name: self._local(name, tensor) for name, tensor in full.items()} if self._dims else full
             unfilled &= set(self.model.load_state_dict(local, strict=False).missing_keys)
         if self._lora is not None:
-            held |= published(self.model)  # they are 0, so that vLLM's own check finds every parameter filled
+            held |= versioned_tensors(self.model)  # they are 0, so that vLLM's own check finds every parameter filled
             note_base(self.model, self._placed(folder_tensors(self.model)))
         return {f"model.{name}" for name in held if name not in unfilled}
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters that weight updates fill, by torchtitan's names. With tp > 1 they are DTensors in the
         parameters' memory."""
-        return self._placed(published(self.model))
+        return self._placed(versioned_tensors(self.model))
 
     def _placed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """These tensors of the model, with tp > 1 as DTensors."""

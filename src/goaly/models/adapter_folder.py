@@ -28,7 +28,7 @@ from goaly.errors import ConfigError
 from goaly.models.hf import staged_folder, write_folder
 from goaly.models.lora import A, B, merged
 from goaly.models.settings import ADAPTER_CONFIG, LoraSettings
-from goaly.models.spec import published
+from goaly.models.spec import versioned_tensors
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -82,7 +82,7 @@ def merge(adapters: str | Path, folder: str | Path) -> None:
 
 
 def _in_peft_format(model: torch.nn.Module, names: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    held = published(model)
+    held = versioned_tensors(model)
     for name in [name.removesuffix(A) for name in held if name.endswith(A)]:
         a, b = (_whole(held[name + which]) for which in (A, B))
         rank, columns = a.shape[-2:]

@@ -10,7 +10,6 @@ model is silently changed.
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from goaly.errors import ConfigError
 from goaly.models import deepseek
 from goaly.models.decoder import Decoder
+from goaly.models.local_device import local_device
 from goaly.models.settings import LoraSettings, Numerics, no_model
 
 if TYPE_CHECKING:
@@ -136,26 +136,6 @@ def prepare_torchtitan() -> torch.device:
     return local_device() if kind == "cuda" else torch.device("cpu")
 
 
-def local_device() -> torch.device:
-    """This process's device: the only visible GPU or the one with number LOCAL_RANK, without GPUs the CPU."""
-    count = torch.cuda.device_count()
-    if count == 0:
-        return torch.device("cpu")
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    index = 0 if count == 1 else rank
-    if index >= count:
-        raise ConfigError([f"LOCAL_RANK={rank}: must be below {count}, the number of GPUs that this process sees"])
-    return torch.device("cuda", index)
-
-
-def use_local_device() -> torch.device:
-    """Set the calling thread's device to this process's; CUDA has a current device for each thread."""
-    device = local_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
 def model_spec(
     folder: str | Path,
     *,
@@ -220,7 +200,7 @@ def folder_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return _named((name, one) for name, one in (*model.named_parameters(), *biases) if not is_adapter(name))
 
 
-def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def versioned_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors that versions of a model differ in: those of its folder, or if it has adapters these (LR-1), with the
     digest of the folder's (LR-4)."""
     from goaly.models.lora import BASE, is_adapter

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from goaly.errors import ParityError
 from goaly.losses.objective import PROXIMAL, Contribution, Objective
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import published
+from goaly.models.spec import versioned_tensors
 from goaly.train.microbatch import Microbatch, microbatch
 from goaly.train.parallel import Head, build_parallel
 from goaly.train.settings import TrainerSettings
@@ -183,7 +183,7 @@ class ModelEngine(ABC):
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters by torchtitan name, of a model with adapters these alone (LR-1); read them between steps
         only."""
-        return {name: tensor.detach() for name, tensor in published(self._model).items()}
+        return {name: tensor.detach() for name, tensor in versioned_tensors(self._model).items()}
 
     def check_base(self) -> None:
         """Raise if the model got adapters that do not belong to the weights of its folder (LR-4)."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from goaly.errors import ConfigError
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import folder_tensors, model_spec, prepare_torchtitan, published
+from goaly.models.spec import folder_tensors, model_spec, prepare_torchtitan, versioned_tensors
 from goaly.train.settings import NEEDS_GPU, OFFLOAD_NEEDS_GPU, TrainerSettings
 
 
@@ -70,7 +70,7 @@ def build_parallel(
     if lora is not None:
         note_base(model, folder_tensors(model))
         if trains:
-            draw_adapters(published(model), lora.seed)
+            draw_adapters(versioned_tensors(model), lora.seed)
     model.train()
     dp_group = None if parallel_dims is None or trainer.fsdp == 1 else parallel_dims.get_mesh("fsdp").get_group()
     return ParallelModel(

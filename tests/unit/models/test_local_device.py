@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from goaly.errors import ConfigError
-from goaly.models.spec import local_device, use_local_device
+from goaly.models.local_device import local_device, use_local_device
 from goaly.train.rank import RankThread
 from goaly.train.settings import TrainerSettings
 

@@ -23,7 +23,7 @@ from goaly.models.experts import Experts
 from goaly.models.hf import load_hf
 from goaly.models.lora import BASE, A, B, draw_adapters, is_adapter, merged
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.models.spec import architecture, folder_tensors, model_spec, published, read_config
+from goaly.models.spec import architecture, folder_tensors, model_spec, read_config, versioned_tensors
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.run.config import RunConfig
 from goaly.train.engine import TrainEngine
@@ -95,7 +95,7 @@ def test_adapters_compute_what_the_merged_model_computes_in_float64(folder: Path
         plain.init_weights()
         plain.load_state_dict(merged(model.state_dict(), LORA.scale))
         before = logits(plain, tokens)
-        draw_both(published(model))
+        draw_both(versioned_tensors(model))
         plain.load_state_dict(merged(model.state_dict(), LORA.scale))
         after = logits(plain, tokens)
         assert after.dtype == torch.float64
@@ -202,7 +202,7 @@ def test_targets_choose_the_layers_that_get_adapters(folder: Path):
     has_experts = "experts" in architecture(read_config(folder)).projections()
     for targets, parts in ((["v"], {"wv"}), (["q", "o"], {"wq", "wo"}), (["k"], {"wk"})):
         model = model_spec(folder, lora=LoraSettings(rank=8, targets=targets)).model.build()
-        assert {name.split(".")[-2] for name in published(model)} == parts
+        assert {name.split(".")[-2] for name in versioned_tensors(model)} == parts
     if has_experts:
         engine = TrainEngine(
             ModelSettings(path=str(folder)),

@@ -333,7 +333,7 @@ def test_a_rank_that_is_alone_communicates_by_the_same_backends_as_one_among_oth
         raise Met(backend)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    monkeypatch.setattr("goaly.models.spec.use_local_device", lambda: None)
+    monkeypatch.setattr("goaly.models.local_device.use_local_device", lambda: None)
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", meet)
     for meeting in (lambda: _layout(SETTINGS), lambda: join_process_group(threads=1, ranks=2)):
