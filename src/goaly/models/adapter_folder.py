@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 
 from goaly.errors import ConfigError
-from goaly.models.hf import staged_folder, write_folder
+from goaly.models.hf import gathered, staged_folder, write_folder, write_gathered
 from goaly.models.lora import A, B, merged
 from goaly.models.settings import ADAPTER_CONFIG, LoraSettings
 from goaly.models.spec import versioned_tensors
@@ -41,16 +39,8 @@ def save_adapters(
     model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, base: str | Path, lora: LoraSettings
 ) -> None:
     """Write the folder of a model's adapters; `base` is the model's. Every rank must call it."""
-    writes = not dist.is_initialized() or dist.get_rank() == 0
     tensors = _in_peft_format(model, spec.state_dict_adapter(spec.model, None))
-    try:
-        if writes:
-            _write(dict(tensors), Path(folder), Path(base), lora)
-    finally:
-        for _ in tensors:  # rank 0 must take part in all gathers, also if it can't write
-            pass
-        if dist.is_initialized():
-            dist.barrier()
+    write_gathered(tensors, lambda: _write(dict(tensors), Path(folder), Path(base), lora))
 
 
 def merge(adapters: str | Path, folder: str | Path) -> None:
@@ -84,7 +74,7 @@ def merge(adapters: str | Path, folder: str | Path) -> None:
 def _in_peft_format(model: torch.nn.Module, names: Any) -> Iterator[tuple[str, torch.Tensor]]:
     held = versioned_tensors(model)
     for name in [name.removesuffix(A) for name in held if name.endswith(A)]:
-        a, b = (_whole(held[name + which]) for which in (A, B))
+        a, b = (gathered(held[name + which]).float().cpu() for which in (A, B))
         rank, columns = a.shape[-2:]
         # The model's adapter of state dicts names the layer and orders its rows: it gets B with the weight's width.
         wide = names.to_hf({name: torch.nn.functional.pad(b, (0, columns - rank))})
@@ -93,10 +83,6 @@ def _in_peft_format(model: torch.nn.Module, names: Any) -> Iterator[tuple[str, t
             layer = PREFIX + hf_name.removesuffix(".weight")
             yield f"{layer}.lora_A.weight", one.clone()
             yield f"{layer}.lora_B.weight", rows[:, :rank].clone()
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().cpu()
 
 
 def _write(tensors: dict[str, torch.Tensor], folder: Path, base: Path, lora: LoraSettings) -> None:

@@ -14,7 +14,7 @@ Invariants
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
 MAX_FILE_BYTES = 5 * 2**30
-NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json", "policy_score.json")
+NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json", "policy_score.json", "sft.json")
+"""Ends of the names of weights, and of what runs say of the folder that they made."""
 
 
 def load_hf(model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, *, head: bool = True) -> None:
@@ -70,20 +71,33 @@ def save_hf(
     Adapters are added to their weights with the factor `scale`.
     """
     adapter = spec.state_dict_adapter(spec.model, None)
-    writes = not dist.is_initialized() or dist.get_rank() == 0
     tensors = (
-        (name, whole.cpu() if writes else whole)
+        (name, whole.cpu() if _writes() else whole)
         for state in _by_block(model)
-        for name, whole in adapter.to_hf(merged(dict(_whole(state)), scale)).items()
+        for name, whole in adapter.to_hf(merged({key: gathered(one) for key, one in state.items()}, scale)).items()
     )
+    write_gathered(tensors, lambda: write_folder(tensors, Path(folder), Path(source_folder), max_file_bytes))
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor. Every rank that has a part must call it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def write_gathered(tensors: Iterator[Any], write: Callable[[], None]) -> None:
+    """Call `write` on rank 0, which takes from `tensors` what every rank gathers. Every rank must call it."""
     try:
-        if writes:
-            write_folder(tensors, Path(folder), Path(source_folder), max_file_bytes)
+        if _writes():
+            write()
     finally:
         for _ in tensors:  # rank 0 must take part in all gathers, also if it can't write
             pass
         if dist.is_initialized():
             dist.barrier()
+
+
+def _writes() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _by_block(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
@@ -92,12 +106,6 @@ def _by_block(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
         blocks = child.named_children() if name == "layers" else [("", child)]
         for number, block in blocks:
             yield block.state_dict(prefix=f"{name}.{number}." if number else f"{name}.")
-
-
-def _whole(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a part, gathered one by one."""
-    for name, tensor in state.items():
-        yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _check_folder(wanted: dict[str, Any], folder: Path) -> None:

@@ -12,11 +12,13 @@ from random_model import native_tensors, write_random_deepseek
 from safetensors.torch import load_file
 
 import goaly.folder
+from apps.sft.folder import MARK
 from goaly.errors import ConfigError
 from goaly.models import hf
 from goaly.models.attention import document_masks
 from goaly.models.hf import load_hf, save_hf
 from goaly.models.spec import architecture, model_spec, read_config
+from goaly.run.policies import SCORE_FILE
 
 SIZE = {
     "vocab_size": 32,
@@ -269,18 +271,30 @@ def test_a_save_that_ends_anywhere_leaves_the_old_or_the_new_folder_whole(
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_what_runs_say_of_a_folder_is_not_said_of_the_policies_that_start_from_it(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(tiny_model_folder, tmp_path / "source")
+    for mark in (MARK, SCORE_FILE):  # a policy with SFT's mark would be overwritten by the next supervised run (SF-2)
+        (source / mark).write_text("{}")
+    model, spec = loaded(source)
+    save_hf(model, spec, tmp_path / "policy", source)
+    names = {file.name for file in (tmp_path / "policy").iterdir()}
+    assert names == {file.name for file in tiny_model_folder.iterdir()}
+
+
 def test_saving_holds_no_more_than_a_block_and_a_file_of_tensors(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, spec = loaded(folder)
     gathered, written, held = 0, 0, []
-    gather, write = hf._whole, hf.save_file
+    gather, write = hf.gathered, hf.save_file
 
-    def counted(state):
+    def counted(tensor):
         nonlocal gathered
-        for name, tensor in gather(state):
-            gathered += tensor.nbytes
-            yield name, tensor
+        whole = gather(tensor)
+        gathered += whole.nbytes
+        return whole
 
     def recorded(tensors, *arguments, **more):
         nonlocal written
@@ -288,7 +302,7 @@ def test_saving_holds_no_more_than_a_block_and_a_file_of_tensors(
         written += sum(tensor.nbytes for tensor in tensors.values())
         write(tensors, *arguments, **more)
 
-    monkeypatch.setattr(hf, "_whole", counted)
+    monkeypatch.setattr(hf, "gathered", counted)
     monkeypatch.setattr(hf, "save_file", recorded)
     save_hf(model, spec, tmp_path / "saved", folder, max_file_bytes=40_000)
     block = max(sum(p.nbytes for p in child.parameters()) for child in (*model.layers.children(), model.tok_embeddings))
