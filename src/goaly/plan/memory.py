@@ -100,4 +100,4 @@ def traced_pass(
     tokens = sum(documents)
     if tokens % settings.tp:
         documents = (*documents[:-1], documents[-1] + settings.tp - tokens % settings.tp)  # as microbatches are padded
-    return trace(replace(shape), model.dtype, alike, documents, on_gpu=on_gpu)
+    return trace(shape, model.dtype, alike, documents, on_gpu=on_gpu)

@@ -89,7 +89,7 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)
 
     def _add(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
-        tensor = getattr(tensor, "_local_tensor", tensor)
+        tensor = _local(tensor)
         storage = getattr(tensor, "elem", tensor).untyped_storage()  # what a collective's unfinished result wraps
         key = storage._cdata
         if key not in self._sizes:
@@ -133,15 +133,13 @@ def _trace(
 ) -> PassMemory:
     with _fake_ranks(trainer.ranks), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP and autocast warn of what a run filters
-        from goaly.train.parallel import sharded_on_meta
-
-        whole, _ = sharded_on_meta(_spec(shape, trainer, on_gpu), dtype, trainer, _head())
+        whole = _sharded(shape, dtype, trainer, on_gpu)
         held = _held(whole.parameters()), _held(one for one in whole.parameters() if one.requires_grad)
         del whole
         if shape.layers <= MORE_LAYERS:
             return _pass_memory(*held, _phases(shape, dtype, trainer, documents, on_gpu))
         few, more = (
-            _phases(_with_layers(shape, layers), dtype, trainer, documents, on_gpu)
+            _phases(replace(shape, layers=layers), dtype, trainer, documents, on_gpu)
             for layers in (FEW_LAYERS, MORE_LAYERS)
         )
     rest = (shape.layers - FEW_LAYERS) / (MORE_LAYERS - FEW_LAYERS)
@@ -167,10 +165,9 @@ def _phases(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from goaly.models.attention import PackedDocuments, causal_mask
-    from goaly.train.parallel import sharded_on_meta
 
     causal_mask.cache_clear()  # each trace counts its masks
-    model, _ = sharded_on_meta(_spec(shape, trainer, on_gpu), dtype, trainer, _head())
+    model = _sharded(shape, dtype, trainer, on_gpu)
     positions_1T = torch.cat([torch.arange(length) for length in documents])[None]
     masks: Any = None
     if not on_gpu:
@@ -183,7 +180,7 @@ def _phases(
         model.train()
         _route_evenly(model, tokens // trainer.tp)
         _multiply_experts_without_data(model)
-        held = [local for tensor in (*model.parameters(), *model.buffers()) for local in [_local(tensor)]]
+        held = [_local(tensor) for tensor in (*model.parameters(), *model.buffers())]
         with LiveBytes(held) as live:
             for _ in range(2):  # the second pass finds gradients, as all but a batch's first
                 hidden = model(torch.zeros(1, tokens, dtype=torch.int64), positions=positions_1T, attention_masks=masks)
@@ -203,24 +200,16 @@ def _phases(
     return phases
 
 
-def _spec(shape: Architecture, trainer: TrainerSettings, on_gpu: bool) -> Any:
+def _sharded(shape: Architecture, dtype: Any, trainer: TrainerSettings, on_gpu: bool) -> Any:
+    """The model as a run builds it, without memory."""
     from goaly.models.spec import spec_of
-
-    if not on_gpu:
-        return spec_of(shape, lora=trainer.lora)
     from goaly.plan.gpu_attention import FlashShapes
-
-    return spec_of(shape, attention=FlashShapes.Config(), lora=trainer.lora)
-
-
-def _head() -> Any:
     from goaly.train.logprobs import LOGPROBS
+    from goaly.train.parallel import sharded_on_meta
 
-    return LOGPROBS
-
-
-def _with_layers(shape: Architecture, layers: int) -> Architecture:
-    return replace(shape, layers=layers)
+    spec = spec_of(shape, attention=FlashShapes.Config() if on_gpu else None, lora=trainer.lora)
+    model, _ = sharded_on_meta(spec, dtype, trainer, LOGPROBS)
+    return model
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -257,7 +246,7 @@ def _multiply_experts_without_data(model: Any) -> None:
 
 
 class _Product(torch.autograd.Function):
-    """What a product of rows and each expert's weights keeps and makes."""
+    """Keeps and makes tensors of the shapes of a product of rows and each expert's weights."""
 
     @staticmethod
     def product(A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
