@@ -61,7 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""What goaly reads of each model's `config.json`."""
+"""Of each model's `config.json`, the part that goaly reads."""
 
 MODELS = {name: architecture(config, where=name) for name, config in CONFIGS.items()}
 

@@ -92,7 +92,7 @@ class LoraSettings(Settings):
     seed: NonNegativeInt = 0
     """Seeds the random start of the adapters, which does not change what the model computes."""
     save: Literal["adapter", "merged"] = "adapter"
-    """What a saved policy is: "adapter" is a folder in PEFT's format, to be used with the model that training started
+    """Form of a saved policy: "adapter" is a folder in PEFT's format, to be used with the model that training started
     from; "merged" is a whole Hugging Face model, in which the adapters are added to the weights and rounded."""
 
     @property
