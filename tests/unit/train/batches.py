@@ -1,11 +1,21 @@
-"""Packed batches for the trainer's tests."""
+"""Packed batches for the trainer's tests, and their gradients."""
+
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
 
+from goaly.losses.objective import PolicyObjective
+from goaly.losses.settings import LossSettings
+from goaly.train.settings import OptimizerSettings, TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, PackedRows
 
+if TYPE_CHECKING:
+    from goaly.train.engine import TrainEngine
+
 VOCABULARY = 32
+LOSS = LossSettings(kl_coef=0.05)
+SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=50)
 Document = dict[str, torch.Tensor]
 
 
@@ -54,3 +64,13 @@ def pack(sequences: list[Document], *, rows: int, row_length: int) -> PackedRows
         batch_trained_tokens=sum(int(sequence["trained"].sum()) for sequence in sequences),
         batch_sequences=len(sequences),
     )
+
+
+def gradients(
+    engine: "TrainEngine", packed: PackedRows, microbatch_rows: int, loss: LossSettings = LOSS
+) -> dict[str, torch.Tensor]:
+    objective = PolicyObjective(loss)
+    engine.forward_backward(packed.rows.split(microbatch_rows), objective, objective.denominator(packed))
+    found = {name: parameter.grad for name, parameter in engine._model.named_parameters()}
+    engine._optimizer._optimizers.zero_grad()
+    return found

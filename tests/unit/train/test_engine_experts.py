@@ -1,0 +1,231 @@
+"""The engine over a model with experts: their balance, their biases, and the replay of the sampler's choices."""
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_model import write_random_deepseek
+
+from goaly.losses.objective import PolicyObjective
+from goaly.models.settings import ModelSettings
+from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.train.critic_engine import CriticEngine
+from goaly.train.engine import TrainEngine
+from goaly.train.microbatch import Microbatch
+from goaly.train.settings import CriticSettings, OptimizerSettings
+from goaly.trajectory import EXPERT_CHOICES, TensorDict
+from tests.unit.train.batches import LOSS, SETTINGS, documents, gradients, pack
+
+
+@pytest.fixture
+def with_experts(tmp_path: Path) -> Callable[[float], TrainEngine]:
+    """An engine over a model of two layers of four experts, with this weight of their balance."""
+    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=4, hidden_dim=32))
+    model = ModelSettings(path=str(folder))
+    return lambda balance: TrainEngine(model, dataclasses.replace(SETTINGS, expert_balance=balance))
+
+
+def test_a_step_reports_how_its_tokens_were_spread_over_the_experts_and_counts_no_other_pass(
+    with_experts: Callable[[float], TrainEngine],
+):
+    engine = with_experts(0.0)
+    batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
+    engine.logprobs(batch.rows)
+    loads = engine.train_step(batch, objective)
+    assert 1 <= loads["experts/load_max"] < 2  # two of four experts at least
+    with torch.no_grad():
+        for name, parameter in engine._model.named_parameters():
+            if name.endswith("router.gate.weight"):
+                parameter.zero_()  # all experts are alike: the first two have every token
+    assert engine.train_step(batch, objective)["experts/load_max"] == 2.0
+    engine.logprobs(batch.rows)
+    assert engine._expert_loads() == {"experts/load_max": 0.0, "experts/unused": 8.0}  # none was trained since
+
+
+def test_the_balance_adds_the_gradient_of_its_loss(with_experts: Callable[[float], TrainEngine]):
+    plain, balanced = with_experts(0.0), with_experts(0.5)
+    batch = pack(documents(8), rows=4, row_length=160)
+    shares_LE = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]])
+    for engine in (plain, balanced):
+        engine._loads_LE.copy_(shares_LE)
+        engine._balance_experts(batch.batch_trained_tokens)
+    found, without = gradients(balanced, batch, 2), gradients(plain, batch, 2)
+
+    scores: list[torch.Tensor] = []
+    hooks = [
+        layer.router.register_forward_hook(lambda *call: scores.append(call[2][2])) for layer in plain._expert_layers
+    ]
+    microbatch = plain._microbatch(batch.rows)
+    plain._outputs(microbatch)
+    for hook in hooks:
+        hook.remove()
+    at_P = microbatch.predicting_P
+    weighted = [(one_BLE[0, at_P] * share_E).sum() for one_BLE, share_E in zip(scores, shares_LE, strict=True)]
+    loss = 0.5 * 4 * torch.stack(weighted).mean() / batch.batch_trained_tokens
+    parameters = dict(plain._model.named_parameters())
+    added = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    for name, gradient in zip(parameters, added, strict=True):
+        expected = without[name] if gradient is None else without[name] + gradient
+        torch.testing.assert_close(found[name], expected, atol=1e-6 * expected.abs().max().item() + 1e-9, rtol=1e-4)
+    assert any(gradient is not None and gradient.abs().max() > 1e-6 for gradient in added)
+
+
+def test_balanced_experts_are_used_more_evenly(tmp_path: Path):
+    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=4, hidden_dim=32))
+    batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
+    slowly = dataclasses.replace(SETTINGS, optimizer=OptimizerSettings(lr=1e-3))
+
+    def loads(balance: float) -> list[float]:
+        engine = TrainEngine(ModelSettings(path=str(folder)), dataclasses.replace(slowly, expert_balance=balance))
+        with torch.no_grad():
+            for layer in engine._expert_layers:
+                layer.router.gate.weight[0].mul_(8)  # the first expert has most tokens
+        return [engine.train_step(batch, objective)["experts/load_max"] for _ in range(40)]
+
+    without, balanced = loads(0.0), loads(0.1)
+    assert without[0] == balanced[0]  # nothing is known before the first step
+    assert sum(balanced[20:]) < sum(without[20:]) - 20 * 0.05
+
+
+def test_a_bias_that_follows_the_loads_spreads_the_tokens(tmp_path: Path):
+    batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
+    model = ModelSettings(path=str(write_random_deepseek(tmp_path)))
+    still = dataclasses.replace(SETTINGS, optimizer=OptimizerSettings(lr=1e-9))
+
+    def steps(rate: float, count: int) -> tuple[list[float], TrainEngine]:
+        engine = TrainEngine(model, dataclasses.replace(still, expert_bias_rate=rate))
+        return [engine.train_step(batch, objective)["experts/load_max"] for _ in range(count)], engine
+
+    unchanged, engine = steps(0.0, 2)
+    assert unchanged[0] == unchanged[1]
+    name = "layers.1.moe.expert_bias_E"
+    before_E, tokens_E = engine.named_tensors()[name].clone(), engine._loads_LE[0].clone()
+    once_E = steps(0.01, 1)[1].named_tensors()[name]
+    torch.testing.assert_close(once_E - before_E, 0.01 * (tokens_E.mean() - tokens_E).sign(), atol=1e-7, rtol=0)
+    assert {1.0, -1.0} <= set((once_E - before_E).sign().tolist())
+    balanced, _ = steps(0.01, 60)
+    assert balanced[0] == unchanged[0]
+    assert max(balanced[-10:]) < 0.75 * unchanged[0]
+
+
+def test_the_loads_of_the_last_step_are_part_of_the_state(with_experts: Callable[[float], TrainEngine]):
+    batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
+    one, other = with_experts(2.0), with_experts(2.0)
+    one.train_step(batch, objective)
+    other.load_state_dict({name: tensor.clone() for name, tensor in one.state_dict().items()})
+    assert one.train_step(batch, objective) == other.train_step(batch, objective)
+    assert one.digest() == other.digest()
+
+
+def test_experts_have_the_same_gradients_each_time_with_several_threads(tmp_path: Path):  # TE-3
+    folder = write_tiny_model(tmp_path, TinyModel(layers=1, experts=8, experts_per_token=5, hidden_dim=16))
+    engine = TrainEngine(ModelSettings(path=str(folder)), SETTINGS)
+    batch, threads = pack(documents(40), rows=8, row_length=320), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, *others = [gradients(engine, batch, 8) for _ in range(6)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_the_scores_of_a_pass_are_freed_with_it(with_experts: Callable[[float], TrainEngine]):
+    engine, kept = with_experts(0.1), []
+    for layer in engine._expert_layers:
+        layer.router.register_forward_hook(lambda *call: kept.append(weakref.ref(call[2][2])))
+    batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
+    for _ in range(2):
+        engine.train_step(batch, objective)
+    gc.collect()
+    assert len(kept) >= 4
+    assert [scores() for scores in kept if scores() is not None] == []
+
+
+CHOICES = (2, 4, 2)
+"""Layers, experts and experts of a token in `with_experts`."""
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def routed(engine: TrainEngine, rows: TensorDict) -> tuple[Microbatch, list[Routed]]:
+    """A pass over these rows; for each layer the experts' weights, the experts and the router's scores."""
+    found: list[Routed] = []
+
+    def keep(router: Any, inputs: Any, outputs: Routed) -> None:
+        if torch.is_grad_enabled():  # not of the pass that counts the choices that differ
+            found.append(tuple(part[0] for part in outputs))
+
+    hooks = [layer.router.register_forward_hook(keep) for layer in engine._expert_layers]
+    batch = engine._microbatch(rows)
+    engine._outputs(batch)
+    for hook in hooks:
+        hook.remove()
+    return batch, found
+
+
+def test_tokens_go_to_the_experts_that_the_sampler_chose_and_others_to_their_own(
+    with_experts: Callable[[float], TrainEngine],
+):  # TE-7
+    engine = with_experts(0.0)
+    rows = pack(documents(8, choices=CHOICES), rows=4, row_length=160).rows
+    batch, found = routed(engine, rows)
+    without, own = routed(engine, rows.exclude(EXPERT_CHOICES))
+    replayed_T = batch.replayed_1T[0]
+    assert 0 < int((~replayed_T).sum()) == len(batch.columns["documents"].unique())  # the last token of each document
+    for layer, (weights_TK, experts_TK, scores_TE) in enumerate(found):
+        chosen_TK = batch.choices_1TNK[0, :, layer].long()
+        assert torch.equal(experts_TK[replayed_T].sort().values, chosen_TK[replayed_T].sort().values)
+        assert torch.equal(experts_TK[~replayed_T], scores_TE.topk(2, sorted=False).indices[~replayed_T])
+        expected_TK = scores_TE.gather(1, experts_TK)
+        torch.testing.assert_close(weights_TK, expected_TK / expected_TK.sum(1, keepdim=True))
+    torch.testing.assert_close(found[0][2], own[0][2])  # the first layer's scores do not depend on its choices
+    assert without.choices_1TNK is None
+
+
+def test_replay_trains_the_routers_and_reports_what_they_would_have_chosen_differently(
+    with_experts: Callable[[float], TrainEngine],
+):  # TE-7
+    engine = with_experts(0.0)
+    batch = pack(documents(8, choices=CHOICES), rows=4, row_length=160)
+    line, found = routed(engine, batch.rows)
+    at_P = line.predicting_P
+    differ = [
+        ~(line.choices_1TNK[0, at_P, layer][..., None] == scores_TE.topk(2).indices[at_P][:, None]).any(-1)
+        for layer, (_, _, scores_TE) in enumerate(found)
+    ]
+    assert all(made.abs().max() > 0 for name, made in gradients(engine, batch, 2).items() if "router.gate" in name)
+    engine._expert_loads()
+    metrics = engine.train_step(batch, PolicyObjective(LOSS))
+    assert metrics["experts/rerouted"] == pytest.approx(torch.stack(differ).float().mean().item())
+    assert 0.3 < metrics["experts/rerouted"] < 0.7
+    assert "experts/rerouted" not in engine.train_step(
+        dataclasses.replace(batch, rows=batch.rows.exclude(EXPERT_CHOICES)), PolicyObjective(LOSS)
+    )
+
+
+def test_replaying_its_own_choices_changes_nothing(with_experts: Callable[[float], TrainEngine]):
+    one, other = with_experts(0.5), with_experts(0.5)
+    own = pack(documents(8), rows=4, row_length=160)
+    row = own.rows[:1]  # one at a time, of which the used part is one line
+    packed = dataclasses.replace(own, rows=row, batch_trained_tokens=int(row["trained"].sum()))
+    _, found = routed(one, row)
+    line_TNK = torch.stack([experts_TK for _, experts_TK, _ in found], 1)
+    choices = torch.zeros(1, row.batch_size[1], 2, 2, dtype=torch.uint8)
+    choices[0, : len(line_TNK)] = line_TNK.to(torch.uint8)
+    replayed = dataclasses.replace(packed, rows=TensorDict({**row, EXPERT_CHOICES: choices}, row.batch_size))
+    assert torch.equal(one.logprobs(packed.rows), other.logprobs(replayed.rows))
+    expected = one.train_step(packed, PolicyObjective(LOSS))
+    assert other.train_step(replayed, PolicyObjective(LOSS)) == expected | {"experts/rerouted": 0.0}
+    assert one.digest() == other.digest()
+
+
+def test_a_critic_chooses_experts_itself(tmp_path: Path):
+    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=4, hidden_dim=32))
+    critic = CriticEngine(ModelSettings(path=str(folder)), CriticSettings(), SETTINGS)
+    torch.nn.init.normal_(critic._model.lm_head.weight)
+    rows = pack(documents(4, choices=CHOICES), rows=2, row_length=160).rows
+    assert torch.equal(critic.values(rows), critic.values(rows.exclude(EXPERT_CHOICES)))
