@@ -1,6 +1,5 @@
 """vLLM's engine over a model with experts, on one rank and on two, against plain transformers."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,11 @@ import torch
 import torch.multiprocessing
 from random_model import native_tensors, write_random_deepseek, write_random_model
 
-from goaly.generate.request import Sample, Sampling
+from goaly.generate.request import Sample
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.run.process_agent import lasting_port
+from tests.actors.engine_in_ranks import become_rank, load, sampled
 from tests.actors.own_choices import OwnChoices
 
 pytestmark = pytest.mark.timeout(180)
@@ -30,40 +30,20 @@ PROMPTS = [[(7 * i + 3 * j) % 30 + 2 for j in range(20 + i)] for i in range(6)]
 NOISE = 2e-4
 
 
-def sampled(engine: Any) -> list[Sample]:
-    """An answer to each prompt."""
-    for number, prompt in enumerate(PROMPTS):
-        engine.add(str(number), prompt, Sampling(max_tokens=30, seed=number))
-    ended: dict[str, Sample] = {}
-    while engine.running:
-        ended |= dict(engine.step())
-    return [ended[str(number)] for number in range(len(PROMPTS))]
-
-
 def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str, int], out: Path) -> None:
     """Sample with the weights of the first folder, and with those of the second."""
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": degrees.get("tp", 1), "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
+    become_rank(rank, degrees.get("tp", 1), port)
     from goaly.generate.engine import Engine
     from goaly.models.spec import model_spec
-    from goaly.weights.layout import region, view
-    from goaly.weights.placement import layout_of, local
+    from goaly.weights.placement import local
 
     settings = GeneratorSettings(max_running=16, max_context=128, kv_cache_gib=0.01, max_step_tokens=128, **degrees)
     engine = Engine(settings, ModelSettings(path=str(folders[0])), records_choices=True)
-    before = sampled(engine)
-    live = engine.named_tensors()
-    weights = native_tensors(model_spec(folders[1]), folders[1])
-    assert live.keys() == weights.keys()
-    held = {name: local(tensor) for name, tensor in live.items()}
-
-    def load() -> int:
-        for shard in layout_of(live):
-            view(held, shard).copy_(region(weights[shard.name], shard.offset, shard.shape))
-        return 1
-
-    engine.apply(load)
-    torch.save((before, sampled(engine), {name: tuple(one.shape) for name, one in held.items()}), f"{out}.{rank}")
+    before = sampled(engine, PROMPTS, max_tokens=30)
+    load(engine, native_tensors(model_spec(folders[1]), folders[1]))
+    after = sampled(engine, PROMPTS, max_tokens=30)
+    shapes = {name: tuple(local(tensor).shape) for name, tensor in engine.named_tensors().items()}
+    torch.save((before, after, shapes), f"{out}.{rank}")
 
 
 @pytest.fixture

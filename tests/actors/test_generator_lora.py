@@ -1,18 +1,16 @@
 """vLLM's engine over a model with adapters, on one rank and on two, against plain transformers with merged weights."""
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing
 from random_model import write_random_model
 
-from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.run.process_agent import lasting_port
+from tests.actors.engine_in_ranks import become_rank, load, sampled
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -28,40 +26,20 @@ LORA = LoraSettings(rank=8, alpha=24.0, save="merged")
 NOISE = 2e-4
 
 
-def sampled(engine: Any) -> list[Sample]:
-    """An answer to each prompt."""
-    for number, prompt in enumerate(PROMPTS):
-        engine.add(str(number), prompt, Sampling(max_tokens=20, seed=number))
-    ended: dict[str, Sample] = {}
-    while engine.running:
-        ended |= dict(engine.step())
-    return [ended[str(number)] for number in range(len(PROMPTS))]
-
-
 def in_each_process(rank: int, port: int, folder: Path, degrees: dict[str, int], adapters: Path, out: Path) -> None:
     """Sample with the folder's weights, and with the adapters beside them."""
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": degrees.get("tp", 1), "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
+    become_rank(rank, degrees.get("tp", 1), port)
     from goaly.errors import WeightsError
     from goaly.generate.engine import Engine
     from goaly.models.lora import BASE
-    from goaly.weights.layout import region, view
-    from goaly.weights.placement import layout_of, local
 
     settings = GeneratorSettings(max_running=8, max_context=64, kv_cache_gib=0.01, max_step_tokens=64, **degrees)
     engine = Engine(settings, ModelSettings(path=str(folder)), lora=LORA)
-    before = sampled(engine)
+    before = sampled(engine, PROMPTS, max_tokens=20)
     live, weights = engine.named_tensors(), torch.load(adapters)
     assert live.keys() == weights.keys() == engine.live_tensors().keys()  # LR-1
-    held = {name: local(tensor) for name, tensor in live.items()}
-
-    def load() -> int:
-        for shard in layout_of(live):
-            view(held, shard).copy_(region(weights[shard.name], shard.offset, shard.shape))
-        return 1
-
-    engine.apply(load)
-    torch.save((before, sampled(engine)), f"{out}.{rank}")
+    load(engine, weights)
+    torch.save((before, sampled(engine, PROMPTS, max_tokens=20)), f"{out}.{rank}")
     live[BASE].add_(1)
     with pytest.raises(WeightsError, match="the adapters were trained beside weights with digest"):  # LR-4
         engine.apply(lambda: 2)
