@@ -1,7 +1,6 @@
 """What the maths verifier takes for an answer, and what it takes for equal: real-looking responses, right and wrong."""
 
 import asyncio
-import time
 
 import pytest
 from hypothesis import given
@@ -179,12 +178,11 @@ def test_a_problem_without_a_readable_answer_raises(answer: str | None):
         verify(problem(answer), "Answer: 5")
 
 
+@pytest.mark.timeout(30, method="thread")  # math-verify uses the signal by which pytest would end it
 @pytest.mark.parametrize("power", ["9^{9^{9^9}}", "(100000!)!", "(1+x+y+z)^{100}"])
 def test_an_expression_that_can_not_be_computed_is_wrong_within_seconds(power: str):
-    begun = time.monotonic()
     assert verify(problem("5"), rf"\boxed{{{power}}}") == 0.0
     assert verify(problem("1"), "Answer: " + "1*" * MAX_ANSWER_CHARACTERS + "1") == 0.0
-    assert time.monotonic() - begun < 30
 
 
 async def test_a_run_judges_with_it_by_its_path():
