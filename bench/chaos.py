@@ -35,7 +35,7 @@ from typing import Any
 
 from bench.durable import Launched
 from bench.machine import Machine, exit_on_terminate
-from tests.loop.launched import children, named
+from tests.loop.launched import spawned
 
 LAST_STEPS = 20
 LONGEST_PAUSE = 25.0
@@ -58,10 +58,10 @@ def disturbed(run_dir: Path, settings: list[str], kills: int, chance: random.Ran
             if code == 0:
                 return killed, resumed
             if code is None:
-                pid = chance.choice(sorted([*children(run.process.pid), run.process.pid]))
-                name = "controller" if pid == run.process.pid else named(pid).partition("-")[0] or "other"
+                names = {run.process.pid: "controller", **spawned(run_dir)}
+                pid = chance.choice(sorted(names))
                 os.kill(pid, signal.SIGKILL)
-                killed[name] += 1
+                killed[re.split(r"[-.]", names[pid])[0]] += 1
                 if pid != run.process.pid:
                     continue
                 run.process.wait()

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import Machine, exit_on_terminate
-from tests.loop.launched import children, named
+from tests.loop.launched import spawned
 
 WARM_STEPS = 5
 CHECKPOINT_EVERY = 10
@@ -80,7 +80,7 @@ def of_runs(folder: Path, steps: int) -> dict[str, Any]:
     try:
         third = steps // 3
         run.wait(lambda: len(run.steps()) >= third + CHECKPOINT_EVERY // 2)
-        (trainer,) = [pid for pid in children(run.process.pid) if named(pid).startswith("trainer")]
+        (trainer,) = spawned(run_dir, "trainer")
         known, killed = len(run.steps()), time.time()
         os.kill(trainer, signal.SIGKILL)
         log = run_dir / "logs" / "controller.log"

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bench.machine import exit_on_terminate
 from bench.saboteur import NOT_PLANTED, PLANTED, Fault
-from tests.loop.launched import LaunchedRun, alive, descendants, gone_within, orphaned_memory, orphaned_within
+from tests.loop.launched import LaunchedRun, alive, gone_within, orphaned_memory, orphaned_within
 
 SILENT_SECONDS = 10
 START_SECONDS = 400
@@ -158,7 +158,7 @@ def run_case(case: Case, folder: Path, model: Path) -> Result:
     try:
         run.wait_for_text(PLANTED, START_SECONDS)
         planted = time.monotonic()
-        children = descendants(run.process.pid)
+        children = run.processes()
         problems += _fails(run, case) if case.ends == FAILS else _goes_on(run, case)
         seconds = time.monotonic() - planted
         problems += _stops(run, case)
@@ -166,7 +166,7 @@ def run_case(case: Case, folder: Path, model: Path) -> Result:
     except AssertionError as error:
         problems.append(str(error).splitlines()[0])
     finally:
-        for pid in [*descendants(run.process.pid), run.process.pid]:
+        for pid in [*run.processes(), run.process.pid]:
             if alive(pid) and not judged:
                 os.kill(pid, signal.SIGKILL)
         run.process.wait()

@@ -17,6 +17,8 @@ import pytest
 from monarch._src.actor import config as monarch_config
 from random_model import write_random_model
 
+from goaly.run.template import SHARED, Template
+
 monarch_config.prefix_python_logs_with_actor = False  # once Monarch is up, it would prefix this process's records
 
 # A death that a test causes may be told once more half a minute later, when another test runs: by default that ends
@@ -41,6 +43,14 @@ FORKING = {
     "tests/unit/train/test_saved_state.py",
 }
 """Files with such tests."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the processes of all tests be forks of one that imports each library once."""
+    if not hasattr(config, "workerinput"):  # a worker uses that of the process that started it
+        template = Template(1, config.cache.mkdir("template") / "template.log")
+        config.add_cleanup(template.close)
+        os.environ[SHARED] = template.name
 
 
 gc.disable()  # while all test files and their libraries are imported: it takes a quarter less time

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,12 @@ import pytest
 import torch
 from loop.launched import descendants, held_memory
 from random_model import native_tensors, write_random_model
+from spawned import spawn
 
 from goaly.errors import ReplicaLost
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
-from goaly.process import import_ahead
-from goaly.run.placement import IMPORTS
 from goaly.weights.settings import WeightSettings
 
 PROMPT = [(3 * j) % 30 + 2 for j in range(40)]
@@ -57,11 +55,9 @@ async def ended(mesh: Any) -> list[asyncio.Event]:
 
 
 async def procs(count: int, role: str) -> Any:
-    from monarch.actor import this_host
-
     from goaly.run.process_agent import rendezvous
 
-    mesh = this_host().spawn_procs(per_host={"procs": count}, bootstrap=partial(import_ahead, IMPORTS[role]))
+    mesh = spawn(role, count)
     if count > 1:
         await rendezvous(mesh)
     return mesh

@@ -3,15 +3,14 @@
 import asyncio
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from monarch.actor import Actor, Port, concurrent_endpoint, this_host
+from monarch.actor import Actor, Port, concurrent_endpoint
+from spawned import spawn
 
 from goaly.errors import ReplicaLost
 from goaly.generate.connection import Clients, Connection, own_name
@@ -128,18 +127,8 @@ class Client(Actor):
         self._asking.pop(request_id).cancel()
 
 
-def finds_this_module() -> Callable[[], None]:
-    """What a process runs first. Nested, so that it travels by value: the process can't import this module before."""
-    here = str(Path(__file__).parent)
-
-    def find_this_module() -> None:
-        sys.path.append(here)
-
-    return find_this_module
-
-
 async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end():
-    mesh = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=finds_this_module())
+    mesh = spawn("rollout")
     replica = mesh.spawn("echo", Echo)
     connection = Connection(replica)
 
@@ -193,7 +182,7 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end()
 
 async def test_a_router_knows_replicas_by_name_and_moves_requests_whichever_way_a_replica_goes():
     """Handles arrive pickled, so that no two are the same object (RO-5)."""
-    meshes = [this_host().spawn_procs(per_host={"procs": 1}, bootstrap=finds_this_module()) for _ in range(2)]
+    meshes = [spawn("rollout") for _ in range(2)]
     client, one = (meshes[0].spawn(name, kind) for name, kind in (("client", Client), ("one", Echo)))
     two = meshes[1].spawn("two", Echo)
     await client.replicas.call_one({"one": one, "two": two})
@@ -224,7 +213,7 @@ async def test_a_router_knows_replicas_by_name_and_moves_requests_whichever_way_
 
 
 async def test_a_line_that_breaks_while_its_replica_lives_opens_again_and_its_requests_go_on():
-    mesh = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=finds_this_module())
+    mesh = spawn("rollout")
     client, replica = mesh.spawn("client", Client), mesh.spawn("echo", Echo)
     await client.replicas.call_one({"only": replica})
     await client.ask.call_one("held", HELD)

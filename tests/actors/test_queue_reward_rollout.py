@@ -3,7 +3,6 @@
 import asyncio
 import os
 import select
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,8 @@ from types import SimpleNamespace
 import monarch.actor
 import pytest
 import torch
-from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host
+from monarch.actor import Actor, ActorError, concurrent_endpoint
+from spawned import spawn
 
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
@@ -36,18 +36,6 @@ PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="
 # The first test starts all processes, which takes a minute on a machine that is busy with other things.
 pytestmark = pytest.mark.timeout(180)
 SETTINGS = BacklogSettings(groups_per_step=1, group_size=4, max_staleness=1, window=2, row_length=64)
-
-
-def bootstrap():
-    """What a process runs first. Nested, so that it travels by value: the process can't import this module before."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    verifiers = os.path.join(os.path.dirname(here), "unit", "reward")
-
-    def prepare() -> None:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        sys.path[:0] = [here, verifiers]
-
-    return prepare
 
 
 class FakeGenerator(Actor):
@@ -122,8 +110,8 @@ async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
 @pytest.fixture(scope="module")
 def procs():
     return SimpleNamespace(
-        hub=this_host().spawn_procs(per_host={"procs": 1}, name="hub", bootstrap=bootstrap()),
-        worker=this_host().spawn_procs(per_host={"procs": 1}, name="worker", bootstrap=bootstrap()),
+        hub=spawn("rollout", name="hub"),
+        worker=spawn("rollout", name="worker"),
     )
 
 
@@ -131,7 +119,7 @@ def procs():
 async def stack(procs, tiny_model_folder: Path, tmp_path: Path):
     name = tmp_path.name.replace("_", "-")
     queue = procs.hub.spawn(f"queue-{name}", TrajectoryQueue, SETTINGS, AdvantageSettings(), 1, 0)
-    verifier = "verifiers_under_test:by_answer"
+    verifier = "tests.unit.reward.verifiers_under_test:by_answer"
     reward_settings = RewardSettings(verifier=verifier, workers=2, time_limit_seconds=2.0)
     rewards = procs.hub.spawn(f"rewards-{name}", RewardPool, reward_settings)
     generator = procs.hub.spawn(f"generator-{name}", FakeGenerator)
@@ -233,7 +221,7 @@ async def test_a_verifier_that_hangs_costs_the_reward_not_the_group(stack):
 
 
 async def test_a_request_that_is_cancelled_by_name_frees_the_hubs_verifier(procs):
-    settings = RewardSettings(verifier="verifiers_under_test:by_answer", time_limit_seconds=600.0)
+    settings = RewardSettings(verifier="tests.unit.reward.verifiers_under_test:by_answer", time_limit_seconds=600.0)
     rewards = procs.hub.spawn("rewards-cancelled", RewardPool, settings)
     await rewards.start.call_one()
     hanging = Prompt(id="q5", source="sums", messages=PROMPT.messages, answer="hang")
@@ -307,8 +295,8 @@ async def test_verifier_processes_die_when_the_actors_process_is_killed(monkeypa
     died = asyncio.Event()
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", lambda failure: loop.call_soon_threadsafe(died.set))
-    hub = this_host().spawn_procs(per_host={"procs": 1}, name="doomed", bootstrap=bootstrap())
-    settings = RewardSettings(verifier="verifiers_under_test:by_word", time_limit_seconds=600.0)
+    hub = spawn("rollout", name="doomed")
+    settings = RewardSettings(verifier="tests.unit.reward.verifiers_under_test:by_word", time_limit_seconds=600.0)
     rewards = hub.spawn("rewards", RewardPool, settings)
     await rewards.start.call_one()
     child = int(await rewards.score.call_one(PROMPT, "pid"))
@@ -330,7 +318,7 @@ async def test_an_episode_that_blocks_its_workers_event_loop_ends_the_worker(tin
             time.sleep(1000)  # noqa: ASYNC251 - the point of this test
         return Episode(prompt, context.render(prompt)).finish(float(os.getpid()))
 
-    mesh = this_host().spawn_procs(per_host={"procs": 1}, name="blocked", bootstrap=bootstrap())
+    mesh = spawn("rollout", name="blocked")
     queue = procs.hub.spawn("queue-blocked", TrajectoryQueue, SETTINGS, AdvantageSettings(), 1, 0)
     worker = mesh.spawn(
         "worker-blocked",
@@ -339,7 +327,7 @@ async def test_an_episode_that_blocks_its_workers_event_loop_ends_the_worker(tin
         RolloutSettings(blocked_seconds=1.0),
         pickled(blocks),
         queue=queue,
-        rewards=RewardSettings(verifier="verifiers_under_test:by_answer"),
+        rewards=RewardSettings(verifier="tests.unit.reward.verifiers_under_test:by_answer"),
         tokenizer=str(tiny_model_folder),
         chat=ChatSettings(),
         sampling=SamplingSettings(max_tokens=8),

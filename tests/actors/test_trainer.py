@@ -7,15 +7,15 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
-from monarch.actor import Actor, concurrent_endpoint, this_host
+from monarch.actor import Actor, concurrent_endpoint
 from monarch.spmd import setup_torch_elastic_env
+from spawned import spawn
 from torch.distributed.tensor import DTensor
 
 from goaly.backlog.batch import BatchHandle
@@ -23,8 +23,6 @@ from goaly.durable.checkpoint import Checkpoints
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
-from goaly.process import import_ahead
-from goaly.run.placement import IMPORTS
 from goaly.train.engine import TrainEngine
 from goaly.train.reference import ReferenceModel
 from goaly.train.settings import OptimizerSettings, ReferenceSettings, TrainerSettings
@@ -89,8 +87,8 @@ def batch() -> PackedRows:
 @pytest.fixture(scope="module")
 def actors(tiny_model_folder: Path) -> Iterator[Actors]:
     model = ModelSettings(path=str(tiny_model_folder))
-    trainers = this_host().spawn_procs(per_host={"procs": 2}, bootstrap=partial(import_ahead, IMPORTS["trainer"]))
-    alone = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=partial(import_ahead, IMPORTS["trainer"]))
+    trainers = spawn("trainer", 2)
+    alone = spawn("trainer", name="alone")
     setup_torch_elastic_env(trainers)
     store = alone.spawn("store", WeightStore, WeightSettings())
     packed = batch()

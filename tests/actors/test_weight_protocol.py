@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from monarch.actor import ActorError, this_host, this_proc
+from monarch.actor import ActorError, this_proc
+from spawned import spawn
 
 from goaly.errors import WeightsError, WritersGone
 from goaly.liveness import process_mark
@@ -232,7 +233,7 @@ async def test_a_rank_of_another_group_size_is_refused() -> None:
 
 async def test_readers_in_another_process_than_the_store_are_told_why_no_version_will_come() -> None:
     settings = WeightSettings()
-    mesh = this_host().spawn_procs(per_host={"procs": 1})
+    mesh = spawn("hub")
     store: Any = mesh.spawn("weight_store", WeightStore, settings)
     trainer, early, late = Trainer(store, settings), Reader(store, "early"), Reader(store, "late")
     assert await within(trainer.publish(0), 60)  # the store's process imports torch first

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host, this_proc
+from monarch.actor import Actor, ActorError, concurrent_endpoint, this_proc
 from monarch.rdma import is_ibverbs_available
 from monarch.spmd import setup_torch_elastic_env
+from spawned import spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from goaly.process import import_ahead
 from goaly.weights import torchstore
 from goaly.weights.placement import local
 from goaly.weights.publisher import Publisher
@@ -38,7 +37,6 @@ PLACEMENTS = {
 }
 pytestmark = pytest.mark.timeout(240)  # the first test waits for four processes to import torch
 numbers = itertools.count()
-imports = partial(import_ahead, ("goaly.weights.publisher", "goaly.weights.subscriber", "torch.distributed.tensor"))
 
 
 def numbered(name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -174,7 +172,7 @@ class Rank(Actor):
 @pytest.fixture(scope="module")
 def meshes() -> Iterator[list[Any]]:
     """Two trainer processes and two generator processes."""
-    meshes = [this_host().spawn_procs(per_host={"procs": 2}, bootstrap=imports) for _ in range(2)]
+    meshes = [spawn("reference", 2) for _ in range(2)]
     for mesh in meshes:
         setup_torch_elastic_env(mesh)
     yield meshes

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from launched import LaunchedRun, alive, descendants
+from launched import LaunchedRun, alive
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def launching(below: Path, model: Path) -> Iterator[Callable[..., LaunchedRun]]:
         yield start
     finally:
         for run in started:
-            for pid in [*descendants(run.process.pid), run.process.pid]:
+            for pid in [*run.processes(), run.process.pid]:
                 if alive(pid):
                     os.kill(pid, signal.SIGKILL)
             run.process.wait()

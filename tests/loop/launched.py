@@ -60,21 +60,22 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def named(pid: int) -> str:
-    """The name under which the run spawned this process; empty if it has ended."""
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    names = [
-        entry.partition(b"=")[2].decode() for entry in environment if entry.startswith(b"HYPERACTOR_PROCESS_NAME=")
-    ]
-    return names[0] if names else ""
+def logging_to(folder: Path) -> dict[int, str]:
+    """The processes that log to a run's folder, and the names of their logs: `NAME`, or `NAME.RANK`."""
+    found = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError):  # it has ended, or ends
+            log = Path(os.readlink(f"/proc/{pid}/fd/2"))
+            if log.parent == folder.absolute() / "logs":
+                found[pid] = log.stem
+    return found
 
 
-def rank_of(pid: int) -> int:
-    """The rank that this process has among those spawned with it: its log is `NAME.RANK.log`."""
-    return int(Path(os.readlink(f"/proc/{pid}/fd/2")).suffixes[-2][1:])
+def spawned(folder: Path, name: str = "") -> dict[int, str]:
+    """The processes that a run has spawned under a name that starts so, and the names of their logs."""
+    logs = logging_to(folder)
+    started = {child for pid in logs for child in children(pid) if logs.get(child) == logs[pid]}
+    return {pid: log for pid, log in logs.items() if log.startswith(name) and pid not in started}
 
 
 def held_memory(pids: Iterable[int]) -> set[str]:
@@ -155,18 +156,18 @@ class LaunchedRun:
         metrics = self.folder / "metrics.jsonl"
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
-    def processes(self) -> dict[int, str]:
-        """The run's processes and the names they were spawned under."""
-        return {pid: named(pid) for pid in descendants(self.process.pid)}
+    def processes(self) -> list[int]:
+        """All processes of the run but its controller."""
+        return list({*descendants(self.process.pid), *logging_to(self.folder)} - {self.process.pid})
 
-    def kill(self, name: str, rank: int | None = None) -> None:
-        """`kill -9` of the process spawned under a name that starts so, or of one of its ranks."""
-        (pid,) = [pid for pid in self.spawned(name) if rank is None or rank_of(pid) == rank]
+    def kill(self, name: str) -> None:
+        """`kill -9` of the process spawned under a name that starts so, or of the rank `NAME.RANK`."""
+        (pid,) = self.spawned(name)
         os.kill(pid, signal.SIGKILL)
 
     def spawned(self, name: str) -> list[int]:
         """The processes spawned under a name that starts so."""
-        return [pid for pid in children(self.process.pid) if named(pid).startswith(name)]
+        return sorted(spawned(self.folder, name))
 
     def wait(self, seconds: float = END_SECONDS) -> int:
         """The exit code."""

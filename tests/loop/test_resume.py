@@ -61,7 +61,7 @@ def whole(launch_shared: Launch) -> Ended:
     them."""
     run = launch_shared(*PPO, app="ppo", module="tests.loop.hanging_evaluation")
     run.wait_for_text("the final evaluation hangs", START_SECONDS)
-    processes = list(run.processes())
+    processes = run.processes()
     run.process.send_signal(signal.SIGINT)
     run.wait_for_text("once more stops at once")
     run.process.send_signal(signal.SIGINT)
@@ -80,7 +80,7 @@ def killed(launch_shared: Launch, memory_before: set[str]) -> Ended:
     """A run with the same settings whose controller was killed after some steps."""
     run = launch_shared(*PPO, app="ppo")
     run.wait_for_steps(5)
-    processes = list(run.processes())
+    processes = run.processes()
     run.process.kill()
     return Ended(run=run, processes=processes, survivors=gone_within(processes))
 

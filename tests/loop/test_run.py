@@ -35,7 +35,7 @@ def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(la
     overrides += ["telemetry.wandb.mode=offline"]
     run = launch(f"steps={STEPS}", *overrides, module="tests.loop.waiting_for_go")
     run.wait_for_steps(2)
-    children = list(run.processes())
+    children = run.processes()
     run.kill("generator-0")
     run.wait_for_text("generator 0 serves again", START_SECONDS)
     go.write_bytes(b"go")  # the run's last steps have both replicas
@@ -98,7 +98,7 @@ def assert_evaluated_and_saved_every_20_steps(run: LaunchedRun) -> None:
 def test_a_killed_trainer_ends_the_run_with_an_error_that_names_it(launch: Launch) -> None:
     run = launch("steps=10000")
     run.wait_for_steps(1)
-    children = list(run.processes())
+    children = run.processes()
     run.kill("trainer")
     assert run.wait() == 1
     assert "trainer died" in run.text()  # RN-1

@@ -66,7 +66,7 @@ def reshaped(launch_shared: Launch, stopped: Stopped) -> Reshaped:
     run = launch_shared(f"steps={steps}", *shape, resume=stopped.run)
     run.wait_for_steps(stopped.steps + 2)
     replica = run.spawned("generator-0")
-    run.kill("generator-0", rank=1)
+    run.kill("generator-0.1")
     run.wait_for_text("generator 0 serves again", START_SECONDS)
     survivors = gone_within(replica)
     assert run.wait(START_SECONDS) == 0, run.text()
@@ -123,7 +123,7 @@ def test_ctrl_c_stops_a_run_cleanly(launch: Launch) -> None:
     before = orphaned_memory()
     run = launch("steps=10000")
     run.wait_for_steps(2)
-    children = list(run.processes())
+    children = run.processes()
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
     summary = run.summary()

@@ -101,7 +101,7 @@ def interrupted(launch_shared: Callable[..., LaunchedRun]) -> Interrupted:
         module="tests.loop.hanging_evaluation",
     )
     run.wait_for_text("the final evaluation hangs", START_SECONDS)
-    processes = list(run.processes())
+    processes = run.processes()
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130, run.text()
     return Interrupted(run=run, survivors=gone_within(processes), left_in_memory=orphaned_within(before))

@@ -82,6 +82,9 @@ class HostSettings(Settings):
     bind: dict[str, list[int]] = field(default_factory=dict)
     """CPU cores of the processes of each role, such as `{trainer: [0], generator: [1]}`. A role that is not named uses
     all cores, or, on hosts with several NUMA nodes, those of its GPU's node."""
+    fork: bool = True
+    """Start the processes of this machine as forks of one that has imported their modules: a process then starts in a
+    second instead of ten. Only on machines without GPUs. Set it to false if a library does not survive a fork."""
     imagine: ImaginedCluster | None = None
     """For `--dry-run`: a cluster for which the placement is planned, such as `{hosts: 4, gpus: 8}`; null is this
     machine. Other runs use the hosts of `job`."""

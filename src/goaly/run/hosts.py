@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch._src.actor import config as monarch_config
 from monarch.actor import HostMesh, ProcMesh, current_rank, shutdown_context
 from monarch.job import JobTrait, LocalJob
@@ -31,6 +32,7 @@ from goaly.run.cluster import POOL, Cluster, Host, one_host, this_machine
 from goaly.run.host_settings import ROLES, HostSettings
 from goaly.run.placement import ANYWHERE, IMPORTS, Place, Placed, Processes
 from goaly.run.process_agent import ProcessAgent
+from goaly.run.template import FORKED, SHARED, Template, fork_command
 from goaly.run.watch import START_SECONDS, MeshWatch
 from goaly.telemetry.logs import log_file, process_name
 
@@ -53,6 +55,7 @@ class Hosts:
         self._trace = trace
         self._meshes: dict[str, ProcMesh] = {}
         self._watches: dict[str, MeshWatch] = {}
+        self._templates: dict[int, Template] = {}
         self._loop = asyncio.get_running_loop()
         self._on_failure = on_failure
         with _stderr_to(run_dir / "logs" / "monarch.log"):  # Monarch prints the name of its log file there
@@ -109,6 +112,9 @@ class Hosts:
     async def stop_all(self) -> None:
         """Stop every process of the run. Those that do not stop within seconds die with the controller (HO-1)."""
         await asyncio.gather(*(self.stop(name) for name in list(self._meshes)))
+        for template in self._templates.values():
+            template.close()
+        self._templates.clear()
         if self._settings.job != "local":
             await asyncio.to_thread(self._job.kill)
 
@@ -119,7 +125,24 @@ class Hosts:
         per_host, rest = divmod(len(placed.ranks), len(placed.seats))
         assert not rest, "every host has as many of the ranks as the others (PL-1)"
         bootstrap = _bootstrap(processes, placed.ranks, self._run_dir.absolute(), trace=self._trace)
-        return hosts.spawn_procs(per_host={"procs": per_host}, name=processes.name, bootstrap=bootstrap)
+        return hosts.spawn_procs(
+            per_host={"procs": per_host},
+            name=processes.name,
+            bootstrap=bootstrap,
+            bootstrap_command=self._fork(processes, placed),
+        )
+
+    def _fork(self, processes: Processes, placed: Placed) -> BootstrapCommand | None:
+        """The command that starts these processes as forks; None if each starts alone."""
+        is_here = self._settings.job == "local" and processes.role in FORKED
+        sees_gpus = any(place.visible is not None for place in placed.ranks)
+        if not (self._settings.fork and is_here) or sees_gpus:
+            return None
+        threads = processes.threads
+        if SHARED not in os.environ and threads not in self._templates:
+            self._templates[threads] = Template(threads, log_file(self._run_dir, f"template-{threads}"))
+        name = os.environ.get(SHARED) or self._templates[threads].name
+        return fork_command(name, processes.role, threads)
 
     async def _survey(self, mesh: str) -> list[tuple[str, Host]]:
         """Each host of a mesh: a unique name, and its GPUs and cores."""

@@ -116,7 +116,7 @@ class MeshWatch:
         stopped, child = 0, None
         while limit is None or stopped < math.ceil(limit / tick):
             await asyncio.sleep(tick)
-            child = child or child_that_logs_to(self._logs[rank])
+            child = child or descendant_that_logs_to(self._logs[rank])
             if child is not None:
                 self._exit_of(rank, child)
             stopped = stopped + 1 if child is not None and is_stopped(child.pid) else 0
@@ -124,7 +124,7 @@ class MeshWatch:
 
     def _exit_of(self, rank: int, mark: ProcessMark | None = None) -> ExitWatch | None:
         """The watch for the end of this process; None if it has ended or is not on this host."""
-        if rank not in self._exits and (mark := mark or child_that_logs_to(self._logs[rank])) is not None:
+        if rank not in self._exits and (mark := mark or descendant_that_logs_to(self._logs[rank])) is not None:
             self._exits[rank] = ExitWatch(mark, partial(self._lost, rank, f"{mark} ended"))  # PW-1
         return self._exits.get(rank)
 
@@ -160,16 +160,18 @@ async def answered_within(answer: Awaitable[T], seconds: float | None) -> T | No
         call.cancel()
 
 
-def child_that_logs_to(log: Path) -> ProcessMark | None:
-    """The child of this process that logs to this file, if there is one."""
+def descendant_that_logs_to(log: Path, pid: int | None = None) -> ProcessMark | None:
+    """The process below this one, or below that with this id, that logs to this file, if there is one."""
     children: list[str] = []
-    for listed in Path("/proc/self/task").glob("*/children"):
+    for listed in Path(f"/proc/{pid or 'self'}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
             children += listed.read_text().split()
-    for pid in map(int, children):
+    for child in map(int, children):
         with contextlib.suppress(OSError):  # it has ended, or there is no log yet
-            if os.path.samefile(f"/proc/{pid}/fd/2", log):
-                return process_mark(pid)
+            if os.path.samefile(f"/proc/{child}/fd/2", log):
+                return process_mark(child)
+        if (below := descendant_that_logs_to(log, child)) is not None:
+            return below
     return None
 
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from goaly.weights.layout import Layout, share, view
-from goaly.weights.member import gpu_of
-from goaly.weights.placement import layout_of, local
+from goaly.weights.placement import gpu_of, layout_of, local
 from goaly.weights.receipts import WeightedSum, halves, whole
 
 

@@ -13,7 +13,7 @@ Invariants
 import asyncio
 import contextvars
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
@@ -172,11 +172,6 @@ class Copier:
                     torch._foreach_copy_(targets, sources, non_blocking=True)
             finally:
                 stream.synchronize()  # WC-1
-
-
-def gpu_of(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
-    """The GPU that holds some of them, if any."""
-    return next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
 
 
 def _parts(pairs: Sequence[Pair], count: int) -> list[list[Pair]]:

@@ -222,3 +222,8 @@ def _composed(dims: tuple[int | None, ...], inner: tuple[int | None, ...] | None
     """The local tensor's dims, where these are dims of a tensor whose dims are `inner`."""
     local = dims if inner is None else tuple(None if dim is None else inner[dim] for dim in dims)
     return None if local == tuple(range(len(local))) else local
+
+
+def gpu_of(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
+    """The GPU that holds some of them, if any."""
+    return next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)

@@ -22,8 +22,8 @@ from goaly.telemetry.spans import span
 from goaly.weights.buckets import cut
 from goaly.weights.layout import in_dtype, view
 from goaly.weights.ledger import Staged
-from goaly.weights.member import Member, SharedTask, gpu_of
-from goaly.weights.placement import Naming, layout_of, local, renamed
+from goaly.weights.member import Member, SharedTask
+from goaly.weights.placement import Naming, gpu_of, layout_of, local, renamed
 from goaly.weights.receipts import receipt
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import JoinedWriter, WeightStore

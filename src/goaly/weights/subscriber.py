@@ -32,8 +32,8 @@ from goaly.telemetry.spans import span
 from goaly.weights.destination import Destination
 from goaly.weights.layout import Copy, plan, region
 from goaly.weights.ledger import Lease
-from goaly.weights.member import Member, Pair, SharedTask, gpu_of
-from goaly.weights.placement import Naming
+from goaly.weights.member import Member, Pair, SharedTask
+from goaly.weights.placement import Naming, gpu_of
 from goaly.weights.receipts import Parts
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import Joined, WeightStore

@@ -17,7 +17,15 @@ from goaly.process import FATAL
 from goaly.run import watch
 from goaly.run.config import RunConfig
 from goaly.run.run import Run
-from goaly.run.watch import START_SECONDS, TICKS, MeshWatch, answered_within, child_that_logs_to, fatal_reason, tick_of
+from goaly.run.watch import (
+    START_SECONDS,
+    TICKS,
+    MeshWatch,
+    answered_within,
+    descendant_that_logs_to,
+    fatal_reason,
+    tick_of,
+)
 from tests.unit.stalled import Stalls
 
 LIMIT = 60.0
@@ -179,9 +187,9 @@ def go_on(child: subprocess.Popen[bytes]) -> None:
 def test_a_child_is_found_by_its_own_log_only(log: Path, child: subprocess.Popen[bytes]) -> None:
     other = log.with_name("hub.log")
     other.touch()
-    assert child_that_logs_to(log) == process_mark(child.pid)
-    assert child_that_logs_to(other) is None
-    assert child_that_logs_to(log.with_name("none.log")) is None
+    assert descendant_that_logs_to(log) == process_mark(child.pid)
+    assert descendant_that_logs_to(other) is None
+    assert descendant_that_logs_to(log.with_name("none.log")) is None
 
 
 async def test_a_process_that_ends_before_its_first_answer_is_lost_at_once(
