@@ -17,7 +17,7 @@ import pytest
 from monarch._src.actor import config as monarch_config
 from random_model import write_random_model
 
-from goaly.run.template import SHARED, Template
+from goaly.run.fork_server import SHARED, ForkServer
 
 monarch_config.prefix_python_logs_with_actor = False  # once Monarch is up, it would prefix this process's records
 
@@ -48,9 +48,9 @@ FORKING = {
 def pytest_configure(config: pytest.Config) -> None:
     """Let the processes of all tests be forks of one that imports each library once."""
     if not hasattr(config, "workerinput"):  # a worker uses that of the process that started it
-        template = Template(1, config.cache.mkdir("template") / "template.log")
-        config.add_cleanup(template.close)
-        os.environ[SHARED] = template.name
+        server = ForkServer(1, config.cache.mkdir("fork_server") / "fork_server.log")
+        config.add_cleanup(server.close)
+        os.environ[SHARED] = server.name
 
 
 gc.disable()  # while all test files and their libraries are imported: it takes a quarter less time

@@ -1,11 +1,11 @@
-"""Processes of tests: forks of the template that `conftest.py` starts."""
+"""Processes of tests: forks of the server that `conftest.py` starts."""
 
 import os
 import sys
 
 from monarch.actor import ProcMesh, this_host
 
-from goaly.run.template import SHARED, fork_command
+from goaly.run.fork_server import SHARED, fork_command
 
 
 def spawn(role: str, count: int = 1, name: str | None = None) -> ProcMesh:

@@ -29,10 +29,10 @@ from monarch.job import JobTrait, LocalJob
 from goaly.dotted_path import function_at
 from goaly.errors import ConfigError, RunFailed
 from goaly.run.cluster import POOL, Cluster, Host, one_host, this_machine
+from goaly.run.fork_server import FORKED, SHARED, ForkServer, fork_command
 from goaly.run.host_settings import ROLES, HostSettings
 from goaly.run.placement import ANYWHERE, IMPORTS, Place, Placed, Processes
 from goaly.run.process_agent import ProcessAgent
-from goaly.run.template import FORKED, SHARED, Template, fork_command
 from goaly.run.watch import START_SECONDS, MeshWatch
 from goaly.telemetry.logs import log_file, process_name
 
@@ -55,7 +55,7 @@ class Hosts:
         self._trace = trace
         self._meshes: dict[str, ProcMesh] = {}
         self._watches: dict[str, MeshWatch] = {}
-        self._templates: dict[int, Template] = {}
+        self._fork_servers: dict[int, ForkServer] = {}
         self._loop = asyncio.get_running_loop()
         self._on_failure = on_failure
         with _stderr_to(run_dir / "logs" / "monarch.log"):  # Monarch prints the name of its log file there
@@ -112,9 +112,9 @@ class Hosts:
     async def stop_all(self) -> None:
         """Stop every process of the run. Those that do not stop within seconds die with the controller (HO-1)."""
         await asyncio.gather(*(self.stop(name) for name in list(self._meshes)))
-        for template in self._templates.values():
-            template.close()
-        self._templates.clear()
+        for server in self._fork_servers.values():
+            server.close()
+        self._fork_servers.clear()
         if self._settings.job != "local":
             await asyncio.to_thread(self._job.kill)
 
@@ -139,10 +139,10 @@ class Hosts:
         if not (self._settings.fork and is_here) or sees_gpus:
             return None
         threads = processes.threads
-        if SHARED not in os.environ and threads not in self._templates:
-            self._templates[threads] = Template(threads, log_file(self._run_dir, f"template-{threads}"))
-        name = os.environ.get(SHARED) or self._templates[threads].name
-        return fork_command(name, processes.role, threads)
+        shared = os.environ.get(SHARED)
+        if shared is None and threads not in self._fork_servers:
+            self._fork_servers[threads] = ForkServer(threads, log_file(self._run_dir, f"fork-server-{threads}"))
+        return fork_command(shared or self._fork_servers[threads].name, processes.role, threads)
 
     async def _survey(self, mesh: str) -> list[tuple[str, Host]]:
         """Each host of a mesh: a unique name, and its GPUs and cores."""

@@ -1,14 +1,14 @@
-"""Starts processes as forks of a template: a process that has imported what they need.
+"""Starts processes as forks of a server, a process that has imported what they need.
 
 Importing torch and vLLM takes a process up to ten seconds of CPU; a fork of one that has them takes 20 ms. Monarch
 starts each process by a command. Here the command is this file as a program, the launcher: it hands its streams,
-environment, folder and cores to the template, waits until the fork ends, and ends as the fork did.
+environment, folder and cores to the server, waits until the fork ends, and ends as the fork did.
 
 Invariants
-    FK-1  A process starts once: as a fork, after its launcher has told it to run, or else without the template, if that
+    FK-1  A process starts once: as a fork, after its launcher has told it to run, or else without the server, if that
           is gone, computes with other threads, or has not answered for `ANSWER_SECONDS`.
-    FK-2  A fork is killed when its launcher or its template ends. A template ends with the process that started it.
-    FK-3  A template has one thread when it forks. If an import starts another thread, the template logs that and ends.
+    FK-2  A fork is killed when its launcher or its server ends. A server ends with the process that started it.
+    FK-3  A server has one thread when it forks. If an import starts another thread, the server logs that and ends.
 """
 
 import ctypes
@@ -37,9 +37,9 @@ REQUEST_SECONDS = 5.0
 REQUEST_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1
 LAUNCHER = ("-IS", __file__, "launch")
-"""Makes a Python a launcher. The template's name, the threads, the program and its imports follow."""
-SHARED = "GOALY_TEMPLATE"
-"""Environment variable: the name of a template that this run uses instead of one of its own."""
+"""Makes a Python a launcher. The server's name, the threads, the program and its imports follow."""
+SHARED = "GOALY_FORK_SERVER"
+"""Environment variable: the name of a fork server that this run uses instead of one of its own."""
 
 TRAINED = (
     "goaly.train.engine",
@@ -56,11 +56,11 @@ FORKED = {
     "generator": ("goaly.generate.engine", "goaly.generate.vllm_model", "vllm.v1.worker.cpu_worker"),
     "rollout": ("goaly.backlog.batch", "goaly.prompts.template", "goaly.prompts.tokenizer"),
 }
-"""The modules that a template imports for a process of each role. None imports Monarch, which starts threads."""
+"""The modules that a fork server imports for a process of each role. None imports Monarch, which starts threads."""
 
 
-class Template:
-    """A template whose forks compute with so many threads. It ends with this process, at the latest."""
+class ForkServer:
+    """A fork server whose forks compute with so many threads. It ends with this process, at the latest."""
 
     def __init__(self, threads: int, log: "Path"):
         import subprocess  # the launcher does without it
@@ -69,9 +69,9 @@ class Template:
         log.parent.mkdir(parents=True, exist_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, log.open("ab") as output:
             listener.bind(f"\0{self.name}")
-            listener.listen(128)  # launchers may come before the template is up
+            listener.listen(128)  # launchers may come before the server is up
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "goaly.run.template", "serve", str(listener.fileno())],
+                [sys.executable, "-m", "goaly.run.fork_server", "serve", str(listener.fileno())],
                 stdin=subprocess.PIPE,  # it ends when this process closes it, ends or becomes another program
                 stdout=output,
                 stderr=output,
@@ -81,16 +81,16 @@ class Template:
             )
 
     def close(self) -> None:
-        """End the template and all its forks."""
+        """End the server and all its forks."""
         self._process.kill()
         self._process.communicate()
 
 
-def fork_command(template: str, role: str, threads: int = 1) -> "BootstrapCommand":
-    """The command by which Monarch starts a process of this role as a fork of the template with this name."""
+def fork_command(server: str, role: str, threads: int = 1) -> "BootstrapCommand":
+    """The command by which Monarch starts a process of this role as a fork of the server with this name."""
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 
-    arguments = [*LAUNCHER, template, str(threads), PROGRAM, *FORKED[role]]
+    arguments = [*LAUNCHER, server, str(threads), PROGRAM, *FORKED[role]]
     return BootstrapCommand(sys.executable, None, arguments, env={})
 
 
@@ -117,12 +117,12 @@ class _Fork(NamedTuple):
         self.launcher.close()
 
 
-def launch(template: str, threads: str, program: str, modules: Sequence[str]) -> NoReturn:
-    """Let a fork of the template, with these modules, run the program in this one's place, or run it here (FK-1)."""
+def launch(server: str, threads: str, program: str, modules: Sequence[str]) -> NoReturn:
+    """Let a fork of the server, with these modules, run the program in this one's place, or run it here (FK-1)."""
     _set_stop_signals(signal.SIG_IGN)
     _die_with_parent()
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if not _runs_as_fork(line, template, threads, program, modules):
+    if not _runs_as_fork(line, server, threads, program, modules):
         line.close()
         _set_stop_signals(signal.SIG_DFL)
         os.execv(sys.executable, [sys.executable, "-m", program])
@@ -130,7 +130,7 @@ def launch(template: str, threads: str, program: str, modules: Sequence[str]) ->
     _end_with(int(line.recv(16) or -signal.SIGKILL))
 
 
-def _runs_as_fork(line: socket.socket, template: str, threads: str, program: str, modules: Sequence[str]) -> bool:
+def _runs_as_fork(line: socket.socket, server: str, threads: str, program: str, modules: Sequence[str]) -> bool:
     request = {
         "threads": threads,
         "program": program,
@@ -142,7 +142,7 @@ def _runs_as_fork(line: socket.socket, template: str, threads: str, program: str
     line.settimeout(ANSWER_SECONDS)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES)
     try:
-        line.connect(f"\0{template}")
+        line.connect(f"\0{server}")
         socket.send_fds(line, [json.dumps(request).encode()], [0, 1, 2])
         return line.recv(8) == b"ready" and line.send(b"run") > 0
     except OSError:
@@ -162,13 +162,13 @@ def _die_with_parent() -> None:
 
 
 def _set_stop_signals(action: signal.Handlers) -> None:
-    """Ignored by launchers and templates: only the controller ends a run's processes."""
+    """Ignored by launchers and fork servers: only the controller ends a run's processes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, action)
 
 
 def serve(listener: socket.socket) -> None:
-    """Be a template until standard input ends."""
+    """Be a fork server until standard input ends."""
     _set_stop_signals(signal.SIG_IGN)
     _die_with_parent()
     events = select.epoll()
@@ -188,11 +188,11 @@ def serve(listener: socket.socket) -> None:
             else:
                 _import(request["modules"])
                 request["environment"] |= dict(os.environ.items() - environment.items())  # what imports have set
-                template = os.getpid()
+                server = os.getpid()
                 if (pid := os.fork()) == 0:
                     for inherited in (listener, events, *set(forks.values())):
                         inherited.close()
-                    _run(template, launcher, request, streams)
+                    _run(server, launcher, request, streams)
                 fork = _Fork(pid, os.pidfd_open(pid), launcher)
                 forks[fork.end] = forks[launcher.fileno()] = fork
                 events.register(fork.end, select.EPOLLIN)
@@ -209,7 +209,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def _requested(launcher: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """A launcher's request and its streams; None if this template cannot fork for it."""
+    """A launcher's request and its streams; None if this server cannot fork for it."""
     _, user, _ = struct.unpack("3i", launcher.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     launcher.settimeout(REQUEST_SECONDS)
     try:
@@ -229,7 +229,7 @@ def _import(modules: Sequence[str]) -> None:
         give_up(f"a fork would lack the threads that one of {', '.join(modules)} started")
 
 
-def _run(template: int, launcher: socket.socket, request: dict[str, Any], streams: Sequence[int]) -> NoReturn:
+def _run(server: int, launcher: socket.socket, request: dict[str, Any], streams: Sequence[int]) -> NoReturn:
     """Be the process that the launcher stands for."""
     import runpy
     import traceback
@@ -240,7 +240,7 @@ def _run(template: int, launcher: socket.socket, request: dict[str, Any], stream
     launcher.settimeout(ANSWER_SECONDS)
     try:
         launcher.send(b"ready")
-        if launcher.recv(8) != b"run" or os.getppid() != template:
+        if launcher.recv(8) != b"run" or os.getppid() != server:
             os._exit(1)
     except OSError:  # the launcher ended, or started alone
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Processes that start as forks of a template, and the deaths of all that take part."""
+"""Processes that start as forks of a fork server, and the deaths of all that take part."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from monarch.actor import Actor, endpoint
 from spawned import spawn
 
 from goaly.process import import_ahead
+from goaly.run.fork_server import FORKED, LAUNCHER, ForkServer
 from goaly.run.placement import IMPORTS
-from goaly.run.template import FORKED, LAUNCHER, Template
 from tests.actors.forked_program import ENDS
 from tests.loop.launched import alive, children, gone_within
 
@@ -25,8 +25,8 @@ PROGRAM = "forked_program"
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from goaly.run.template import Template
-print(Template(1, Path(sys.argv[1])).name, flush=True)
+from goaly.run.fork_server import ForkServer
+print(ForkServer(1, Path(sys.argv[1])).name, flush=True)
 input()
 os.execv("/bin/sleep", ["sleep", "1000"])
 """
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Template]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{os.environ.get('PYTHONPATH', '')}")
-    one = Template(1, tmp_path / "template.log")
+    one = ForkServer(1, tmp_path / "fork_server.log")
     yield one
     one.close()
 
@@ -68,40 +68,40 @@ def said(launcher: "subprocess.Popen[str]") -> dict[str, Any]:
     return json.loads(launcher.stdout.readline())
 
 
-def process_of(template: Template) -> int:
-    """The template's process."""
-    return template._process.pid
+def process_of(server: ForkServer) -> int:
+    """The server's process."""
+    return server._process.pid
 
 
-def test_a_fork_has_what_its_launcher_was_given_and_the_imports_of_the_template(
-    template: Template, launch: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+def test_a_fork_has_what_its_launcher_was_given_and_the_imports_of_the_server(
+    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
 ) -> None:
     core = min(os.sched_getaffinity(0))
     launcher = launch(
-        template.name, "fractions", cwd=tmp_path, preexec_fn=lambda: os.sched_setaffinity(0, {core}), ends="never"
+        server.name, "fractions", cwd=tmp_path, preexec_fn=lambda: os.sched_setaffinity(0, {core}), ends="never"
     )
     found = said(launcher)
     assert os.path.samefile(f"/proc/{found['pid']}/fd/2", f"/proc/{launcher.pid}/fd/2")
     assert (found["folder"], found["cores"], found["environment"]["ENDS"]) == (str(tmp_path), [core], "never")
     assert "fractions" in found["imported"]
-    assert found["pid"] in children(process_of(template))
+    assert found["pid"] in children(process_of(server))
     assert found["signals"] == [True, True]  # as of a new process, for its subprocesses
     assert len(found["files"]) == 4  # the three streams, and the folder that lists them
 
 
 def test_what_an_import_sets_in_the_environment_is_set_in_every_fork(
-    template: Template, launch: Callable[..., "subprocess.Popen[str]"]
+    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
     for _ in range(2):
-        assert said(launch(template.name, "sets_a_variable"))["environment"]["SET_BY_AN_IMPORT"] == "1"
+        assert said(launch(server.name, "sets_a_variable"))["environment"]["SET_BY_AN_IMPORT"] == "1"
 
 
 @pytest.mark.parametrize("ends", [ends for ends in ENDS if ends != "never"])
 @pytest.mark.parametrize("is_fork", [True, False])
 def test_a_launcher_ends_as_its_program_does(
-    template: Template, launch: Callable[..., "subprocess.Popen[str]"], ends: str, is_fork: bool
+    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"], ends: str, is_fork: bool
 ) -> None:
-    launcher = launch(template.name if is_fork else "no-such-template", ends=ends)
+    launcher = launch(server.name if is_fork else "no-such-server", ends=ends)
     found = said(launcher)
     _, errors = launcher.communicate()
     assert (found["pid"] == launcher.pid) == (not is_fork)
@@ -111,88 +111,88 @@ def test_a_launcher_ends_as_its_program_does(
 
 
 def test_a_fork_dies_with_its_launcher_and_no_other_does(
-    template: Template, launch: Callable[..., "subprocess.Popen[str]"]
+    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"]
 ) -> None:  # FK-2
-    launchers = [launch(template.name) for _ in range(3)]
+    launchers = [launch(server.name) for _ in range(3)]
     forks = [said(launcher)["pid"] for launcher in launchers]
     launchers[1].kill()
     assert gone_within([forks[1]]) == []
     assert [alive(fork) for fork in forks] == [True, False, True]
-    assert said(launch(template.name))["pid"] in children(process_of(template))
+    assert said(launch(server.name))["pid"] in children(process_of(server))
 
 
-def test_a_fork_and_its_launcher_die_with_the_template(
-    template: Template, launch: Callable[..., "subprocess.Popen[str]"]
+def test_a_fork_and_its_launcher_die_with_the_server(
+    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"]
 ) -> None:  # FK-2
-    launcher = launch(template.name)
+    launcher = launch(server.name)
     fork = said(launcher)["pid"]
-    os.kill(process_of(template), signal.SIGKILL)
+    os.kill(process_of(server), signal.SIGKILL)
     assert gone_within([fork]) == []
     assert launcher.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("end", ["is killed", "becomes another program"])
-def test_a_template_and_its_forks_end_with_their_owner(
+def test_a_fork_server_and_its_forks_end_with_their_owner(
     launch: Callable[..., "subprocess.Popen[str]"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:  # FK-2
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{os.environ.get('PYTHONPATH', '')}")
-    command = [sys.executable, "-c", OWNER, str(tmp_path / "template.log")]
+    command = [sys.executable, "-c", OWNER, str(tmp_path / "fork_server.log")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdin is not None
         assert owner.stdout is not None
         name = owner.stdout.readline().strip()
-        (template,) = children(owner.pid)
+        (server,) = children(owner.pid)
         fork = said(launch(name))["pid"]
         if end == "is killed":
             owner.kill()
         else:
             owner.stdin.write("\n")
             owner.stdin.flush()
-        assert gone_within([template, fork]) == []
+        assert gone_within([server, fork]) == []
         owner.kill()
 
 
-def test_signals_that_stop_a_run_end_neither_launcher_nor_template_nor_fork_before_the_controller_does(
-    template: Template, launch: Callable[..., "subprocess.Popen[str]"]
+def test_signals_that_stop_a_run_end_neither_launcher_nor_server_nor_fork_before_the_controller_does(
+    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
-    launcher = launch(template.name)
+    launcher = launch(server.name)
     said(launcher)
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(launcher.pid, number)
-        os.kill(process_of(template), number)
-    assert said(launch(template.name))["pid"] in children(process_of(template))
+        os.kill(process_of(server), number)
+    assert said(launch(server.name))["pid"] in children(process_of(server))
     assert launcher.poll() is None
 
 
 def test_a_program_with_other_threads_starts_alone(
-    template: Template, launch: Callable[..., "subprocess.Popen[str]"]
+    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"]
 ) -> None:  # FK-1
-    launcher = launch(template.name, threads=2)
+    launcher = launch(server.name, threads=2)
     assert said(launcher)["pid"] == launcher.pid
-    assert said(launch(template.name))["pid"] in children(process_of(template))  # which serves on
+    assert said(launch(server.name))["pid"] in children(process_of(server))  # which serves on
 
 
-def test_where_an_import_starts_a_thread_the_template_ends_and_processes_start_alone(
-    template: Template, launch: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+def test_where_an_import_starts_a_thread_the_server_ends_and_processes_start_alone(
+    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
 ) -> None:  # FK-1, FK-3
-    process = process_of(template)
+    process = process_of(server)
     for _ in range(2):
-        launcher = launch(template.name, "imports_a_thread")
+        launcher = launch(server.name, "imports_a_thread")
         assert said(launcher)["pid"] == launcher.pid
     assert gone_within([process]) == []
-    assert "that one of imports_a_thread started" in (tmp_path / "template.log").read_text()
+    assert "that one of imports_a_thread started" in (tmp_path / "fork_server.log").read_text()
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_a_launcher_whose_template_closes_the_line_starts_alone_unless_a_fork_may_run(
+def test_a_launcher_whose_server_closes_the_line_starts_alone_unless_a_fork_may_run(
     launch: Callable[..., "subprocess.Popen[str]"], answers: bool
 ) -> None:  # FK-1
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as template:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         name = f"goaly-test-{os.getpid()}"
-        template.bind(f"\0{name}")
-        template.listen()
+        server.bind(f"\0{name}")
+        server.listen()
         launcher = launch(name)
-        line, _ = template.accept()
+        line, _ = server.accept()
         with line:
             line.recv(1 << 18)
             if answers:
@@ -205,17 +205,17 @@ def test_a_launcher_whose_template_closes_the_line_starts_alone_unless_a_fork_ma
 
 
 def test_a_fork_that_is_not_told_to_run_does_not(
-    template: Template, launch: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
 ) -> None:  # FK-1
-    first = said(launch(template.name))["pid"]
+    first = said(launch(server.name))["pid"]
     request = {"threads": "1", "program": PROGRAM, "modules": [], "folder": str(tmp_path), "cores": [0]}
     request["environment"] = {**os.environ, "ENDS": "normally"}
     with (tmp_path / "output").open("wb") as output:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
-            line.connect(f"\0{template.name}")
+            line.connect(f"\0{server.name}")
             socket.send_fds(line, [json.dumps(request).encode()], [output.fileno()] * 3)
             assert line.recv(8) == b"ready"
-            (fork,) = set(children(process_of(template))) - {first}
+            (fork,) = set(children(process_of(server))) - {first}
         assert gone_within([fork]) == []
     assert (tmp_path / "output").read_bytes() == b""
 
