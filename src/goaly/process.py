@@ -88,6 +88,15 @@ def outlive_stop_signals() -> None:
         libc.signal(number, ctypes.cast(libc.abs, ctypes.c_void_p))
 
 
+def show_as(title: str) -> None:
+    """Let `ps` and `top` show this process under a title, if the library for it is installed (vLLM brings it)."""
+    os.environ["SPT_NOENV"] = "1"  # leave /proc/PID/environ as it is
+    with contextlib.suppress(ImportError):
+        from setproctitle import setproctitle
+
+        setproctitle(title)
+
+
 def exit_quickly(code: int) -> NoReturn:
     """Exit with this code, after the exit handlers but without the interpreter's teardown: with torch imported it takes
     a second or more."""

@@ -14,10 +14,12 @@ from monarch.job import ProcessJob
 
 from goaly.errors import RunFailed
 from goaly.run.cluster import Cluster, imagined
+from goaly.run.fork_server import SHARED
 from goaly.run.host_settings import HostSettings, ImaginedCluster
 from goaly.run.hosts import Hosts
 from goaly.run.placement import Processes, place
 from goaly.run.process_agent import rendezvous
+from tests.loop.launched import gone_within, logging_to
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -43,6 +45,7 @@ class Witness(Actor):
         threads = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
         cores = ",".join(map(str, sorted(set().union(*threads))))
         return {name: os.environ.get(name) for name in names} | {
+            "title": Path("/proc/self/cmdline").read_text().rstrip("\0"),
             "pid": str(os.getpid()),
             "agent": str(os.getppid()),
             "cores": cores,
@@ -109,12 +112,16 @@ async def test_a_job_is_asked_what_its_hosts_have_and_two_of_one_machine_are_one
     assert found.hosts[0].cores == os.sched_getaffinity(0)
 
 
-async def test_on_cpus_a_process_keeps_the_environment_that_it_came_with_and_outlives_a_sigterm(tmp_path: Path) -> None:
-    settings = HostSettings()
+@pytest.mark.parametrize("forks", [True, False])
+async def test_on_cpus_a_process_keeps_the_environment_that_it_came_with_and_outlives_a_sigterm(
+    tmp_path: Path, forks: bool
+) -> None:
+    settings = HostSettings(fork=forks)
     async with hosts_of(settings, tmp_path) as hosts:
         on = await hosts.cluster()
         generator = Processes(name="generator-0", role="generator", count=2, group=2)
         found = await told(hosts, generator, settings, on, with_ranks=True)
+        assert [said["title"] for said in found] == ["goaly generator-0.0", "goaly generator-0.1"]
         for said in found:
             os.kill(int(said["pid"] or 0), signal.SIGTERM)  # HO-1
         mesh = hosts.spawn(generator, place([generator], settings, on)["generator-0"])
@@ -122,3 +129,29 @@ async def test_on_cpus_a_process_keeps_the_environment_that_it_came_with_and_out
     assert {said["pid"] for _, said in again.items()} == {said["pid"] for said in found}
     assert [said["LOCAL_RANK"] for said in found] == ["0", "1"]
     assert {said["CUDA_VISIBLE_DEVICES"] for said in found} == {os.environ.get("CUDA_VISIBLE_DEVICES")}
+
+
+@pytest.mark.parametrize("settings", [HostSettings(), HostSettings(fork=False)])
+async def test_processes_are_forks_of_a_server_that_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: HostSettings
+) -> None:
+    monkeypatch.delenv(SHARED)
+    async with hosts_of(settings, tmp_path) as hosts:
+        on = await hosts.cluster()
+        one, two = [
+            await told(hosts, Processes(name=name, role="hub", threads=threads), settings, on, with_ranks=False)
+            for name, threads in (("one", 1), ("two", 2))
+        ]
+        parents = [int(said["agent"] or 0) for (said,) in (one, two)]
+        servers = logging_to(tmp_path)
+        started = [servers.get(parent) for parent in parents]
+        assert started == (["fork-server-1", "fork-server-2"] if settings.fork else [None, None])
+    assert not settings.fork or gone_within(parents) == []
+
+
+async def test_a_process_on_a_host_with_gpus_starts_alone(tmp_path: Path) -> None:
+    settings = HostSettings()
+    async with hosts_of(settings, tmp_path) as hosts:
+        on = imagined(ImaginedCluster(gpus=1))
+        (said,) = await told(hosts, Processes(name="hub", role="hub"), settings, on, with_ranks=False)
+        assert (said["agent"], said["CUDA_VISIBLE_DEVICES"]) == (str(os.getpid()), "")

@@ -70,13 +70,14 @@ class ForkServer:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, log.open("ab") as output:
             listener.bind(f"\0{self.name}")
             listener.listen(128)  # launchers may come before the server is up
+            count = {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}  # NumPy's starts threads (FK-3)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "goaly.run.fork_server", "serve", str(listener.fileno())],
                 stdin=subprocess.PIPE,  # it ends when this process closes it, ends or becomes another program
                 stdout=output,
                 stderr=output,
                 pass_fds=[listener.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},  # read once, when torch is imported
+                env={**os.environ, **count},  # read once, when the libraries are imported
                 start_new_session=True,
             )
 
@@ -169,8 +170,11 @@ def _set_stop_signals(action: signal.Handlers) -> None:
 
 def serve(listener: socket.socket) -> None:
     """Be a fork server until standard input ends."""
+    from goaly.process import show_as
+
     _set_stop_signals(signal.SIG_IGN)
     _die_with_parent()
+    show_as("goaly fork-server")  # also prepares its forks, whose environment lies elsewhere
     events = select.epoll()
     events.register(0, select.EPOLLHUP)
     events.register(listener, select.EPOLLIN)

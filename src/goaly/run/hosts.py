@@ -223,11 +223,12 @@ def _bootstrap(processes: Processes, places: Sequence[Place], run_dir: Path, *, 
             for thread in os.listdir("/proc/self/task"):  # Monarch's threads run already, and actors run in some
                 with contextlib.suppress(ProcessLookupError):
                     os.sched_setaffinity(int(thread), place.cores)
-        from goaly.process import give_up_when_a_callback_fails, give_up_when_a_thread_fails, import_ahead
+        from goaly.process import give_up_when_a_callback_fails, give_up_when_a_thread_fails, import_ahead, show_as
         from goaly.telemetry import logs, spans
 
         process = logs.process_name(name, rank.rank, rank.extent.nelements)
         logs.quiet(logs.log_file(run_dir, process))
+        show_as(f"goaly {process}")
         spans.configure(run_dir if trace else None, process)
         give_up_when_a_thread_fails()
         give_up_when_a_callback_fails()
