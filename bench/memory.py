@@ -45,6 +45,7 @@ CASES: dict[str, tuple[TinyModel, str, dict[str, Any]]] = {
         {"fsdp": 2, "activation_checkpointing": "selective"},
     ),
     "dense, TP 2": (DENSE, "float32", {"tp": 2}),
+    "dense, CP 2": (DENSE, "float32", {"cp": 2}),
     "experts": (EXPERTS, "float32", {}),
     "experts, FSDP 2, EP 2": (EXPERTS, "float32", {"fsdp": 2, "ep": 2}),
     "experts, FSDP 2, EP 2, all recomputed": (
@@ -116,7 +117,7 @@ def _train(rank: int, model: ModelSettings, settings: TrainerSettings, out: Path
                 engine.forward_backward(rows.split(ROWS), objective, trained)
                 engine.optimizer_step()
     if rank == 0:
-        out.write_text(json.dumps({"measured": _peak(profile) / MIB, "grown": (_resident() - before) / MIB}))
+        out.write_text(json.dumps({"measured": peak_of(profile) / MIB, "grown": (_resident() - before) / MIB}))
     if settings.ranks > 1:
         dist.barrier()
 
@@ -156,7 +157,7 @@ def _choices(places_RL: Any, shape: Architecture) -> Any:
     return choices_RL2[:, :, None].repeat(1, 1, shape.layers, 1)
 
 
-def _peak(profile: Any) -> int:
+def peak_of(profile: Any) -> int:
     """The most bytes that the allocator had given out at a time since the second batch began."""
     from torch._C._profiler import _EventType
 

@@ -287,6 +287,8 @@ def test_what_cannot_be_bitwise_is_told_before_anything_starts(tiny_model_folder
     wide = write_tiny_model(tmp_path / "wide", TinyModel(kv_heads=4))
     with pytest.raises(ConfigError, match=r"trainer.tp=4: must be at most 2 .*\ngenerator.tp=4: must be at most 2"):
         run_config(GRPO, wide, bitwise, recompute, "trainer.tp=4", "generator.tp=4")
+    with pytest.raises(ConfigError, match=r"trainer.cp=2: must be 1 with .*\nreference.cp=2: must be 1"):
+        run_config(GRPO, tiny_model_folder, bitwise, recompute, "trainer.cp=2", "reference.cp=2")
     experts = write_tiny_model(tmp_path / "experts", TinyModel(experts=4))
     with pytest.raises(ConfigError, match="must be fast for a model with experts"):
         run_config(GRPO, experts, bitwise, recompute)
@@ -303,7 +305,16 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
         (tiny_model_folder, ["trainer.fsdp=2", "trainer.ep=2"], "trainer.ep=2: must be 1, because the model has no"),
         (experts, ["trainer.fsdp=4", "trainer.ep=4"], "trainer.ep=4: must divide the model's 6 experts"),
         (experts, ["trainer.fsdp=4"], "trainer.fsdp=4: must divide the model's 6 experts"),
-        (experts, ["trainer.fsdp=12", "trainer.ep=3"], "trainer.fsdp * trainer.tp = 12: must be at most the model's 6"),
+        (
+            experts,
+            ["trainer.fsdp=12", "trainer.ep=3"],
+            "trainer.fsdp * trainer.tp * trainer.cp = 12: must be at most the model's 6",
+        ),
+        (experts, ["trainer.fsdp=2", "trainer.cp=2"], "trainer.fsdp * trainer.cp = 4: must divide the model's 6"),
+        (latent, ["trainer.cp=2"], "trainer.cp=2: must be 1 for DeepSeek-V3: attention over"),
+        (latent, ["critic={cp: 2}"], "critic.cp=2: must be 1 for DeepSeek-V3: attention over"),
+        (tiny_model_folder, ["trainer.pp=2"], "trainer.pp=2: pipeline parallelism is not supported, because each rank"),
+        (tiny_model_folder, ["critic={pp: 2}"], "critic.pp=2: pipeline parallelism is not supported, because each"),
         (experts, ["critic={fsdp: 4}"], "critic.fsdp=4: must divide the model's 6 experts"),
         (
             narrow,

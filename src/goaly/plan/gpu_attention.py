@@ -7,6 +7,8 @@ import torch
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
 
+from goaly.models.context_parallel import SharedDocuments
+
 
 class FlashShapes(Module):
     """Keeps queries, keys, values, output and a normalizer for each head and token, as flash attention does."""
@@ -18,8 +20,18 @@ class FlashShapes(Module):
     def __init__(self, config: Config):
         super().__init__()
 
-    def forward(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **_: Any) -> torch.Tensor:
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: SharedDocuments | None,
+        **_: Any,
+    ) -> torch.Tensor:
         """A tensor of the output's size."""
+        if attention_masks is not None:
+            k_BLNH, v_BLNH = map(attention_masks.selected, attention_masks.gathered(k_BLNH, v_BLNH))
         return _Kernel.apply(q_BLNH, k_BLNH, v_BLNH)
 
 

@@ -92,12 +92,12 @@ def traced_pass(
     alike = TrainerSettings(
         fsdp=settings.fsdp,
         tp=settings.tp,
+        cp=settings.cp,
         ep=settings.ep,
         logprob_chunk=settings.logprob_chunk,
         activation_checkpointing=settings.activation_checkpointing,
         lora=settings.lora and replace(settings.lora, seed=0),
     )
-    tokens = sum(documents)
-    if tokens % settings.tp:
-        documents = (*documents[:-1], documents[-1] + settings.tp - tokens % settings.tp)  # as microbatches are padded
+    if missing := -sum(documents) % settings.token_multiple:
+        documents = (*documents[:-1], documents[-1] + missing)  # as microbatches are padded
     return trace(shape, model.dtype, alike, documents, on_gpu=on_gpu)

@@ -165,15 +165,22 @@ def _phases(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from goaly.models.attention import PackedDocuments, causal_mask
+    from goaly.models.spec import prepare_torchtitan
+    from goaly.train.parallel import context_mesh, context_ranks
 
     causal_mask.cache_clear()  # each trace counts its masks
     model = _sharded(shape, dtype, trainer, on_gpu)
     positions_1T = torch.cat([torch.arange(length) for length in documents])[None]
     masks: Any = None
+    if trainer.cp > 1:
+        context = context_ranks(context_mesh(trainer, prepare_torchtitan().type))
+        masks = context.documents(positions_1T)
+        positions_1T = positions_1T[:, context.share(positions_1T.shape[1])]
     if not on_gpu:
-        masks = PackedDocuments.of(positions_1T)
+        packed = PackedDocuments.of(positions_1T) if masks is None else masks.started
         for heads in (shape.heads, shape.kv_heads):
-            masks.places(heads // trainer.tp)  # its size depends on values, which fake tensors lack
+            packed.places(heads // trainer.tp)  # its size depends on values, which fake tensors lack
+        masks = packed if masks is None else masks
     tokens = positions_1T.shape[1]
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
@@ -202,12 +209,14 @@ def _phases(
 
 def _sharded(shape: Architecture, dtype: Any, trainer: TrainerSettings, on_gpu: bool) -> Any:
     """The model as a run builds it, without memory."""
+    from goaly.models.context_attention import ContextAttention
     from goaly.models.spec import spec_of
     from goaly.plan.gpu_attention import FlashShapes
     from goaly.train.logprobs import LOGPROBS
     from goaly.train.parallel import sharded_on_meta
 
-    spec = spec_of(shape, attention=FlashShapes.Config() if on_gpu else None, lora=trainer.lora)
+    on_cpu = ContextAttention.Config() if trainer.cp > 1 else None
+    spec = spec_of(shape, attention=FlashShapes.Config() if on_gpu else on_cpu, lora=trainer.lora)
     model, _ = sharded_on_meta(spec, dtype, trainer, LOGPROBS)
     return model
 

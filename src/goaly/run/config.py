@@ -26,7 +26,7 @@ from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.settings import RolloutSettings
 from goaly.run.host_settings import HostSettings
 from goaly.telemetry.settings import TelemetrySettings
-from goaly.train.settings import CriticSettings, RanksSettings, ReferenceSettings, TrainerSettings
+from goaly.train.settings import NO_BITWISE_CONTEXT, CriticSettings, RanksSettings, ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings
 
 if TYPE_CHECKING:
@@ -277,6 +277,11 @@ class RunConfig(Settings):
                 f"{at.generator.on_update}: must be recompute or drain {because}: a cache of older weights is not what "
                 "the trainer computes"
             )
+        computing = [(at.trainer, self.trainer), (at.reference, self.reference)]
+        computing += [] if self.critic is None else [(at.critic, self.critic)]
+        for section, ranks in computing:
+            if ranks.cp > 1:
+                yield f"{section.cp}: must be 1 {NO_BITWISE_CONTEXT}"
         for section, ranks in ((at.trainer, self.trainer), (at.generator, self.generator)):
             if ranks.tp > SLICES:
                 yield f"{section.tp}: must be at most {SLICES} {because}: its sums have {SLICES} parts"

@@ -18,7 +18,9 @@ from goaly.run.config import RunConfig
 from goaly.run.host_settings import COMPUTING, ROLES, HostSettings, RolePlacement
 from goaly.train.settings import CriticSettings, ReferenceSettings, TrainerSettings
 
-RANKS = {role: f"{role}.fsdp * {role}.tp" for role in COMPUTING} | {"generator": "generator.replicas * generator.tp"}
+RANKS = {role: f"{role}.fsdp * {role}.tp * {role}.cp" for role in COMPUTING} | {
+    "generator": "generator.replicas * generator.tp"
+}
 """The settings that make the ranks of each role."""
 
 IMPORTS = {

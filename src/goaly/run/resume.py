@@ -25,6 +25,7 @@ MAY_CHANGE = (
     "critic",
     "reference.fsdp",
     "reference.tp",
+    "reference.cp",
     "reference.ep",
     "reference.threads",
     "reference.offload",

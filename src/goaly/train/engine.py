@@ -4,7 +4,7 @@
 replaces the output projection, and in the objective.
 
 Consumes packed rows, produces parameters. All ranks call the same methods in the same order; data-parallel ranks have
-different rows, tensor-parallel ranks the same.
+different rows, tensor-parallel and context-parallel ranks the same.
 
 Invariants
     TE-1  The gradient is that of (sum of the objective over the global batch) / (its denominator over the global
@@ -67,7 +67,7 @@ class ModelEngine(ABC):
         self._loads_LE = torch.stack(counts) if counts else None
         """Each expert's share of its layer's tokens in the last step; zeros before the first."""
         self.dp_rank, self.dp_ranks, self.leads = self._parallel.dp_rank, settings.fsdp, self._parallel.leads
-        self._row_multiple = settings.tp
+        self._row_multiple = settings.token_multiple
         if model.numerics == "bitwise":
             from goaly.models.bitwise import row_multiple
 
@@ -240,6 +240,16 @@ class ModelEngine(ABC):
     def _outputs(self, batch: Microbatch) -> tuple[torch.Tensor, ...]:
         from goaly.models.attention import document_masks
 
+        context = self._parallel.context
+        if context is None:
+            return self._outputs_of(batch, document_masks(self._model, batch.positions_1T))
+        places = context.share(batch.tokens_1T.shape[1]).to(self._parallel.device)
+        part, own = batch.part(places)
+        outputs = self._outputs_of(part, context.documents(batch.positions_1T))
+        return context.joined(outputs, own, len(batch.cells_P))  # CP-4
+
+    def _outputs_of(self, batch: Microbatch, attention_masks: Any) -> tuple[torch.Tensor, ...]:
+        """The outputs for the tokens that this rank computes."""
         if self._expert_layers:
             trained_1T1 = torch.zeros_like(batch.tokens_1T, dtype=torch.float32)[..., None]
             trained_1T1[:, batch.predicting_P] = 1.0
@@ -250,7 +260,7 @@ class ModelEngine(ABC):
         hidden_1TD = self._model(
             batch.tokens_1T,
             positions=batch.positions_1T,
-            attention_masks=document_masks(self._model, batch.positions_1T),
+            attention_masks=attention_masks,
         )
         return self._apply_head(hidden_1TD, batch)
 

@@ -5,6 +5,7 @@ Invariants
     MB-2  Tokens after the last trained token of a row are dropped: no trained token depends on them.
     MB-3  Exactly the tokens before the last trained one of their document are marked as those whose choices of experts
           are replayed: the sampler has computed them all, and no trained token depends on others.
+    MB-4  Parts whose places are disjoint and cover T have each trained token once, with its columns.
 
 Shape suffixes: R rows, L their length, T tokens of a pass, P trained ones, D documents, N layers, K experts of a token.
 """
@@ -33,6 +34,22 @@ class Microbatch:
     """The sampler's choices of experts, if the batch has them."""
     replayed_1T: torch.Tensor | None = None
     """Marks the tokens whose choices are replayed (MB-3)."""
+
+    def part(self, places: torch.Tensor) -> tuple["Microbatch", torch.Tensor]:
+        """The tokens at these places of T, with the trained tokens that they predict; and the places of these in P."""
+        place_T = torch.full_like(self.tokens_1T[0], -1).index_copy_(0, places, torch.arange(len(places)).to(places))
+        own = (place_T[self.predicting_P] >= 0).nonzero().flatten()
+        part = Microbatch(
+            tokens_1T=self.tokens_1T[:, places],
+            positions_1T=self.positions_1T[:, places],
+            predicting_P=place_T[self.predicting_P[own]],
+            targets_P=self.targets_P[own],
+            cells_P=self.cells_P[own],
+            columns={key: column[own] for key, column in self.columns.items()},
+            choices_1TNK=None if self.choices_1TNK is None else self.choices_1TNK[:, places],
+            replayed_1T=None if self.replayed_1T is None else self.replayed_1T[:, places],
+        )
+        return part, own
 
     def to(self, device: torch.device) -> "Microbatch":
         """The microbatch on this device."""

@@ -3,22 +3,42 @@
 A trained model has float32 parameters; a frozen one has parameters of its compute type. With `trainer.lora` adapters
 are float32, and all other parameters are frozen ones of the compute type. A single rank whose parameters have the
 compute type gets the plain model, without FSDP hooks and all-gathers. In all other cases torchtitan's `parallelize_fn`
-shards it (FSDP2 over `fsdp`, tensor parallelism over `tp`).
+shards it (FSDP2 over `fsdp * cp`, tensor parallelism over `tp`). That is all that torchtitan knows of `cp`: the engine
+gives each rank its share of the tokens, and the model has an attention over all shares (`models/context_parallel.py`).
+
+Ranks are numbered with `tp` innermost and `fsdp` outermost.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from goaly.errors import ConfigError
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import folder_tensors, model_spec, prepare_torchtitan, versioned_tensors
-from goaly.train.settings import NEEDS_GPU, OFFLOAD_NEEDS_GPU, TrainerSettings
+from goaly.models.spec import (
+    architecture,
+    folder_tensors,
+    model_spec,
+    prepare_torchtitan,
+    read_config,
+    versioned_tensors,
+)
+from goaly.train.settings import (
+    NEEDS_GPU,
+    NO_BITWISE_CONTEXT,
+    NO_LATENT_CONTEXT,
+    OFFLOAD_NEEDS_GPU,
+    TrainerSettings,
+)
+
+if TYPE_CHECKING:
+    from goaly.models.context_parallel import ContextRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +50,11 @@ class ParallelModel:
     device: torch.device
     dp_rank: int
     dp_group: dist.ProcessGroup | None
-    """The ranks with different rows; None for a single rank."""
+    """The ranks with different rows; None if all have the same."""
+    context: "ContextRanks | None"
+    """The ranks that divide the tokens of the same rows; None if each has all."""
     leads: bool
-    """Whether this rank reports for the tensor-parallel ranks that have the same rows."""
+    """Whether this rank reports for the ranks that have the same rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +83,8 @@ def build_parallel(
     from goaly.models.lora import draw_adapters, note_base
 
     lora = trainer.lora
-    spec = model_spec(settings.path, numerics=settings.numerics, lora=lora)
+    attention = None if trainer.cp == 1 else _context_attention(settings, trainer, device)
+    spec = model_spec(settings.path, attention=attention, numerics=settings.numerics, lora=lora)
     model, parallel_dims = sharded_on_meta(spec, settings.dtype, trainer, head, trains=trains, offload=offload)
     model.to_empty(device="cpu" if offload else device)
     with torch.no_grad():
@@ -72,14 +95,19 @@ def build_parallel(
         if trains:
             draw_adapters(versioned_tensors(model), lora.seed)
     model.train()
-    dp_group = None if parallel_dims is None or trainer.fsdp == 1 else parallel_dims.get_mesh("fsdp").get_group()
+    rank, alike = dist.get_rank() if trainer.ranks > 1 else 0, trainer.tp * trainer.cp
+    mesh = None if trainer.cp == 1 else context_mesh(trainer, device.type)
+    dp_group = None
+    if trainer.fsdp > 1:
+        dp_group = parallel_dims.get_mesh("fsdp").get_group() if mesh is None else mesh.get_group("rows")
     return ParallelModel(
         model=model,
         spec=spec,
         device=device,
-        dp_rank=0 if dp_group is None else dist.get_rank(dp_group),
+        dp_rank=rank // alike,
         dp_group=dp_group,
-        leads=parallel_dims is None or trainer.tp == 1 or parallel_dims.get_mesh("tp").get_local_rank() == 0,
+        context=None if mesh is None else context_ranks(mesh),
+        leads=rank % alike == 0,
     )
 
 
@@ -141,10 +169,34 @@ def backends() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
+def context_mesh(trainer: TrainerSettings, device: str) -> DeviceMesh:
+    """The mesh of the ranks in which an axis divides tokens; every rank must call it."""
+    return init_device_mesh(device, (trainer.fsdp, trainer.cp, trainer.tp), mesh_dim_names=("rows", "cp", "tp"))
+
+
+def context_ranks(mesh: DeviceMesh) -> "ContextRanks":
+    """This rank among those of its rows in that mesh."""
+    from goaly.models.context_parallel import ContextRanks
+
+    return ContextRanks(group=mesh.get_group("cp"), rank=mesh.get_local_rank("cp"), count=mesh["cp"].size())
+
+
+def _context_attention(settings: ModelSettings, trainer: TrainerSettings, device: torch.device) -> Any:
+    """The inner attention of a share of the tokens; ConfigError if this model has none."""
+    from goaly.models.context_attention import context_attention
+
+    latent = architecture(read_config(settings.path)).latent is not None
+    if latent or settings.numerics == "bitwise":
+        why = NO_LATENT_CONTEXT if latent else NO_BITWISE_CONTEXT
+        raise ConfigError([f"trainer.cp={trainer.cp}: must be 1 {why}"])
+    return context_attention(device.type)
+
+
 def _check_ranks(trainer: TrainerSettings, device: torch.device) -> None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks != trainer.ranks:
-        raise ConfigError([f"trainer: fsdp={trainer.fsdp} * tp={trainer.tp} must be the number of ranks, {ranks}"])
+        product = f"fsdp={trainer.fsdp} * tp={trainer.tp} * cp={trainer.cp}"
+        raise ConfigError([f"trainer: {product} must be the number of ranks, {ranks}"])
     if trainer.compile and device.type == "cpu":
         raise ConfigError([f"trainer.compile=true: {NEEDS_GPU}"])
 
@@ -157,7 +209,7 @@ def _layout(trainer: TrainerSettings) -> tuple[Any, Any]:
     if not dist.is_initialized():
         dist.init_process_group(backends(), store=dist.HashStore(), rank=0, world_size=1)
     parallelism = ParallelismConfig(
-        data_parallel_shard_degree=trainer.fsdp,
+        data_parallel_shard_degree=trainer.shards,
         tensor_parallel_degree=trainer.tp,
         expert_parallel_degree=trainer.ep,
         spmd_backend="partial_dtensor",

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from goaly.models.spec import Architecture
 
 NEEDS_GPU = "needs a GPU: shapes of the CPU's packed attention change with the documents"
+NO_PIPELINE = (
+    "pipeline parallelism is not supported, because each rank publishes and saves shards of all layers, and a stage "
+    "has some layers only: use fsdp, tp, cp and ep"
+)
+NO_LATENT_CONTEXT = "for DeepSeek-V3: attention over the shares of several ranks has keys and values of one width"
+NO_BITWISE_CONTEXT = "with model.numerics=bitwise: attention over the shares of several ranks sums in another order"
 OFFLOAD_NEEDS_GPU = "needs a GPU: on a CPU the parameters are in its memory anyway"
 
 
@@ -66,28 +72,52 @@ class RanksSettings(Settings):
     """Ranks over which parameters, gradients and optimizer state are sharded; each trains its own rows."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks that share every row."""
+    cp: PositiveInt = 1
+    """Context-parallel ranks that divide the tokens of every row, for rows that are too long for one rank's memory.
+    Parameters are sharded over these ranks too."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks, taken from the `fsdp * tp` ones: each computes with its own share of a layer's experts."""
+    """Expert-parallel ranks, taken from the `fsdp * tp * cp` ones: each computes with its own share of a layer's
+    experts."""
     threads: PositiveInt = 1
     """CPU threads of each rank."""
 
     @property
     def ranks(self) -> int:
         """Processes of the model."""
-        return self.fsdp * self.tp
+        return self.fsdp * self.tp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which parameters are sharded, beside tensor parallelism: FSDP's degree."""
+        return self.fsdp * self.cp
+
+    @property
+    def token_multiple(self) -> int:
+        """The tokens of a pass are padded to a multiple of this, so that ranks can divide them."""
+        return self.tp if self.cp == 1 else 2 * self.cp * self.tp
+
+    @classmethod
+    def why_absent(cls, name: str) -> str | None:
+        """Why there is no pipeline parallelism."""
+        return NO_PIPELINE if name == "pp" else super().why_absent(name)
 
     def _problems(self, at: Section) -> Iterator[str]:
         if self.ranks % self.ep:
-            yield f"{at.ep}: must divide the number of ranks, {at}fsdp * {at}tp = {self.ranks}"
+            yield f"{at.ep}: must divide the number of ranks, {at}fsdp * {at}tp * {at}cp = {self.ranks}"
         elif self.ep > 1 and self.ep % self.tp:
             yield f"{at.ep}: must be 1 or a multiple of {at.tp}"
 
     def shape_problems(self, at: Section, shape: "Architecture", whose: str) -> Iterator[str]:
         """One line for each reason why these ranks cannot divide a model of this shape; `whose` is its name."""
         yield from division_problems(at, self.tp, self.ep, shape, whose)
+        if self.cp > 1 and shape.latent is not None:
+            yield f"{at.cp}: must be 1 {NO_LATENT_CONTEXT}"
         if not shape.experts:
             return
-        among, name = (self.ranks, f"{at}fsdp * {at}tp = {self.ranks}") if self.ep > 1 else (self.fsdp, f"{at.fsdp}")
+        if self.ep > 1:
+            among, name = self.ranks, f"{at}fsdp * {at}tp * {at}cp = {self.ranks}"
+        else:
+            among, name = self.shards, f"{at}fsdp * {at}cp = {self.shards}" if self.cp > 1 else f"{at.fsdp}"
         if among > shape.experts:
             yield f"{name}: must be at most the {whose}'s {shape.experts} experts"
         elif shape.experts % among and not shape.experts % self.ep:
@@ -133,7 +163,7 @@ class TrainerSettings(RanksSettings):
     def _problems(self, at: Section) -> Iterator[str]:
         yield from super()._problems(at)
         if self.compile and self.ranks > 1:
-            yield f"{at.compile}: works on one rank, {at}fsdp * {at}tp is {self.ranks}"
+            yield f"{at.compile}: works on one rank, {at}fsdp * {at}tp * {at}cp is {self.ranks}"
 
     def balance_problems(self, at: Section, shape: "Architecture") -> Iterator[str]:
         """One line for each setting that cannot balance the experts of a model of this shape."""
@@ -166,7 +196,7 @@ class ReferenceSettings(RanksSettings):
     def engine_settings(self, trainer: TrainerSettings) -> TrainerSettings:
         """The trainer's settings with this section's keys, and without those that only training needs. Without a
         refresh the reference is the model without adapters."""
-        own = {key: getattr(self, key) for key in ("fsdp", "tp", "ep", "threads")}
+        own = {key: getattr(self, key) for key in ("fsdp", "tp", "cp", "ep", "threads")}
         lora = None if self.refresh_every is None else trainer.lora
         return replace(trainer, compile=False, activation_checkpointing="off", lora=lora, **own)
 
@@ -203,7 +233,7 @@ class CriticSettings(RanksSettings):
 
     def engine_settings(self, trainer: TrainerSettings) -> TrainerSettings:
         """The trainer's settings with this section's keys. A critic has no adapters."""
-        keys = ("fsdp", "tp", "ep", "threads", "max_grad_norm", "optimizer", "schedule")
+        keys = ("fsdp", "tp", "cp", "ep", "threads", "max_grad_norm", "optimizer", "schedule")
         return replace(trainer, compile=False, lora=None, **{key: getattr(self, key) for key in keys})
 
     def _problems(self, at: Section) -> Iterator[str]:

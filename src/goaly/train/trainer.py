@@ -1,6 +1,6 @@
 """The actor that trains the policy: pulls its rows of a batch, takes the optimizer steps, publishes its shards.
 
-A mesh of `fsdp * tp` actors is one trainer; the controller calls each endpoint on all ranks at once. The torch
+A mesh of `fsdp * tp * cp` actors is one trainer; the controller calls each endpoint on all ranks at once. The torch
 environment (RANK and friends) must be set before `start`.
 
 Invariants

@@ -46,6 +46,17 @@ def test_a_rank_holds_what_the_layout_says(shape: Architecture, axes: tuple[int,
     assert found.activations > 0 < found.logprobs
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_ranks_that_divide_tokens_shard_parameters_and_halve_activations(on_gpu: bool):
+    documents, dtype = (400, 112), "bfloat16"
+    alone, both = (
+        trace(DENSE, dtype, TrainerSettings(**axes), documents, on_gpu=on_gpu) for axes in ({"fsdp": 2}, {"cp": 2})
+    )
+    assert both.parameters == alone.parameters
+    assert alone.activations / 2.5 < both.activations < alone.activations / 1.5
+    assert both.logprobs < alone.logprobs / 1.5
+
+
 def test_layers_that_are_left_out_count_as_those_that_are_run():
     settings, documents = TrainerSettings(fsdp=2), (200, 56)
     extended = trace(EXPERTS, "bfloat16", settings, documents, on_gpu=False)

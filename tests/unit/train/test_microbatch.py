@@ -32,6 +32,27 @@ def test_every_trained_token_keeps_its_past_its_columns_and_its_cell(  # MB-1
     assert line.columns["documents"].unique().numel() == count
 
 
+@settings(max_examples=40, deadline=None)
+@given(count=st.integers(1, 12), rows=st.integers(1, 5), seed=st.integers(0, 99))
+def test_parts_of_the_line_have_each_trained_token_once_with_its_columns(count: int, rows: int, seed: int):  # MB-4
+    packed = pack(documents(count, seed=seed, longest=20, choices=(2, 8, 3)), rows=rows, row_length=240)
+    line = microbatch(packed.rows, multiple_of=8)
+    order = torch.randperm(line.tokens_1T.shape[1], generator=torch.Generator().manual_seed(seed))
+    found = []
+    for places in order.chunk(4):
+        part, own = line.part(places)
+        found += own.tolist()
+        assert torch.equal(places[part.predicting_P], line.predicting_P[own])
+        assert torch.equal(part.tokens_1T[0], line.tokens_1T[0, places])
+        assert torch.equal(part.positions_1T[0], line.positions_1T[0, places])
+        assert torch.equal(part.choices_1TNK[0], line.choices_1TNK[0, places])
+        assert torch.equal(part.replayed_1T[0], line.replayed_1T[0, places])
+        assert torch.equal(part.targets_P, line.targets_P[own])
+        assert torch.equal(part.cells_P, line.cells_P[own])
+        assert all(torch.equal(part.columns[key], column[own]) for key, column in line.columns.items())
+    assert sorted(found) == list(range(len(line.cells_P)))
+
+
 def test_rows_without_a_trained_token_still_make_a_line():
     packed = pack(documents(2), rows=2, row_length=80)
     packed.rows["trained"].zero_()

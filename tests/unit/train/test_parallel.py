@@ -172,7 +172,7 @@ def replayed(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
 
 def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a critic's two passes over a batch in two parts give on this rank: metrics, and values after them."""
-    degrees = {"fsdp": settings.fsdp, "tp": settings.tp, "ep": settings.ep}
+    degrees = {axis: getattr(settings, axis) for axis in ("fsdp", "tp", "cp", "ep")}
     critic = CriticSettings(optimizer=OptimizerSettings(lr=1e-2), epochs=2, value_clip=1.0, **degrees)
     engine = CriticEngine(model_of(folder), critic, settings)
     share = in_two(pack(documents(10), rows=ROWS, row_length=160), engine.dp_rank, settings.fsdp)
