@@ -67,7 +67,7 @@ class ContextAttention(PackedAttention):
 
 
 class ContextVarlenAttention(VarlenAttention):
-    """Inner attention on a GPU. No test has run it: this project's tests run on CPUs."""
+    """Inner attention on a GPU. On one it has not run yet: tests on CPUs stand in for its kernel."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -89,7 +89,7 @@ class ContextVarlenAttention(VarlenAttention):
         from torch.nn.attention.varlen import varlen_attn
 
         keys, values = attention_masks.gathered(k_BLNH, v_BLNH)
-        queries, lengths = attention_masks.lengths()
+        queries, lengths = attention_masks.lengths
         ends_q, ends_k = (
             torch.tensor([0, *one], device=q_BLNH.device).cumsum(0, dtype=torch.int32) for one in (queries, lengths)
         )

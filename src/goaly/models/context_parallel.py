@@ -89,6 +89,7 @@ class SharedDocuments:
         parts = [self.positions_L[one.first : one.first + one.length] for one in self.stretches if not one.prefix]
         return PackedDocuments.of(torch.cat(parts)[None])
 
+    @cached_property
     def lengths(self) -> tuple[list[int], list[int]]:
         """The numbers of queries and of selected keys of each document, whose queries are its last tokens."""
         queries, keys = [], []

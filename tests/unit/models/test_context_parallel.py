@@ -6,12 +6,13 @@ from dataclasses import dataclass, fields
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from goaly.models.attention import PackedAttention, PackedDocuments
-from goaly.models.context_attention import ContextAttention
+from goaly.models.context_attention import ContextAttention, ContextVarlenAttention
 from goaly.models.context_parallel import ContextRanks, SharedDocuments, is_cut, share, stretches
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
@@ -77,7 +78,7 @@ def test_the_queries_of_a_document_are_the_last_of_its_selected_keys(lengths: li
         mine = share(len(places), rank, ranks)
         keys = places if mask.is_cut else mine
         selected = mask.selected(keys[None, :, None, None])[0, :, 0, 0]
-        queries, lengths_k = mask.lengths()
+        queries, lengths_k = mask.lengths
         assert (sum(queries), sum(lengths_k)) == (len(mine), len(selected))
         for q, k in zip(mine.split(queries), selected.split(lengths_k), strict=True):
             for number, token in enumerate(q.tolist()):
@@ -95,7 +96,42 @@ class Gathered(SharedDocuments):
         return self.whole if self.is_cut else (k_1LKH, v_1LKH)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ends_q: torch.Tensor,
+    ends_k: torch.Tensor,
+    most_q: int,
+    most_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """What the GPU's kernel is said to compute: each document's last query sees all its keys, the others fewer."""
+    assert (ends_q.dtype, ends_k.dtype, window_size) == (torch.int32, torch.int32, (-1, 0))
+    lengths_q, lengths_k = ends_q.diff().tolist(), ends_k.diff().tolist()
+    assert (max(lengths_q), max(lengths_k)) == (most_q, most_k)
+    outputs = []
+    for one_q, one_k, one_v in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True):
+        seen = torch.ones(len(one_q), len(one_k), dtype=torch.bool).tril(len(one_k) - len(one_q))
+        of_heads = (one.transpose(0, 1) for one in (one_q, one_k, one_v))
+        out = F.scaled_dot_product_attention(*of_heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(out.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (ContextAttention, torch.float32),
+        (ContextAttention, torch.bfloat16),
+        (ContextVarlenAttention, torch.bfloat16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
 @pytest.mark.parametrize(
     ("lengths", "ranks"),
@@ -111,8 +147,14 @@ class Gathered(SharedDocuments):
     ids=str,
 )
 def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own(  # CP-2
-    lengths: list[int], ranks: int, heads: tuple[int, int], dtype: torch.dtype
+    lengths: list[int],
+    ranks: int,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    kind: type[ContextAttention | ContextVarlenAttention],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     positions_T = positions_of(lengths, ranks)
     tokens, generator = len(positions_T), torch.Generator().manual_seed(0)
     q, k, v, grad = (
@@ -127,11 +169,12 @@ def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own( 
 
     def in_shares(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(q)
-        attention = ContextAttention(ContextAttention.Config())
+        attention = kind.Config().build()
         for rank, mask in enumerate(masks_of(positions_T, ranks)):
             places = share(tokens, rank, ranks)
             gathered = Gathered(**{field.name: getattr(mask, field.name) for field in fields(mask)}, whole=(k, v))
-            part = attention(q[:, places], k[:, places], v[:, places], attention_masks=gathered)
+            own = (one[:, places] for one in (q, k, v))
+            part = attention(*own, attention_masks=gathered, enable_gqa=heads[0] != heads[1])
             out = out.index_copy(1, places, part)
         return out
 

@@ -1,4 +1,4 @@
-"""Two processes over gloo, sharded by FSDP2 and by tensor parallelism, do what one process does."""
+"""Two processes over gloo, sharded by FSDP2, tensor and context parallelism, do what one process does."""
 
 import dataclasses
 from pathlib import Path
@@ -50,6 +50,8 @@ LAYOUTS = {
     "lora-experts-tp": {"tp": 2},
     "lora-experts-fsdp-ep": {"fsdp": 2, "ep": 2},
     "lora-experts-tp-ep": {"tp": 2, "ep": 2},
+    "cp": {"cp": 2},
+    "experts-cp": {"cp": 2},
 }
 WHOLE = [name for name in LAYOUTS if "lora" not in name]
 """The layouts in which all parameters are trained."""
