@@ -8,8 +8,9 @@ that reach the function. `[tool.mutmut]` of pyproject.toml names the modules and
 string literal: most of these are an error's wording. A mutant is killed if a test fails or hangs.
 `justified_mutants.toml` holds the survivors that change nothing a test could or should see, with the reason; they count
 as survivors all the same. The verdicts of a module are a line of the `--runs` file. They are not made again while its
-source is the same, unless `--again` asks for those that survived. After `--minutes` no mutant is started; 0 only
-reports. The exit code is 1 if the score is below 0.9, a mutant was not run, or a justification no longer applies.
+source is the same, unless `--again` asks for those that survived without a reason. After `--minutes` no mutant is
+started; 0 only reports. The exit code is 1 if the score is below 0.9, a mutant was not run, or a justification no
+longer applies.
 """
 
 import argparse
@@ -76,14 +77,23 @@ class Judged:
         codes: dict[str, list[int | None]] = defaultdict(list)
         for name, code in verdicts.items():
             codes[name.rpartition(NUMBER)[0]].append(code)
-        survived = [name for name, code in verdicts.items() if code is not None and code not in KILLED]
-        survivors = [asdict(survivor(module, name)) for name in survived]
+        survivors = [asdict(survivor(module, name)) for name in survived(verdicts)]
         return cls(module=module, source=source_of(module), codes=dict(codes), survivors=survivors)
 
     @property
     def verdicts(self) -> dict[str, int | None]:
         """The exit code of each mutant."""
         return {f"{name}{NUMBER}{n}": code for name, codes in self.codes.items() for n, code in enumerate(codes, 1)}
+
+    def may_stay(self) -> list[str]:
+        """The survivors that have a reason."""
+        named = zip(survived(self.verdicts), self.survivors, strict=True)
+        return [name for name, one in named if reason(Survivor(**one))]
+
+
+def survived(verdicts: Mapping[str, int | None]) -> list[str]:
+    """The mutants that no test noticed."""
+    return [name for name, code in verdicts.items() if code is not None and code not in KILLED]
 
 
 def source_of(module: str) -> str:
@@ -111,9 +121,12 @@ def left(modules: Sequence[str], judged: Mapping[str, Judged], patterns: Sequenc
 
 
 def asked_again(judged: Mapping[str, Judged], patterns: Sequence[str]) -> list[str]:
-    """The survivors among the mutants that these patterns name, all of them where there is no pattern."""
+    """The survivors without a reason among the mutants that these patterns name, all of them where there is none."""
     found = asked_for({module: one.verdicts for module, one in judged.items()}, patterns)
-    return [name for codes in found.values() for name, code in codes.items() if code not in KILLED]
+    may_stay = {name for one in judged.values() for name in one.may_stay()}
+    return [
+        name for codes in found.values() for name, code in codes.items() if code not in KILLED and name not in may_stay
+    ]
 
 
 def setting(name: str) -> list[str]:
@@ -234,7 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="mutants, such as 'goaly.losses.kl.*'")
     parser.add_argument("--tests", nargs="*", default=[], help="judge by these tests; by all that are set if none")
-    parser.add_argument("--again", action="store_true", help="judge those again that survived")
+    parser.add_argument("--again", action="store_true", help="judge those again that survived without a reason")
     parser.add_argument("--children", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)

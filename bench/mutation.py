@@ -7,7 +7,8 @@ forked child for each mutant runs the tests that reach its function until one fa
 that have noticed another mutant of the function. The processes that a test starts import the mutants too.
 
 A function that runs while modules are imported, such as one that registers others, ran unchanged before the fork: a
-mutant of it that survives is imported anew, by a pytest of its own.
+mutant of it that survives is imported anew, by a pytest of its own, which runs the quickest tests of its module first.
+Caches of functions are emptied before each test and each mutant: they would hide which tests reach a function.
 
 No mutant changes only a string literal: most are wording, and tests should not depend on it. mutmut changes no function
 with a decorator; `undecorated` calls the decorators below it instead.
@@ -16,6 +17,7 @@ with a decorator; `undecorated` calls the decorators below it instead.
 import ast
 import contextlib
 import fnmatch
+import functools
 import gc
 import importlib
 import json
@@ -40,17 +42,20 @@ from mutmut.mutation.data import MutantLineSpans
 from mutmut.mutation.trampoline import set_mutant_under_test
 from mutmut.state import state
 
+from bench.mutant_child import Child, become_child
 from bench.mutant_files import MUTANTS, VERDICTS, file_of, verdicts_of
+from goaly.reward.child import die_with
 
 COPIED = ("src", "tests", "apps", "bench", "configs", "docs", "README.md", "pyproject.toml")
 SURVIVED, FAILED, NO_TESTS, HUNG = 0, 1, 33, 36
 """The exit codes of a mutant, as mutmut counts them."""
-IDLE_SECONDS = 8.0
-"""A child that sleeps so long without using the processor hangs."""
-QUIETLY = ("-q", "--tb=no", "--rootdir=.", "-p", "no:cacheprovider")
-"""Options of every pytest."""
+PYTEST = [sys.executable, "-m", "pytest", "-q", "--tb=no", "--rootdir=.", "-p", "no:cacheprovider"]
+PYTEST += ["-p", "bench.mutation"]
 EXAMPLES = 12
 """hypothesis runs a test on at most so many examples."""
+IMPORT_SECONDS = 60
+"""More than a pytest of its own needs of the processor before the first test runs."""
+CACHED = type(functools.cache(len))
 
 failures: list[str] = []
 """The tests that have failed in this process."""
@@ -102,6 +107,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Patterns of mutants, and how to run them."""
     parser.addoption("--mutants", action="append", default=[], help="mutants to judge, such as 'goaly.losses.kl.*'")
     parser.addoption("--children", type=int, default=2)
+    parser.addoption("--in-order", help="run the tests that this file lists, in its order")
     parser.addoption("--seconds", type=float, default=float("inf"), help="start no mutant after this time")
 
 
@@ -111,8 +117,12 @@ def pytest_configure(config: pytest.Config) -> None:
         set_mutant_under_test("stats")
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Have hypothesis try the same few examples each time, and shrink none."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Have hypothesis try the same few examples each time, and shrink none; run what was asked for, in that order."""
+    if asked := config.getoption("--in-order"):
+        place = {name: number for number, name in enumerate(json.loads(Path(asked).read_text()))}
+        items[:] = sorted((item for item in items if item.nodeid in place), key=lambda item: place[item.nodeid])
     for item in items:
         function: Any = getattr(item, "obj", None)
         machine: Any = getattr(item, "cls", None)
@@ -143,6 +153,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     patterns = session.config.getoption("--mutants")
     if not patterns or session.testsfailed:
         return None
+    end_when_told()
     started = time.monotonic()
     tests, modules = trial(session.items)
     for module in modules:  # else each child would import them
@@ -174,24 +185,26 @@ def run_test(item: pytest.Item, following: pytest.Item | None) -> None:
     item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
 
-def become_child() -> None:
-    """Have a group of processes of its own and no output."""
-    os.setpgid(0, 0)
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.dup2(nothing, 2)
+def forget() -> None:
+    """Empty the caches of mutated modules' functions."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("goaly.") and any("__mutmut_" in one for one in vars(module)):
+            for one in vars(module).values():
+                if isinstance(one, CACHED):
+                    one.cache_clear()
 
 
 def trial(items: Sequence[pytest.Item]) -> tuple[list[Tried], list[str]]:
     """Run each test once without a mutant, in a child; also the modules that the tests have imported there."""
     file = Path("trial.jsonl")
-    imported = set(sys.modules)
+    imported, parent = set(sys.modules), os.getpid()
     if (pid := os.fork()) == 0:
-        become_child()
+        become_child(parent)
         with file.open("w") as out:
             for item, following in zip(items, [*items[1:], None], strict=True):
                 state()._stats.clear()
                 failures.clear()
+                forget()
                 started = time.monotonic()
                 run_test(item, following)
                 seconds = time.monotonic() - started
@@ -199,7 +212,12 @@ def trial(items: Sequence[pytest.Item]) -> tuple[list[Tried], list[str]]:
                 out.flush()
             out.write(json.dumps([name for name in sys.modules if name not in imported]) + "\n")
         os._exit(0)
-    os.waitpid(pid, 0)
+    trying = Child(mutant="", pid=pid, anew=False)
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    finally:
+        trying.end()
+        os.waitpid(pid, 0)
     *found, modules = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(found) == len(items), f"the trial ended at {items[len(found) + 1].nodeid}"
     tests = [
@@ -207,27 +225,6 @@ def trial(items: Sequence[pytest.Item]) -> tuple[list[Tried], list[str]]:
         for item, (_, seconds, failed, reached) in zip(items, found, strict=True)
     ]
     return tests, modules
-
-
-@dataclass(slots=True, kw_only=True)
-class Child:
-    """A process that runs the tests of a mutant."""
-
-    mutant: str
-    pid: int
-    anew: bool
-    """Whether it imports all modules with the mutant."""
-    used_seconds: float = 0.0
-    active: float = field(default_factory=time.monotonic)
-    """When it was last seen to use the processor."""
-
-    def hangs(self) -> bool:
-        """Whether it has slept for long."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        used = float(fields[11]) + float(fields[12]) + float(fields[13]) + float(fields[14])
-        if used != self.used_seconds or fields[0] != "S":
-            self.used_seconds, self.active = used, time.monotonic()
-        return time.monotonic() - self.active > IDLE_SECONDS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -273,7 +270,7 @@ class Lane:
                 self.collect()
         finally:
             for child in self.running.values():
-                os.killpg(child.pid, signal.SIGKILL)
+                child.end()
 
     def start(self, mutant: str, tests: Sequence[Tried]) -> None:
         """Have a child run these tests with the mutant."""
@@ -286,9 +283,10 @@ class Lane:
 
     def fork(self, mutant: str, tests: Sequence[Tried], command: Sequence[str] = ()) -> None:
         """Have a child run these tests, by this command if there is one."""
-        limit = int(10 + 5 * sum(test.seconds for test in tests))
+        limit = int(10 + IMPORT_SECONDS * bool(command) + 5 * sum(test.seconds for test in tests))
+        parent = os.getpid()
         if (pid := os.fork()) == 0:
-            become_child()
+            become_child(parent)
             resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + limit, resource.RLIM_INFINITY))
             if command:
                 os.execve(command[0], command, {**os.environ, "MUTANT_UNDER_TEST": mutant})
@@ -298,18 +296,22 @@ class Lane:
     def fork_anew(self, mutant: str) -> None:
         """Have a child import everything with the mutant, and then run the tests of its module."""
         module = mutant.rpartition(".")[0]
-        tests = [test for test in self.tests if any(function.rpartition(".")[0] == module for function in test.reached)]
-        if not tests:
+        reaching = [test for test in self.tests if any(name.rpartition(".")[0] == module for name in test.reached)]
+        if not reaching:
             return self.judge(mutant, NO_TESTS)
-        files = sorted({test.item.nodeid.partition("::")[0] for test in tests})
-        command = [sys.executable, "-m", "pytest", *QUIETLY, "-x", *files]
-        self.fork(mutant, tests, command)
+        files = sorted({file_in(test) for test in reaching})
+        others = [test for test in self.tests if not test.reached and file_in(test) in files]  # in processes of theirs
+        tests = sorted([*reaching, *others], key=lambda test: test.seconds)
+        order = Path(f"{module}.order")
+        order.write_text(json.dumps([test.item.nodeid for test in tests]))
+        self.fork(mutant, tests, [*PYTEST, "-x", f"--in-order={order}", *files])
 
     def collect(self) -> None:
         """Wait for a child to end or for a second, and kill those that hang."""
         for ended in select.select(list(self.running), [], [], 1.0)[0]:
             child = self.running.pop(ended)
             os.close(ended)
+            child.end()
             code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
             if child.anew and code > 0:  # pytest has a code of its own for modules that it cannot import
                 code = FAILED
@@ -326,7 +328,7 @@ class Lane:
                 noticed.unlink()
         for one, child in list(self.running.items()):
             if child.hangs():
-                os.killpg(child.pid, signal.SIGKILL)
+                child.end()
                 os.waitpid(child.pid, 0)
                 os.close(one)
                 del self.running[one]
@@ -343,6 +345,7 @@ class Lane:
 def outcome(mutant: str, tests: Sequence[Tried]) -> int:
     """Run these tests with the mutant until one fails."""
     set_mutant_under_test(mutant)
+    forget()
     failures.clear()
     items = [test.item for test in tests]
     try:
@@ -356,6 +359,11 @@ def outcome(mutant: str, tests: Sequence[Tried]) -> int:
     return SURVIVED
 
 
+def file_in(test: Tried) -> str:
+    """The file that a test is in."""
+    return test.item.nodeid.partition("::")[0]
+
+
 def noticed_by(pid: int) -> Path:
     """The file in which a child leaves the name of the test that noticed its mutant."""
     return Path(f"noticed-{pid}").resolve()
@@ -366,10 +374,20 @@ def function_of(mutant: str) -> str:
     return mutant.partition("__mutmut_")[0]
 
 
+def end_when_told() -> None:
+    """Have SIGTERM end this process as an exception does: with what it started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def judge(patterns: Sequence[str], tests: Sequence[str], children: int, seconds: float) -> int:
     """Judge the mutants that these patterns name by these tests, in a process of their own; its exit code."""
-    command = [sys.executable, "-m", "pytest", *QUIETLY, "-s", "--timeout=0", "-p", "bench.mutation"]
-    command += [f"--children={children}", f"--seconds={seconds}"]
+    command = [*PYTEST, "-s", "--timeout=0", f"--children={children}", f"--seconds={seconds}"]
     command += [f"--mutants={pattern}" for pattern in patterns]
     paths: Mapping[str, Any] = {"PYTHONPATH": f"{(MUTANTS / 'src').resolve()}:{MUTANTS.resolve()}"}
-    return subprocess.run([*command, *tests], cwd=MUTANTS, env={**os.environ, **paths}).returncode
+    end_when_told()
+    together = functools.partial(die_with, os.getpid())
+    with subprocess.Popen([*command, *tests], cwd=MUTANTS, env={**os.environ, **paths}, preexec_fn=together) as judging:
+        try:
+            return judging.wait()
+        finally:
+            judging.terminate()

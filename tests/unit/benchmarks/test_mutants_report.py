@@ -94,9 +94,12 @@ def test_a_survivors_reason_is_found_by_its_function_and_line(monkeypatch: pytes
     assert "| equal is measure zero |" in survivors_table([ONE])
 
 
-def test_survivors_are_judged_again_and_those_that_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.mutants, "survivor", lambda module, name: ONE)
-    codes = {f"goaly.kl.x_f__mutmut_{n}": code for n, code in enumerate((1, 0, None, 36, 33), 1)}
+def test_survivors_without_a_reason_are_judged_again_and_mutants_that_did_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench.mutants, "survivor", lambda module, name: replace(ONE, added=name[-1]))
+    monkeypatch.setattr(bench.mutants, "JUSTIFIED", {"goaly.losses.kl.divergence: 6": "equal is measure zero"})
+    codes = {f"goaly.kl.x_f__mutmut_{n}": code for n, code in enumerate((1, 0, None, 36, 33, 0), 1)}
     judged = {"goaly.kl": Judged.of("goaly.kl", codes)}
     assert asked_again(judged, []) == [f"goaly.kl.x_f__mutmut_{n}" for n in (2, 3, 5)]
     assert asked_again(judged, ["*_3"]) == ["goaly.kl.x_f__mutmut_3"]

@@ -1,5 +1,6 @@
 """Layouts and plans: WL-1, WL-2, and agreement with torch's own reading of placements."""
 
+from collections.abc import Iterator
 from itertools import product
 from math import prod
 
@@ -7,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from goaly.errors import WeightsError
 from goaly.weights import layout as layout_module
-from goaly.weights.layout import Layout, plan, region, share
+from goaly.weights.layout import SPLIT_BYTES, Layout, Rectangle, common, plan, region, share
 from goaly.weights.placement import layout_of, shards_of
 
 Meshed = tuple[tuple[int, ...], tuple]
@@ -129,6 +132,16 @@ def test_rectangles_are_what_fsdp_leaves_of_the_shards_of_other_axes(case) -> No
             )
 
 
+def test_fsdp_divides_the_shards_of_tensor_parallelism_and_leaves_its_last_rank_none_of_either() -> None:  # WA-1
+    placements = (_StridedShard(0, split_factor=2), Shard(0))
+    held = [shards_of("w", torch.float32, (7,), (3, 2), at, placements) for at in product(range(3), range(2))]
+    assert [[(shard.offset[0], shard.shape[0]) for shard in mine] for mine in held] == [
+        *([(0, 2)], [(4, 1)]),  # of rows 0 to 3 and 4 to 6
+        *([(2, 2)], [(5, 1)]),
+        *([], [(6, 1)]),
+    ]
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 3), st.integers(2, 5))
 def test_a_stride_over_nothing_is_read_as_torch_reads_it(rows: int, outer: int, inner: int, factor: int) -> None:
@@ -194,6 +207,43 @@ def test_holders_of_uneven_shapes_stay_within_a_tenth_of_even(holders: int) -> N
     assert min(loads) >= 0.9 * sum(loads) / holders
 
 
+Pieces = list[list[Rectangle]]
+
+
+def shared_among(holders: int, shape: tuple[int, ...], split_bytes: int) -> Pieces:
+    """What each of the holders of a tensor of this shape keeps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout_module, "SPLIT_BYTES", split_bytes)
+        kept = share([shards_of("w", torch.float32, shape, (), (), ())] * holders)
+    return [[(shard.offset, shard.shape) for shard in mine] for mine in kept]
+
+
+def test_a_rectangle_is_divided_along_its_first_dim_that_divides_evenly_or_else_along_the_longest() -> None:
+    assert shared_among(2, (4, 9), 64) == [[((0, 0), (2, 9))], [((2, 0), (2, 9))]]
+    assert shared_among(2, (7, 3), 64) == [[((3, 0), (4, 3))], [((0, 0), (3, 3))]]
+    # 17 of 50 rows are 2 % more than a third
+    assert [mine[0][1] for mine in shared_among(3, (50, 99), 64)] == [(17, 99), (17, 99), (16, 99)]
+
+
+def test_holders_for_whom_nothing_is_left_keep_nothing() -> None:
+    assert sorted(shared_among(5, (3,), 8)) == [[], [], [((0,), (1,))], [((1,), (1,))], [((2,), (1,))]]
+
+
+def test_only_a_rectangle_of_more_than_the_bytes_to_split_is_divided() -> None:
+    assert shared_among(2, (SPLIT_BYTES // 4,), SPLIT_BYTES) == [[((0,), (SPLIT_BYTES // 4,))], []]
+    assert all(shared_among(2, (SPLIT_BYTES // 4 + 2,), SPLIT_BYTES))
+
+
+def test_of_small_rectangles_the_largest_is_given_away_first() -> None:
+    layout = layout_of({"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(8)})
+    assert [[shard.name for shard in mine] for mine in share([layout, layout])] == [["c"], ["a", "b"]]
+
+
+def test_rectangles_that_only_touch_have_nothing_in_common() -> None:
+    assert common(((0, 0), (2, 3)), ((2, 0), (2, 3))) is None
+    assert common(((0, 0), (2, 3)), ((1, 1), (4, 4))) == ((1, 1), (1, 2))
+
+
 def test_what_one_rank_holds_twice_is_not_divided() -> None:
     (held,) = shards_of("w", torch.float32, (1024, 1024), (), (), ())
     assert share([(held, held)]) == ((held,),)
@@ -250,6 +300,20 @@ def test_a_destination_that_no_source_can_fill_is_named(name, shape, dtype, said
         plan([shards_of("w", torch.float32, (4, 4), (), (), ())], shards_of(name, dtype, shape, (), (), ()))
 
 
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (0, "they hold nothing"),
+        (5, "they hold `w0`, `w1`, `w2`, `w3`, `w4`"),
+        (7, "they hold `w0`, `w1`, `w2`, `w3`, `w4` and 2 more"),
+    ],
+)
+def test_of_what_sources_hold_the_first_few_are_named_and_the_others_counted(held: int, said: str) -> None:
+    source = layout_of({f"w{index}": torch.zeros(1) for index in range(held)})
+    with pytest.raises(WeightsError, match=f"`v` is held by no source; {said}$"):
+        plan([source], layout_of({"v": torch.zeros(1)}))
+
+
 def test_missing_rows_are_named() -> None:
     first_half = shards_of("w", torch.float32, (4, 4), (2,), (0,), (Shard(0),))
     with pytest.raises(WeightsError, match=r"`w`: the \(2, 4\) elements at \(2, 0\) are held by no source"):
@@ -270,10 +334,41 @@ def test_floating_point_types_may_differ() -> None:
 
 
 def test_partial_placements_are_refused() -> None:
-    with pytest.raises(WeightsError, match="must be sharded or replicated"):
+    with pytest.raises(WeightsError, match=r"`w` is placed as .*; weights must be sharded or replicated"):
         shards_of("w", torch.float32, (4,), (2,), (0,), (Partial(),))
 
 
 def test_layout_of_plain_tensors_is_the_whole_of_each() -> None:
     (held,) = layout_of({"w": torch.zeros(2, 3), "empty": torch.zeros(0, 3)})
     assert (held.name, held.offset, held.shape, held.start) == ("w", (0, 0), (2, 3), (0, 0))
+
+
+@pytest.fixture
+def second_of_three() -> Iterator[None]:
+    """This process is the second of three, of which the others are not there."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("second_of_three")
+def test_layout_of_a_sharded_tensor_is_this_ranks_part_and_that_of_others_is_left_out() -> None:
+    everyone, others = DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [0, 2])
+    tensors = {
+        "elsewhere": DTensor.from_local(torch.zeros(2, 4), others, [Shard(0)]),
+        "rows": DTensor.from_local(torch.zeros(2, 4), everyone, [Shard(0)]),
+        "whole": torch.zeros(3),
+    }
+    held = layout_of(tensors)
+    assert [(s.name, s.global_shape, s.offset, s.shape) for s in held] == [
+        ("rows", (6, 4), (2, 0), (2, 4)),
+        ("whole", (3,), (0,), (3,)),
+    ]
+
+
+@pytest.mark.usefixtures("second_of_three")
+def test_a_rank_that_holds_more_than_its_placement_says_is_refused() -> None:
+    mesh = DeviceMesh("cpu", [0, 1, 2])
+    torn = DTensor.from_local(torch.zeros(3, 4), mesh, [Shard(0)], shape=torch.Size((6, 4)), stride=(4, 1))
+    with pytest.raises(WeightsError, match=r"`w`: \(Shard\(dim=0\),\) say 8 elements, this rank holds 12"):
+        layout_of({"w": torn})

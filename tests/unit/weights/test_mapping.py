@@ -253,6 +253,30 @@ def test_parts_that_do_not_cover_a_tensor_once_are_refused(parts) -> None:  # WN
         renamed(whole({"qkv": torch.zeros(4, 3)}), {"qkv": parts})
 
 
+def test_of_parts_that_leave_a_gap_the_first_four_are_told_with_their_places() -> None:
+    parts = fused({f"w{index}": (index + 1, 3) for index in range(6)}, dim=0)
+    told = r"cover once: \(1, 3\) at \(0, 0\), \(2, 3\) at \(1, 0\), \(3, 3\) at \(3, 0\), \(4, 3\) at \(6, 0\)$"
+    with pytest.raises(WeightsError, match=told):
+        renamed(whole({"all": torch.zeros(22, 3)}), {"all": parts})
+    layout = tuple(
+        replace(shard, tensor="all") for shard in renamed(whole({"all": torch.zeros(21, 3)}), {"all": parts})
+    )
+    with pytest.raises(WeightsError, match=told):
+        check_filled({"all": torch.zeros(22, 3)}, layout)
+
+
+def test_a_part_of_a_fused_part_keeps_its_place_in_the_tensor_that_it_was_fused_into() -> None:
+    fused_qkv = whole({"qkv": numbered(0, (6, 3))})
+    _, k = renamed(fused_qkv, {"qkv": fused({"q": (2, 3), "k": (4, 3)}, dim=0)})
+    assert k.part(((1, 0), (3, 3))).start == (3, 0)
+    assert view({"qkv": numbered(0, (6, 3))}, k.part(((3, 1), (1, 2)))).tolist() == [[16, 17]]
+
+
+def test_one_of_a_stack_is_one_index_long_and_where_its_number_says() -> None:
+    (part,) = one_of("stack", index=2, count=4, shape=(6, 5))
+    assert (part.global_shape, part.offset, part.shape) == ((4, 6, 5), (2, 0, 0), (1, 6, 5))
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
