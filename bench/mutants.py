@@ -256,7 +256,8 @@ def main() -> int:
     arguments = parser.parse_args()
     judged = known(finished(arguments.runs, Judged))
     names = asked_again(judged, arguments.only) if arguments.again else left(mutated_modules(), judged, arguments.only)
-    tests = arguments.tests or setting("pytest_add_cli_args_test_selection")
+    selection = setting("pytest_add_cli_args_test_selection")
+    tests = [*arguments.tests, *(one for one in selection if one.startswith("-") or not arguments.tests)]
     asked = bool(names and arguments.minutes)
     if asked and (code := run(names, tests, arguments.children, arguments.minutes)):
         return code

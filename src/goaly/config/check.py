@@ -110,10 +110,10 @@ def _remove(values: Any, steps: tuple[str | int, ...]) -> tuple[str | int, ...]:
     """Remove the key, or the list that the item is in; return its steps."""
     while steps and isinstance(steps[-1], int):
         steps = steps[:-1]
-    with contextlib.suppress(KeyError, IndexError, TypeError):  # removed before, with what it was in
+    with contextlib.suppress(KeyError, TypeError):  # removed before, with what it was in, or pydantic's name of a type
         for step in steps[:-1]:
             values = values[step]
-        values.pop(steps[-1], None)
+        del values[steps[-1]]
     return steps
 
 
@@ -167,9 +167,9 @@ def _item(annotation: Any, step: str | int) -> Any:
     for kind in members(annotation):
         origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
         if origin in (list, tuple) and isinstance(step, int):
-            return args[step] if origin is tuple and args and args[-1] is not Ellipsis else args[0] if args else Any
+            return args[step] if origin is tuple and args[-1] is not Ellipsis else args[0]
         if origin is dict and isinstance(step, str):
-            return args[1] if args else Any
+            return args[1]
     return None
 
 
@@ -180,7 +180,7 @@ def _of_unknown(schema: Any, steps: tuple[str | int, ...], name: str, path: str)
 
 def _suggestion(schema: Any, steps: tuple[str | int, ...], name: str, path: str) -> str:
     siblings = list(hints(section_of(_follow(schema, steps)[1])))
-    if close := difflib.get_close_matches(name, siblings, 1):
+    if close := difflib.get_close_matches(name, siblings):
         return f"did you mean {join(path, *steps, close[0])}?"
     known = [key.path for key in keys(schema, path)]
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]

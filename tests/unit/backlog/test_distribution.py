@@ -178,6 +178,14 @@ def test_a_group_is_weighed_by_the_octave_of_its_longest_sample():
     assert weights == pytest.approx([2 / 1.4, 0.8 / 1.4])
 
 
+def test_a_sample_may_be_as_long_as_a_row_of_a_power_of_two():
+    distribution = LengthDistribution(BacklogSettings(groups_per_step=1, row_length=16))
+    distribution.admit(0)
+    distribution.finish(0, [16, 1])
+    assert distribution.deliver([0]) == [1.0]
+    assert distribution.metrics()["distribution/tv"] == 0
+
+
 def test_a_group_was_trained_as_often_as_it_weighed():
     distribution, (long, short) = corrected()
     distribution.finish(3, [SHORT, SHORT])

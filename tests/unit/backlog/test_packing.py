@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trajectories import grouped, sampled
 
-from goaly.backlog.batch import Batch, add_advantages, build_batch
+from goaly.backlog.batch import Batch, add_advantages, batch_metrics, build_batch, check_group
 from goaly.backlog.packing import assign, divide
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import SchemaError
@@ -59,6 +59,12 @@ def test_the_ranks_tokens_differ_by_at_most_one_row(lengths, ranks):
 
 def test_first_fit_decreasing_by_hand():
     assert assign([3, 7, 5, 2, 3], 10, 1) == (((1, 0), (2, 4, 3)),)
+
+
+def test_where_dealing_sequences_takes_more_rows_whole_rows_of_the_joint_packing_are_dealt_heaviest_first():
+    # dealt one by one they are 10 5 and 7 6 5, and the second rank would need three rows; jointly 10 | 7 | 6 | 5 5
+    assert assign([5, 5, 6, 7, 10], 10, 2) == (((4,), (3,)), ((0, 1), (2,)))
+    assert assign([4, 7, 7, 3, 6, 9], 10, 2) == (((1, 3), (5,)), ((4, 0), (2,)))
 
 
 def test_few_sequences_are_dealt_over_the_ranks_not_heaped_on_one():
@@ -179,6 +185,24 @@ def test_a_groups_weight_multiplies_its_advantages_and_not_the_returns_that_a_cr
     assert plain["returns"].abs().sum() > 0
     weight = torch.where(plain["tokens"] == 0, 0.5, 1.5)
     torch.testing.assert_close(weighted["advantages"], weight * plain["advantages"])
+
+
+def test_metrics_of_rewards_are_computed_in_double_precision():
+    samples = [sampled(3, index=index, reward=reward, version=2) for index, reward in enumerate((1e8, 1.0))]
+    assert batch_metrics(2, [grouped(0, samples)])["reward/mean"] == 50_000_000.5
+
+
+def test_a_batch_in_which_nothing_is_trained_has_no_age():
+    samples = [sampled(1, index=index, reward=1.0) for index in range(2)]
+    metrics = batch_metrics(7, [grouped(0, samples)])
+    assert (metrics["age/mean"], metrics["age/max"], metrics["length/max"]) == (0.0, 0.0, 0.0)
+
+
+def test_a_sample_that_became_invalid_on_its_way_is_named():
+    broken = group(3, [4, 5])
+    broken.samples[1].tokens["sampler_logprobs"][2] = float("nan")
+    with pytest.raises(SchemaError, match="trajectory p/1: `sampler_logprobs` of a trained token"):
+        check_group(broken, BacklogSettings(group_size=2, row_length=16), 0)
 
 
 def test_the_tokens_of_an_answer_that_the_limit_ended_are_marked_and_its_share_is_reported():

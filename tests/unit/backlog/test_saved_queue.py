@@ -1,6 +1,7 @@
 """What a saved queue brings back, and what a queue tells of its waits."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -81,6 +82,20 @@ async def test_a_dropped_ticket_holds_no_measured_step_back() -> None:
     metrics = (await now(queue.next_batch())).metrics
     assert metrics["distribution/known_step"] == 1
     assert 0 <= metrics["queue/wait_seconds_mean"] <= metrics["queue/wait_seconds_max"] < 60
+
+
+async def test_a_second_report_of_a_ticket_is_told_with_what_became_of_the_first(caplog) -> None:
+    caplog.set_level(logging.INFO)
+    queue = queue_of(SETTINGS)
+    await admit(queue, 2)
+    assert queue.report(Dropped.failed(0, "broken"))
+    assert not queue.report(Dropped.rejected(0, "too late"))
+    complete(queue, 1, 4)
+    assert not queue.report(grouped(1, [sampled(4, reward=1.0), sampled(4, index=1)]))
+    assert caplog.messages == [
+        "ticket 0 is already failed; not rejected: too late",
+        "ticket 1 is already queued; not a group",
+    ]
 
 
 async def test_a_batch_of_a_single_sample_is_formed() -> None:

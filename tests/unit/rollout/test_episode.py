@@ -95,6 +95,19 @@ def test_an_answer_to_other_tokens_is_refused():
 def test_an_empty_answer_still_carries_the_reward():
     empty = Episode(PROMPT, [5, 6]).wrote(completion([5, 6], [])).finish(1.0)
     assert (empty.reward, empty.trained_tokens, len(empty)) == (1.0, 0, 2)
+    silent = Episode(PROMPT, [5, 6]).observed([]).finish(1.0)
+    assert (silent.reward, silent.outcome, silent.tokens["tokens"].dtype) == (1.0, Outcome.COMPLETE, torch.int64)
+
+
+def test_a_completion_that_is_not_for_training_is_refused_with_what_to_do():
+    untrained = replace(completion([5], [6]), trained=False)
+    with pytest.raises(EpisodeError, match=r"prompt q1: .* sampled with trained=False; record it with \.observed\("):
+        Episode(PROMPT, [5]).wrote(untrained)
+
+
+def test_the_largest_float32_is_still_a_reward():
+    largest = torch.finfo(torch.float32).max
+    assert Episode(PROMPT, [5]).wrote(completion([5], [6])).finish(largest).reward == largest
 
 
 def chose(first: int, count: int) -> torch.Tensor:

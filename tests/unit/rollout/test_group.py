@@ -1,7 +1,9 @@
 """Groups of episodes on fakes at the Protocol seams: every started ticket is reported exactly once."""
 
 import asyncio
+import contextlib
 import itertools
+import logging
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -15,8 +17,9 @@ from goaly.config.check import check
 from goaly.generate.request import Finish, Sample, Sampling, seed_of
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward.verifiers import Unscored
+from goaly.rollout import group as group_module
 from goaly.rollout.episode import Episode, EpisodeContext
-from goaly.rollout.group import GroupRunner
+from goaly.rollout.group import GroupRunner, GroupSummary
 from goaly.rollout.settings import RolloutSettings
 from goaly.trajectory import Group, Trajectory
 
@@ -129,7 +132,7 @@ def runner(sampler: FakeSampler, queue: FakeQueue, episode=ask_once, **changes) 
 async def test_a_group_is_all_samples_of_its_prompt_and_goes_to_the_queue():
     sampler, queue = FakeSampler(), FakeQueue()
     summary = await runner(sampler, queue).run(TICKET, PROMPT)
-    assert (summary.rewards, summary.failed, summary.rejected) == ((1.0,) * 3, None, None)
+    assert summary == GroupSummary(ticket=4, prompt_id="q1", rewards=(1.0,) * 3)
     group = queue.groups[0]
     assert sum(sample.trained_tokens for sample in group.samples) == 6
     assert (group.ticket, group.prompt_id, group.source) == (4, "q1", "sums")
@@ -285,6 +288,30 @@ async def test_in_an_evaluation_a_sample_without_room_for_an_answer_has_no_rewar
 
     group_runner = runner(FakeSampler(), FakeQueue(), long_second_turn)
     assert await group_runner.evaluate(PROMPT, 3) == [1.0, None, 1.0]
+
+
+async def test_a_sample_of_an_evaluation_that_is_not_solved_is_told_with_its_prompt(caplog):
+    caplog.set_level(logging.INFO)
+    await runner(FakeSampler(), FakeQueue(), max_context=3).evaluate(PROMPT, 1)
+    (message,) = caplog.messages
+    assert message.startswith("an evaluation counts prompt q1 as not solved: 3 tokens leave no room in a context of 3")
+
+
+async def test_a_response_is_judged_with_its_prompt_and_the_time_it_takes_is_recorded(monkeypatch):
+    judged, spans = [], []
+
+    async def score(prompt: Prompt, response: str) -> float:
+        judged.append((prompt, response))
+        return 1.0
+
+    def span(name: str, **args):
+        spans.append((name, args))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(group_module, "span", span)
+    await runner(FakeSampler(), FakeQueue(), score=score, group_size=1).run(TICKET, PROMPT)
+    assert judged == [(PROMPT, "ok")]
+    assert spans == [("reward", {"prompt": "q1"})]
 
 
 async def test_an_episode_may_change_the_distribution_in_an_evaluation_and_only_there():

@@ -161,12 +161,14 @@ def test_an_episode_that_cancels_itself_fails_its_group_by_name():
     assert queue.reports == [("fail", 4, "prompt q1: EpisodeError: episode 0 of prompt q1 cancelled itself")]
 
 
-def test_in_an_evaluation_an_episode_that_hangs_gets_no_reward_and_costs_the_others_none():
+def test_in_an_evaluation_an_episode_that_hangs_gets_no_reward_and_costs_the_others_none(caplog):
     async def one_hangs(prompt: Prompt, context: EpisodeContext) -> Trajectory:
         return await (never if context.sample_index == 1 else ask_once)(prompt, context)
 
     group = runner(FakeSampler(), FakeQueue(), one_hangs, episode_seconds=60.0, group_seconds=1.0)
     assert virtual_time.run(group.evaluate(PROMPT, 3)) == [1.0, 0.0, 1.0]
+    told = "episode 1 of prompt q1 exceeded rollout.episode_seconds=60.0"
+    assert caplog.messages == [f"an evaluation counts reward 0: {told}"]
 
 
 @virtual_time.jumps

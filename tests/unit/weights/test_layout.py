@@ -305,6 +305,7 @@ def test_a_destination_that_no_source_can_fill_is_named(name, shape, dtype, said
     [
         (0, "they hold nothing"),
         (5, "they hold `w0`, `w1`, `w2`, `w3`, `w4`"),
+        (6, "they hold `w0`, `w1`, `w2`, `w3`, `w4` and 1 more"),
         (7, "they hold `w0`, `w1`, `w2`, `w3`, `w4` and 2 more"),
     ],
 )

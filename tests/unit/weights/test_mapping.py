@@ -272,6 +272,17 @@ def test_a_part_of_a_fused_part_keeps_its_place_in_the_tensor_that_it_was_fused_
     assert view({"qkv": numbered(0, (6, 3))}, k.part(((3, 1), (1, 2)))).tolist() == [[16, 17]]
 
 
+def test_each_fused_tensor_begins_where_the_one_before_ends_along_that_dim_only() -> None:
+    starts = [[part.start for part in fused({"a": (2, 3, 4), "b": (1, 5, 6)}, dim=dim)] for dim in range(3)]
+    assert starts == [[(0, 0, 0), (2, 0, 0)], [(0, 0, 0), (0, 3, 0)], [(0, 0, 0), (0, 0, 4)]]
+
+
+def test_a_tensor_that_is_transposed_twice_is_as_it_was() -> None:
+    there, back = transposed(same("turned", (3, 2)), (1, 0)), transposed(same("w", (2, 3)), (1, 0))
+    (held,) = renamed(renamed(whole({"w": torch.zeros(2, 3)}), {"w": there}), {"turned": back})
+    assert replace(held, tensor=None) == whole({"w": torch.zeros(2, 3)})[0]
+
+
 def test_one_of_a_stack_is_one_index_long_and_where_its_number_says() -> None:
     (part,) = one_of("stack", index=2, count=4, shape=(6, 5))
     assert (part.global_shape, part.offset, part.shape) == ((4, 6, 5), (2, 0, 0), (1, 6, 5))
