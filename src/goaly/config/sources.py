@@ -176,7 +176,7 @@ def _apply(tree: DictConfig, override: str, given: Given, mappings: set[str]) ->
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))  # `${…}` stays as written
         assert isinstance(parsed, dict)
         OmegaConf.update(tree, path, parsed["value"], merge=path not in mappings)
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:  # ValueError: a name below a list
         why = getattr(error, "problem", None) or _one_line(error)
         given.problems.append(f"{path}={show(text)}: cannot be set: {why} ({OVERRIDE})")
         return
@@ -194,24 +194,28 @@ def _origins(node: Any, path: str, file: str) -> Iterator[tuple[str, str]]:
         yield from _origins(value, join(path, name), file)
 
 
-def _resolve(node: DictConfig | ListConfig, path: str, given: Given) -> Any:
-    """Plain values with every `${…}` replaced; a key whose value is `???` counts as not written."""
+def _resolve(node: DictConfig | ListConfig, path: str, given: Given, around: tuple[Any, ...] = ()) -> Any:
+    """Plain values with every `${…}` replaced; a key whose value is `???` counts as not written.
+
+    `around` are the nodes that this one is in, or that refer to it: it may refer to none of them."""
     found: dict[Any, Any] = {}
     for name in range(len(node)) if isinstance(node, ListConfig) else list(node.keys()):
         inner = join(path, name)
         try:
             value = node[name]
-            if isinstance(value, (DictConfig, ListConfig)):
-                value = _resolve(value, inner, given)
         except MissingMandatoryValue:
             continue
-        except (RecursionError, OmegaConfBaseException) as error:
-            cycle = isinstance(error, RecursionError)
-            written: Any = None if cycle else OmegaConf.to_container(node)[name]  # type: ignore[index]
-            line = f"{inner}: refers to itself" if cycle else f"{inner}={show(written)}: {_one_line(error)}"
-            given.problems.append(f"{line} ({given.source(inner)})")
+        except OmegaConfBaseException as error:
+            written: Any = OmegaConf.to_container(node)[name]  # type: ignore[index]
+            given.problems.append(f"{inner}={show(written)}: {_one_line(error)} ({given.source(inner)})")
             given.unresolved.add(inner)
             continue
+        if any(value is one for one in (node, *around)):
+            given.problems.append(f"{inner}: refers to itself ({given.source(inner)})")
+            given.unresolved.add(inner)
+            continue
+        if isinstance(value, (DictConfig, ListConfig)):
+            value = _resolve(value, inner, given, (node, *around))
         found[name] = value
     return list(found.values()) if isinstance(node, ListConfig) else found
 

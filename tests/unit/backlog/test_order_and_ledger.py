@@ -87,6 +87,23 @@ def test_a_state_is_never_skipped():
         ledger.move(7, State.RUNNING)
 
 
+def test_tickets_that_end_for_the_same_reason_are_counted():
+    ledger = Ledger()
+    for index in range(3):
+        ledger.admit()
+        ledger.move(index, State.FAILED if index else State.REJECTED, "it broke")
+    assert ledger.reasons == {"rejected: it broke": 1, "failed: it broke": 2}
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_ticket_is_admitted_once_and_after_those_before_it(window):
+    order = Order(window)
+    order.admit(3)
+    for index in (3, 2):
+        with pytest.raises(AssertionError, match=f"ticket {index} admitted out of order"):
+            order.admit(index)
+
+
 def test_reasons_belong_to_rejections_and_failures_only():
     ledger = Ledger()
     ledger.admit()

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
+from pydantic import ValidationError
 
 from goaly.config import load
-from goaly.config.check import all_problems, check
-from goaly.config.schema import default_values, join, keys, members, plain, section_of
+from goaly.config.check import all_problems, check, faults
+from goaly.config.schema import adapter, default_values, join, keys, members, plain, section_of
 from goaly.config.settings import AtLeastOne, PositiveInt, Section, Settings, Share
 from goaly.config.wording import bounds_words, show, type_words
 from goaly.errors import ConfigError
@@ -272,6 +273,57 @@ def test_a_word_of_a_problem_that_is_also_a_wrong_key_hides_no_problem() -> None
             yield f"{at.twice}: must be twice {at.steps}"
 
     assert check(Words, {"steps": 0})[1] == ["steps=0: must be at least 1", "twice=2: must be even in all steps"]
+    assert check(Words, {"steps": 0}, "job")[1] == [
+        "job.steps=0: must be at least 1",
+        "job.twice=2: must be even in all steps",
+    ]
+
+
+def test_checking_values_leaves_them_as_they_are() -> None:
+    values = {"steps": 1, "deep": {"sizes": ["x"], "zzz": 1}}
+    assert len(problems(values)) == 2
+    assert values == {"steps": 1, "deep": {"sizes": ["x"], "zzz": 1}}
+
+
+def test_problems_of_values_of_the_right_types_name_their_keys_from_the_root() -> None:
+    assert check(Root, {"steps": 1, "deep": {"seed": -1}}, "job")[1] == ["job.deep.seed=-1: must not be negative"]
+
+
+def test_the_faults_of_values_have_kinds() -> None:
+    try:
+        adapter(Root).validate_json('{"pair": "x", "zzz": 1}')
+    except ValidationError as error:
+        found = {fault.path: fault.kind for fault in faults(error, Root)}
+    assert found == {"steps": "missing", "pair": "wrong", "zzz": "unknown"}
+
+
+def test_for_a_key_unlike_any_beside_it_the_key_of_the_most_similar_path_is_meant() -> None:
+    class Rates(Settings):
+        lr: float = 1.0
+        lrs: float = 1.0
+
+    class Inner(Settings):
+        opt: Rates = field(default_factory=Rates)
+
+    class Outer(Settings):
+        a: Inner = field(default_factory=Inner)
+
+    values = {"a": {"opt": {"rl": 1.0}}}
+    assert check(Outer, values)[1] == ["a.opt.rl=1.0: unknown key; did you mean a.opt.lr?"]
+    assert check(Outer, values, "job")[1] == ["job.a.opt.rl=1.0: unknown key; did you mean job.a.opt.lr?"]
+
+
+def test_a_required_key_may_stand_after_one_with_a_default() -> None:
+    class Later(Settings):
+        first: int = 1
+        second: int
+
+    assert Later(second=3).second == 3
+    with pytest.raises(ConfigError) as error:
+        Later()
+    assert error.value.problems == ["Later.second: missing, must be an integer"]
+    assert Later(second=3) != Later(second=4)
+    assert Model() == Model(layers=2)
 
 
 def test_a_problem_with_a_default_says_that_it_is_one(tmp_path: Path) -> None:

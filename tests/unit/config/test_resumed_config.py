@@ -64,8 +64,8 @@ def test_wrong_values_are_told_before_they_are_compared(folder: Path) -> None:
 
 
 def test_a_run_whose_config_is_refused_now_cannot_be_compared(folder: Path) -> None:
-    (folder / "config.yaml").write_text("steps: 13\n")
-    assert problems("--resume", str(folder), "steps=5") == ["steps=13: brings bad luck"]
+    (folder / "config.yaml").write_text("steps: 13\nseed: 1\n")
+    assert problems("--resume", str(folder), "steps=5", "seed=2") == ["steps=13: brings bad luck"]
 
 
 def test_what_is_wrong_with_the_resuming_itself_is_told_alone(folder: Path) -> None:
@@ -79,6 +79,12 @@ def test_what_is_wrong_with_the_resuming_itself_is_told_alone(folder: Path) -> N
     ]
     flags = "known are --config FILE, --resume FOLDER, --dry-run, --help, and key=value"
     assert problems("--resume", str(folder), "--fast") == [f"--fast: unknown flag; {flags}"]
+
+
+def test_a_flag_that_is_cut_short_is_unknown() -> None:
+    flags = "known are --config FILE, --resume FOLDER, --dry-run, --help, and key=value"
+    assert problems("steps=1", "--dry") == [f"--dry: unknown flag; {flags}"]
+    assert problems("steps=1", "--conf=x")[0] == f"--conf=x: unknown flag; {flags}"
 
 
 def test_a_flag_without_its_value_is_told_beside_the_other_problems() -> None:
