@@ -320,7 +320,7 @@ def test_a_required_key_may_stand_after_one_with_a_default() -> None:
 
     assert Later(second=3).second == 3
     with pytest.raises(ConfigError) as error:
-        Later()
+        Later()  # type: ignore[missing-argument]
     assert error.value.problems == ["Later.second: missing, must be an integer"]
     assert Later(second=3) != Later(second=4)
     assert Model() == Model(layers=2)
