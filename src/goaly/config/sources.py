@@ -201,17 +201,19 @@ def _resolve(node: DictConfig | ListConfig, path: str, given: Given, around: tup
     found: dict[Any, Any] = {}
     for name in range(len(node)) if isinstance(node, ListConfig) else list(node.keys()):
         inner = join(path, name)
+        line = ""
         try:
             value = node[name]
         except MissingMandatoryValue:
             continue
         except OmegaConfBaseException as error:
             written: Any = OmegaConf.to_container(node)[name]  # type: ignore[index]
-            given.problems.append(f"{inner}={show(written)}: {_one_line(error)} ({given.source(inner)})")
-            given.unresolved.add(inner)
-            continue
-        if any(value is one for one in (node, *around)):
-            given.problems.append(f"{inner}: refers to itself ({given.source(inner)})")
+            line = f"{inner}={show(written)}: {_one_line(error)}"
+        else:
+            if any(value is one for one in (node, *around)):
+                line = f"{inner}: refers to itself"
+        if line:
+            given.problems.append(f"{line} ({given.source(inner)})")
             given.unresolved.add(inner)
             continue
         if isinstance(value, (DictConfig, ListConfig)):
@@ -224,4 +226,4 @@ def _one_line(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
         return f"line {mark.line + 1}: {getattr(error, 'problem', None) or 'unreadable'}"
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return str(error).strip().partition("\n")[0]

@@ -12,9 +12,14 @@ from goaly.config.settings import Section, Settings
 from goaly.errors import ConfigError
 
 
+class Shape(Settings):
+    width: int = 4
+
+
 class Model(Settings):
     size: int = 100
     layers: int = 10
+    shape: Shape = field(default_factory=Shape)
 
     def _problems(self, at: Section) -> Iterator[str]:
         if self.layers > 50:
@@ -104,6 +109,19 @@ def test_a_switch_that_cannot_be_followed_is_a_problem_beside_the_others(file: P
     ]
 
 
+def test_problems_of_files_and_references_are_told_also_where_a_switch_is_on(file: Path) -> None:
+    file.write_text("base: no.yaml\nname: ${nowhere}\ntrain_small: true\n")
+    base = f"--config={file.parent / 'no.yaml'}: cannot be read: No such file or directory"
+    nowhere = f"name=${{nowhere}}: Interpolation key 'nowhere' not found ({file}:2)"
+    assert problems(f"--config={file}") == [base, nowhere]
+    small = "steps=100: must be small where train_small is true"
+    assert problems(f"--config={file}", "steps=100") == [base, small, nowhere]
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_a_problem() -> None:
+    assert problems("name=x", "train_small=maybe") == ["train_small=maybe: must be true or false (override)"]
+
+
 def test_a_section_left_empty_in_a_file_keeps_what_its_base_says(file: Path) -> None:
     (file.parent / "base.yaml").write_text("train: {threads: 2, model: {size: 3}}\njudge: {size: 4}\n")
     file.write_text("base: base.yaml\nname: x\ntrain:\n")
@@ -111,6 +129,9 @@ def test_a_section_left_empty_in_a_file_keeps_what_its_base_says(file: Path) -> 
     file.write_text("base: base.yaml\nname: x\ntrain:\n  model:\n  rate: 1.5\njudge:\n")
     config = read(f"--config={file}")
     assert (config.train, config.judge) == (Train(model=Model(size=3), threads=2, rate=1.5), None)
+    (file.parent / "base.yaml").write_text("train: {model: {shape: {width: 5}}}\n")
+    file.write_text("base: base.yaml\nname: x\ntrain:\n  model:\n    shape:\n")
+    assert read(f"--config={file}").train.model.shape.width == 5
 
 
 def test_a_section_that_an_override_empties_has_its_defaults() -> None:
@@ -165,18 +186,22 @@ def test_a_reference_to_nothing_is_told_with_its_key_and_spoils_no_other(file: P
 
 
 def test_a_value_of_three_question_marks_counts_as_not_written(file: Path) -> None:
-    file.write_text("name: ???\nsteps: x\n")
+    file.write_text("name: ???\nsteps: ???\nlengths: x\n")
     assert problems(f"--config={file}") == [
         "name: missing, must be text",
-        f"steps=x: must be an integer ({file}:2)",
+        f"lengths=x: must be a list, each an integer ({file}:3)",
     ]
 
 
 def test_a_value_that_refers_to_itself_is_told_so(file: Path) -> None:
-    file.write_text("name: x\nextra:\n  one: {two: '${extra.other}'}\n  other: {there: '${extra.one}'}\n")
+    file.write_text(
+        "name: x\nextra:\n  one: {two: '${extra.other}'}\n  other: {there: '${extra.one}', more: '${no}'}\n"
+    )
     assert problems(f"--config={file}") == [
         f"extra.one.two.there: refers to itself ({file}:3)",
+        f"extra.one.two.more=${{no}}: Interpolation key 'no' not found ({file}:3)",
         f"extra.other.there.two: refers to itself ({file}:4)",
+        f"extra.other.more=${{no}}: Interpolation key 'no' not found ({file}:4)",
     ]
     file.write_text("extra: {inner: '${extra}'}\n")
     assert problems(f"--config={file}")[0].startswith("extra.inner=${extra}: ")

@@ -323,6 +323,13 @@ def test_a_required_key_may_stand_after_one_with_a_default() -> None:
         Later()  # type: ignore[missing-argument]
     assert error.value.problems == ["Later.second: missing, must be an integer"]
     assert Later(second=3) != Later(second=4)
+
+    class Only(Settings):
+        name: str
+
+    with pytest.raises(ConfigError) as error:
+        Only()  # type: ignore[missing-argument]
+    assert error.value.problems == ["Only.name: missing, must be text"]
     assert Model() == Model(layers=2)
 
 

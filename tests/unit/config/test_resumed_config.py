@@ -129,8 +129,14 @@ def test_a_script_says_its_name_beside_its_problems_and_in_its_help(
         "`prog --help` explains every key.\n"
     )
     with pytest.raises(SystemExit) as ended:
-        exit_code(lambda loaded: None, Run, ["-h"], prog="prog", description="Does it.")
+        exit_code(lambda loaded: None, Run, ["-h"], prog="other", description="Does more.")
     assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: other [--config FILE] ")
+    assert "\nDoes more.\n" in shown
+    monkeypatch.setattr("sys.argv", ["script.py", "--help"])
+    with pytest.raises(SystemExit):
+        run_cli(lambda loaded: None, Run, prog="prog", description="Does it.")
     shown = capsys.readouterr().out
     assert shown.startswith("usage: prog [--config FILE] ")
     assert "\nDoes it.\n" in shown
