@@ -17,7 +17,7 @@ from goaly.backlog.settings import BacklogSettings
 from goaly.backlog.waits import Wait
 from goaly.durable import log_writer
 from goaly.durable.records import Snapshot
-from goaly.durable.run_log import needed_records, records
+from goaly.durable.run_log import delete_before, needed_records, records, trainers
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group
 
@@ -143,6 +143,20 @@ async def test_a_resumed_run_reads_from_the_newest_snapshot_that_its_trainer_can
         await call(resumed, "trained", batch.id, batch.id + 1)
     await call(resumed, "settle")
     assert snapshots(tmp_path) == [2, 4]  # none while batches were trained again
+
+
+async def test_the_settings_of_the_trainer_that_goes_on_are_known_when_the_log_before_it_is_gone(
+    tmp_path: Path,
+) -> None:
+    queue = await opened(tmp_path, snapshot_every=1)
+    await step(queue)
+    await call(queue, "settle")
+    resumed = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0, snapshot_every=1)
+    await call(resumed, "open", tmp_path, 1, {"lr": 2.0})
+    await step(resumed)
+    await call(resumed, "settle")
+    delete_before(tmp_path, 2)
+    assert [(one.policy_version, one.trainer) for one in trainers(tmp_path)] == [(1, {"lr": 2.0})]
 
 
 async def test_once_the_end_of_a_run_has_begun_there_is_no_snapshot_of_what_this_end_cancels(tmp_path: Path) -> None:
