@@ -186,10 +186,10 @@ def test_a_reference_to_nothing_is_told_with_its_key_and_spoils_no_other(file: P
 
 
 def test_a_value_of_three_question_marks_counts_as_not_written(file: Path) -> None:
-    file.write_text("name: ???\nsteps: ???\nlengths: x\n")
+    file.write_text("name: ???\nsteps: ???\nlengthz: []\n")
     assert problems(f"--config={file}") == [
         "name: missing, must be text",
-        f"lengths=x: must be a list, each an integer ({file}:3)",
+        f"lengthz=[]: unknown key; did you mean lengths? ({file}:3)",
     ]
 
 
