@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -177,13 +178,19 @@ def peak_since(changes: Iterable[tuple[int, int, int]], since: int) -> int:
     """The most bytes held at a time from `since` on, by each change's time, address and bytes (negative if freed).
 
     The profiler sees no other threads. If a thread of gloo is the last to hold a tensor, its free is not among the
-    changes; the block counts until the allocator gives out its address again."""
-    blocks: dict[int, int] = {}
+    changes; the block counts until the allocator gives out a part of it again."""
+    begins: list[int] = []
+    sizes: dict[int, int] = {}
     held = peak = 0
     for at, address, size in changes:
-        held -= blocks.pop(address, 0)
+        first = bisect_left(begins, address)
+        if first and begins[first - 1] + sizes[begins[first - 1]] > address:
+            first -= 1
+        last = bisect_left(begins, address + max(size, 1))
+        held -= sum(sizes.pop(begin) for begin in begins[first:last])
+        begins[first:last] = [address] if size > 0 else []
         if size > 0:
-            blocks[address] = size
+            sizes[address] = size
             held += size
         if at >= since:
             peak = max(peak, held)
