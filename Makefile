@@ -48,7 +48,7 @@ peer: sft $(PEER)/.installed
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-# A slow lane of hours; with SETTINGS="--minutes 60" it stops after that time, and goes on at the next call.
+# A slow lane of an hour; with SETTINGS="--minutes 20" it stops after that time, and goes on at the next call.
 mutants: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m bench.mutants $(SETTINGS)
 

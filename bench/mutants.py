@@ -1,6 +1,6 @@
 """Do the tests notice a single changed line? Mutation score of the pure modules, with the survivors listed.
 
-    make mutants                   # runs this: hours on two cores, in as many pieces as you like
+    make mutants                   # an hour on two cores, in as many pieces as you like
     python -m bench.mutants [--only PATTERN] [--minutes M] [--runs FILE] [--json FILE] [--markdown FILE]
 
 mutmut changes one operator, constant, name or argument of a function at a time, and `bench/mutation.py` runs the tests

@@ -9,6 +9,7 @@ os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")  # 
 
 import gc
 import multiprocessing
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ FORKING = {
 def pytest_configure(config: pytest.Config) -> None:
     """Let the processes of all tests be forks of one that imports each library once."""
     if not hasattr(config, "workerinput"):  # a worker uses that of the process that started it
-        server = ForkServer(1, config.cache.mkdir("fork_server") / "fork_server.log")
+        folder = tempfile.TemporaryDirectory(prefix="fork-server-")
+        server = ForkServer(1, Path(folder.name) / "fork_server.log")
+        config.add_cleanup(folder.cleanup)
         config.add_cleanup(server.close)
         os.environ[SHARED] = server.name
 
