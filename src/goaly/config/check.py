@@ -174,8 +174,8 @@ def _item(annotation: Any, step: str | int) -> Any:
 
 
 def _of_unknown(schema: Any, steps: tuple[str | int, ...], name: str, path: str) -> str:
-    why_absent = getattr(section_of(_follow(schema, steps)[1]), "why_absent", None)  # not of every dataclass
-    return (why_absent and why_absent(name)) or f"unknown key; {_suggestion(schema, steps, name, path)}"
+    section: Any = section_of(_follow(schema, steps)[1])
+    return section.why_absent(name) or f"unknown key; {_suggestion(schema, steps, name, path)}"
 
 
 def _suggestion(schema: Any, steps: tuple[str | int, ...], name: str, path: str) -> str:
