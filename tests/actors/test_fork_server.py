@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ print(ForkServer(1, Path(sys.argv[1])).name, flush=True)
 input()
 os.execv("/bin/sleep", ["sleep", "1000"])
 """
+PARENT = f"""
+import os, subprocess, sys
+from goaly.run.fork_server import LAUNCHER
+subprocess.Popen([sys.executable, *LAUNCHER, sys.argv[1], str(os.getpid()), "1", "{PROGRAM}"]).wait()
+"""
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -48,7 +54,7 @@ def launch() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 
     def start(name: str, *modules: str, threads: int = 1, ends: str = "never", **given: Any) -> "subprocess.Popen[str]":
         environment = {**os.environ, "PYTHONPATH": str(HERE), "ENDS": ends}
-        command = [sys.executable, *LAUNCHER, name, str(threads), PROGRAM, *modules]
+        command = [sys.executable, *LAUNCHER, name, str(os.getpid()), str(threads), PROGRAM, *modules]
         launched.append(
             subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **given
@@ -129,6 +135,35 @@ def test_a_fork_and_its_launcher_die_with_the_server(
     os.kill(process_of(server), signal.SIGKILL)
     assert gone_within([fork]) == []
     assert launcher.wait() == -signal.SIGKILL
+
+
+def test_a_launcher_outlives_the_thread_that_started_it(
+    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    started: list[Any] = []
+
+    def start() -> None:
+        started.append(launch(server.name))
+        started.append(said(started[0])["pid"])
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    while Path(f"/proc/self/task/{thread.native_id}").exists():
+        pass
+    said(launch(server.name))  # a signal would have come by now
+    launcher, fork = started
+    assert (launcher.poll(), alive(fork)) == (None, True)
+
+
+def test_a_launcher_and_its_fork_end_with_the_process_that_started_it(server: ForkServer, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PARENT, server.name]
+    environment = {**os.environ, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}", "ENDS": "never"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        fork = said(parent)["pid"]
+        launchers = children(parent.pid)
+        parent.kill()
+        assert gone_within([*launchers, fork]) == []
 
 
 @pytest.mark.parametrize("end", ["is killed", "becomes another program"])

@@ -37,7 +37,7 @@ REQUEST_SECONDS = 5.0
 REQUEST_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1
 LAUNCHER = ("-IS", __file__, "launch")
-"""Makes a Python a launcher. The server's name, the threads, the program and its imports follow."""
+"""Makes a Python a launcher. Server, parent, threads, program and imports follow."""
 SHARED = "GOALY_FORK_SERVER"
 """Environment variable: the name of a fork server that this run uses instead of one of its own."""
 
@@ -88,10 +88,10 @@ class ForkServer:
 
 
 def fork_command(server: str, role: str, threads: int = 1) -> "BootstrapCommand":
-    """The command by which Monarch starts a process of this role as a fork of the server with this name."""
+    """The command by which this process's Monarch starts one of this role as a fork of the server with this name."""
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 
-    arguments = [*LAUNCHER, server, str(threads), PROGRAM, *FORKED[role]]
+    arguments = [*LAUNCHER, server, str(os.getpid()), str(threads), PROGRAM, *FORKED[role]]
     return BootstrapCommand(sys.executable, None, arguments, env={})
 
 
@@ -118,17 +118,19 @@ class _Fork(NamedTuple):
         self.launcher.close()
 
 
-def launch(server: str, threads: str, program: str, modules: Sequence[str]) -> NoReturn:
+def launch(server: str, parent: str, threads: str, program: str, modules: Sequence[str]) -> NoReturn:
     """Let a fork of the server, with these modules, run the program in this one's place, or run it here (FK-1)."""
     _set_stop_signals(signal.SIG_IGN)
-    _die_with_parent()
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not _runs_as_fork(line, server, threads, program, modules):
         line.close()
         _set_stop_signals(signal.SIG_DFL)
         os.execv(sys.executable, [sys.executable, "-m", program])
-    line.settimeout(None)
-    _end_with(int(line.recv(16) or -signal.SIGKILL))
+    # Not a signal at the parent's death: the kernel sends it at the end of the parent's thread that started this one.
+    parent_end = os.pidfd_open(int(parent))
+    if os.getppid() == int(parent) and line in select.select([line, parent_end], [], [])[0]:
+        _end_with(int(line.recv(16) or -signal.SIGKILL))
+    os._exit(1)
 
 
 def _runs_as_fork(line: socket.socket, server: str, threads: str, program: str, modules: Sequence[str]) -> bool:
@@ -276,4 +278,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(socket.socket(fileno=int(sys.argv[2])))
     else:
-        launch(*sys.argv[2:5], modules=sys.argv[5:])
+        launch(*sys.argv[2:6], modules=sys.argv[6:])
