@@ -36,24 +36,30 @@ import os, subprocess, sys
 from goaly.run.fork_server import LAUNCHER
 subprocess.Popen([sys.executable, *LAUNCHER, sys.argv[1], str(os.getpid()), "1", "{PROGRAM}"]).wait()
 """
+Launch = Callable[..., "subprocess.Popen[str]"]
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+def finds_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes that a test starts find the modules beside this one."""
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{os.environ.get('PYTHONPATH', '')}")
+
+
+@pytest.fixture
+def server(tmp_path: Path, finds_the_program: None) -> Iterator[ForkServer]:
     one = ForkServer(1, tmp_path / "fork_server.log")
     yield one
     one.close()
 
 
 @pytest.fixture
-def launch() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+def launch(finds_the_program: None) -> Iterator[Launch]:
     """Start a launcher of the program; all are killed at the end."""
     launched = []
 
     def start(name: str, *modules: str, threads: int = 1, ends: str = "never", **given: Any) -> "subprocess.Popen[str]":
-        environment = {**os.environ, "PYTHONPATH": str(HERE), "ENDS": ends}
+        environment = {**os.environ, "ENDS": ends}
         command = [sys.executable, *LAUNCHER, name, str(os.getpid()), str(threads), PROGRAM, *modules]
         launched.append(
             subprocess.Popen(
@@ -80,12 +86,10 @@ def process_of(server: ForkServer) -> int:
 
 
 def test_a_fork_has_what_its_launcher_was_given_and_the_imports_of_the_server(
-    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+    server: ForkServer, launch: Launch, tmp_path: Path
 ) -> None:
     core = min(os.sched_getaffinity(0))
-    launcher = launch(
-        server.name, "fractions", cwd=tmp_path, preexec_fn=lambda: os.sched_setaffinity(0, {core}), ends="never"
-    )
+    launcher = launch(server.name, "fractions", cwd=tmp_path, preexec_fn=lambda: os.sched_setaffinity(0, {core}))
     found = said(launcher)
     assert os.path.samefile(f"/proc/{found['pid']}/fd/2", f"/proc/{launcher.pid}/fd/2")
     assert (found["folder"], found["cores"], found["environment"]["ENDS"]) == (str(tmp_path), [core], "never")
@@ -95,18 +99,14 @@ def test_a_fork_has_what_its_launcher_was_given_and_the_imports_of_the_server(
     assert len(found["files"]) == 4  # the three streams, and the folder that lists them
 
 
-def test_what_an_import_sets_in_the_environment_is_set_in_every_fork(
-    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"]
-) -> None:
+def test_what_an_import_sets_in_the_environment_is_set_in_every_fork(server: ForkServer, launch: Launch) -> None:
     for _ in range(2):
         assert said(launch(server.name, "sets_a_variable"))["environment"]["SET_BY_AN_IMPORT"] == "1"
 
 
 @pytest.mark.parametrize("ends", [ends for ends in ENDS if ends != "never"])
 @pytest.mark.parametrize("is_fork", [True, False])
-def test_a_launcher_ends_as_its_program_does(
-    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"], ends: str, is_fork: bool
-) -> None:
+def test_a_launcher_ends_as_its_program_does(server: ForkServer, launch: Launch, ends: str, is_fork: bool) -> None:
     launcher = launch(server.name if is_fork else "no-such-server", ends=ends)
     found = said(launcher)
     _, errors = launcher.communicate()
@@ -116,9 +116,7 @@ def test_a_launcher_ends_as_its_program_does(
     assert {"with a message": "it failed", "with an error": "KeyError"}.get(ends, "") in errors
 
 
-def test_a_fork_dies_with_its_launcher_and_no_other_does(
-    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"]
-) -> None:  # FK-2
+def test_a_fork_dies_with_its_launcher_and_no_other_does(server: ForkServer, launch: Launch) -> None:  # FK-2
     launchers = [launch(server.name) for _ in range(3)]
     forks = [said(launcher)["pid"] for launcher in launchers]
     launchers[1].kill()
@@ -127,9 +125,7 @@ def test_a_fork_dies_with_its_launcher_and_no_other_does(
     assert said(launch(server.name))["pid"] in children(process_of(server))
 
 
-def test_a_fork_and_its_launcher_die_with_the_server(
-    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"]
-) -> None:  # FK-2
+def test_a_fork_and_its_launcher_die_with_the_server(server: ForkServer, launch: Launch) -> None:  # FK-2
     launcher = launch(server.name)
     fork = said(launcher)["pid"]
     os.kill(process_of(server), signal.SIGKILL)
@@ -137,9 +133,7 @@ def test_a_fork_and_its_launcher_die_with_the_server(
     assert launcher.wait() == -signal.SIGKILL
 
 
-def test_a_launcher_outlives_the_thread_that_started_it(
-    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"]
-) -> None:
+def test_a_launcher_outlives_the_thread_that_started_it(server: ForkServer, launch: Launch) -> None:
     started: list[Any] = []
 
     def start() -> None:
@@ -156,9 +150,9 @@ def test_a_launcher_outlives_the_thread_that_started_it(
     assert (launcher.poll(), alive(fork)) == (None, True)
 
 
-def test_a_launcher_and_its_fork_end_with_the_process_that_started_it(server: ForkServer, tmp_path: Path) -> None:
+def test_a_launcher_and_its_fork_end_with_the_process_that_started_it(server: ForkServer) -> None:
     command = [sys.executable, "-c", PARENT, server.name]
-    environment = {**os.environ, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}", "ENDS": "never"}
+    environment = {**os.environ, "ENDS": "never"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         fork = said(parent)["pid"]
         launchers = children(parent.pid)
@@ -167,10 +161,7 @@ def test_a_launcher_and_its_fork_end_with_the_process_that_started_it(server: Fo
 
 
 @pytest.mark.parametrize("end", ["is killed", "becomes another program"])
-def test_a_fork_server_and_its_forks_end_with_their_owner(
-    launch: Callable[..., "subprocess.Popen[str]"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:  # FK-2
-    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{os.environ.get('PYTHONPATH', '')}")
+def test_a_fork_server_and_its_forks_end_with_their_owner(launch: Launch, tmp_path: Path, end: str) -> None:  # FK-2
     command = [sys.executable, "-c", OWNER, str(tmp_path / "fork_server.log")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdin is not None
@@ -188,7 +179,7 @@ def test_a_fork_server_and_its_forks_end_with_their_owner(
 
 
 def test_signals_that_stop_a_run_end_neither_launcher_nor_server_nor_fork_before_the_controller_does(
-    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"]
+    server: ForkServer, launch: Launch
 ) -> None:
     launcher = launch(server.name)
     said(launcher)
@@ -199,16 +190,14 @@ def test_signals_that_stop_a_run_end_neither_launcher_nor_server_nor_fork_before
     assert launcher.poll() is None
 
 
-def test_a_program_with_other_threads_starts_alone(
-    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"]
-) -> None:  # FK-1
+def test_a_program_with_other_threads_starts_alone(server: ForkServer, launch: Launch) -> None:  # FK-1
     launcher = launch(server.name, threads=2)
     assert said(launcher)["pid"] == launcher.pid
     assert said(launch(server.name))["pid"] in children(process_of(server))  # which serves on
 
 
 def test_where_an_import_starts_a_thread_the_server_ends_and_processes_start_alone(
-    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+    server: ForkServer, launch: Launch, tmp_path: Path
 ) -> None:  # FK-1, FK-3
     process = process_of(server)
     for _ in range(2):
@@ -220,7 +209,7 @@ def test_where_an_import_starts_a_thread_the_server_ends_and_processes_start_alo
 
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_launcher_whose_server_closes_the_line_starts_alone_unless_a_fork_may_run(
-    launch: Callable[..., "subprocess.Popen[str]"], answers: bool
+    launch: Launch, answers: bool
 ) -> None:  # FK-1
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         name = f"goaly-test-{os.getpid()}"
@@ -239,9 +228,7 @@ def test_a_launcher_whose_server_closes_the_line_starts_alone_unless_a_fork_may_
             assert said(launcher)["pid"] == launcher.pid
 
 
-def test_a_fork_that_is_not_told_to_run_does_not(
-    server: ForkServer, launch: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
-) -> None:  # FK-1
+def test_a_fork_that_is_not_told_to_run_does_not(server: ForkServer, launch: Launch, tmp_path: Path) -> None:  # FK-1
     first = said(launch(server.name))["pid"]
     request = {"threads": "1", "program": PROGRAM, "modules": [], "folder": str(tmp_path), "cores": [0]}
     request["environment"] = {**os.environ, "ENDS": "normally"}

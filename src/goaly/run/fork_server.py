@@ -11,7 +11,6 @@ Invariants
     FK-3  A server has one thread when it forks. If an import starts another thread, the server logs that and ends.
 """
 
-import ctypes
 import json
 import os
 import select
@@ -35,7 +34,6 @@ ANSWER_SECONDS = 120.0
 REQUEST_SECONDS = 5.0
 """A launcher that connects sends its request at once."""
 REQUEST_BYTES = 1 << 18
-PR_SET_PDEATHSIG = 1
 LAUNCHER = ("-IS", __file__, "launch")
 """Makes a Python a launcher. Server, parent, threads, program and imports follow."""
 SHARED = "GOALY_FORK_SERVER"
@@ -160,10 +158,6 @@ def _end_with(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def _set_stop_signals(action: signal.Handlers) -> None:
     """Ignored by launchers and fork servers: only the controller ends a run's processes."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -173,9 +167,10 @@ def _set_stop_signals(action: signal.Handlers) -> None:
 def serve(listener: socket.socket) -> None:
     """Be a fork server until standard input ends."""
     from goaly.process import show_as
+    from goaly.reward.child import die_with
 
     _set_stop_signals(signal.SIG_IGN)
-    _die_with_parent()
+    die_with(os.getppid())
     show_as("goaly fork-server")  # also prepares its forks, whose environment lies elsewhere
     events = select.epoll()
     events.register(0, select.EPOLLHUP)
@@ -241,12 +236,13 @@ def _run(server: int, launcher: socket.socket, request: dict[str, Any], streams:
     import traceback
 
     from goaly.process import exit_quickly
+    from goaly.reward.child import die_with
 
-    _die_with_parent()
+    die_with(server)
     launcher.settimeout(ANSWER_SECONDS)
     try:
         launcher.send(b"ready")
-        if launcher.recv(8) != b"run" or os.getppid() != server:
+        if launcher.recv(8) != b"run":
             os._exit(1)
     except OSError:  # the launcher ended, or started alone
         os._exit(1)

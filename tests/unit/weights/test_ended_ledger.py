@@ -4,20 +4,7 @@ import pytest
 
 from goaly.errors import WeightsError, WritersGone
 from goaly.weights.ledger import VersionLedger
-
-
-def published(ledger: VersionLedger, *versions: int) -> None:
-    """Stage these versions with all ranks."""
-    for version in versions:
-        for rank in range(ledger.writers):
-            stage(ledger, rank, version)
-
-
-def stage(ledger: VersionLedger, rank: int, version: int) -> bool | None:
-    """Begin the version and stage it: whether it is committed."""
-    slot = ledger.begin(rank, version)
-    assert slot is not None
-    return ledger.staged(rank, version, slot)
+from tests.unit.weights.test_ledger import published, stage
 
 
 def test_one_slot_is_refused() -> None:

@@ -177,12 +177,14 @@ TestVersionProtocol = Protocol.TestCase
 
 
 def published(ledger: VersionLedger, *versions: int) -> None:
+    """Stage these versions with all ranks."""
     for version in versions:
         for rank in range(ledger.writers):
             stage(ledger, rank, version)
 
 
 def stage(ledger: VersionLedger, rank: int, version: int) -> bool | None:
+    """Begin the version and stage it: whether it is committed."""
     slot = ledger.begin(rank, version)
     assert slot is not None
     return ledger.staged(rank, version, slot)
