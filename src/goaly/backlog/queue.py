@@ -13,7 +13,7 @@ Invariants
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -125,19 +125,27 @@ class TrajectoryQueue(Actor):
 
     @concurrent_endpoint
     async def open(
-        self, log: Path, policy_version: int, trainer: dict[str, Any], given: int | None = None
+        self,
+        log: Path,
+        policy_version: int,
+        trainer: dict[str, Any],
+        given: int | None = None,
+        published: Sequence[Published] = (),
     ) -> Recovered:
         """Record events in this log from now on. If it has records, the queue first goes on from where they end, with a
-        trainer of this version and these settings, and a training loop that has the batches before `given`."""
-        return await asyncio.to_thread(self._open, log, policy_version, trainer, given)
+        trainer of this version and these settings, a training loop that has the batches before `given`, and these
+        published versions, whose records may be missing."""
+        began = [Resumed(policy_version=policy_version, trainer=trainer), *published]
+        return await asyncio.to_thread(self._open, log, began, policy_version, given)
 
-    def _open(self, log: Path, policy_version: int, trainer: dict[str, Any], given: int | None) -> Recovered:
+    def _open(self, log: Path, began: Sequence[Record], policy_version: int, given: int | None) -> Recovered:
         opened = RunLog(log)
-        resumed = Resumed(policy_version=policy_version, trainer=trainer)
-        opened.append(resumed)
+        for record in began:
+            opened.append(record)
         self._log = opened
         recovered = recover(log, self._state, policy_version, given)
-        self._state.follow(resumed)  # which it may not have read
+        for record in began:
+            self._state.follow(record)  # which it may not have read
         return recovered
 
     @concurrent_endpoint

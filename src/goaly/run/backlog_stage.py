@@ -50,6 +50,8 @@ class BacklogStage:
         """The batches given out and trained so far."""
         self._log = Path()
         self._trainer: dict[str, Any] = {}
+        self._published: list[Published] = []
+        """The records of versions that may not be on disk yet: they are written again if the hub dies."""
         self._hub_of: dict[int, str] = {}
         self._is_closed = False
         self._last_counts: dict[str, int] = {}
@@ -68,7 +70,7 @@ class BacklogStage:
 
     async def restore(self, hub: Hub) -> Recovered:
         """Have the queue of a hub that replaces a lost one go on from the log (BS-1)."""
-        call = hub.queue.open.call_one(self._log, self._trained, self._trainer, self._given)
+        call = hub.queue.open.call_one(self._log, self._trained, self._trainer, self._given, self._published)
         recovered = await ask("queue.open", call)
         if self._is_closed:
             await ask("queue.close", hub.queue.close.call_one())
@@ -80,6 +82,8 @@ class BacklogStage:
 
     def record(self, record: Drawn | Published) -> None:
         """Write a record into the log."""
+        if isinstance(record, Published):
+            self._published.append(record)
         self._hub.broadcast(lambda hub: hub.queue.record.broadcast(record))
 
     def end(self) -> None:
@@ -105,6 +109,7 @@ class BacklogStage:
         """
         self.is_giving_batches = True
         while self._given < steps:
+            recorded = len(self._published)
             async with reporting(self._report_wait):
                 batch = await self._ask("next_batch", lambda queue: queue.next_batch.call_one())
             if batch is None:
@@ -112,6 +117,7 @@ class BacklogStage:
                     await self._on_end()
                 raise RunFailed("the trajectory queue closed before the run's last step")
             self._given = batch.id + 1
+            del self._published[:recorded]  # TQ-1
             yield batch
         self.is_giving_batches = False
         if self._on_end is not None:

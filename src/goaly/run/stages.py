@@ -171,7 +171,6 @@ class TrainerStage(_TrainedStage[PolicyTrainer]):
             digest = await self._answer("digest", ranks.digest.stream())
             self._compare(self.policy_version, digest)
             await self._answer("publish", ranks.publish.stream())
-            self._record(Published(version=self.policy_version, digest=digest))  # the first record may be lost
 
     async def step(self, batch: BatchHandle) -> dict[str, float]:
         """Train the next policy version on this batch; the step's metrics. After the last step the save begins."""

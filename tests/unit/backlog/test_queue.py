@@ -16,7 +16,7 @@ from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.backlog.waits import Wait
 from goaly.durable import log_writer
-from goaly.durable.records import Snapshot
+from goaly.durable.records import Published, Snapshot
 from goaly.durable.run_log import delete_before, needed_records, records, trainers
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group
@@ -115,6 +115,22 @@ async def test_batches_that_were_not_trained_are_replayed_from_the_queue(tmp_pat
     assert (found[0].id, found[1]) == (batch.id, None)
     assert await call(queue, "replayed", "reader", tmp_path, 0) is None
     await call(queue, "settle")
+
+
+async def test_what_a_dead_queue_had_not_written_of_published_versions_is_before_the_batches_that_made_them(
+    tmp_path: Path,
+) -> None:
+    queue = await opened(tmp_path)
+    ticket = await queue.queue.admit()
+    assert ticket is not None
+    queue.queue.report(group(ticket))
+    await call(queue, "next_batch")  # its step is done, but neither its end nor the version are recorded
+    await call(queue, "settle")
+    next_queue = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0)
+    await call(next_queue, "open", tmp_path, 1, {}, 1, [Published(version=1, digest="d1")])
+    batch, digest = await call(next_queue, "replayed", "reader", tmp_path, 0)
+    assert (batch.id, digest) == (0, "d1")
+    await call(next_queue, "settle")
 
 
 async def test_a_queue_without_a_log_gives_out_batches() -> None:

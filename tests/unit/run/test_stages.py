@@ -13,6 +13,7 @@ from monarch.actor import ActorError
 from goaly.actors import SupervisionError
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped
+from goaly.durable.records import Published
 from goaly.errors import RunFailed
 from goaly.run.backlog_stage import QUEUE_LOST, BacklogStage
 from goaly.run.replaceable import Replaceable, Restarts
@@ -98,9 +99,10 @@ class Hub:
             **{name: SimpleNamespace(call_one=getattr(self, f"_{name}")) for name in endpoints}
         )
         self.queue.report = SimpleNamespace(broadcast=self.reported.append)
+        self.queue.record = SimpleNamespace(broadcast=lambda record: None)
 
     async def _open(self, *arguments: Any) -> str:
-        self.opened.append(arguments)
+        self.opened.append(pickle.loads(pickle.dumps(arguments)))
         return "recovered"
 
     async def _next_batch(self) -> Any:
@@ -141,11 +143,13 @@ async def test_a_training_loop_goes_on_with_the_next_hub_which_has_what_the_dead
     seen = []
     async for batch in backlog.batches(7):
         seen.append(batch.id)
+        backlog.record(Published(version=batch.id + 1, digest=f"d{batch.id + 1}"))
         if batch.id != 4:  # whose step goes on meanwhile
             await backlog.trained(batch, batch.id + 1)
     assert seen == [3, 4, 5, 6]  # BS-1
     assert not hubs[0].closed
-    assert hubs[1].opened == [(tmp_path, 4, {"lr": 1.0}, 5)]
+    not_on_disk = [Published(version=5, digest="d5")]  # unlike that of version 4: a batch was given out since
+    assert hubs[1].opened == [(tmp_path, 4, {"lr": 1.0}, 5, not_on_disk)]
     assert (hubs[0].trained, hubs[1].trained) == ([3], [5, 6])
     assert backlog.hub == "hub-1"
     assert hubs[1].closed
