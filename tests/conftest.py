@@ -26,8 +26,9 @@ monarch_config.prefix_python_logs_with_actor = False  # once Monarch is up, it w
 # pytest. Who waits for a dead actor gets a SupervisionError all the same.
 monarch.actor.unhandled_fault_hook = lambda failure: None
 
-# vLLM and torchtitan are imported once, for all tests that need a process of their own and fork it there.
-multiprocessing.set_forkserver_preload(["goaly.generate.engine", "goaly.train.parallel"])
+multiprocessing.set_forkserver_preload(["imported_once"])
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+"""That server does not get `sys.path`."""
 FORKING = {
     "tests/actors/test_expert_choices.py",
     "tests/actors/test_generator_engine.py",

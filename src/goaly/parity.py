@@ -178,7 +178,7 @@ def _joined(parts: Sequence[Compared]) -> Compared:
 def in_ranks(work: Callable[..., None], ranks: int, arguments: tuple[Any, ...]) -> None:
     """Call `work` in so many processes that can form a process group, with the rank and then these arguments."""
     torch.multiprocessing.start_processes(
-        _in_rank, (work, ranks, lasting_port(), *arguments), nprocs=ranks, start_method="spawn"
+        _in_rank, (work, ranks, lasting_port(), *arguments), nprocs=ranks, start_method="forkserver"
     )
 
 
