@@ -15,7 +15,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import spmd_types
@@ -39,6 +38,7 @@ from vllm.model_executor.models import ModelRegistry
 
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models.deepseek import softmax_scale
+from goaly.models.divide import divide
 from goaly.models.lora import BASE, note_base
 from goaly.models.settings import LoraSettings, Numerics
 from goaly.models.spec import Architecture, architecture, folder_tensors, model_spec, read_config, versioned_tensors
@@ -150,7 +150,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
             torchtitan_distributed.set_spmd_backend("spmd_types")
             self._dims = ParallelDims.from_config(parallelism, world_size=self._tp)
             self._context = torchtitan_distributed.get_spmd_context(parallel_dims=self._dims)
-            config.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=TrainingConfig()))
+            divide(config, parallelism)
             if vllm_config.parallel_config.enable_expert_parallel:
                 _divide_experts(config, self._tp)
         with torch.device("meta"):

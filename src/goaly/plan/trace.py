@@ -118,7 +118,7 @@ def trace(
     if key not in _TRACED:
         # torch keeps plans for meshes that are equal but for their groups, so a second group would find the first's.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["goaly.train.parallel"])
+        context.set_forkserver_preload(["goaly.train.engine", "goaly.models.bitwise", "goaly.plan.gpu_attention"])
         with ProcessPoolExecutor(1, mp_context=context) as process:
             _TRACED[key] = process.submit(_trace, shape, dtype, trainer, documents, on_gpu).result()
     return _TRACED[key]

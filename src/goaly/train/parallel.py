@@ -12,7 +12,6 @@ Ranks are numbered with `tp` innermost and `fsdp` outermost.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from goaly.errors import ConfigError
+from goaly.models.divide import divide
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import (
     architecture,
@@ -134,7 +134,7 @@ def sharded_on_meta(
     wrapped = trainer.ranks > 1 or casts or offload
     parallelism, parallel_dims = _layout(trainer) if wrapped else (None, None)
     if wrapped:
-        spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+        divide(spec.model, parallelism)
     head.install(spec.model)
     with torch.device("meta"), set_default_dtype(getattr(torch, kept)):
         model = spec.model.build()

@@ -102,8 +102,9 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
         engine._balance_experts(batch.batch_trained_tokens)
     logprobs = engine.logprobs(rows)
     metrics, gradients = {}, {}
-    losses = OBJECTIVES if folder.name in EVERY_LOSS else {name: OBJECTIVES[name] for name in ("token_mean", "lopsided")}
-    for name, loss in losses.items():
+    for name, loss in OBJECTIVES.items():
+        if folder.name not in EVERY_LOSS and name not in ("token_mean", "lopsided"):
+            continue
         if name == "lopsided":  # all that is trained lies on the first of two data-parallel ranks
             batch.rows["trained"][1::2] = False
             rows = batch.rows[engine.dp_rank :: settings.fsdp]
