@@ -20,12 +20,15 @@ Invariants
     TR-5  The padding of a packed row is at its end, is never trained, and has its own positions from 0.
     TR-6  If a sequence has choices of experts, so has each token before its last trained one. Those of later tokens are
           0 and have no meaning: the sampler need not have computed these tokens, and no trained token depends on them.
+    TR-7  A group's trajectories of one episode follow each other, and have its `sample_index`, which no other has.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -108,7 +111,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """All samples of one prompt, with the prompt's ticket."""
+    """All samples of one prompt, with the prompt's ticket. An episode makes one trajectory or several (TR-7)."""
 
     ticket: int
     prompt_id: str
@@ -120,6 +123,21 @@ class Group:
     """Responses that got reward 0 because the verifier exceeded its time limit (`reward.on_time_limit=zero`)."""
     _encoded: bytearray | None = field(default=None, init=False, repr=False, compare=False)
     """Its bytes, if it was made of some: the memory of its tensors."""
+
+    @property
+    def episodes(self) -> list[tuple[Trajectory, ...]]:
+        """The trajectories of each episode."""
+        return [tuple(those) for _, those in groupby(self.samples, attrgetter("sample_index"))]
+
+    @property
+    def rewards(self) -> list[float]:
+        """The reward of each episode: the mean of its trajectories'."""
+        return [sum(one.reward for one in episode) / len(episode) for episode in self.episodes]
+
+    @property
+    def trained_tokens(self) -> list[int]:
+        """The number of trained tokens of each episode."""
+        return [sum(one.trained_tokens for one in episode) for episode in self.episodes]
 
     def encoded(self) -> Buffer:
         """The group as bytes, for pickles and for the run's log: a safetensors file of one tensor for each column."""

@@ -1,6 +1,7 @@
 """Trajectories and groups for the tests of every stage."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -37,4 +38,5 @@ def sampled(
 
 def grouped(ticket: int, samples: Sequence[Trajectory], *, source: str = "test") -> Group:
     """The group of this ticket."""
-    return Group(ticket=ticket, prompt_id=f"p{ticket}", source=source, samples=tuple(samples))
+    numbered = tuple(replace(sample, sample_index=index) for index, sample in enumerate(samples))
+    return Group(ticket=ticket, prompt_id=f"p{ticket}", source=source, samples=numbered)

@@ -85,11 +85,14 @@ class Batch:
 
 def check_group(group: Group, settings: BacklogSettings, min_version: int) -> None:
     """Raise a SchemaError unless a batch can have the group and its trained tokens are of this version or newer."""
-    if len(group.samples) != settings.group_size:
+    episodes = {sample.sample_index for sample in group.samples}
+    if len(episodes) != settings.group_size:
         raise SchemaError(
-            f"prompt {group.prompt_id}: a group of {len(group.samples)} samples, "
+            f"prompt {group.prompt_id}: a group of {len(episodes)} samples, "
             f"must be backlog.group_size={settings.group_size}"
         )
+    if len(episodes) != len(group.episodes):  # TR-7
+        raise SchemaError(f"prompt {group.prompt_id}: the trajectories of an episode do not follow each other")
     for sample in group.samples:
         where = f"trajectory {sample.prompt_id}/{sample.sample_index}"
         check_tokens(sample.tokens, where=where)
@@ -247,10 +250,10 @@ def _spans(batch: Batch) -> Iterator[tuple[int, int, slice, int]]:
 def batch_metrics(policy_version: int, groups: Sequence[Group]) -> dict[str, float]:
     """Metrics of the groups of a batch; ages are relative to the version that trains them."""
     samples = [sample for group in groups for sample in group.samples]
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-    trained = torch.tensor([sample.trained_tokens for sample in samples], dtype=torch.float64)
+    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
+    trained = torch.tensor([tokens for group in groups for tokens in group.trained_tokens], dtype=torch.float64)
     ages = policy_version - torch.cat([_versions(sample) for sample in samples]).double()
-    flat = sum(not has_signal([sample.reward for sample in group.samples]) for group in groups)
+    flat = sum(not has_signal(group.rewards) for group in groups)
     return {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),

@@ -330,7 +330,7 @@ class GroupQueue:
         else:
             self._ledger.move(end.ticket, State.QUEUED)
             self._order.finish(end.ticket)
-            self._distribution.finish(end.ticket, [sample.trained_tokens for sample in end.samples])
+            self._distribution.finish(end.ticket, end.trained_tokens)
             self._groups[end.ticket] = end
             self._waits.begin([end.ticket])
         self._wake()

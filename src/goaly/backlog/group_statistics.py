@@ -35,7 +35,7 @@ class GroupStatistics:
 
     def count(self, group: Group) -> bool:
         """Count a finished group, and return whether it has a signal."""
-        rewards = [sample.reward for sample in group.samples]
+        rewards = group.rewards
         before = self._passes.get(group.source, Passes(samples=0, passed=0))
         self._passes[group.source] = Passes(
             samples=before.samples + len(rewards),

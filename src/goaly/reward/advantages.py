@@ -38,6 +38,8 @@ class Scored:
     """The rewards of each sample's tokens, f64 `[T]`, after shaping."""
     groups_S: Tensor
     """The number of each sample's group, ascending."""
+    episodes_S: Tensor
+    """The number of each sample's episode, ascending: an episode may make several samples."""
     values: tuple[Tensor, ...] | None = None
     """A critic's value of each token, f64 `[T]`, 0 where it is not trained; None without `@needs_values`."""
 
@@ -47,7 +49,7 @@ class Scored:
         return torch.stack([rewards_T.sum() for rewards_T in self.rewards])
 
     def group_mean(self, values_S: Tensor) -> Tensor:
-        """For each sample the mean of its group."""
+        """For each sample the mean of its group, in which each episode counts once, as the mean of its samples."""
         return self._group_sum(values_S) / self.group_size_S
 
     def centred(self, values_S: Tensor) -> Tensor:
@@ -59,12 +61,14 @@ class Scored:
 
     @property
     def group_size_S(self) -> Tensor:
-        """For each sample the number of samples in its group."""
-        return torch.bincount(self.groups_S)[self.groups_S]
+        """For each sample the number of episodes in its group."""
+        return self._group_sum(torch.ones(len(self.samples), dtype=torch.float64)).round().long()
 
     def _group_sum(self, values_S: Tensor) -> Tensor:
+        """For each sample the sum over its group's episodes of the mean of their samples."""
         groups = int(self.groups_S[-1]) + 1
-        return values_S.new_zeros(groups).index_add(0, self.groups_S, values_S)[self.groups_S]
+        of_episodes_S = values_S / torch.bincount(self.episodes_S)[self.episodes_S]
+        return values_S.new_zeros(groups).index_add(0, self.groups_S, of_episodes_S)[self.groups_S]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,9 +80,11 @@ def scored(groups: Sequence[Group], values: Sequence[Tensor] | None = None) -> S
     """The samples of these groups with their rewards, and a critic's values."""
     samples = tuple(sample for group in groups for sample in group.samples)
     sizes = torch.tensor([len(group.samples) for group in groups])
+    of_episodes = torch.tensor([len(episode) for group in groups for episode in group.episodes])
     return Scored(
         samples=samples,
         rewards=tuple(sample.tokens["rewards"].double() for sample in samples),
         groups_S=torch.arange(len(groups)).repeat_interleave(sizes),
+        episodes_S=torch.arange(len(of_episodes)).repeat_interleave(of_episodes),
         values=None if values is None else tuple(values_T.double() for values_T in values),
     )

@@ -68,8 +68,8 @@ class EpisodeContext:
         return self.chat.encode(text)
 
 
-EpisodeFunction = Callable[[Prompt, EpisodeContext], Coroutine[Any, Any, Trajectory]]
-"""A script's `episode`."""
+EpisodeFunction = Callable[[Prompt, EpisodeContext], Coroutine[Any, Any, Trajectory | Sequence[Trajectory]]]
+"""A script's `episode`. It may make several trajectories, of which each has the episode's reward."""
 
 
 class Episode:

@@ -8,7 +8,7 @@ Invariants
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -82,11 +82,11 @@ class GroupRunner:
 
     async def run(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
         """Run the episodes of a group and report how they ended."""
-        samples: tuple[Trajectory, ...] = ()
+        rewards: tuple[float, ...] = ()
         failed = rejected = None
         try:
             group = await self._sample_group(ticket, prompt)
-            samples = group.samples
+            rewards = tuple(group.rewards)
             if not await self.report(group):
                 rejected = "it came too late, or has no signal"
         except asyncio.CancelledError:
@@ -104,7 +104,7 @@ class GroupRunner:
         return GroupSummary(
             ticket=ticket.index,
             prompt_id=prompt.id,
-            rewards=tuple(sample.reward for sample in samples),
+            rewards=rewards,
             failed=failed,
             rejected=rejected,
         )
@@ -120,7 +120,8 @@ class GroupRunner:
 
         async def reward(episode: RunningEpisode) -> float | None:
             try:
-                return (await self._run_one(prompt, episode)).reward
+                trajectories = await self._run_one(prompt, episode)
+                return sum(one.reward for one in trajectories) / len(trajectories)
             except EpisodeTimeout as error:
                 logger.warning("an evaluation counts reward 0: %s", error)
                 return 0.0
@@ -141,7 +142,7 @@ class GroupRunner:
         self._running[ticket.index] = group
         try:
             async with asyncio.timeout(None) as limit:
-                samples = await _all(group, partial(self._run_one, prompt, group_limit=limit))
+                episodes = await _all(group, partial(self._run_one, prompt, group_limit=limit))
         except Exception as error:
             if not limit.expired():
                 raise
@@ -155,7 +156,7 @@ class GroupRunner:
             ticket=ticket.index,
             prompt_id=prompt.id,
             source=prompt.source,
-            samples=samples,
+            samples=tuple(one for trajectories in episodes for one in trajectories),
             verifier_errors=group.unscored("error"),
             verifier_timeouts=group.unscored("timeout"),
         )
@@ -187,7 +188,7 @@ class GroupRunner:
 
     async def _run_one(
         self, prompt: Prompt, running: RunningEpisode, group_limit: asyncio.Timeout | None = None
-    ) -> Trajectory:
+    ) -> tuple[Trajectory, ...]:
         async def judge(prompt: Prompt, response: str) -> float:
             with span("reward", prompt=prompt.id):
                 return await running.judged(self.score(prompt, response))
@@ -205,12 +206,13 @@ class GroupRunner:
                 group_limit.reschedule(asyncio.get_running_loop().time() + seconds)
             with running.under_way():
                 name = f"episode {running.sample_index} of prompt {prompt.id}"
-                trajectory = await within(self.settings.episode_seconds, self.episode(prompt, context), name)
-        if not isinstance(trajectory, Trajectory):
-            raise EpisodeError(f"the episode returned {type(trajectory).__name__}, must be a Trajectory")
-        if trajectory.sample_index == context.sample_index:
-            return trajectory
-        return replace(trajectory, sample_index=context.sample_index)
+                made = await within(self.settings.episode_seconds, self.episode(prompt, context), name)
+        trajectories = tuple(made) if isinstance(made, Sequence) else (made,)
+        if not trajectories or not all(isinstance(one, Trajectory) for one in trajectories):
+            kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in trajectories)) or "no trajectory"
+            raise EpisodeError(f"the episode returned {kinds}, must be a Trajectory or several")
+        index = context.sample_index
+        return tuple(one if one.sample_index == index else replace(one, sample_index=index) for one in trajectories)
 
 
 async def _all(group: RunningGroup, run: Callable[[RunningEpisode], Coroutine[Any, Any, T]]) -> tuple[T, ...]:

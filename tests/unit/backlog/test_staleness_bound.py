@@ -108,15 +108,16 @@ class Schedule:
             case Fate.FAILED:
                 self.queue.report(Dropped.failed(ticket.index, "drawn"))
             case fate:
-                samples = (sample(0, ticket.min_version), sample(int(fate is Fate.SIGNAL), ticket.min_version))
+                version, differs = ticket.min_version, float(fate is Fate.SIGNAL)
+                samples = (sample(0, 0.0, version), sample(1, differs, version))
                 name = str(ticket.index)  # as its source, metrics tell which batch it is in
                 if self.queue.report(Group(ticket=ticket.index, prompt_id=name, source=name, samples=samples)):
                     self.courses[ticket.index].finished = self.version
 
 
 @cache
-def sample(index: int, version: int) -> Trajectory:
-    return sampled(2, index=index, reward=float(index % 2), version=version)
+def sample(index: int, reward: float, version: int) -> Trajectory:
+    return sampled(2, index=index, reward=reward, version=version)
 
 
 @st.composite

@@ -1,6 +1,7 @@
 """Advantages by hand, for whole batches."""
 
 import re
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -56,6 +57,7 @@ def groups(*rewards: list[float]) -> list[Group]:
 
 
 def grouped(*samples: Trajectory) -> Group:
+    samples = tuple(replace(sample, sample_index=index) for index, sample in enumerate(samples))
     return Group(ticket=0, prompt_id="x", source="test", samples=samples)
 
 

@@ -129,6 +129,28 @@ def runner(sampler: FakeSampler, queue: FakeQueue, episode=ask_once, **changes) 
     return GroupRunner(episode=episode, sampler=sampler, report=queue.report, **{**arguments, **changes})
 
 
+async def test_an_episode_may_make_several_trajectories_which_count_as_one_sample():
+    async def twice(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
+        one = await ask_once(prompt, context)
+        return [one] if context.sample_index == 1 else [one, Episode(prompt, [1]).finish(0.0)]
+
+    sampler, queue = FakeSampler(), FakeQueue()
+    run = runner(sampler, queue, twice)
+    assert await run.run(TICKET, PROMPT) == GroupSummary(ticket=4, prompt_id="q1", rewards=(0.5, 1.0, 0.5))
+    assert [sample.sample_index for sample in queue.groups[0].samples] == [0, 0, 1, 2, 2]
+    assert await run.evaluate(PROMPT, 2) == [0.5, 1.0]
+
+
+async def test_an_episode_without_a_trajectory_fails_its_group():
+    async def nothing(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
+        return []
+
+    summary = await runner(FakeSampler(), FakeQueue(), nothing).run(TICKET, PROMPT)
+    assert (
+        summary.failed == "prompt q1: EpisodeError: the episode returned no trajectory, must be a Trajectory or several"
+    )
+
+
 async def test_a_group_is_all_samples_of_its_prompt_and_goes_to_the_queue():
     sampler, queue = FakeSampler(), FakeQueue()
     summary = await runner(sampler, queue).run(TICKET, PROMPT)
@@ -209,7 +231,7 @@ async def test_an_episode_that_returns_something_else_is_named():
         return Episode(prompt, context.render(prompt))
 
     summary = await runner(FakeSampler(), FakeQueue(), forgets_to_finish).run(TICKET, PROMPT)
-    assert summary.failed == "prompt q1: EpisodeError: the episode returned Episode, must be a Trajectory"
+    assert summary.failed == "prompt q1: EpisodeError: the episode returned Episode, must be a Trajectory or several"
 
 
 @settings(max_examples=40, deadline=None)
