@@ -193,6 +193,12 @@ def test_python_is_told_the_same_of_a_wrong_value_as_a_file():
             "train=3: is a section, set its keys: "
             "train.optimizer, train.threads, train.checkpointing, train.progress (override)",
         ),
+        (
+            "train=[3]",
+            "train=[3]: is a section, set its keys: "
+            "train.optimizer, train.threads, train.checkpointing, train.progress (override)",
+        ),
+        ("lengths={a: 1}", "lengths={a: 1}: must be a list, each an integer (override)"),
         ("lr=3", "lr=3: unknown key; did you mean train.optimizer.lr or reference.lr? (override)"),
         (
             "train.zzz=3",
@@ -290,6 +296,18 @@ def test_a_missing_file_is_a_problem(tmp_path: Path):
         f"--config={tmp_path / 'no.yaml'}: cannot be read: No such file or directory"
     ]
     assert problems("name=x", "--config") == ["--config: names no file, write --config FILE"]
+
+
+def test_a_file_with_a_list_for_a_section_or_the_reverse_is_told_its_line(tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    file.write_text("name: x\ntrain: [1]\nlengths: {a: 1}\nmixture: [easy]\n")
+    found = problems("--config", str(file))
+    assert [line.partition(":")[0] for line in found] == ["lengths={a", "mixture=[easy]", "train=[1]"]
+    assert [line.rpartition(":")[2] for line in found] == ["3)", "4)", "2)"]
+    file.write_text("base: wrong.yaml\ntrain: {threads: 2}\nlengths: [3]\n")
+    (tmp_path / "wrong.yaml").write_text("name: x\ntrain: [1]\nlengths: {a: 1}\n")
+    config = read("--config", str(file))
+    assert (config.train.threads, config.lengths) == (2, [3])
 
 
 def test_a_file_based_on_another_starts_from_its_keys(tmp_path: Path):

@@ -72,8 +72,9 @@ def read(file: str | Path | None, overrides: Sequence[str], schema: type) -> Giv
             given.sources.update(origins)
             for path in mappings & origins.keys():
                 OmegaConf.update(tree, path, {}, merge=False)
+            _make_room(tree, written)
             tree = OmegaConf.merge(tree, OmegaConf.create(written))
-    assert isinstance(tree, DictConfig)
+            assert isinstance(tree, DictConfig)
     replaced = _replaced(tree, overrides, schema, mappings, given)
     for override in overrides:
         _apply(tree, override, given, mappings)
@@ -166,6 +167,16 @@ def _without_empty(values: dict[Any, Any], path: str, sections: set[str]) -> dic
     return kept
 
 
+def _make_room(tree: DictConfig, written: dict[Any, Any]) -> None:
+    """Replace lists where mappings are written, and mappings where lists are: OmegaConf cannot merge the two."""
+    for name, value in written.items():
+        before = tree._get_node(name)
+        if isinstance(before, DictConfig) and isinstance(value, dict):
+            _make_room(before, value)
+        elif isinstance(before, DictConfig | ListConfig) and isinstance(value, dict | list):
+            tree[name] = value
+
+
 def _apply(tree: DictConfig, override: str, given: Given, mappings: set[str]) -> None:
     path, equals, text = override.partition("=")
     path = path.strip()
@@ -175,7 +186,11 @@ def _apply(tree: DictConfig, override: str, given: Given, mappings: set[str]) ->
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))  # `${…}` stays as written
         assert isinstance(parsed, dict)
-        OmegaConf.update(tree, path, parsed["value"], merge=path not in mappings)
+        value = parsed["value"]
+        joins = (
+            path not in mappings and isinstance(value, dict) and isinstance(OmegaConf.select(tree, path), DictConfig)
+        )
+        OmegaConf.update(tree, path, value, merge=joins)
     except (YAMLError, OmegaConfBaseException, ValueError) as error:  # ValueError: a name below a list
         why = getattr(error, "problem", None) or _one_line(error)
         given.problems.append(f"{path}={show(text)}: cannot be set: {why} ({OVERRIDE})")
