@@ -78,6 +78,32 @@ def write_random_deepseek(folder: Path, *, seed: int = 0, **changed: Any) -> Pat
     return _write_random(lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZE, **own, **changed})), folder, seed)
 
 
+def write_random_gpt_oss(folder: Path, *, seed: int = 0, **changed: Any) -> Path:
+    """Save a random gpt-oss of dim 96 with a character tokenizer; returns the folder. The first and the last of its
+    three layers attend to 16 tokens; each has 8 experts, two for each token."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    own: dict[str, Any] = {
+        "intermediate_size": 64,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "swiglu_limit": 0.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    }
+    return _write_random(lambda: GptOssForCausalLM(GptOssConfig(**{**SIZE, **own, **changed})), folder, seed)
+
+
 def _write_random(build: "Callable[[], PreTrainedModel]", folder: Path, seed: int) -> Path:
     import torch
 

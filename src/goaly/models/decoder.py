@@ -58,6 +58,9 @@ class Decoder:
     qk_norm: bool = True
     tied: bool = False
     latent: Latent | None = None
+    biased: bool = False
+    """Whether linear layers, routers and experts have biases, heads have sinks, and an expert's gate and up projection
+    are one matrix, as gpt-oss's."""
     dense_layers: int = 0
     """The first layers, which have no experts."""
     dense_hidden_dim: int = 0
@@ -74,6 +77,8 @@ class Decoder:
         for layer in range(self.layers):
             prefix = f"layers.{layer}."
             found.extend(self._latent_attention(prefix, self.latent) if self.latent else self._attention(prefix))
+            if self.biased:
+                found.append(Parameter(name=f"{prefix}attention.sinks", shape=(self.heads,), tp_dim=0))
             found += [
                 Parameter(name=f"{prefix}{name}.weight", shape=(self.dim,)) for name in ("attention_norm", "ffn_norm")
             ]
@@ -114,6 +119,9 @@ class Decoder:
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
         attention = f"{prefix}attention."
         yield Parameter(name=f"{attention}qkv_linear.wqkv.weight", shape=(rows, self.dim), tp_dim=0)
+        if self.biased:
+            yield Parameter(name=f"{attention}qkv_linear.wqkv.bias", shape=(rows,), tp_dim=0)
+            yield Parameter(name=f"{attention}wo.bias", shape=(self.dim,))
         yield Parameter(name=f"{attention}wo.weight", shape=(self.dim, self.heads * self.head_dim), tp_dim=1)
         if self.qk_norm:
             yield Parameter(name=f"{attention}q_norm.weight", shape=(self.head_dim,))
@@ -134,11 +142,20 @@ class Decoder:
         yield Parameter(name=f"{attention}wo.weight", shape=(self.dim, self.heads * latent.value_dim), tp_dim=1)
 
     def _experts(self, prefix: str) -> Iterator[Parameter]:
-        for name, shape, tp_dim in _projections(self.dim, self.hidden_dim):
+        stacks: list[tuple[str, Extent, int | None]] = [
+            (f"{name}_{'EDF' if name == 'w2' else 'EFD'}", shape, tp_dim + 1)
+            for name, shape, tp_dim in _projections(self.dim, self.hidden_dim)
+        ]
+        if self.biased:
+            both = 2 * self.hidden_dim
+            stacks = [("mlp1_weight_EGD", (both, self.dim), 1), ("mlp1_bias_EG", (both,), 1)]
+            stacks += [("mlp2_weight_EDF", (self.dim, self.hidden_dim), 2), ("mlp2_bias_ED", (self.dim,), None)]
+            yield Parameter(name=f"{prefix}router.gate.bias", shape=(self.experts,))
+        for name, shape, tp_dim in stacks:
             yield Parameter(
-                name=f"{prefix}routed_experts.inner_experts.{name}_{'EDF' if name == 'w2' else 'EFD'}",
+                name=f"{prefix}routed_experts.inner_experts.{name}",
                 shape=(self.experts, *shape),
-                tp_dim=tp_dim + 1,
+                tp_dim=tp_dim,
                 expert=True,
             )
         yield Parameter(name=f"{prefix}router.gate.weight", shape=(self.experts, self.dim))

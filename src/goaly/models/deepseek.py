@@ -52,6 +52,14 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def parts() -> tuple[Any, Any, Any, Any]:
+    """torchtitan's configs of the decoder and of a block, its plan of parallelism, and the adapter of folders."""
+    from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3StateDictAdapter
+    from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
+
+    return DeepSeekV3Model.Config, DeepSeekV3TransformerBlock.Config, parallelize, DeepSeekV3StateDictAdapter
+
+
 def attention(shape: "Architecture", norm: Callable[..., Any], unset: dict[str, Any], inner: Any) -> Any:
     """torchtitan's latent attention with this inner attention; `norm` makes a norm of a width."""
     from torchtitan.models.common import ComplexRoPE, Linear

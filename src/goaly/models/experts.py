@@ -42,7 +42,7 @@ class Experts(GroupedExperts):
 
     def _product(self, rows: torch.Tensor, name: str, ends_E: torch.Tensor) -> torch.Tensor:
         """The rows of each expert times its weights of this name."""
-        return self._grouped_mm(A=rows, B_t=_local(getattr(self, name)).transpose(-2, -1), offs=ends_E)
+        return self._grouped_mm(A=rows, B_t=of_rank(getattr(self, name)).transpose(-2, -1), offs=ends_E)
 
 
 class MixtureOfExperts(MoE):
@@ -74,9 +74,9 @@ class MixtureOfExperts(MoE):
         chosen_BLE = torch.zeros_like(scores_BLE, dtype=torch.bool).scatter_(-1, experts_BLK, True)
         if torch.is_grad_enabled() and self.trained_BL1 is not None:
             trained_BL1 = _placed_as(scores_BLE, self.trained_BL1)
-            self._balance(scores_BLE, _local(chosen_BLE), trained_BL1)
+            self._balance(scores_BLE, of_rank(chosen_BLE), trained_BL1)
             if self.choices_BLK is not None:
-                self._compare(router_BLD, _local(chosen_BLE), trained_BL1)
+                self._compare(router_BLD, of_rank(chosen_BLE), trained_BL1)
         tokens_E = chosen_BLE.sum(dim=(0, 1))
         out_BLD = self.routed_experts(experts_BLD, weights_BLK, experts_BLK, tokens_E)
         return out_BLD if self.shared_experts is None else out_BLD + self.shared_experts(x_BLD)
@@ -92,7 +92,7 @@ class MixtureOfExperts(MoE):
         return preferred_BLE if self.expert_bias_E is None else preferred_BLE + self.expert_bias_E
 
     def _balance(self, scores_BLE: torch.Tensor, chosen_BLE: torch.Tensor, trained_BL1: torch.Tensor) -> None:
-        _local(self.tokens_per_expert_E).add_((chosen_BLE * trained_BL1).sum(dim=(0, 1)))
+        of_rank(self.tokens_per_expert_E).add_((chosen_BLE * trained_BL1).sum(dim=(0, 1)))
         if self.score_gradient_E is None or not scores_BLE.requires_grad:  # no gradient: nothing before it is trained
             return
         mesh, placements = (
@@ -112,11 +112,12 @@ class MixtureOfExperts(MoE):
     def _compare(self, x_BLD: torch.Tensor, chosen_BLE: torch.Tensor, trained_BL1: torch.Tensor) -> None:
         """Count the choices that the router would have made differently."""
         _, own_BLK, _ = self.router(x_BLD, self.expert_bias_E)
-        own_BLE = torch.zeros_like(chosen_BLE).scatter_(-1, _local(own_BLK), True)
+        own_BLE = torch.zeros_like(chosen_BLE).scatter_(-1, of_rank(own_BLK), True)
         self.rerouted += ((chosen_BLE & ~own_BLE) * trained_BL1).sum()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def of_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """The part that this rank has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,9 +1,9 @@
 """From a Hugging Face `config.json` to torchtitan's model definition.
 
-Families: Qwen3, dense and with experts in every layer, Llama 3, and DeepSeek-V3 (`deepseek.py`), of any size, with tied
-or untied embeddings.
-Features that torchtitan's definition lacks (biases, sliding windows, other RoPE scalings) are refused by name, so no
-model is silently changed.
+Families: Qwen3, dense and with experts in every layer, Llama 3, and DeepSeek-V3 (`deepseek.py`), with tied or untied
+embeddings, and gpt-oss (`gpt_oss.py`); all of any size.
+Features that torchtitan's definition of a family lacks (biases, sliding windows, other RoPE scalings) are refused by
+name, so no model is silently changed.
 
 `prepare_torchtitan` must run before a model is built, because torchtitan assumes a GPU by default.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from goaly.errors import ConfigError
-from goaly.models import deepseek
+from goaly.models import deepseek, gpt_oss
 from goaly.models.decoder import Decoder
 from goaly.models.local_device import local_device
 from goaly.models.settings import LoraSettings, Numerics, no_model
@@ -44,6 +44,10 @@ class Architecture(Decoder):
     expert_groups: int | None = None
     """Groups of experts, of which each token chooses `groups_per_token` and then its experts among theirs."""
     groups_per_token: int | None = None
+    windows: tuple[int, ...] = ()
+    """How many tokens each layer attends to, 0 for all; without entries all layers do."""
+    activation_limit: float = 0.0
+    """Where gpt-oss's experts clamp what they multiply."""
 
     @property
     def biased_routing(self) -> bool:
@@ -56,8 +60,14 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "qwen3",
     "LlamaForCausalLM": "llama3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "GptOssForCausalLM": "gpt_oss",
 }
-ROPE_SCALINGS = {"qwen3": ("default",), "llama3": ("default", "llama3"), "deepseek_v3": ("default", "yarn")}
+ROPE_SCALINGS = {
+    "qwen3": ("default",),
+    "llama3": ("default", "llama3"),
+    "deepseek_v3": ("default", "yarn"),
+    "gpt_oss": ("default", "yarn"),
+}
 EXPERTS_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 """The names that families and versions of transformers give the number of experts."""
 
@@ -87,8 +97,11 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
     }
-    if family == "deepseek_v3":
-        refused |= deepseek.refused(config)
+    own = {"deepseek_v3": deepseek, "gpt_oss": gpt_oss}.get(family)
+    if own is not None:
+        refused |= own.refused(config)
+    if refused["quantization_config"] and family == "gpt_oss":
+        raise ConfigError([f"{where}: quantization_config: {gpt_oss.DEQUANTIZE}"])
     problems = [f"{where}: {key}={config.get(key)}: is not supported" for key, bad in refused.items() if bad]
     if rope_type not in ROPE_SCALINGS[family]:
         problems.append(f"{where}: rope_type={rope_type}: must be one of {', '.join(ROPE_SCALINGS[family])} for {name}")
@@ -98,15 +111,20 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
     experts = (
         next((config[key] for key in EXPERTS_KEYS if config.get(key)), 0) if "moe_intermediate_size" in config else 0
     )
-    sizes: dict[str, Any] = {"head_dim": config.get("head_dim") or config["hidden_size"] // heads}
-    if family == "deepseek_v3":
-        sizes |= deepseek.sizes(config)
+    sizes: dict[str, Any] = {
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "hidden_dim": config["moe_intermediate_size" if experts else "intermediate_size"],
+        "experts": experts,
+        "experts_per_token": config["num_experts_per_tok"] if experts else 0,
+        "normalizes_routing": bool(config.get("norm_topk_prob", False)),
+    }
+    if own is not None:
+        sizes |= own.sizes(config)
     return Architecture(
         **sizes,
         family=family,
         vocab_size=config["vocab_size"],
         dim=config["hidden_size"],
-        hidden_dim=config["moe_intermediate_size" if experts else "intermediate_size"],
         layers=config["num_hidden_layers"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
@@ -116,9 +134,6 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
         rope_scaling=rope if rope_type != "default" else {},
         tied=bool(config.get("tie_word_embeddings", False)),
         qk_norm=family == "qwen3",
-        experts=experts,
-        experts_per_token=config["num_experts_per_tok"] if experts else 0,
-        normalizes_routing=bool(config.get("norm_topk_prob", False)),
     )
 
 
@@ -168,8 +183,12 @@ def spec_of(
             family = _qwen3(shape, rope)
         case "llama3":
             family = _llama3(shape)
+        case "gpt_oss":
+            decoder_class, block, parallelize, adapter = gpt_oss.parts()
+            family = _Family(decoder_class, block, gpt_oss.rope(shape, rope), parallelize, adapter)
         case _:
-            family = _deepseek()
+            decoder_class, block, parallelize, adapter = deepseek.parts()
+            family = _Family(decoder_class, block, None, parallelize, adapter)
     decoder = _decoder(shape, family, norm, attention, fuses=lora is None)
     if lora is not None:
         from goaly.models.lora import add_adapters
@@ -273,14 +292,6 @@ def _llama3(shape: Architecture) -> _Family:
     return _Family(Llama3Model.Config, Llama3TransformerBlock.Config, rope, parallelize_llama, Llama3StateDictAdapter)
 
 
-def _deepseek() -> _Family:
-    from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3StateDictAdapter
-    from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
-
-    block = DeepSeekV3TransformerBlock.Config
-    return _Family(DeepSeekV3Model.Config, block, None, deepseek.parallelize, DeepSeekV3StateDictAdapter)
-
-
 def _layers(device: str) -> tuple[Any, Any]:
     """The classes of the norm and of Qwen3's rotary embedding: torchtitan's, on a CPU with faster gradients."""
     if device == "cpu":
@@ -305,8 +316,10 @@ def _decoder(
     def norm(width: int, *, eps: float = shape.norm_eps) -> Any:
         return norm_class.Config(normalized_shape=width, eps=eps, param_init=unset)
 
-    def attention_of_a_layer() -> Any:
+    def attention_of(layer: int) -> Any:
         inner = dataclasses.replace(attention)
+        if shape.family == "gpt_oss":
+            return gpt_oss.attention(shape, layer, family.rope, unset, inner)
         if shape.latent is not None:
             return deepseek.attention(shape, norm, unset, inner)
         return make_gqa_config(
@@ -326,7 +339,7 @@ def _decoder(
         family.block(
             attention_norm=norm(shape.dim),
             ffn_norm=norm(shape.dim),
-            attention=attention_of_a_layer(),
+            attention=attention_of(layer),
             **_feed_forward(shape, shape.has_experts(layer), unset),
         )
         for layer in range(shape.layers)
@@ -362,13 +375,18 @@ def _experts(shape: Architecture, shared: Any) -> Any:
 
     from goaly.models.experts import Dispatcher, Experts, MixtureOfExperts
 
+    if shape.family == "gpt_oss":
+        inner: Any = gpt_oss.experts(shape, skip_param_init)
+    else:
+        stacks = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
+        inner = Experts.Config(dim=shape.dim, hidden_dim=shape.hidden_dim, num_experts=shape.experts, param_init=stacks)
     routing = {"num_experts": shape.experts, "top_k": shape.experts_per_token}
-    stacks = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
     return MixtureOfExperts.Config(
         num_experts=shape.experts,
         router=make_router_config(
             dim=shape.dim,
-            gate_param_init={"weight": skip_param_init},
+            gate_param_init={"weight": skip_param_init, "bias": skip_param_init},
+            bias=shape.biased,
             score_func="sigmoid" if shape.biased_routing else "softmax",
             route_norm=shape.normalizes_routing,
             route_scale=shape.routing_scale,
@@ -376,12 +394,7 @@ def _experts(shape: Architecture, shared: Any) -> Any:
             num_limited_groups=shape.groups_per_token,
             **routing,
         ),
-        routed_experts=RoutedExperts.Config(
-            inner_experts=Experts.Config(
-                dim=shape.dim, hidden_dim=shape.hidden_dim, num_experts=shape.experts, param_init=stacks
-            ),
-            token_dispatcher=Dispatcher.Config(**routing),
-        ),
+        routed_experts=RoutedExperts.Config(inner_experts=inner, token_dispatcher=Dispatcher.Config(**routing)),
         shared_experts=shared,
         load_balance_coeff=1.0 if shape.biased_routing else None,  # whether there is a bias; goaly changes it itself
     )

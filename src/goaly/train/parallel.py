@@ -32,7 +32,7 @@ from goaly.models.spec import (
 from goaly.train.settings import (
     NEEDS_GPU,
     NO_BITWISE_CONTEXT,
-    NO_LATENT_CONTEXT,
+    NO_CONTEXT,
     OFFLOAD_NEEDS_GPU,
     TrainerSettings,
 )
@@ -185,9 +185,9 @@ def _context_attention(settings: ModelSettings, trainer: TrainerSettings, device
     """The inner attention of a share of the tokens; ConfigError if this model has none."""
     from goaly.models.context_attention import context_attention
 
-    latent = architecture(read_config(settings.path)).latent is not None
-    if latent or settings.numerics == "bitwise":
-        why = NO_LATENT_CONTEXT if latent else NO_BITWISE_CONTEXT
+    why = NO_CONTEXT.get(architecture(read_config(settings.path)).family)
+    if why is not None or settings.numerics == "bitwise":
+        why = why or NO_BITWISE_CONTEXT
         raise ConfigError([f"trainer.cp={trainer.cp}: must be 1 {why}"])
     return context_attention(device.type)
 

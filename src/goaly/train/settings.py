@@ -24,7 +24,11 @@ NO_PIPELINE = (
     "pipeline parallelism is not supported, because each rank publishes and saves shards of all layers, and a stage "
     "has some layers only: use fsdp, tp, cp and ep"
 )
-NO_LATENT_CONTEXT = "for DeepSeek-V3: attention over the shares of several ranks has keys and values of one width"
+NO_CONTEXT = {
+    "deepseek_v3": "for DeepSeek-V3: attention over the shares of several ranks has keys and values of one width",
+    "gpt_oss": "for gpt-oss: attention over the shares of several ranks has no windows and no sinks",
+}
+"""By family, why its attention cannot be divided."""
 NO_BITWISE_CONTEXT = "with model.numerics=bitwise: attention over the shares of several ranks sums in another order"
 OFFLOAD_NEEDS_GPU = "needs a GPU: on a CPU the parameters are in its memory anyway"
 
@@ -110,8 +114,8 @@ class RanksSettings(Settings):
     def shape_problems(self, at: Section, shape: "Architecture", whose: str) -> Iterator[str]:
         """One line for each reason why these ranks cannot divide a model of this shape; `whose` is its name."""
         yield from division_problems(at, self.tp, self.ep, shape, whose)
-        if self.cp > 1 and shape.latent is not None:
-            yield f"{at.cp}: must be 1 {NO_LATENT_CONTEXT}"
+        if self.cp > 1 and shape.family in NO_CONTEXT:
+            yield f"{at.cp}: must be 1 {NO_CONTEXT[shape.family]}"
         if not shape.experts:
             return
         if self.ep > 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_model import native_tensors, write_random_deepseek
+from random_model import native_tensors, write_random_deepseek, write_random_gpt_oss
 from safetensors.torch import load_file
 
 import goaly.folder
@@ -64,6 +64,8 @@ YARN = {
 
 def write_random(folder: Path, family: str, *, tied: bool) -> Path:
     """Save a random model whose greedy choices are clear."""
+    if family == "sinks":
+        return write_random_gpt_oss(folder)
     if family.startswith("latent"):
         return write_random_deepseek(folder, **(YARN if family == "latent-yarn" else {}))
     from transformers import (
@@ -89,7 +91,7 @@ def write_random(folder: Path, family: str, *, tied: bool) -> Path:
     return folder
 
 
-FAMILIES = ["qwen3", "qwen3_tied", "experts", "experts_tied", "llama3", "llama3_tied", "latent", "latent-yarn"]
+FAMILIES = ["qwen3", "qwen3_tied", "experts", "experts_tied", "llama3", "llama3_tied", "latent", "latent-yarn", "sinks"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -211,6 +213,37 @@ def test_a_deepseek_model_that_torchtitan_would_not_reproduce_is_refused_by_name
     assert architecture(config).family == "deepseek_v3"
     with pytest.raises(ConfigError, match=named):
         architecture(config | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"attention_bias": False}, "attention_bias=False"),
+        ({"swiglu_alpha": 1.0}, r"swiglu_alpha=1\.0"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types=.*chunked"),
+        ({"layer_types": ["full_attention"]}, "layer_types="),
+        ({"sliding_window": None}, "sliding_window=None"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "attention_factor": 1.0}},
+            "rope_",
+        ),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=linear: must be"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            r"config.json: quantization_config: is not supported: write a folder of bfloat16 weights .*dequantize=True",
+        ),
+    ],
+)
+def test_a_gpt_oss_model_that_torchtitan_would_not_reproduce_is_refused_by_name(
+    tmp_path: Path, change: dict, named: str
+):
+    config = read_config(write_random_gpt_oss(tmp_path))
+    shape = architecture(config)
+    assert (shape.family, shape.windows, shape.experts) == ("gpt_oss", (16, 0, 16), 8)
+    with pytest.raises(ConfigError, match=named) as raised:
+        architecture(config | change)
+    assert len(raised.value.problems) == 1
 
 
 class Crash(BaseException):

@@ -1,0 +1,90 @@
+"""Attention with sinks, and over the last tokens only, for documents of one length on the CPU.
+
+A sink is a learned score of a head that takes a share of each token's attention and adds nothing to the output. The
+output without it and the log of the sum of exponentiated scores are enough to add it (torchtitan's `out_transform`).
+
+Scores are computed for a block of queries at a time, with the keys that these see, and again in the backward pass.
+
+Shape suffixes: M = documents * key heads, G query heads of a key head, C the length, H head dim, V that of values,
+q queries of a block, k keys that they see.
+
+Invariants
+    SA-1  A token attends to itself and the `window - 1` tokens before it in its document; to all of them if `window` is
+          0.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+QUERIES = 256
+"""Queries of a block: short documents are one."""
+
+
+class SinkAttention(torch.autograd.Function):
+    """The output `[M, G, C, V]` of causal attention over a window, and the log of each token's sum `[M, G, C]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_MGCH: torch.Tensor, k_MCH: torch.Tensor, v_MCV: torch.Tensor, scale: float, window: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out_MGCV = q_MGCH.new_empty(*q_MGCH.shape[:3], v_MCV.shape[-1])
+        sums_MGC = q_MGCH.new_empty(q_MGCH.shape[:3], dtype=torch.float32)
+        for queries, keys in _blocks(k_MCH.shape[1], window):
+            scores_MGqk = _scores(q_MGCH[:, :, queries], k_MCH[:, keys], scale, _mask(queries, keys, window))
+            sums_MGq = scores_MGqk.logsumexp(-1)
+            weights_MGqk = scores_MGqk.sub_(sums_MGq[..., None]).exp_().to(v_MCV.dtype)
+            out_MGCV[:, :, queries] = _times(weights_MGqk, v_MCV[:, keys])
+            sums_MGC[:, :, queries] = sums_MGq
+        ctx.save_for_backward(q_MGCH, k_MCH, v_MCV, out_MGCV, sums_MGC)
+        ctx.scale, ctx.window = scale, window
+        return out_MGCV, sums_MGC
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_MGCV: torch.Tensor, grad_sums_MGC: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        q_MGCH, k_MCH, v_MCV, out_MGCV, sums_MGC = ctx.saved_tensors
+        found_q, found_k, found_v = torch.empty_like(q_MGCH), torch.zeros_like(k_MCH), torch.zeros_like(v_MCV)
+        along_MGC = (grad_MGCV * out_MGCV).sum(-1, dtype=torch.float32) - grad_sums_MGC
+        for queries, keys in _blocks(k_MCH.shape[1], ctx.window):
+            q_MGqH, k_MkH, grad_MGqV = q_MGCH[:, :, queries], k_MCH[:, keys], grad_MGCV[:, :, queries]
+            scores_MGqk = _scores(q_MGqH, k_MkH, ctx.scale, _mask(queries, keys, ctx.window))
+            weights_MGqk = scores_MGqk.sub_(sums_MGC[:, :, queries, None]).exp_()
+            found_v[:, keys] += _transposed_times(weights_MGqk.to(v_MCV.dtype), grad_MGqV)
+            grad_MGqk = _times(grad_MGqV, v_MCV[:, keys].transpose(1, 2)).float()
+            grad_MGqk.sub_(along_MGC[:, :, queries, None]).mul_(weights_MGqk).mul_(ctx.scale)
+            of_scores_MGqk = grad_MGqk.to(k_MCH.dtype)
+            found_q[:, :, queries] = _times(of_scores_MGqk, k_MkH)
+            found_k[:, keys] += _transposed_times(of_scores_MGqk, q_MGqH)
+        return found_q, found_k, found_v, None, None
+
+
+def _blocks(length: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """Queries, and the keys that any of them sees."""
+    for begin in range(0, length, QUERIES):
+        end = min(begin + QUERIES, length)
+        yield slice(begin, end), slice(max(0, begin - window + 1) if window else 0, end)
+
+
+def _mask(queries: slice, keys: slice, window: int) -> torch.Tensor:
+    """Which queries do not see which keys (SA-1)."""
+    before_qk = torch.arange(queries.start, queries.stop)[:, None] - torch.arange(keys.start, keys.stop)
+    hidden_qk = before_qk < 0
+    return hidden_qk | (before_qk >= window) if window else hidden_qk
+
+
+def _scores(q_MGqH: torch.Tensor, k_MkH: torch.Tensor, scale: float, mask_qk: torch.Tensor) -> torch.Tensor:
+    return _times(q_MGqH, k_MkH.transpose(1, 2)).float().mul_(scale).masked_fill_(mask_qk, float("-inf"))
+
+
+def _times(left_MGqX: torch.Tensor, right_MXY: torch.Tensor) -> torch.Tensor:
+    """Matrix products in which all query heads of a key head are one matrix."""
+    product = torch.bmm(left_MGqX.flatten(1, 2), right_MXY)
+    return product.view(*left_MGqX.shape[:3], right_MXY.shape[-1])
+
+
+def _transposed_times(left_MGqX: torch.Tensor, right_MGqY: torch.Tensor) -> torch.Tensor:
+    """The sum over queries and the query heads of a key head."""
+    return torch.bmm(left_MGqX.flatten(1, 2).transpose(1, 2), right_MGqY.flatten(1, 2))
