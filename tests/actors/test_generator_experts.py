@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from random_model import native_tensors, write_random_deepseek, write_random_model
+from random_model import native_tensors, write_random_deepseek, write_random_gpt_oss, write_random_model
 
 from goaly.generate.request import Sample
 from goaly.generate.settings import GeneratorSettings
@@ -25,6 +25,9 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "latent": {},
     "latent, tp": {"tp": 2},
     "latent, ep": {"tp": 2, "ep": 2},
+    "sinks": {},
+    "sinks, tp": {"tp": 2},
+    "sinks, ep": {"tp": 2, "ep": 2},
 }
 PROMPTS = [[(7 * i + 3 * j) % 30 + 2 for j in range(20 + i)] for i in range(6)]
 NOISE = 2e-4
@@ -51,6 +54,8 @@ def folders(tmp_path: Path, layout: str) -> list[Path]:
     """Two models of eight experts."""
     if "latent" in layout:
         return [write_random_deepseek(tmp_path / f"latent{seed}", seed=seed) for seed in range(2)]
+    if "sinks" in layout:
+        return [write_random_gpt_oss(tmp_path / f"sinks{seed}", seed=seed) for seed in range(2)]
     tied = layout == "tied"
     return [
         write_random_model(tmp_path / f"experts{seed}", seed=seed, experts=8, tie_word_embeddings=tied)
@@ -94,5 +99,6 @@ def test_a_replica_samples_from_the_model_that_transformers_has_before_and_after
             own.assert_recorded(prompt, one)  # EC-1
         for of_rank in found:
             assert all(map(torch.equal, tokens(of_rank[which]), tokens(found[0][which])))
-    shape = found[0][2]["layers.1.moe.routed_experts.inner_experts.w1_EFD"]
-    assert shape == ((4, 64, 96) if "ep" in degrees else (8, 64 // ranks, 96))
+    name, rows = ("mlp1_weight_EGD", 128) if "sinks" in layout else ("w1_EFD", 64)
+    shape = found[0][2][f"layers.1.moe.routed_experts.inner_experts.{name}"]
+    assert shape == ((4, rows, 96) if "ep" in degrees else (8, rows // ranks, 96))

@@ -158,6 +158,7 @@ class Engine:
             kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB),
             block_size=None if on_cuda else CPU_BLOCK_TOKENS,
             enable_prefix_caching=settings.prefix_caching,
+            disable_hybrid_kv_cache_manager=True if self._shape.windows else None,  # one table of blocks for all layers
             enforce_eager=not self._records_graphs,
             logprobs_mode="processed_logprobs",
             async_scheduling=False,  # EN-1

@@ -37,7 +37,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
-from goaly.models.deepseek import softmax_scale
+from goaly.models import deepseek, gpt_oss
 from goaly.models.divide import divide
 from goaly.models.lora import BASE, note_base
 from goaly.models.settings import LoraSettings, Numerics
@@ -50,7 +50,7 @@ ARCHITECTURES: dict[Numerics, str] = {
 LORA = "lora"
 """The key of vLLM's `additional_config` that has the fields of `LoraSettings`, if the model has adapters."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_FUSED = re.compile(r"\bw[qkv](?=\.weight$)")
+_FUSED = re.compile(r"\bw[qkv](?=\.(weight|bias)$)")
 
 
 def register() -> None:
@@ -71,6 +71,9 @@ class PagedAttention(Module):
         kv_heads: int = 0
         head_dim: int = 0
         scale: float = 0.0
+        window_size: tuple[int, int] = (-1, 0)
+        """As torchtitan's: how many earlier tokens are seen (-1: all), and how many later ones."""
+        sinks: bool = False
         numerics: Numerics = "fast"
 
     def __init__(self, config: Config):
@@ -79,6 +82,8 @@ class PagedAttention(Module):
         if config.numerics == "bitwise":
             from goaly.generate.bitwise_backend import BitwiseBackend as backend
         tp = get_tensor_model_parallel_world_size()
+        # vLLM's kernels for sinks must be chosen here; the layer's parameter takes this one's place.
+        sinks: dict[str, Any] = {"sinks": torch.empty(config.heads // tp)} if config.sinks else {}
         self.paged = Attention(
             num_heads=config.heads // tp,
             head_size=config.head_dim,
@@ -87,6 +92,8 @@ class PagedAttention(Module):
             cache_config=get_current_vllm_config().cache_config,
             prefix=f"layers.{config.layer}.attention.inner_attention",  # must be unique: vLLM finds the KV cache by it
             attn_backend=backend,
+            per_layer_sliding_window=config.window_size[0] + 1 or None,
+            **sinks,
         )
 
     def forward(
@@ -177,6 +184,9 @@ class TorchtitanForCausalLM(torch.nn.Module):
                 if isinstance(module, PagedAttention):
                     for scale in module.buffers():
                         scale.fill_(1.0)  # vLLM's default, which `to_empty` erased
+            if shape.biased:
+                for layer in self.model.layers.values():
+                    layer.attention.inner_attention.paged.impl.sinks = layer.attention.sinks
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings `[T, D]`."""
@@ -290,4 +300,11 @@ def _fill_in_heads(config: Any, shape: Architecture) -> None:
         inner = layer.attention.inner_attention
         inner.layer = index
         inner.heads, inner.kv_heads, inner.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        inner.scale = shape.head_dim**-0.5 if shape.latent is None else softmax_scale(layer.attention)
+        inner.sinks = shape.biased
+        match shape.family:
+            case "deepseek_v3":
+                inner.scale = deepseek.softmax_scale(layer.attention)
+            case "gpt_oss":
+                inner.scale = gpt_oss.softmax_scale(layer.attention)
+            case _:
+                inner.scale = shape.head_dim**-0.5

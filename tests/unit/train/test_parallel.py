@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from random_model import native_tensors, write_random_deepseek
+from random_model import native_tensors, write_random_deepseek, write_random_gpt_oss
 from safetensors.torch import load_file
 
 from goaly.losses.objective import PolicyObjective
@@ -44,6 +44,8 @@ LAYOUTS = {
     "experts-tp-ep": {"tp": 2, "ep": 2},
     "latent-tp": {"tp": 2},
     "latent-fsdp-ep": {"fsdp": 2, "ep": 2},
+    "sinks-tp": {"tp": 2},
+    "sinks-fsdp-ep": {"fsdp": 2, "ep": 2},
     "lora-fsdp": {"fsdp": 2},
     "lora-tp": {"tp": 2},
     "lora-experts-fsdp": {"fsdp": 2},
@@ -65,6 +67,7 @@ EVERY_LOSS = ("fsdp", "experts-fsdp-ep", "cp")
 LORA = LoraSettings(rank=8, alpha=24.0, seed=3)
 EXPERTS = {"experts": 4, "hidden_dim": 32}
 LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_hidden_layers": 2, "moe_intermediate_size": 32}
+SINKS = {"num_local_experts": 4, "num_hidden_layers": 2, "intermediate_size": 32}
 SMALL_STEPS = OptimizerSettings(lr=1e-3)
 ROWS = 4
 ALONE = dataclasses.replace(SETTINGS, microbatch_rows=ROWS)
@@ -224,6 +227,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[st
     for layout in LAYOUTS:
         if "latent" in layout:
             write_random_deepseek(models / layout, **LATENT)
+        elif "sinks" in layout:
+            write_random_gpt_oss(models / layout, **SINKS)
         else:
             size = EXPERTS if "experts" in layout else {"tied": layout == "tp"}
             write_tiny_model(models / layout, TinyModel(layers=1, **size))
