@@ -25,7 +25,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "latent": {},
     "latent, tp": {"tp": 2},
     "latent, ep": {"tp": 2, "ep": 2},
-    "sinks": {},
     "sinks, tp": {"tp": 2},
     "sinks, ep": {"tp": 2, "ep": 2},
 }

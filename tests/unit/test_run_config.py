@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from random_model import write_random_deepseek
+from random_model import write_random_deepseek, write_random_gpt_oss
 
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
@@ -301,6 +301,7 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
     narrow = write_tiny_model(tmp_path / "narrow", TinyModel(layers=1, experts=6, hidden_dim=24))
     odd = {"n_shared_experts": 1, "moe_intermediate_size": 33, "intermediate_size": 257}
     latent = write_random_deepseek(tmp_path / "latent", **odd)
+    sinks = write_random_gpt_oss(tmp_path / "sinks", intermediate_size=24)
     for model, overrides, said in [
         (tiny_model_folder, ["trainer.fsdp=2", "trainer.ep=2"], "trainer.ep=2: must be 1, because the model has no"),
         (experts, ["trainer.fsdp=4", "trainer.ep=4"], "trainer.ep=4: must divide the model's 6 experts"),
@@ -313,6 +314,13 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
         (experts, ["trainer.fsdp=2", "trainer.cp=2"], "trainer.fsdp * trainer.cp = 4: must divide the model's 6"),
         (latent, ["trainer.cp=2"], "trainer.cp=2: must be 1 for DeepSeek-V3: attention over"),
         (latent, ["critic={cp: 2}"], "critic.cp=2: must be 1 for DeepSeek-V3: attention over"),
+        (sinks, ["trainer.cp=2"], "trainer.cp=2: must be 1 for gpt-oss: attention over"),
+        (sinks, ["critic={cp: 2}"], "critic.cp=2: must be 1 for gpt-oss: attention over"),
+        (sinks, ["trainer.compile=true"], "trainer.compile=true: must be false for gpt-oss: its attention"),
+        (sinks, ["model.numerics=bitwise"], "model.numerics=bitwise: must be fast for a model with experts"),
+        (sinks, ["generator.engine=native"], "generator.engine=native: must be torchtitan for a model with experts"),
+        (sinks, ["trainer.expert_bias_rate=0.1"], "trainer.expert_bias_rate=0.1: must be 0, the model chooses experts"),
+        (sinks, ["generator.tp=2"], "generator.tp=2: the model's experts have width 24, must be a multiple of 8 for"),
         (tiny_model_folder, ["trainer.pp=2"], "trainer.pp=2: pipeline parallelism is not supported, because each rank"),
         (tiny_model_folder, ["critic={pp: 2}"], "critic.pp=2: pipeline parallelism is not supported, because each"),
         (experts, ["critic={fsdp: 4}"], "critic.fsdp=4: must divide the model's 6 experts"),

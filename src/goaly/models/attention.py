@@ -15,7 +15,6 @@ Invariants
     AT-2  Padding never affects a document: it comes after the document's tokens, is finite, and gets zero gradient.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
 
-from goaly.models.sink_attention import SinkAttention
+from goaly.models.sink_attention import SinkAttention, with_sinks
 
 SHORT = 256
 """Up to this length the attention scores of a whole document are materialized."""
@@ -119,11 +118,10 @@ class PackedAttention(Module):
         *,
         attention_masks: PackedDocuments,
         scale: float | None = None,
-        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        sinks_N: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Causal attention within each document (AT-1). `out_transform` adds sinks; only layers with them may have a
-        window."""
+        """Causal attention within each document (AT-1). Only layers with sinks may have a window."""
         B, L, N, H = q_BLNH.shape
         K, V = v_BLNH.shape[2:]
         scale = H**-0.5 if scale is None else scale
@@ -134,7 +132,7 @@ class PackedAttention(Module):
         v_classes = _Pack.apply(v_BLNH.reshape(-1, V), key_places).split([size * K for size in sizes])
         out_classes, sum_classes = [], []
         for (D, C), q, k, v in zip(attention_masks.classes, q_classes, k_classes, v_classes, strict=True):
-            if out_transform is not None:
+            if sinks_N is not None:
                 out, sums = SinkAttention.apply(
                     q.view(D * K, N // K, C, H), k.view(D * K, C, H), v.view(D * K, C, V), scale, self._window
                 )
@@ -147,9 +145,9 @@ class PackedAttention(Module):
                 out = _long(q.view(D, N, C, H), k.view(D, K, C, H), v.view(D, K, C, V), scale)
             out_classes.append(out.reshape(-1, V))
         out_BLNV = _Unpack.apply(torch.cat(out_classes), query_places).view(B, L, N, V)
-        if out_transform is None:
+        if sinks_N is None:
             return out_BLNV
-        return out_transform(out_BLNV, _Unpack.apply(torch.cat(sum_classes), query_places).view(B, L, N))
+        return with_sinks(out_BLNV, _Unpack.apply(torch.cat(sum_classes), query_places).view(B, L, N), sinks_N)
 
 
 def packed_gradients(
@@ -193,9 +191,15 @@ def packed_gradients(
     return unpacked(0, q_BLNH), unpacked(1, k_BLNH), unpacked(2, v_BLNH)
 
 
-def inner_attention(device: str) -> Module.Config:
-    """The inner attention for a kind of device."""
-    return VarlenAttention.Config() if device == "cuda" else PackedAttention.Config()
+def inner_attention(device: str, *, sinks: bool = False) -> Module.Config:
+    """The inner attention for a kind of device, of heads with sinks or without."""
+    if device != "cuda":
+        return PackedAttention.Config()
+    if sinks:
+        from goaly.models.sink_varlen import SinkVarlenAttention
+
+        return SinkVarlenAttention.Config()
+    return VarlenAttention.Config()
 
 
 def document_masks(model: Any, positions_BL: torch.Tensor) -> Any:

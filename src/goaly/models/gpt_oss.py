@@ -85,15 +85,14 @@ def attention(shape: "Architecture", layer: int, angles: Any, unset: dict[str, A
     """torchtitan's attention of a layer with this inner attention, which gets the layer's window."""
     from torchtitan.models.common import Linear
     from torchtitan.models.common.attention import FusedQKVLinear
-    from torchtitan.models.gpt_oss.model import Attention
 
-    from goaly.models.gpt_oss_layers import RowwiseLinear
+    from goaly.models.gpt_oss_layers import AttentionWithSinks, RowwiseLinear
 
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     window = shape.windows[layer]
     if window:
         inner = dataclasses.replace(inner, window_size=(window - 1, 0))
-    return Attention.Config(
+    return AttentionWithSinks.Config(
         dim=shape.dim,
         n_heads=shape.heads,
         n_kv_heads=shape.kv_heads,

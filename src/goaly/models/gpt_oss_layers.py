@@ -1,5 +1,6 @@
 """The parts of gpt-oss in which goaly differs from torchtitan.
 
+Its attention adds sinks to the kernel's output, and the GPU's kernel loses a part of their gradient (`sink_varlen.py`).
 Its experts compute in bfloat16 only, and the bias of its output projection has a fraction of its gradient with several
 tensor-parallel ranks. Its adapter of folders knows other names than its model has, and drops the experts.
 
@@ -14,10 +15,33 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
+from torchtitan.models.gpt_oss.model import Attention
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
 
 from goaly.models.experts import Experts, of_rank
+
+
+class AttentionWithSinks(Attention):
+    """Attention whose inner attention knows the sinks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Attention.Config):
+        """torchtitan's."""
+
+    def forward(self, x: torch.Tensor, attention_masks: Any, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """The layer's output, of the shape of `x`."""
+        q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x)
+        q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, positions)
+        out_BLNH = self.inner_attention(
+            q_BLNH,
+            k_BLNH,
+            v_BLNH,
+            attention_masks=attention_masks,
+            scale=self.softmax_scale,
+            sinks_N=of_rank(self.sinks),
+        )
+        return self.wo(out_BLNH.reshape(*x.shape[:2], -1).contiguous())
 
 
 class ClampedExperts(Experts, GptOssGroupedExperts):

@@ -1,12 +1,12 @@
 """Attention with sinks, and over the last tokens only, for documents of one length on the CPU.
 
 A sink is a learned score of a head that takes a share of each token's attention and adds nothing to the output. The
-output without it and the log of the sum of exponentiated scores are enough to add it (torchtitan's `out_transform`).
+output without it and the log of the sum of exponentiated scores are enough to add it.
 
 Scores are computed for a block of queries at a time, with the keys that these see, and again in the backward pass.
 
-Shape suffixes: M = documents * key heads, G query heads of a key head, C the length, H head dim, V that of values,
-q queries of a block, k keys that they see.
+Shape suffixes: B rows, L tokens of a row, N query heads, M = documents * key heads, G query heads of a key head,
+C the length, H head dim, V that of values, q queries of a block, k keys that they see.
 
 Invariants
     SA-1  A token attends to itself and the `window - 1` tokens before it in its document; to all of them if `window` is
@@ -59,6 +59,11 @@ class SinkAttention(torch.autograd.Function):
             found_q[:, :, queries] = _times(of_scores_MGqk, k_MkH)
             found_k[:, keys] += _transposed_times(of_scores_MGqk, q_MGqH)
         return found_q, found_k, found_v, None, None
+
+
+def with_sinks(out_BLNV: torch.Tensor, sums_BLN: torch.Tensor, sinks_N: torch.Tensor) -> torch.Tensor:
+    """The output with each head's sink, of the output without and the log of the sums."""
+    return out_BLNV * torch.sigmoid(sums_BLN - sinks_N)[..., None].to(out_BLNV.dtype)
 
 
 def _blocks(length: int, window: int) -> Iterator[tuple[slice, slice]]:

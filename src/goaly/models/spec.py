@@ -176,7 +176,7 @@ def spec_of(
     from torchtitan.protocols.model_spec import ModelSpec
 
     if attention is None:
-        attention = _inner_attention(device, numerics)
+        attention = _inner_attention(device, numerics, sinks=shape.biased)
     norm, rope = _layers(device)
     match shape.family:
         case "qwen3":
@@ -243,14 +243,14 @@ def bitwise_problems(shape: Architecture, device: str) -> Iterator[str]:
         yield "model.numerics=bitwise: must be fast on GPUs, which have no kernels for it yet"
 
 
-def _inner_attention(device: str, numerics: Numerics) -> "Module.Config":
+def _inner_attention(device: str, numerics: Numerics, *, sinks: bool) -> "Module.Config":
     if numerics == "bitwise":
         from goaly.models.bitwise_attention import BitwiseAttention
 
         return BitwiseAttention.Config()
     from goaly.models.attention import inner_attention
 
-    return inner_attention(device)
+    return inner_attention(device, sinks=sinks)
 
 
 class _Family(NamedTuple):

@@ -27,24 +27,27 @@ class FlashShapes(Module):
         v_BLNH: torch.Tensor,
         *,
         attention_masks: SharedDocuments | None,
+        sinks_N: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """A tensor of the output's size."""
         if attention_masks is not None:
             k_BLNH, v_BLNH = map(attention_masks.selected, attention_masks.gathered(k_BLNH, v_BLNH))
-        return _Kernel.apply(q_BLNH, k_BLNH, v_BLNH)
+        return _Kernel.apply(q_BLNH, k_BLNH, v_BLNH, sinks_N)
 
 
 class _Kernel(torch.autograd.Function):
     """The kernel's inputs and outputs, without values."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         out = torch.empty_like(q)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        ctx.save_for_backward(q, k, v, sinks, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v, *_ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, *_ = ctx.saved_tensors
+        return *map(torch.empty_like, (q, k, v)), None if sinks is None else torch.empty_like(sinks)

@@ -169,6 +169,12 @@ class TrainerSettings(RanksSettings):
         if self.compile and self.ranks > 1:
             yield f"{at.compile}: works on one rank, {at}fsdp * {at}tp * {at}cp is {self.ranks}"
 
+    def shape_problems(self, at: Section, shape: "Architecture", whose: str) -> Iterator[str]:
+        """Also of what else these settings do with the model."""
+        yield from super().shape_problems(at, shape, whose)
+        if self.compile and shape.biased:
+            yield f"{at.compile}: must be false for gpt-oss: its attention with sinks has not been compiled yet"
+
     def balance_problems(self, at: Section, shape: "Architecture") -> Iterator[str]:
         """One line for each setting that cannot balance the experts of a model of this shape."""
         if not shape.experts:

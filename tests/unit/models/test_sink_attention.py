@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch.testing import assert_close
-from torchtitan.models.gpt_oss.model import apply_attention_sink_rescale
+from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
+from goaly.models import sink_varlen
 from goaly.models.attention import PackedAttention, PackedDocuments
 
 LENGTHS = [5, 600, 1, 256, 47, 300]
@@ -29,27 +30,74 @@ def plain(q_LNH: torch.Tensor, k_LKH: torch.Tensor, v_LKH: torch.Tensor, sinks_N
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("window", [0, 1, 16, 280])
-def test_outputs_and_gradients_are_those_of_a_plain_softmax_over_the_window_and_the_sink(window: int):  # SA-1
-    generator = torch.Generator().manual_seed(window)
-    tokens = sum(LENGTHS)
+def drawn(seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Queries, keys, values and sinks; and the gradient of the output."""
+    generator, tokens = torch.Generator().manual_seed(seed), sum(LENGTHS)
     shapes = [(tokens, HEADS, WIDTH), (tokens, KEY_HEADS, WIDTH), (tokens, KEY_HEADS, WIDTH), (HEADS,)]
     leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    weights = torch.randn(shapes[0], generator=generator)
+    return leaves, torch.randn(shapes[0], generator=generator)
+
+
+@pytest.mark.parametrize("window", [0, 1, 16, 280])
+def test_outputs_and_gradients_are_those_of_a_plain_softmax_over_the_window_and_the_sink(window: int):  # SA-1
+    leaves, grad = drawn(window)
     q, k, v, sinks = leaves
     expected = plain(q, k, v, sinks, window)
-    wanted = torch.autograd.grad((expected * weights).sum(), leaves)
-
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    wanted = torch.autograd.grad(expected, leaves, grad)
+    documents = PackedDocuments.of(torch.cat([torch.arange(length) for length in LENGTHS])[None])
     attention = PackedAttention.Config(window_size=(window - 1, 0)).build()
-    found = attention(
-        q[None],
-        k[None],
-        v[None],
-        attention_masks=PackedDocuments.of(positions),
-        scale=SCALE,
-        out_transform=lambda out, sums: apply_attention_sink_rescale(out, sums, sinks),
-    )[0]
+    found = attention(q[None], k[None], v[None], attention_masks=documents, scale=SCALE, sinks_N=sinks)[0]
     assert_close(found, expected, atol=2e-6, rtol=1e-5)
-    for one, other in zip(torch.autograd.grad((found * weights).sum(), leaves), wanted, strict=True):
+    for one, other in zip(torch.autograd.grad(found, leaves, grad), wanted, strict=True):
         assert_close(one, other, atol=1e-5 * other.abs().max().item(), rtol=1e-4)
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, ends: torch.Tensor, scale: float, window: list[int]) -> torch.Tensor:
+    """The kernel's scores of all tokens, -inf where it looks at none."""
+    places = torch.arange(len(q))
+    document = torch.searchsorted(ends, places, right=True)
+    before = places[:, None] - places
+    seen = (document[:, None] == document) & (before >= 0) & ((before <= window[0]) | (window[0] < 0))
+    keys = k.repeat_interleave(HEADS // KEY_HEADS, 1)
+    return (torch.einsum("qnh,knh->nqk", q, keys) * scale).masked_fill(~seen, float("-inf"))
+
+
+def kernel(
+    q: Any, k: Any, v: Any, ends: Any, _e: Any, _q: int, _k: int, causal: bool, scale: float, window: Any, *_: Any
+):
+    """What `torch_attn::_varlen_attn` computes."""
+    assert causal == (window == [-1, 0])
+    scores_NTT = scores(q, k, ends, scale, window)
+    values = v.repeat_interleave(HEADS // KEY_HEADS, 1)
+    return torch.einsum("nqk,knh->qnh", scores_NTT.softmax(-1), values), scores_NTT.logsumexp(-1), torch.zeros(2)
+
+
+def kernel_gradients(grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, ends: Any, *rest: Any) -> Any:
+    """What `torch_attn::_varlen_attn_backward` computes: weights from the sums, and their mean from the output."""
+    scale, window = rest[-2:]
+    weights = (scores(q, k, ends, scale, window) - sums[..., None]).exp()
+    values, keys = (one.repeat_interleave(HEADS // KEY_HEADS, 1) for one in (v, k))
+    of_weights = torch.einsum("qnh,knh->nqk", grad, values)
+    of_scores = weights * (of_weights - (grad * out).sum(-1).T[..., None]) * scale
+    of_keys, of_values = torch.einsum("nqk,qnh->knh", of_scores, q), torch.einsum("nqk,qnh->knh", weights, grad)
+    shared = (len(k), KEY_HEADS, HEADS // KEY_HEADS, WIDTH)
+    return torch.einsum("nqk,knh->qnh", of_scores, keys), of_keys.view(shared).sum(2), of_values.view(shared).sum(2)
+
+
+@pytest.mark.parametrize("window", [0, 16])
+def test_the_attention_of_gpus_has_the_gradients_of_its_sinks(window: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sink_varlen, "_kernel", kernel)
+    monkeypatch.setattr(sink_varlen, "_kernel_gradients", kernel_gradients)
+    leaves, grad = drawn(window)
+    q, k, v, sinks = leaves
+    expected = plain(q, k, v, sinks, window)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    documents = create_varlen_metadata_for_document(positions)
+    found = sink_varlen.VarlenWithSinks.apply(q, k, v, sinks, documents, SCALE, (window - 1, 0))
+    assert_close(found, expected, atol=2e-6, rtol=1e-5)
+    wanted = torch.autograd.grad(expected, leaves, grad)
+    for one, other in zip(torch.autograd.grad(found, leaves, grad), wanted, strict=True):
+        assert_close(one, other, atol=1e-5 * other.abs().max().item(), rtol=1e-4)
+    attention = sink_varlen.SinkVarlenAttention.Config(window_size=(window - 1, 0)).build()
+    rounded = attention(q[None], k[None], v[None], attention_masks=documents, scale=SCALE, sinks_N=sinks)[0]
+    assert_close(rounded, expected, atol=0.05, rtol=0.05)  # in bfloat16

@@ -15,6 +15,24 @@ from goaly.plan.trace import LiveBytes, trace
 from goaly.train.settings import TrainerSettings
 
 DENSE = architecture(model_config(TinyModel(dim=64, layers=5, hidden_dim=128)))
+SINKS = architecture(
+    {
+        "architectures": ["GptOssForCausalLM"],
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+    }
+)
 EXPERTS = architecture(model_config(TinyModel(dim=64, layers=5, hidden_dim=32, experts=8)))
 
 
@@ -34,7 +52,15 @@ def test_bytes_count_while_a_tensor_lives_and_a_view_counts_once():
 
 @pytest.mark.parametrize(
     ("shape", "axes"),
-    [(DENSE, (4, 1, 1)), (DENSE, (2, 2, 1)), (EXPERTS, (1, 2, 1)), (EXPERTS, (4, 1, 2)), (EXPERTS, (2, 2, 4))],
+    [
+        (DENSE, (4, 1, 1)),
+        (DENSE, (2, 2, 1)),
+        (EXPERTS, (1, 2, 1)),
+        (EXPERTS, (4, 1, 2)),
+        (EXPERTS, (2, 2, 4)),
+        (SINKS, (2, 2, 1)),
+        (SINKS, (2, 2, 4)),
+    ],
     ids=str,
 )
 def test_a_rank_holds_what_the_layout_says(shape: Architecture, axes: tuple[int, int, int]):

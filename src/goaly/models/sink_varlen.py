@@ -1,0 +1,81 @@
+"""Attention with sinks on GPUs: torchtitan's variable-length attention, with the gradients of its sinks.
+
+torchtitan scales the kernel's output by what the log of the sums says of the sink, but the kernel's backward pass drops
+the gradient of these logs, so that of queries and keys lacks the sink's share. Here the kernel's backward pass gets the
+output and the sums with the sink, which are those of one softmax over all tokens and the sink. On a GPU this has not
+run yet: tests on CPUs stand in for the kernel.
+
+Shape suffixes: B rows, L tokens of a row, T = B * L, N query heads, K key heads, H head dim.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+
+_kernel = torch.ops.torch_attn._varlen_attn
+_kernel_gradients = torch.ops.torch_attn._varlen_attn_backward
+
+
+class SinkVarlenAttention(VarlenAttention):
+    """Inner attention of heads with sinks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        """Variable-length attention's."""
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: VarlenMetadata,
+        scale: float,
+        sinks_N: torch.Tensor,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Causal attention within each document, over the layer's window."""
+        # As torchtitan: the kernel has no float32.
+        q, k, v = (one.flatten(0, 1).to(torch.bfloat16) for one in (q_BLNH, k_BLNH, v_BLNH))
+        out_TNH = VarlenWithSinks.apply(q, k, v, sinks_N, attention_masks, scale, self.window_size)
+        return out_TNH.view(q_BLNH.shape).to(q_BLNH.dtype)
+
+
+class VarlenWithSinks(torch.autograd.Function):
+    """Attention of packed documents, each with the sinks of the heads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        sinks_N: torch.Tensor,
+        documents: VarlenMetadata,
+        scale: float,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        from torch.nn.attention import current_flash_attention_impl
+
+        ends, longest = (documents.cu_seq_q, documents.cu_seq_k), (documents.max_q, documents.max_k)
+        splits = 1 if current_flash_attention_impl() in (None, "FA2") else None  # as torchtitan: else it gives NaN
+        options = (window == (-1, 0), scale, list(window), q_TNH.shape[1] != k_TKH.shape[1], None, None, splits)
+        plain_TNH, sums_NT, state = _kernel(q_TNH, k_TKH, v_TKH, *ends, *longest, *options)
+        sink_N1 = sinks_N.float()[:, None]
+        all_NT = torch.logaddexp(sums_NT, sink_N1)
+        share_TN1 = (sums_NT - all_NT).exp_().T[..., None]
+        out_TNH = (plain_TNH * share_TN1).to(q_TNH.dtype)
+        ctx.save_for_backward(q_TNH, k_TKH, v_TKH, sinks_N, out_TNH, all_NT, state, *ends)
+        ctx.options = (*longest, window == (-1, 0)), scale, list(window)
+        return out_TNH
+
+    @staticmethod
+    def backward(ctx: Any, grad_TNH: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, sinks_N, out_TNH, all_NT, state, *ends = ctx.saved_tensors
+        kind, scale, window = ctx.options
+        found = _kernel_gradients(grad_TNH.contiguous(), q, k, v, out_TNH, all_NT, *ends, *kind, state, scale, window)
+        along_NT = (grad_TNH.float() * out_TNH.float()).sum(-1).T
+        of_sinks_N = -((sinks_N.float()[:, None] - all_NT).exp() * along_NT).sum(1)
+        return *found, of_sinks_N.to(sinks_N.dtype), None, None, None
