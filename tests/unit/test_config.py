@@ -310,6 +310,11 @@ def test_a_file_with_a_list_for_a_section_or_the_reverse_is_told_its_line(tmp_pa
     assert (config.train.threads, config.lengths) == (2, [3])
 
 
+def test_an_override_below_the_text_of_another_is_told():
+    assert problems("name=a", "name.x=1") == ["name={x: 1}: must be text (override)"]
+    assert read("name.x=1", "name=a").name == "a"
+
+
 def test_a_file_based_on_another_starts_from_its_keys(tmp_path: Path):
     (tmp_path / "deep.yaml").write_text("name: deep\nseed: 1\nmixture: {hard: 1}\ntrain: {threads: 2}\n")
     (tmp_path / "middle.yaml").write_text("base: deep.yaml\nname: middle\nlengths: [1, 2]\n")

@@ -196,6 +196,7 @@ def _apply(tree: DictConfig, override: str, given: Given, mappings: set[str]) ->
         given.problems.append(f"{path}={show(text)}: cannot be set: {why} ({OVERRIDE})")
         return
     given.sources[path] = OVERRIDE
+    given.texts = {key: typed for key, typed in given.texts.items() if not path.startswith(f"{key}.")}
     if "${" not in text:
         given.texts[path] = text.strip()
 
