@@ -16,6 +16,7 @@ from typing import Any
 from latex2sympy2_extended.sets import FiniteSet as WrittenSet
 from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as compare
+from math_verify.errors import TimeoutException
 from sympy import Expr, FiniteSet, Interval, Tuple
 
 from goaly.prompts.prompt import Prompt
@@ -173,13 +174,23 @@ def _sides(answer: str) -> list[str]:
     return [side.strip() for side in answer.split("=")]
 
 
-@lru_cache(maxsize=256)
 def _parsed(answer: str) -> list[Any]:
-    """The answer as sympy sees it; empty if it can't be read."""
+    """The answer as sympy sees it; empty if it can't be read, or not in time."""
+    try:
+        return _read(answer)
+    except TimeoutException:  # on a busy machine: the next time may be quicker
+        return []
+
+
+@lru_cache(maxsize=256)
+def _read(answer: str) -> list[Any]:
     if not answer or "$" in answer.replace("\\$", "") or re.search(r"\d\s+\d", answer):  # `1 1` is no product
         return []
-    found = parse(f"${answer}$", _LATEX, fallback_mode="no_fallback", parsing_timeout=PARSE_SECONDS)
-    return found[:1]
+    limits: dict[str, Any] = {"parsing_timeout": PARSE_SECONDS, "raise_on_error": True}
+    try:
+        return parse(f"${answer}$", _LATEX, fallback_mode="no_fallback", **limits)[:1]
+    except Exception:
+        return []
 
 
 def _same_kind(wanted: Any, given: Any, answer: str) -> bool:

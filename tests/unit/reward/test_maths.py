@@ -1,13 +1,16 @@
 """What the maths verifier takes for an answer, and what it takes for equal: real-looking responses, right and wrong."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as tries
 from hypothesis import strategies as st
+from math_verify.errors import TimeoutException
 
 from goaly.prompts.prompt import Prompt
+from goaly.reward import maths
 from goaly.reward.maths import MAX_ANSWER_CHARACTERS, extract, verify
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifiers import VerifierPool
@@ -183,6 +186,21 @@ def test_a_problem_without_a_readable_answer_raises(answer: str | None):
 def test_an_expression_that_can_not_be_computed_is_wrong_within_seconds(power: str):
     assert verify(problem("5"), rf"\boxed{{{power}}}") == 0.0
     assert verify(problem("1"), "Answer: " + "1*" * MAX_ANSWER_CHARACTERS + "1") == 0.0
+
+
+def test_an_answer_that_took_too_long_to_read_once_is_read_again(monkeypatch: pytest.MonkeyPatch):
+    read = maths.parse
+
+    def too_slow(text: str, *arguments: Any, **options: Any) -> list[Any]:
+        if "68" in text:
+            raise TimeoutException
+        return read(text, *arguments, **options)
+
+    response = r"\boxed{\frac{34}{68}}"
+    with monkeypatch.context() as busy:
+        busy.setattr(maths, "parse", too_slow)
+        assert verify(problem(r"\frac{1}{2}"), response) == 0.0
+    assert verify(problem(r"\frac{1}{2}"), response) == 1.0
 
 
 async def test_a_run_judges_with_it_by_its_path():
