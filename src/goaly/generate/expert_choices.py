@@ -37,14 +37,14 @@ class ChoiceCache:
         for layer in layers:
             layer.router.register_forward_hook(self._remember)
 
-    def write(self) -> None:
-        """Store the choices of the pass that the model has just computed."""
+    def write(self, tokens: int) -> None:
+        """Store the choices of the pass that the model has just computed; what comes after its tokens is padding."""
         step, self._step = self._step, []
         slots = get_forward_context().slot_mapping
         if not slots:  # vLLM measures memory, before it has a key-value cache
             return
         assert isinstance(slots, dict), "vLLM divides no batch into two here"
-        choices_TNK = torch.cat(step).transpose(0, 1).to(torch.uint8)
+        choices_TNK = torch.cat(step)[:, :tokens].transpose(0, 1).to(torch.uint8)
         blocks, block = self._config.num_gpu_blocks, self._config.block_size
         assert blocks is not None
         if len(self._choices_SNK) <= blocks * block:  # in the first pass

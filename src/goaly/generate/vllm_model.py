@@ -25,6 +25,7 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as torchtitan_distributed
 from torchtitan.distributed.parallel_dims import MeshAxisName
+from torchtitan.models.common.decoder_sharding import dense_activation_placement
 from torchtitan.models.common.moe_sharding import expert_param_placement_dense
 from torchtitan.protocols.module import Module
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -159,7 +160,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
             self._context = torchtitan_distributed.get_spmd_context(parallel_dims=self._dims)
             divide(config, parallelism)
             if vllm_config.parallel_config.enable_expert_parallel:
-                _divide_experts(config, self._tp)
+                _divide_experts(config, self._tp, self.numerics)
         with torch.device("meta"):
             self.model = config.build()
         if self._dims is not None:
@@ -207,7 +208,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
                 hidden_BLD = layer(hidden_BLD, tokens, positions_BL)
             hidden_TD = self.model.norm(hidden_BLD).squeeze(0)[:tokens]
         if self.choices is not None:
-            self.choices.write()
+            self.choices.write(tokens)
         return hidden_TD
 
     def compute_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
@@ -276,10 +277,12 @@ class BitwiseForCausalLM(TorchtitanForCausalLM):
     numerics = "bitwise"
 
 
-def _divide_experts(config: Any, ranks: int) -> None:
+def _divide_experts(config: Any, ranks: int, numerics: Numerics) -> None:
     """Give each rank some experts of every layer, instead of a part of each expert."""
-    from goaly.models.experts import OwnExpertsDispatcher
-
+    if numerics == "bitwise":
+        from goaly.models.bitwise_experts import BitwiseOwnExpertsDispatcher as OwnExperts
+    else:
+        from goaly.models.experts import OwnExpertsDispatcher as OwnExperts
     for layer in config.layers:
         if layer.moe is None:
             continue
@@ -287,7 +290,11 @@ def _divide_experts(config: Any, ranks: int) -> None:
         by_expert = expert_param_placement_dense(tp_placement=spmd_types.S(0))
         shardings = experts.inner_experts.sharding_config.state_shardings
         experts.inner_experts.sharding_config.state_shardings = dict.fromkeys(shardings, by_expert)
-        experts.token_dispatcher = OwnExpertsDispatcher.Config(
+        if numerics == "bitwise":  # it adds the outputs of all ranks itself
+            whole = dense_activation_placement(tp=spmd_types.I)
+            experts.sharding_config.out_src_shardings = experts.sharding_config.out_dst_shardings = whole
+            layer.moe.sharding_config.out_src_shardings = whole
+        experts.token_dispatcher = OwnExperts.Config(
             num_experts=layer.moe.num_experts,
             top_k=layer.moe.router.top_k,
             first=get_tensor_model_parallel_rank() * count,

@@ -1,7 +1,8 @@
 """The layers of `model.numerics=bitwise`: a token gets the same bits, whatever is computed beside it.
 
 Trainer and sampler build the same layers, so their log-probs are equal to the last bit. Only forward passes are exact;
-gradients are those of ordinary layers. `bitwise_attention.py` has the attention.
+gradients are those of ordinary layers. `bitwise_attention.py` has the attention, `bitwise_experts.py` the experts, and
+`bitwise_decoder.py` puts all of them into a model.
 
 Matrix products on a CPU are float32 for any type of the model, and rounded to that type once. MKL computes a row in the
 same way in every product of enough rows, and in another way in one of a few rows. So few rows are padded, and the first
@@ -18,7 +19,6 @@ Invariants
     BW-3  An activation has the same bits in any place of a tensor: it never comes to the remainder of a vector loop.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -31,7 +31,6 @@ from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 
 from goaly.errors import ConfigError
-from goaly.models.settings import SLICES
 
 TILE = 32
 ROWS_OF_A_THREAD = 8
@@ -61,12 +60,20 @@ class BitwiseLinear(Linear):
         if not isinstance(weight, DTensor):
             return _linear(input, weight, self._slices_here(weight))
         mesh, (placement,) = weight.device_mesh, weight.placements
-        by_output = placement == Shard(0)
         assert isinstance(input, DTensor), "tensor-parallel layers exchange DTensors"
-        gradient: Placement = Partial() if by_output else input.placements[0]
-        x, w = input.to_local(grad_placements=[gradient]), weight.to_local()
-        out = _linear(x, w, self._slices_here(w))
-        return DTensor.from_local(out, mesh, [Shard(out.ndim - 1) if by_output else Partial()], run_check=False)
+        (given,) = input.placements
+        out_placement: Placement
+        input_gradient, weight_gradient = given, placement
+        match placement:
+            case Shard(dim=0):
+                out_placement, input_gradient = Shard(input.ndim - 1), Partial()
+            case Shard():
+                out_placement = Partial()
+            case _:
+                out_placement = given
+                weight_gradient = Partial() if isinstance(given, Shard) else placement
+        x, w = input.to_local(grad_placements=[input_gradient]), weight.to_local(grad_placements=[weight_gradient])
+        return DTensor.from_local(_linear(x, w, self._slices_here(w)), mesh, [out_placement], run_check=False)
 
     def _slices_here(self, weight: torch.Tensor) -> int:
         """The slices of a rank that has these input features."""
@@ -85,30 +92,24 @@ class BitwiseFeedForward(FeedForward):
         return self.w2(_on_local(silu, self.w1(x)) * self.w3(x))
 
 
-def make_bitwise(decoder: Any) -> None:
-    """Replace the layers in the config of a torchtitan decoder without experts."""
-    for layer in decoder.layers:
-        attention, network = layer.attention, layer.feed_forward
-        attention.qkv_linear.wqkv = _layer(attention.qkv_linear.wqkv)
-        attention.wo = _layer(attention.wo, SLICES)
-        layer.feed_forward = BitwiseFeedForward.Config(
-            **_fields(network) | {"w1": _layer(network.w1), "w2": _layer(network.w2, SLICES), "w3": _layer(network.w3)}
-        )
-    decoder.lm_head = _layer(decoder.lm_head)
-
-
 def product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T`, of which each row is that of BW-1."""
-    rows, (width, features) = len(x_TK), weight_NK.shape
+    rows = len(x_TK)
     padding = -rows % row_multiple()
     x_TK = x_TK.float()
     if padding:
         x_TK = F.pad(x_TK, (0, 0, 0, padding))
+    return multiply(x_TK, weight_NK.float())[:rows].to(weight_NK.dtype)
+
+
+def multiply(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+    """The product of a multiple of `row_multiple` rows, all float32, if `out_TN` is set in its memory; each row is that
+    of BW-1."""
+    width, features = weight_NK.shape
     if _whole_is_exact(features, width, torch.get_num_threads()):
-        out_TN = torch.mm(x_TK, weight_NK.float().t())
-    else:
-        out_TN = _tiled(x_TK, weight_NK.float())
-    return out_TN[:rows].to(weight_NK.dtype)
+        return torch.mm(x_TK, weight_NK.t(), out=out_TN)
+    tiled_TN = _tiled(x_TK, weight_NK)[: len(x_TK)]
+    return tiled_TN if out_TN is None else out_TN.copy_(tiled_TN)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
@@ -173,7 +174,8 @@ def _whole_is_exact(features: int, width: int, threads: int) -> bool:
         starts_and_sizes = [(0, 1), (3, 1), (5, 2), (1, 3), (2, 7), (0, 16)]
         parts = [slice(start * multiple, (start + size) * multiple) for start, size in starts_and_sizes]
         whole = all(torch.equal(multiply(x_TK[part], weight_NK), expected_TN[part]) for part in parts)
-        moved_TK = x_TK.roll(TILE // 2 + 1, 0)
+        moved_TK, odd = x_TK.roll(TILE // 2 + 1, 0), slice(5, 5 + multiple)
+        whole &= torch.equal(multiply(x_TK[odd], weight_NK), expected_TN[odd])
         return whole and torch.equal(multiply(moved_TK, weight_NK).roll(-TILE // 2 - 1, 0), expected_TN)
 
     if exact(lambda x, weight: torch.mm(x, weight.t())):
@@ -198,11 +200,3 @@ def _on_local(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
     if not isinstance(x, DTensor):
         return function(x)
     return DTensor.from_local(function(x.to_local()), x.device_mesh, x.placements, run_check=False)
-
-
-def _layer(config: Linear.Config, slices: int = 1) -> BitwiseLinear.Config:
-    return BitwiseLinear.Config(**_fields(config), slices=slices)
-
-
-def _fields(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

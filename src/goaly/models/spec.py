@@ -21,7 +21,7 @@ from goaly.errors import ConfigError
 from goaly.models import deepseek, gpt_oss
 from goaly.models.decoder import Decoder
 from goaly.models.local_device import local_device
-from goaly.models.settings import LoraSettings, Numerics, no_model
+from goaly.models.settings import EXPERT_MULTIPLE, SLICES, LoraSettings, Numerics, no_model
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -195,7 +195,7 @@ def spec_of(
 
         add_adapters(decoder, lora)
     if numerics == "bitwise":
-        from goaly.models.bitwise import make_bitwise
+        from goaly.models.bitwise_decoder import make_bitwise
 
         if problems := list(bitwise_problems(shape, device)):
             raise ConfigError(problems)
@@ -237,8 +237,12 @@ def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tenso
 
 def bitwise_problems(shape: Architecture, device: str) -> Iterator[str]:
     """One line for each reason why a model of this shape cannot have bitwise numerics on this kind of device."""
-    if shape.experts:
-        yield "model.numerics=bitwise: must be fast for a model with experts, whose products have no fixed order yet"
+    if shape.latent is not None:
+        why = "which has no kernels for it yet"
+        yield f"model.numerics=bitwise: must be fast for the latent attention of DeepSeek-V3, {why}"
+    elif shape.experts and shape.hidden_dim % (SLICES * EXPERT_MULTIPLE):
+        why = f"which is no multiple of {SLICES * EXPERT_MULTIPLE}"
+        yield f"model.numerics=bitwise: must be fast for experts of width {shape.hidden_dim}, {why}"
     if device == "cuda":
         yield "model.numerics=bitwise: must be fast on GPUs, which have no kernels for it yet"
 

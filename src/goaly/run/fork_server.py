@@ -43,7 +43,7 @@ TRAINED = (
     "goaly.train.engine",
     "goaly.train.optimizer",
     "goaly.train.parallel",
-    "goaly.models.bitwise",
+    "goaly.models.bitwise_decoder",
     "goaly.models.hf",
 )
 FORKED = {

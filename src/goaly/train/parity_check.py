@@ -88,7 +88,7 @@ def first_difference(model: Any, head: Head, batch: Microbatch, first: int) -> s
     steps = []
     for token in range(start, at + 1):
         place = slice(token, token + 1)
-        with recorded(model) as step:
+        with recorded(model) as step, choices_at(model, place):
             model(
                 batch.tokens_1T[:, place],
                 positions=batch.positions_1T[:, place],
@@ -96,12 +96,28 @@ def first_difference(model: Any, head: Head, batch: Microbatch, first: int) -> s
             )
         steps.append(step)
     for name, outputs in packed.items():
+        if outputs[0].shape[:2] != batch.tokens_1T.shape:  # rows by expert
+            continue
         alone = [torch.cat(parts, 1) for parts in zip(*(step[name] for step in steps), strict=True)]
         if any(not torch.equal(one[:, document], other) for one, other in zip(outputs, alone, strict=True)):
             return name
     place, target = torch.tensor([0]), batch.targets_P[first : first + 1]
     beside = head(packed["norm"][0], batch.predicting_P, batch.targets_P)[0][first]
     return None if float(head(steps[-1]["norm"][0], place, target)[0]) == float(beside) else "lm_head"
+
+
+@contextmanager
+def choices_at(model: Any, place: slice) -> Iterator[None]:
+    """Let passes over these tokens of the last pass go to the experts that are replayed for them."""
+    layers = [layer for layer in model.modules() if getattr(layer, "choices_BLK", None) is not None]
+    whole = [(layer.choices_BLK, layer.replayed_BL1) for layer in layers]
+    for layer in layers:
+        layer.choices_BLK, layer.replayed_BL1 = layer.choices_BLK[:, place], layer.replayed_BL1[:, place]
+    try:
+        yield
+    finally:
+        for layer, of_all in zip(layers, whole, strict=True):
+            layer.choices_BLK, layer.replayed_BL1 = of_all
 
 
 @contextmanager

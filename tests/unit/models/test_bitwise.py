@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from random_model import write_random_deepseek
 
 from goaly.models.spec import model_spec, prepare_torchtitan
 
@@ -16,7 +17,7 @@ from goaly.models.attention import PackedAttention, PackedDocuments  # noqa: E40
 from goaly.models.bitwise import BitwiseLinear, product, silu  # noqa: E402
 from goaly.models.bitwise_attention import BitwiseAttention, PagedDocuments, Queries, write_pages  # noqa: E402
 from goaly.models.spec import architecture, bitwise_problems  # noqa: E402
-from goaly.models.tiny import TinyModel, model_config, write_tiny_model  # noqa: E402
+from goaly.models.tiny import TinyModel, model_config  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 COUNTS = (1, 2, 3, 5, 13, 16, 31, 33, 64, 200)
@@ -130,11 +131,12 @@ def test_the_attention_has_values_and_gradients_of_the_ordinary_one():
 
 
 def test_models_and_devices_that_have_no_exact_order_are_refused(tmp_path):
-    experts = architecture(model_config(TinyModel(experts=4)))
-    assert [line.partition(", ")[0] for line in bitwise_problems(experts, "cuda")] == [
-        "model.numerics=bitwise: must be fast for a model with experts",
+    narrow = architecture(model_config(TinyModel(experts=4, hidden_dim=24)))
+    assert [line.partition(", ")[0] for line in bitwise_problems(narrow, "cuda")] == [
+        "model.numerics=bitwise: must be fast for experts of width 24",
         "model.numerics=bitwise: must be fast on GPUs",
     ]
-    write_tiny_model(tmp_path, TinyModel(experts=4))
-    with pytest.raises(ConfigError, match="must be fast for a model with experts"):
+    assert list(bitwise_problems(architecture(model_config(TinyModel(experts=3, hidden_dim=32))), "cpu")) == []
+    write_random_deepseek(tmp_path)
+    with pytest.raises(ConfigError, match="must be fast for the latent attention of DeepSeek-V3"):
         model_spec(tmp_path, numerics="bitwise")

@@ -1,0 +1,175 @@
+"""Experts with bitwise numerics give a token the same bits, whatever is computed beside it and whoever has them."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from goaly.models.spec import prepare_torchtitan, spec_of
+
+prepare_torchtitan()
+
+from goaly.models.bitwise import product  # noqa: E402
+from goaly.models.bitwise_decoder import make_bitwise  # noqa: E402
+from goaly.models.bitwise_experts import Combined, by_expert, highest  # noqa: E402
+from goaly.models.spec import architecture  # noqa: E402
+from goaly.models.tiny import TinyModel, model_config  # noqa: E402
+
+DTYPES = [torch.float32, torch.bfloat16]
+COUNTS = (1, 2, 5, 16, 33, 150)
+EXPERTS, CHOSEN, DIM, HIDDEN = 6, 3, 96, 48
+TOKENS = 200
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def layer(numerics: str = "bitwise", dtype: torch.dtype = torch.float32) -> Any:
+    """A layer of experts with random weights, the same with any numerics."""
+    size = TinyModel(layers=1, dim=DIM, experts=EXPERTS, experts_per_token=CHOSEN, hidden_dim=HIDDEN)
+    decoder = spec_of(architecture(model_config(size))).model
+    if numerics == "bitwise":
+        make_bitwise(decoder)
+    built = decoder.layers[0].moe.build()
+    with torch.no_grad():
+        for seed, parameter in enumerate(built.parameters()):
+            parameter.copy_(random(*parameter.shape, seed=seed) * 0.2)
+    return built.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_a_token_has_the_same_experts_weights_and_output_in_any_batch(threads: int, dtype: torch.dtype):  # BE-1 BE-2
+    experts, x = layer(dtype=dtype), random(1, TOKENS, DIM, seed=9).to(dtype)
+    whole, routed = experts(x), experts.router(x)
+    for count, start in itertools.product(COUNTS, (0, 7)):
+        place = slice(start, start + count)
+        assert torch.equal(experts(x[:, place]), whole[:, place]), (count, start)
+        for one, other in zip(experts.router(x[:, place]), routed, strict=True):
+            assert torch.equal(one, other[:, place])
+
+
+@torch.no_grad()
+def test_threads_change_no_bit():
+    x, experts, found = random(1, TOKENS, DIM, seed=9), layer(), []
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(experts(x))
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+def test_of_equal_scores_the_first_experts_are_chosen_in_the_order_of_their_numbers():  # BE-1
+    scores = torch.tensor(
+        [[0.1, 0.2, 0.1, 0.2, 0.2, 0.2], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.1, 0.1, 0.1, 0.5, 0.1, 0.1]]
+    )
+    assert highest(scores, 3).tolist() == [[1, 3, 4], [0, 1, 2], [0, 1, 3]]
+    many = torch.zeros(300, 64)
+    many[:, 5::7] = 0.5
+    assert torch.equal(highest(many, 4), torch.tensor([5, 12, 19, 26]).expand(300, -1))
+
+
+@torch.no_grad()
+def test_choices_that_are_replayed_have_the_bits_of_the_routers_own():
+    experts, x = layer(), random(1, TOKENS, DIM, seed=9)
+    own, (_, choices, _) = experts(x), experts.router(x)
+    experts.choices_BLK = choices.flip(-1).to(torch.uint8)
+    experts.replayed_BL1 = (torch.arange(TOKENS) % 3 > 0)[None, :, None]
+    assert torch.equal(experts(x), own)
+
+
+ROWS = (5, 0, 16, 31, 1, 47)
+"""Rows of each expert."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_the_products_of_an_expert_are_those_of_its_rows_alone_slice_by_slice(threads: int, dtype: torch.dtype):  # BW-2
+    x, weight = random(sum(ROWS), HIDDEN).to(dtype), random(EXPERTS, DIM, HIDDEN, seed=1).to(dtype)
+    found = by_expert(x, weight, ROWS, 2)
+    assert found.shape == (len(x), 2 * DIM)
+    for rows, one, of_expert in zip(found.split(ROWS), weight, x.split(ROWS), strict=True):
+        parts = zip(of_expert.chunk(2, 1), one.chunk(2, 1), strict=True)
+        assert torch.equal(rows, torch.cat([product(part, half.contiguous()) for part, half in parts], 1))
+
+
+def test_the_products_of_experts_have_ordinary_gradients():
+    x, weight = random(sum(ROWS), HIDDEN).requires_grad_(), random(EXPERTS, DIM, HIDDEN, seed=1).requires_grad_()
+    upstream = random(sum(ROWS), 2 * DIM, seed=2)
+    plain = torch.cat(
+        [
+            torch.cat([a @ b.t() for a, b in zip(rows.chunk(2, 1), one.chunk(2, 1), strict=True)], 1)
+            for rows, one in zip(x.split(ROWS), weight, strict=True)
+        ]
+    )
+    mine = torch.autograd.grad(by_expert(x, weight, ROWS, 2), [x, weight], upstream)
+    for one, other in zip(mine, torch.autograd.grad(plain, [x, weight], upstream), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def rank(dtype: torch.dtype, *, hidden: slice = slice(None), own: slice = slice(None)) -> Any:
+    """What a rank with these hidden features and experts gives for each token: the sums of its slices `[T, S * D]`."""
+    experts = layer(dtype=dtype)
+    x = random(1, TOKENS, DIM, seed=9).to(dtype)
+    weights, chosen, _ = experts.router(x)
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
+    inner = experts.routed_experts.inner_experts
+    for name, part in (("w1_EFD", (own, hidden)), ("w3_EFD", (own, hidden)), ("w2_EDF", (own, slice(None), hidden))):
+        setattr(inner, name, torch.nn.Parameter(getattr(inner, name)[part].contiguous()))
+    rows, sizes, (sent, _) = experts.routed_experts.token_dispatcher.dispatch(x[0], weights[0], chosen[0], counts)
+    numbers = torch.arange(EXPERTS).repeat_interleave(sizes)
+    mine = torch.isin(numbers, torch.arange(EXPERTS)[own])
+    token, weight = sent.token_indices_experts_sorted_N[mine], sent.topk_scores_experts_sorted_N[mine]
+    lower = int((numbers[mine] < EXPERTS // 2).sum())
+    return Combined.of(token, weight, TOKENS, lower).sums(inner(rows[mine], sizes[own]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_ranks_that_divide_the_experts_or_their_features_add_up_to_what_one_computes(dtype: torch.dtype):  # BE-2
+    alone = layer(dtype=dtype)(random(1, TOKENS, DIM, seed=9).to(dtype))[0]
+    by_features = [rank(dtype, hidden=half) for half in (slice(0, HIDDEN // 2), slice(HIDDEN // 2, None))]
+    assert torch.equal(by_features[1] + by_features[0], alone)
+    by_experts = [rank(dtype, own=half) for half in (slice(0, EXPERTS // 2), slice(EXPERTS // 2, None))]
+    first, second = (by_experts[1] + by_experts[0]).chunk(2, 1)
+    assert torch.equal(first + second, alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_an_output_is_the_weighted_sum_in_the_order_of_the_definition(dtype: torch.dtype):  # BE-2
+    experts, x = layer(dtype=dtype), random(1, 20, DIM, seed=9).to(dtype)
+    found, (weights, chosen, _) = experts(x)[0], experts.router(x)
+    inner = experts.routed_experts.inner_experts
+    exact = [torch.nn.functional.linear(x[0].double(), inner.w1_EFD[e].double()) for e in range(EXPERTS)]
+    for token in range(20):
+        total = torch.zeros(DIM, dtype=torch.float64)
+        for expert, weight in zip(chosen[0, token].tolist(), weights[0, token].double(), strict=True):
+            hidden = torch.nn.functional.silu(exact[expert][token]) * (
+                inner.w3_EFD[expert].double() @ x[0, token].double()
+            )
+            total += weight * (inner.w2_EDF[expert].double() @ hidden)
+        limit = {torch.float32: 2e-6, torch.bfloat16: 3e-2}[dtype] * float(total.abs().max() + 1)
+        torch.testing.assert_close(found[token].double(), total, atol=limit, rtol=0)
+
+
+def test_a_layer_of_experts_has_values_and_gradients_of_the_ordinary_one():
+    x, upstream = random(1, TOKENS, DIM, seed=9).requires_grad_(), random(1, TOKENS, DIM, seed=8)
+    found = []
+    for numerics in ("bitwise", "fast"):
+        experts = layer(numerics)
+        out = experts(x)
+        found.append([out, *torch.autograd.grad(out, [x, *experts.parameters()], upstream)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-6 * float(other.detach().abs().max()), rtol=1e-5)
