@@ -2,14 +2,15 @@
 
     python -m bench.parity [--requests N] [--json FILE] [--markdown FILE]
 
-Generators of TP 1 and 2, each in float32 and bfloat16, sample requests of mixed lengths with shared prefixes, in a
-cache so small that some are preempted. Trainers of one rank, of two threads, of FSDP 2 and of TP 2 recompute what each
-of them sampled, on three packings. `tokens` counts every comparison of a token, `differing_tokens` those that are not
-equal.
+Generators of TP 1 and 2, with experts also of EP 2, each in float32 and bfloat16, sample requests of mixed lengths with
+shared prefixes, in a cache so small that some are preempted. Trainers of one rank, of two threads, of FSDP 2 and of TP
+2, with experts also of EP 2, recompute what each of them sampled, on three packings. `tokens` counts each time that a
+token is compared, `differing_tokens` those that are not equal.
 
 `generate_cost` and `train_cost` are the CPU seconds of bitwise numerics over those of the fast ones, in one process of
 one thread where the two take turns, each the median over the rounds: the same requests sampled by an engine, and
-forward and backward passes over the same packed rows. All of a tiny random model, or of `--model`.
+forward and backward passes over the same packed rows. All of two tiny random models, a dense one and one with experts,
+or of `--model`. The costs of a model with experts are `experts_generate_cost` and `experts_train_cost`.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from rich.table import Table
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
-from goaly.models.tiny import write_tiny_model
+from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.parity import Recomputer, Sampler, mixed_requests, recompute_in_ranks, sample_in_ranks, small_cache
 from goaly.train.settings import TrainerSettings
 
@@ -38,14 +39,19 @@ LONGEST = 512
 DTYPES = ("float32", "bfloat16")
 GENERATORS = {"TP 1": {}, "TP 2": {"tp": 2}}
 TRAINERS = {"1 rank": {}, "1 rank, 2 threads": {"threads": 2}, "FSDP 2": {"fsdp": 2}, "TP 2": {"tp": 2}}
+OF_EXPERTS = {"EP 2": {"tp": 2, "ep": 2}}
+TRAINERS_OF_EXPERTS = {"FSDP 2, EP 2": {"fsdp": 2, "ep": 2}, "TP 2, EP 2": {"tp": 2, "ep": 2}}
+SIZES = {"dense": TinyModel(), "experts": TinyModel(experts=8)}
 PACKINGS = ((1024, 4), (512, 1), (2048, 2))
 BARS = {"generate_cost": 1.3, "train_cost": 1.15}
+"""The most that each cost should be, of any model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
     """What one trainer found about one generator, over all packings."""
 
+    model: str
     dtype: str
     generator: str
     trainer: str
@@ -58,17 +64,15 @@ class Result:
     """What was measured."""
 
     combinations: list[Combination]
-    generate: dict[str, list[float]]
-    """CPU seconds of each round, by numerics."""
-    train: dict[str, list[float]]
+    seconds: dict[str, dict[str, list[float]]]
+    """For each cost the CPU seconds of each round, by numerics."""
 
     def numbers(self) -> dict[str, float]:
         """The totals and the costs."""
         return {
             "tokens": sum(one.tokens for one in self.combinations),
             "differing_tokens": sum(one.differing for one in self.combinations),
-            "generate_cost": _cost(self.generate),
-            "train_cost": _cost(self.train),
+            **{name: _cost(of_sides) for name, of_sides in self.seconds.items()},
         }
 
 
@@ -76,21 +80,24 @@ def _cost(seconds: dict[str, list[float]]) -> float:
     return median(bitwise / fast for bitwise, fast in zip(seconds["bitwise"], seconds["fast"], strict=True))
 
 
-def combinations(model: str, requests: int) -> list[Combination]:
-    """Compare every generator with every trainer."""
-    vocabulary = architecture(read_config(model)).vocab_size
+def combinations(name: str, model: str, requests: int) -> list[Combination]:
+    """Compare every generator with every trainer of this model."""
+    shape = architecture(read_config(model))
+    vocabulary, generators, trainers = shape.vocab_size, GENERATORS, TRAINERS
+    if shape.experts:
+        generators, trainers = GENERATORS | OF_EXPERTS, TRAINERS | TRAINERS_OF_EXPERTS
     found: list[Combination] = []
     with tempfile.TemporaryDirectory() as folder:
         sampled: dict[tuple[str, str], Path] = {}
         for number, dtype in enumerate(DTYPES):
-            for name, degrees in GENERATORS.items():
+            for generator_name, degrees in generators.items():
                 settings = ModelSettings(path=model, dtype=dtype, numerics="bitwise")
                 generator = GeneratorSettings(max_running=32, max_context=LONGEST, **degrees)
                 asked = mixed_requests(requests, vocabulary=vocabulary, longest=LONGEST, seed=10 * number)
-                sampled[dtype, name] = Path(folder) / f"{dtype}-{name}"
+                file = sampled[dtype, generator_name] = Path(folder) / f"{dtype}-{generator_name}"
                 generator = small_cache(settings, generator, 2 * LONGEST)
-                sample_in_ranks(Sampler(model=settings, generator=generator, asked=asked), sampled[dtype, name])
-        for trainer, degrees in TRAINERS.items():
+                sample_in_ranks(Sampler(model=settings, generator=generator, asked=asked), file)
+        for trainer, degrees in trainers.items():
             recomputers = [
                 Recomputer(
                     model=ModelSettings(path=model, dtype=dtype, numerics="bitwise"),
@@ -103,6 +110,7 @@ def combinations(model: str, requests: int) -> list[Combination]:
             for (dtype, generator_name), of_packings in zip(sampled, recompute_in_ranks(recomputers), strict=True):
                 found.append(
                     Combination(
+                        model=name,
                         dtype=dtype,
                         generator=generator_name,
                         trainer=trainer,
@@ -173,7 +181,7 @@ def markdown(result: Result) -> str:
     """The page of the results."""
     numbers = result.numbers()
     rows = [
-        f"| {one.dtype} | {one.generator} | {one.trainer} | {one.tokens:,} | {one.differing:,} |"
+        f"| {one.model} | {one.dtype} | {one.generator} | {one.trainer} | {one.tokens:,} | {one.differing:,} |"
         for one in result.combinations
     ]
     return "\n".join(
@@ -184,17 +192,22 @@ def markdown(result: Result) -> str:
             "",
             "A token counts once for each trainer and packing that recomputes its log-prob.",
             "",
-            "| type | generator | trainer | tokens compared | differ |",
-            "|---|---|---|---|---|",
+            "| model | type | generator | trainer | tokens compared | differ |",
+            "|---|---|---|---|---|---|",
             *rows,
-            f"| all | | | {numbers['tokens']:,} | {numbers['differing_tokens']:,} |",
+            f"| all | | | | {numbers['tokens']:,} | {numbers['differing_tokens']:,} |",
             "",
             "CPU seconds with bitwise numerics over those with fast ones, float32, one thread. A bar is the most that "
             "it should be.",
             "",
             "| | bar | measured |",
             "|---|---|---|",
-            *(f"| `{name}` | {bar} | {numbers[name]:.3f} |" for name, bar in BARS.items()),
+            *(
+                f"| `{name}` | {bar} | {numbers[name]:.3f} |"
+                for name in result.seconds
+                for ending, bar in BARS.items()
+                if name.endswith(ending)
+            ),
             "",
         ]
     )
@@ -218,12 +231,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--markdown", type=Path, help="write the page of the result to this file")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as made:
-        model = str(arguments.model or write_tiny_model(Path(made) / "model"))
-        compared = combinations(model, arguments.requests)
+        models = {name: str(write_tiny_model(Path(made) / name, size)) for name, size in SIZES.items()}
+        if arguments.model is not None:
+            models = {arguments.model.name: str(arguments.model)}
+        compared = [one for name, model in models.items() for one in combinations(name, model, arguments.requests)]
         import torch
 
         torch.set_num_threads(1)
-        result = Result(combinations=compared, train=training(model), generate=generation(model))
+        seconds: dict[str, dict[str, list[float]]] = {}
+        for model in models.values():
+            before = "experts_" if architecture(read_config(model)).experts else ""
+            seconds[f"{before}train_cost"] = training(model)
+            seconds[f"{before}generate_cost"] = generation(model)
+        result = Result(combinations=compared, seconds=seconds)
     report(result)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({**result.numbers(), **asdict(result)}, indent=2) + "\n")

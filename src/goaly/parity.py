@@ -34,7 +34,7 @@ from goaly.run.config import RunConfig
 from goaly.run.process_agent import lasting_port
 from goaly.train.rank import join_process_group
 from goaly.train.settings import TrainerSettings
-from goaly.trajectory import TensorDict, pack_rows, token_data
+from goaly.trajectory import EXPERT_CHOICES, TensorDict, pack_rows, token_data
 
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine
@@ -95,6 +95,9 @@ def sampled(engine: "Engine", asked: Sequence[CheckedRequest]) -> list[TensorDic
 def sequence(prompt: list[int], sample: "Sample") -> TensorDict:
     """A prompt and its answer, as a batch holds them."""
     before = len(prompt)
+    choices = {}
+    if sample.choices is not None:  # of all tokens but the last
+        choices[EXPERT_CHOICES] = torch.cat([sample.choices, torch.zeros_like(sample.choices[:1])])
     trained = torch.arange(before + len(sample.tokens)) >= before
     versions = torch.full((before,), -1, dtype=torch.int32)
     return token_data(
@@ -105,6 +108,7 @@ def sequence(prompt: list[int], sample: "Sample") -> TensorDict:
             "sampler_versions": torch.cat([versions, sample.versions]),
             "rewards": torch.zeros(len(trained)),
             "advantages": trained.float(),
+            **choices,
         }
     )
 

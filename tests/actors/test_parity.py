@@ -50,7 +50,8 @@ class Both:
         shape = architecture(read_config(folder))
         token = 2 * shape.layers * shape.kv_heads * shape.head_dim * getattr(torch, settings.dtype).itemsize
         cache = CACHED * token / (1 << 30)
-        self.generator = Engine(GeneratorSettings(max_running=24, max_context=400, kv_cache_gib=cache), settings)
+        limits = GeneratorSettings(max_running=24, max_context=400, kv_cache_gib=cache)
+        self.generator = Engine(limits, settings, records_choices=shape.experts > 0)
         self.preempted = 0
         scheduler = self.generator._scheduler
         preempt = scheduler._preempt_request
@@ -155,8 +156,9 @@ def there():
         ({"tied": True}, {"dtype": "bfloat16", "temperature": 0.6}),
         ({"hidden_dim": 250, "kv_heads": 4, "head_dim": 64}, {"temperature": 0.7}),
         ({}, {"threads": 2}),
+        ({"experts": 6, "experts_per_token": 3, "hidden_dim": 48}, {}),
     ],
-    ids=["float32", "bfloat16-tied", "odd-width", "two-threads"],
+    ids=["float32", "bfloat16-tied", "odd-width", "two-threads", "replayed-experts"],
 )
 def test_the_trainer_recomputes_the_samplers_bits(  # BW-1 BW-3 BA-1 LP-4
     there: Any, tmp_path: Path, size: dict[str, Any], options: dict[str, Any]
@@ -201,6 +203,20 @@ def test_ranks_that_divide_the_model_recompute_its_bits(tmp_path: Path, sides: d
         (found,) = recompute_in_ranks([recomputer])
         assert [one.differing for one in found] == [0] * len(PACKINGS)
         assert found[0].tokens > 1000
+
+
+def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_and_some_experts(tmp_path: Path):  # BE-2
+    size = TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48)
+    model = ModelSettings(path=str(write_tiny_model(tmp_path / "model", size)), dtype="bfloat16", numerics="bitwise")
+    generator = GeneratorSettings(max_running=24, max_context=400, tp=2, ep=2)
+    asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
+    file = tmp_path / "sequences"
+    sample_in_ranks(Sampler(model=model, generator=small_cache(model, generator, CACHED), asked=asked), file)
+    trainer = TrainerSettings(fsdp=2, ep=2)
+    recomputer = Recomputer(model=model, trainer=trainer, sequences=file, packings=PACKINGS[1:])
+    (found,) = recompute_in_ranks([recomputer])
+    assert [one.differing for one in found] == [0] * 2
+    assert found[0].tokens > 1000
 
 
 def test_fast_numerics_do_not(there: Any, tmp_path: Path):

@@ -43,8 +43,8 @@ class ModelSettings(Settings):
     each pass; a reference keeps bfloat16 ones, and weights travel as bfloat16 (`weights.transfer_dtype`)."""
     numerics: Numerics = "fast"
     """"fast" computes with the fastest kernels, and the log-probs of trainer and sampler differ in their last bits.
-    "bitwise" makes them equal to the last bit, and each step checks that they are. It works for dense models on CPUs;
-    docs/parity.md has its cost."""
+    "bitwise" makes them equal to the last bit, and each step checks that they are. It works on CPUs, for Qwen3 and
+    Llama 3; docs/parity.md has its cost."""
 
     def _problems(self, at: Section) -> Iterator[str]:
         if self.tiny:
