@@ -52,6 +52,7 @@ def layer(numerics: str = "bitwise", dtype: torch.dtype = torch.float32) -> Any:
 def test_a_token_has_the_same_experts_weights_and_output_in_any_batch(threads: int, dtype: torch.dtype):  # BE-1 BE-2
     experts, x = layer(dtype=dtype), random(1, TOKENS, DIM, seed=9).to(dtype)
     whole, routed = experts(x), experts.router(x)
+    assert routed[2].dtype == torch.float32
     for count, start in itertools.product(COUNTS, (0, 7)):
         place = slice(start, start + count)
         assert torch.equal(experts(x[:, place]), whole[:, place]), (count, start)
