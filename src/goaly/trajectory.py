@@ -24,6 +24,7 @@ Invariants
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -33,7 +34,7 @@ from typing import Any
 
 import torch
 
-from goaly.errors import SchemaError
+from goaly.errors import EpisodeError, SchemaError
 from goaly.process import without_the_compiler
 from goaly.tensor_file import Buffer, TensorFile, tensor_file
 
@@ -61,6 +62,8 @@ TokenColumns = TensorDict | Mapping[str, torch.Tensor]
 """The per-token columns `[T, ...]` of one sequence."""
 TRUNCATED = "truncated"
 """The column that marks tokens of answers which the token limit ended."""
+PROMPT, POLICY, ENVIRONMENT = "prompt", "policy", "environment"
+"""Authors of turns."""
 
 
 class Outcome(StrEnum):
@@ -182,6 +185,18 @@ class Group:
 
 _GROUP_FACTS = tuple(one.name for one in fields(Group) if one.init and one.name != "samples")
 _FACTS = tuple(one.name for one in fields(Trajectory) if one.name != "tokens")
+
+
+def reward_value(reward: Any, prompt_id: str) -> float:
+    """The reward as a finite float; a tensor of one element counts as a number. EpisodeError for any other value."""
+    try:
+        value = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        value = math.nan
+    if not abs(value) <= torch.finfo(torch.float32).max:  # also when it is not a number
+        kind = type(reward).__name__
+        raise EpisodeError(f"prompt {prompt_id}: the reward is {reward!r} ({kind}), must be a finite float32 number")
+    return value
 
 
 def token_data(columns: Mapping[str, torch.Tensor]) -> TensorDict:

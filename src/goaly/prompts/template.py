@@ -54,8 +54,9 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] = (),
+        args: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of the chat."""
+        """The text of the chat; `args` override those of the template."""
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
         if name not in self._templates:
             raise ValueError(
@@ -67,7 +68,7 @@ class ChatTemplate:
             tools=list(tools) or None,
             documents=None,
             add_generation_prompt=add_generation_prompt,
-            **{**self.special_tokens, **self._args},
+            **{**self.special_tokens, **self._args, **(args or {})},
         )
 
     def unread_args(self) -> list[str]:

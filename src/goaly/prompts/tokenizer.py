@@ -45,12 +45,22 @@ class ChatTokenizer:
         """The size of the vocabulary, with special tokens."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def stops(self) -> dict[str, int]:
+        """The stop tokens by their text."""
+        known = {stop: self._tokenizer.id_to_token(stop) for stop in self.stop_token_ids}
+        return {text: stop for stop, text in known.items() if text is not None}
+
     def render_text(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        args: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of the chat."""
+        """The text of the chat; `args` are variables of the template for this chat only."""
         chat = [message.as_dict() for message in messages]
-        return self._template.render(chat, add_generation_prompt=add_generation_prompt, tools=tools)
+        return self._template.render(chat, add_generation_prompt=add_generation_prompt, tools=tools, args=args)
 
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()
@@ -90,7 +100,7 @@ class ChatTokenizer:
         """The position in the rendered chat where the last answer ends: after its stop token, or before it if the
         recorded tokens have none."""
         last = max((at for at, message in enumerate(messages) if message.role == ASSISTANT), default=-1)
-        ends = {self._tokenizer.id_to_token(stop): stop for stop in self.stop_token_ids}
+        ends = self.stops
         pattern = "|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or r"(?!)"
 
         def count(messages: Sequence[Message]) -> int:

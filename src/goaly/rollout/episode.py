@@ -11,7 +11,6 @@ Invariants
           of its trained tokens were sampled with them (TR-6).
 """
 
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,13 +21,21 @@ from goaly.errors import EpisodeError
 from goaly.generate.request import Finish
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.policy import Completion, Policy
-from goaly.trajectory import EXPERT_CHOICES, NO_VERSION, Outcome, TensorDict, Trajectory, Turn
+from goaly.trajectory import (
+    ENVIRONMENT,
+    EXPERT_CHOICES,
+    NO_VERSION,
+    POLICY,
+    PROMPT,
+    Outcome,
+    TensorDict,
+    Trajectory,
+    Turn,
+    reward_value,
+)
 
 if TYPE_CHECKING:
     from goaly.prompts.tokenizer import ChatTokenizer
-
-PROMPT, POLICY, ENVIRONMENT = "prompt", "policy", "environment"
-"""Authors of turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +131,7 @@ class Episode:
         if all(turn.author != POLICY for turn in self._turns):
             raise EpisodeError(f"prompt {self._prompt.id}: a reward of {reward} before the policy wrote anything")
         last = len(self._tokens) - 1
-        self._credits[last] = self._credits.get(last, 0.0) + self._number(reward)
+        self._credits[last] = self._credits.get(last, 0.0) + reward_value(reward, self._prompt.id)
         return self
 
     def finish(self, reward: float) -> Trajectory:
@@ -136,7 +143,7 @@ class Episode:
             columns[EXPERT_CHOICES] = torch.cat([choices, rest])
         columns["rewards"] = torch.zeros(len(self._tokens))
         written = columns["trained"].nonzero()
-        columns["rewards"][int(written[-1]) if len(written) else -1] = self._number(reward)
+        columns["rewards"][int(written[-1]) if len(written) else -1] = reward_value(reward, self._prompt.id)
         for position, credit in self._credits.items():
             columns["rewards"][position] += credit
         return Trajectory(
@@ -147,19 +154,6 @@ class Episode:
             environment=self._environment,
             outcome=self._outcome,
         )
-
-    def _number(self, reward: float) -> float:
-        """The reward as a finite float; a tensor of one element counts as a number."""
-        try:
-            value = math.nan if isinstance(reward, str) else float(reward)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            value = math.nan
-        if not abs(value) <= torch.finfo(torch.float32).max:  # also when it is not a number
-            kind = type(reward).__name__
-            raise EpisodeError(
-                f"prompt {self._prompt.id}: the reward is {reward!r} ({kind}), must be a finite float32 number"
-            )
-        return value
 
     def _read(self, author: str, tokens: Sequence[int]) -> "Episode":
         count = len(tokens)
