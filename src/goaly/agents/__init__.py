@@ -1,0 +1,1 @@
+"""Stage 2: sessions of agents, which record what the policy samples for them as a tree of tokens."""

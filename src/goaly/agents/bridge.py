@@ -1,0 +1,110 @@
+"""The bridge between a sampled answer and the policy's next one: what the chat template adds to a recorded prompt.
+
+Whether the template only appends is decided on its own renderings, compared with each other. What was sampled is never
+compared with them: the policy writes white space and JSON in its own way.
+
+Invariants
+    BR-1  A bridge exists only if the template renders the longer conversation as the recorded prompt, then every part
+          of the recorded answer (reasoning, content, each tool call), then a stop token, then all new messages.
+    BR-2  The stop token that ends an answer is in the tokens once: sampled, or else the first token of the bridge.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from goaly.agents.conversation import Conversation
+from goaly.prompts.prompt import Message
+from goaly.prompts.tokenizer import ChatTokenizer
+
+MARK = "mark"
+"""Begins the texts that stand for the parts of an answer while its end is searched for."""
+
+
+def bridge(
+    chat: ChatTokenizer, request: Conversation, text: str, *, answer: int, prompt: int, stopped: bool
+) -> list[int] | None:
+    """The tokens that continue a recorded answer to the request's next one; None if there is no bridge (BR-1).
+
+    `text` is the rendered request. Its first `prompt` characters are the recorded prompt, which the message
+    `request.messages[answer]` answered. `stopped` is whether a stop token was sampled."""
+    marked = _Marked.of(request.messages[answer], text)
+    before, after = request.messages[:answer], request.messages[answer + 1 :]
+    alone = marked.split(_render(chat, request, (*before, marked.message), next_answer=False), prompt, chat)
+    whole = marked.split(_render(chat, request, (*before, marked.message, *after)), prompt, chat)
+    if alone is None or whole is None or whole.start != text[:prompt]:
+        return None
+    if whole.ending != alone.ending:  # The answer does not end there: it has been merged with the next message.
+        return None
+    if len(text) < prompt + len(whole.rest) or not text.endswith(whole.rest):
+        return None
+    tokens = chat.encode(whole.rest)
+    if tokens[0] != whole.stop:
+        return None
+    return tokens[1:] if stopped else tokens  # BR-2
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A rendered conversation, cut behind the recorded prompt and behind the parts of the marked answer."""
+
+    start: str
+    """The recorded prompt."""
+    ending: str
+    """The text between the last part and the stop token."""
+    rest: str
+    """The stop token and everything after it."""
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """An answer whose parts are replaced with marks."""
+
+    message: Message
+    marks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, answer: Message, text: str) -> "_Marked":
+        """The answer with marks that are not in the text."""
+        name = MARK
+        while name in text:
+            name += MARK
+        calls = answer.tool_calls or ()
+        marks = tuple(f"{name}{number}." for number in range(2 + len(calls)))
+        reasoning, content, *arguments = marks
+        marked: list[dict[str, Any]] = [
+            {**call, "function": {**call["function"], "arguments": {mark: mark}}}
+            for call, mark in zip(calls, arguments, strict=True)
+        ]
+        thinks, speaks = bool((answer.reasoning_content or "").strip()), bool(answer.content.strip()) or not calls
+        message = replace(
+            answer,
+            reasoning_content=reasoning if thinks else answer.reasoning_content,
+            content=content if speaks else answer.content,
+            tool_calls=marked or None,
+        )
+        return cls(message, (*[reasoning] * thinks, *[content] * speaks, *arguments))
+
+    def split(self, text: str | None, prompt: int, chat: ChatTokenizer) -> _Split | None:
+        """The text, split; None if a part is missing, or no stop token follows."""
+        if text is None:
+            return None
+        if any(text.find(mark, prompt) < 0 for mark in self.marks):
+            return None
+        end = max(text.rfind(mark) + len(mark) for mark in self.marks)
+        stops = chat.stops
+        pattern = "|".join(map(re.escape, sorted(stops, key=len, reverse=True)))
+        if not stops or (found := re.compile(pattern).search(text, end)) is None:
+            return None
+        return _Split(text[:prompt], text[end : found.start()], text[found.start() :], stops[found.group()])
+
+
+def _render(
+    chat: ChatTokenizer, request: Conversation, messages: tuple[Message, ...], *, next_answer: bool = True
+) -> str | None:
+    """The text of the messages; None if the template refuses them."""
+    try:
+        return chat.render_text(messages, next_answer, request.tools, request.template_args)
+    except Exception:  # A template is a program of its own, and says nothing about what it raises.
+        return None

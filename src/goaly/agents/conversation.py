@@ -1,0 +1,113 @@
+"""A request's conversation: plain messages of a client, as sessions compare them and templates render them.
+
+Invariants
+    CV-1  A client may leave out an assistant's reasoning: messages with and without it are equal, and `extended` puts
+          the recorded one back.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+from goaly.prompts.prompt import ASSISTANT, Message
+
+_NAMED = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Everything that a chat template renders for a request."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_args: Mapping[str, Any]
+    """Variables of the template for this request only."""
+
+    @classmethod
+    def of(
+        cls,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> "Conversation":
+        """The conversation of a client's request."""
+        return cls(
+            messages=tuple(canonical(message) for message in messages),
+            tools=tuple(tools or ()),
+            template_args=dict(template_args or {}),
+        )
+
+    def digests(self) -> Iterator[bytes]:
+        """A digest of the conversation up to each message: equal for equal ones with equal tools (CV-1)."""
+        digest = blake2b(_json([self.tools, self.template_args]), digest_size=16)
+        for message in self.messages:
+            digest.update(_json(_compared(message)))
+            yield digest.digest()
+
+    def followed_by(self, *messages: Message) -> "Conversation":
+        """The conversation with these messages at its end."""
+        return replace(self, messages=(*self.messages, *messages))
+
+    def extended(self, request: "Conversation") -> "Conversation | None":
+        """The request with this conversation's messages for its first ones, which have the same digests; None if the
+        request has another reasoning for one of them."""
+        for recorded, sent in zip(self.messages, request.messages, strict=False):
+            if sent.reasoning_content and sent.reasoning_content != recorded.reasoning_content:
+                return None
+        return replace(request, messages=(*self.messages, *request.messages[len(self.messages) :]))  # CV-1
+
+
+def canonical(message: Mapping[str, Any]) -> Message:
+    """A client's message as templates expect it: without empty values, content that has text only as one string, and
+    tool calls with their arguments as an object, as vLLM gives them to templates."""
+    given = {key: value for key, value in message.items() if value not in (None, [], {})}
+    if "reasoning" in given:
+        given.setdefault("reasoning_content", given.pop("reasoning"))
+    content = given.get("content", "")
+    if isinstance(content, list | tuple) and all(_is_text(part) for part in content):
+        content = "\n".join(part["text"] for part in content)
+    calls = given.get("tool_calls")
+    return Message(
+        role=given["role"],
+        content=content,
+        tool_calls=None if calls is None else tuple(_call(call) for call in calls),
+        tool_call_id=given.get("tool_call_id"),
+        name=given.get("name"),
+        reasoning_content=given.get("reasoning_content"),
+        extra={key: value for key, value in given.items() if key not in _NAMED},
+    )
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text"
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call["function"].get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    return {**call, "function": {**call["function"], "arguments": arguments if isinstance(arguments, dict) else {}}}
+
+
+def _compared(message: Message) -> dict[str, Any]:
+    """What makes two messages equal: of an assistant's, only what clients send back."""
+    if message.role != ASSISTANT:
+        return message.as_dict()
+    return {
+        "role": ASSISTANT,
+        "content": message.content,
+        "tool_calls": [_compared_call(c) for c in message.tool_calls or ()],
+    }
+
+
+def _compared_call(call: Mapping[str, Any]) -> list[Any]:
+    return [call.get("id"), call["function"].get("name"), call["function"]["arguments"]]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()

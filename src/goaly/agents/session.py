@@ -1,0 +1,265 @@
+"""A session: the tree of everything that the policy sampled for one episode of an agent.
+
+Consumes requests (messages, tools) and completions; produces the prompt of each request, and the episode's
+trajectories. `docs/agents.md` draws the tree. No I/O: the gateway sends the requests and keeps the time.
+
+Invariants
+    SE-1  The prompt of a request is exactly the tokens of its path, the sampled ones as the engine gave them.
+    SE-2  A request continues the deepest recorded turn whose conversation its messages extend, and from which the chat
+          template only appends. If there is none, it begins a branch at the root.
+    SE-3  Each sampled token is trained in exactly one trajectory, with its log-probability and version. Elsewhere it is
+          context: not trained, log-probability 0, no version.
+    SE-4  A session that is rebuilt from its records equals the one that wrote them.
+    SE-5  Recorded turns and requests under way never exceed the limits together, and an ended session takes none.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from goaly.agents.bridge import bridge
+from goaly.agents.conversation import Conversation
+from goaly.agents.tree import trajectory_of
+from goaly.agents.turn import Continuation, Record, RecordedTurn, RenderedPrompt
+from goaly.errors import EpisodeError
+from goaly.prompts.prompt import ASSISTANT
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.policy import Completion
+from goaly.trajectory import Trajectory, reward_value
+
+
+class SessionEnd(StrEnum):
+    """How a session ended."""
+
+    COMPLETE = "complete"
+    """The agent finished."""
+    TRUNCATED = "truncated"
+    """The session reached its limit of turns or tokens."""
+    TIMED_OUT = "timed_out"
+    """The time limit ended it."""
+    ABANDONED = "abandoned"
+    """The agent stopped sending requests, or died."""
+
+
+class SessionExhausted(EpisodeError):
+    """The session has used up its turns or tokens, or has ended."""
+
+
+class SessionBusy(EpisodeError):
+    """As many of the session's requests are under way as may be; a later one can succeed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """The most that one session may do; None is no limit."""
+
+    turns: int | None = None
+    """Answers in the whole session."""
+    tokens: int | None = None
+    """Sampled tokens in the whole session. A request that starts below the limit may exceed it."""
+    parallel: int | None = None
+    """Answers that are sampled at the same time."""
+
+
+class Session:
+    """Finds the prompt of each request, records the answers, and yields the trajectories."""
+
+    def __init__(
+        self,
+        chat: ChatTokenizer,
+        *,
+        prompt_id: str,
+        sample_index: int = 0,
+        environment: str = "",
+        limits: SessionLimits | None = None,
+        log: Callable[[Record], None] | None = None,
+    ):
+        """`log` receives a record of each change, for `replay`."""
+        self.limits = limits or SessionLimits()
+        self.ended: SessionEnd | None = None
+        self.turns: list[RecordedTurn] = []
+        self.sampled_tokens = 0
+        self._chat = chat
+        self._prompt_id = prompt_id
+        self._sample_index = sample_index
+        self._environment = environment
+        self._log = log
+        self._under_way = 0
+        self._credits: list[float] = []
+        self._continued: set[int] = set()
+        self._by_key: dict[str, RecordedTurn] = {}
+        self._by_conversation: dict[bytes, list[RecordedTurn]] = {}
+
+    @contextmanager
+    def sampling(self, answers: int = 1) -> Iterator[None]:
+        """Counts answers as under way. SessionExhausted or SessionBusy if the limits don't allow them (SE-5)."""
+        turns, limits = len(self.turns) + self._under_way + answers, self.limits
+        self._check_open()
+        if limits.turns is not None and turns > limits.turns:
+            raise SessionExhausted(f"{self._where}: {turns} turns, the limit is {limits.turns}")
+        if limits.tokens is not None and self.sampled_tokens >= limits.tokens:
+            raise SessionExhausted(f"{self._where}: {self.sampled_tokens} sampled tokens, the limit is {limits.tokens}")
+        if limits.parallel is not None and self._under_way + answers > limits.parallel:
+            raise SessionBusy(f"{self._where}: at most {limits.parallel} answers can be sampled at the same time")
+        self._under_way += answers
+        try:
+            yield
+        finally:
+            self._under_way -= answers
+
+    def extend(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> Continuation:
+        """The place of a request in the tree, and its prompt (SE-1, SE-2). Records nothing.
+
+        ValueError if the chat template can't render the messages."""
+        turn, request = self._deepest(Conversation.of(messages, tools, template_args))
+        try:
+            text = self._chat.render_text(request.messages, True, request.tools, request.template_args)
+        except Exception as error:  # A template is a program of its own, and says nothing about what it raises.
+            raise ValueError(f"the chat template can't render the messages: {error}") from error
+        rendered = RenderedPrompt.of(text)
+        while turn is not None:
+            context = self._bridge(turn, request, text)
+            if context is not None:
+                return Continuation(parent=turn, request=request, rendered=rendered, context=tuple(context))
+            turn = turn.parent
+        context = tuple(self._chat.encode(text))
+        if not context:
+            raise ValueError("the chat template renders the messages as an empty text")
+        return Continuation(parent=None, request=request, rendered=rendered, context=context)
+
+    def record(
+        self, continuation: Continuation, completion: Completion, message: Mapping[str, Any], key: str | None = None
+    ) -> RecordedTurn:
+        """Add a completion, which was returned to the client as `message`. Each call is a turn of its own, also for
+        equal requests. `key` names the request for `turn_of`."""
+        self._check_open()
+        if completion.prompt != continuation.prompt:  # SE-1
+            raise EpisodeError(
+                f"{self._where}: the completion continues {len(completion.prompt)} other tokens; it must continue the "
+                f"{len(continuation.prompt)} of its request"
+            )
+        if key is not None and key in self._by_key:
+            raise EpisodeError(f"{self._where}: the request {key} has been answered; return `turn_of` it")
+        parent, choices = continuation.parent, completion.choices if completion.trained else None
+        first = self._is_first(parent)
+        if choices is not None and parent is not None and first:
+            choices = choices[parent.covered :]  # EP-4
+        turn = RecordedTurn(
+            number=len(self.turns),
+            parent=parent,
+            first=first,
+            key=key,
+            request=continuation.request,
+            rendered=continuation.rendered,
+            context=continuation.context,
+            tokens=completion.tokens,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            trained=completion.trained,
+            finish=completion.finish,
+            choices=choices,
+            message=message,
+        )
+        self._add(turn)
+        self._write(turn.record())
+        return turn
+
+    def turn_of(self, key: str) -> RecordedTurn | None:
+        """The turn that was recorded under this key, which a retry gets again."""
+        return self._by_key.get(key)
+
+    def credit(self, turn: RecordedTurn, reward: float) -> None:
+        """Give a turn a process reward, in addition to those that it has."""
+        value = reward_value(reward, self._prompt_id)
+        self._credits[turn.number] += value
+        self._write({"kind": "credit", "turn": turn.number, "reward": value})
+
+    def end(self, how: SessionEnd) -> None:
+        """Refuse further requests. Only the first call counts."""
+        if self.ended is None:
+            self.ended = how
+            self._write({"kind": "end", "how": how.value})
+
+    def trajectories(self, reward: float) -> list[Trajectory]:
+        """One for each leaf, in the order of their last turns, each with this reward for the whole of it, in addition
+        to the process rewards of the turns that it trains.
+
+        A turn that several leaves share is trained in the one that follows the first recorded turn at each fork
+        (SE-3)."""
+        return [
+            trajectory_of(
+                leaf,
+                self._credits,
+                reward_value(reward, self._prompt_id),
+                prompt_id=self._prompt_id,
+                sample_index=self._sample_index,
+                environment=self._environment,
+            )
+            for leaf in self.turns
+            if leaf.number not in self._continued
+        ]
+
+    def replay(self, records: Iterable[Record]) -> "Session":
+        """Make the changes that another session logged, without logging them again (SE-4). Returns this session."""
+        for record in records:
+            match record["kind"]:
+                case "turn":
+                    parent = None if record["parent"] is None else self.turns[record["parent"]]
+                    self._add(RecordedTurn.of(record, len(self.turns), parent, self._is_first(parent)))
+                case "credit":
+                    self._credits[record["turn"]] += record["reward"]
+                case "end":
+                    self.ended = SessionEnd(record["how"])
+                case other:
+                    raise ValueError(f"kind={other!r}: a session's records are of kind turn, credit and end")
+        return self
+
+    def _deepest(self, request: Conversation) -> tuple[RecordedTurn | None, Conversation]:
+        """The turn with the longest conversation that begins the request, and the request with its messages."""
+        digests = list(request.digests())
+        for at in reversed(range(len(digests))):
+            if request.messages[at].role == ASSISTANT:
+                for turn in self._by_conversation.get(digests[at], ()):
+                    if (extended := turn.conversation.extended(request)) is not None:
+                        return turn, extended
+        return None, request
+
+    def _bridge(self, turn: RecordedTurn, request: Conversation, text: str) -> list[int] | None:
+        if not turn.rendered.begins(text):
+            return None
+        stopped = len(turn.tokens) > 0 and int(turn.tokens[-1]) in self._chat.stop_token_ids
+        answer = len(turn.request.messages)
+        return bridge(self._chat, request, text, answer=answer, prompt=turn.rendered.length, stopped=stopped)
+
+    def _is_first(self, parent: RecordedTurn | None) -> bool:
+        return parent is None or parent.number not in self._continued
+
+    def _add(self, turn: RecordedTurn) -> None:
+        self.turns.append(turn)
+        self._credits.append(0.0)
+        self.sampled_tokens += len(turn.tokens)
+        if turn.parent is not None:
+            self._continued.add(turn.parent.number)
+        if turn.key is not None:
+            self._by_key[turn.key] = turn
+        *_, digest = turn.conversation.digests()
+        self._by_conversation.setdefault(digest, []).append(turn)
+
+    def _write(self, record: Record) -> None:
+        if self._log is not None:
+            self._log(record)
+
+    def _check_open(self) -> None:
+        if self.ended is not None:
+            raise SessionExhausted(f"{self._where}: it has ended as {self.ended}")
+
+    @property
+    def _where(self) -> str:
+        return f"session of prompt {self._prompt_id}/{self._sample_index}"

@@ -1,0 +1,78 @@
+"""The trajectory of one leaf of a session's tree."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from goaly.agents.turn import RecordedTurn
+from goaly.generate.request import Finish
+from goaly.trajectory import (
+    ENVIRONMENT,
+    EXPERT_CHOICES,
+    NO_VERSION,
+    POLICY,
+    PROMPT,
+    Outcome,
+    TensorDict,
+    Trajectory,
+    Turn,
+)
+
+
+def trajectory_of(
+    leaf: RecordedTurn,
+    credits: Sequence[float],
+    reward: float,
+    *,
+    prompt_id: str,
+    sample_index: int,
+    environment: str,
+) -> Trajectory:
+    """The tokens from the root to this leaf. Only the turns of `own` are trained and get their process rewards (SE-3);
+    the reward sits on the last trained token."""
+    path, own = leaf.path(), {turn.number: turn for turn in own_turns(leaf)}
+    tokens_T = torch.tensor(leaf.path_tokens(), dtype=torch.int64)
+    columns = {
+        "tokens": tokens_T,
+        "trained": torch.zeros(len(tokens_T), dtype=torch.bool),
+        "sampler_logprobs": torch.zeros(len(tokens_T)),
+        "sampler_versions": torch.full((len(tokens_T),), NO_VERSION, dtype=torch.int32),
+        "rewards": torch.zeros(len(tokens_T)),
+    }
+    turns: list[Turn] = []
+    stop = 0
+    for turn in path:
+        turns.append(Turn(author=ENVIRONMENT if turns else PROMPT, start=stop, stop=stop + len(turn.context)))
+        start = turns[-1].stop
+        stop = start + len(turn.tokens)
+        turns.append(Turn(author=POLICY, start=start, stop=stop))
+        if turn.number not in own:
+            continue
+        if turn.trained:
+            columns["trained"][start:stop] = True
+            columns["sampler_logprobs"][start:stop] = turn.logprobs
+            columns["sampler_versions"][start:stop] = turn.versions
+        columns["rewards"][stop - 1] += credits[turn.number]
+    trained = columns["trained"].nonzero()
+    columns["rewards"][int(trained[-1]) if len(trained) else -1] += reward
+    choices = [own[number].choices for number in sorted(own)]
+    if known := [one for one in choices if one is not None]:
+        rest = known[0].new_zeros(len(tokens_T) - sum(map(len, known)), *known[0].shape[1:])
+        columns[EXPERT_CHOICES] = torch.cat([*known, rest])  # TR-6
+    return Trajectory(
+        tokens=TensorDict(columns, batch_size=[len(tokens_T)]),
+        prompt_id=prompt_id,
+        sample_index=sample_index,
+        turns=tuple(turns),
+        environment=environment,
+        outcome=Outcome.TRUNCATED if leaf.finish is Finish.LENGTH else Outcome.COMPLETE,
+    )
+
+
+def own_turns(leaf: RecordedTurn) -> Iterator[RecordedTurn]:
+    """The turns that are trained in the trajectory of this leaf, from the last to the first: the leaf, and each parent
+    as long as it was continued first by the turn after it."""
+    turn: RecordedTurn | None = leaf
+    while turn is not None:
+        yield turn
+        turn = turn.goes_on

@@ -1,0 +1,13 @@
+"""The chat tokenizers of all families."""
+
+import pytest
+from chat_templates import FAMILIES, chat_of
+
+from goaly.prompts.tokenizer import ChatTokenizer
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
+    """By the name of their family."""
+    folder = tmp_path_factory.mktemp("chats")
+    return {name: chat_of(family.template, family.stops, folder / name) for name, family in FAMILIES.items()}

@@ -1,0 +1,374 @@
+"""What continues a session's tree, what branches, and where each token is trained: one case for each kind."""
+
+import pytest
+import torch
+from agent_sessions import TOOLS, Agent, assistant, system, tool, user
+from chat_templates import CHATML, FAMILIES, HERMES, chat_of
+
+from goaly.agents.session import SessionBusy, SessionEnd, SessionExhausted, SessionLimits
+from goaly.errors import EpisodeError
+from goaly.generate.request import Finish
+from goaly.trajectory import EXPERT_CHOICES, Outcome
+
+
+@pytest.fixture
+def agent(chats):
+    """Makes a session of the family's template."""
+    return lambda name="hermes", **facts: Agent(chats[name], FAMILIES[name], **facts)
+
+
+def trained(session, reward=1.0):
+    """The trained tokens of each trajectory."""
+    return [one.tokens["tokens"][one.tokens["trained"]].tolist() for one in session.trajectories(reward)]
+
+
+def test_a_chat_of_two_turns_by_hand(agent):  # SE-1
+    a = agent("tiny")
+    question, other = [user("1")], [user("1"), assistant("23"), user("4")]
+    first = a.say(question, assistant("23"))
+    a.say(other, assistant("5"), tokens=[60, 61], finish=Finish.LENGTH)
+    (one,) = a.session.trajectories(0.5)
+    asked, answered, then = a.chat.encode("<|user|>1<|end|><|assistant|>"), a.written(assistant("23")), "<|user|>4"
+    assert first.tokens.tolist() == answered
+    added = a.chat.encode(f"{then}<|end|><|assistant|>")  # the answer's own stop token was sampled
+    assert one.tokens["tokens"].tolist() == [*asked, *answered, *added, 60, 61]
+    assert one.tokens["trained"].tolist() == [False] * 4 + [True] * 3 + [False] * 4 + [True] * 2
+    assert one.tokens["sampler_logprobs"].tolist() == [0] * 4 + [-1 / 4096, -2 / 4096, -3 / 4096] + [0] * 4 + [
+        -4 / 4096,
+        -5 / 4096,
+    ]
+    assert one.tokens["sampler_versions"].tolist() == [-1] * 4 + [10] * 3 + [-1] * 4 + [12] * 2
+    assert one.tokens["rewards"].tolist() == [0] * 12 + [0.5]
+    assert [(turn.author, turn.start, turn.stop) for turn in one.turns] == [
+        ("prompt", 0, 4),
+        ("policy", 4, 7),
+        ("environment", 7, 11),
+        ("policy", 11, 13),
+    ]
+    assert (one.prompt_id, one.sample_index, one.environment, one.outcome) == ("q1", 2, "shop", Outcome.TRUNCATED)
+
+
+def test_tool_results_continue_the_call(agent):
+    a = agent()
+    call = assistant("I add.", None, {"x": 1}, {"x": 2})
+    chat = [system("Be brief."), user("1+1?")]
+    turn = a.say(chat, call, tools=TOOLS)
+    chat += [call, tool("2", "call-0"), tool("3", "call-1")]
+    went_on, last = a.ask(chat, assistant("2 and 3"), tools=TOOLS)
+    assert went_on.parent is turn
+    assert a.text(went_on.context) == (
+        "\n<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert trained(a.session) == [[*turn.tokens.tolist(), *last.tokens.tolist()]]
+
+
+def test_equal_requests_are_two_samples_and_what_came_before_them_is_trained_in_the_first(agent):  # SE-3
+    a = agent()
+    root = a.say([user("a")], assistant("b"))
+    chat = [user("a"), assistant("b"), user("c")]
+    one, other = a.say(chat, assistant("d")), a.say(chat, assistant("e"))
+    assert (one.parent, other.parent, one.context) == (root, root, other.context)
+    first, second = a.session.trajectories(1.0)
+    assert trained(a.session) == [[*root.tokens.tolist(), *one.tokens.tolist()], other.tokens.tolist()]
+    shared = slice(len(root.context), len(root.context) + len(root.tokens))
+    assert second.tokens["tokens"][shared].tolist() == root.tokens.tolist()
+    assert second.tokens["sampler_versions"][shared].tolist() == [-1] * len(root.tokens)
+    assert second.tokens["sampler_logprobs"][shared].tolist() == [0] * len(root.tokens)
+    assert (first.reward, second.reward) == (1.0, 1.0)
+
+
+def test_an_edited_message_branches_behind_the_last_common_turn(agent):  # SE-2
+    a = agent()
+    first = a.say([user("a")], assistant("b"))
+    a.say([user("a"), assistant("b"), user("c")], assistant("d"))
+    edited = a.say([user("a"), assistant("b"), user("other"), assistant("d"), user("e")], assistant("f"))
+    assert edited.parent is first
+    assert a.say([user("other"), assistant("b"), user("c")], assistant("g")).parent is None
+    assert a.say([user("a"), assistant("not mine"), user("c")], assistant("h")).parent is None
+    assert len(a.session.trajectories(0.0)) == 4
+
+
+def test_compaction_and_a_sub_agent_begin_at_the_root_and_the_first_agent_goes_on(agent):
+    a = agent()
+    chat = [system("You plan."), user("a")]
+    plan = a.say(chat, assistant("b"))
+    assert a.say([system("You search."), user("a")], assistant("found")).parent is None
+    chat += [assistant("b"), user("found")]
+    last = a.say(chat, assistant("c"))
+    assert last.parent is plan
+    assert a.say([system("You plan."), user("Summary: b, c")], assistant("d")).parent is None
+    assert len(a.session.trajectories(0.0)) == 3
+
+
+def test_other_tools_or_another_order_of_them_branch(agent):
+    a = agent()
+    first, chat = a.say([user("a")], assistant("b"), tools=TOOLS), [user("a"), assistant("b"), user("c")]
+    assert a.say(chat, assistant("d"), tools=TOOLS[::-1]).parent is None
+    assert a.say(chat, assistant("d")).parent is None
+    assert a.say(chat, assistant("d"), tools=TOOLS).parent is first
+
+
+def test_tools_that_the_template_does_not_render_branch_all_the_same(agent):
+    a = agent("chatml")
+    a.say([user("a")], assistant("b"), tools=TOOLS)
+    assert a.say([user("a"), assistant("b"), user("c")], assistant("d")).parent is None
+
+
+def test_template_arguments_are_a_part_of_the_conversation(agent):
+    a = agent("qwen3")
+    chat = [user("a")]
+    quiet = a.session.extend(chat, template_args={"enable_thinking": False})
+    assert a.text(quiet.prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert a.text(a.session.extend(chat).prompt).endswith("<|im_start|>assistant\n")
+
+
+def test_reasoning_that_a_client_leaves_out_is_put_back_between_tool_calls(agent):  # CV-1
+    for sent_back in (None, "I add."):
+        a = agent("qwen3")
+        call = assistant("", "I add.", {"x": 1})
+        first = a.say([user("1+1?")], call, tools=TOOLS)
+        seen = {**call, "reasoning_content": sent_back}
+        went_on = a.say([user("1+1?"), seen, tool("2")], assistant("2", "It is 2."), tools=TOOLS)
+        assert went_on.parent is first
+        assert went_on.request.messages[1].reasoning_content == "I add."
+
+
+def test_edited_reasoning_branches(agent):
+    a = agent("qwen3")
+    call = assistant("", "I add.", {"x": 1})
+    a.say([user("1+1?")], call, tools=TOOLS)
+    seen = {**call, "reasoning_content": "Something else."}
+    branched, _ = a.ask([user("1+1?"), seen, tool("2")], assistant("2"), tools=TOOLS)
+    assert branched.parent is None
+    assert "Something else." in a.text(branched.prompt)
+
+
+def test_of_two_answers_that_differ_in_their_reasoning_the_one_that_was_sent_back_goes_on(agent):
+    a = agent("qwen3")
+    call, other = assistant("", "First.", {"x": 1}), assistant("", "Second.", {"x": 1})
+    turns = [a.say([user("?")], answer, tools=TOOLS) for answer in (call, other)]
+    for answer, turn in zip((call, other), turns, strict=True):
+        assert a.session.extend([user("?"), answer, tool("2")], TOOLS).parent is turn
+
+
+def test_a_template_that_drops_reasoning_at_the_next_question_branches_at_the_root(agent):
+    a = agent("qwen3")
+    a.say([user("a")], assistant("b", "Hm."))
+    branched, _ = a.ask([user("a"), assistant("b", "Hm."), user("c")], assistant("d", "Hm."))
+    assert branched.parent is None
+    assert a.text(branched.prompt) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_where_the_deepest_turn_is_rewritten_an_earlier_one_goes_on(agent):  # SE-2
+    a = agent("qwen3")
+    plain, thought = assistant("b"), assistant("d", "Hm.")
+    first = a.say([user("a")], plain)
+    second = a.say([user("a"), plain, user("c")], thought)
+    third, _ = a.ask([user("a"), plain, user("c"), thought, user("e")], assistant("f"))
+    assert (second.parent, third.parent) == (first, first)
+    assert a.text(third.context) == (
+        "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n<|im_start|>user\ne<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ending", "begins"),
+    [("<|im_end|>", "\n"), ("<|endoftext|>", "\n"), ("", "<|im_end|>\n")],
+    ids=["its stop token", "another stop token", "no stop token"],
+)
+def test_the_stop_token_is_sampled_or_added_but_not_both(agent, ending, begins):  # BR-2
+    a = agent()
+    turn = a.say([user("a")], assistant("b"), tokens=a.chat.encode("b" + ending))
+    added = a.session.extend([user("a"), assistant("b"), user("c")])
+    assert added.parent is turn
+    assert a.text(added.context).startswith(begins + "<|im_start|>user")
+
+
+def test_an_answer_without_tokens_is_continued_and_its_reward_kept(agent):
+    a = agent()
+    turn = a.say([user("a")], assistant(""), tokens=[])
+    a.session.credit(turn, 2.0)
+    added = a.session.extend([user("a"), assistant(""), user("c")])
+    assert added.parent is turn
+    assert a.text(added.context).startswith("<|im_end|>\n<|im_start|>user")
+    (one,) = a.session.trajectories(0.5)
+    assert (one.trained_tokens, one.tokens["rewards"].tolist()[-1]) == (0, 2.5)
+
+
+def test_a_process_reward_is_on_its_turns_last_token_in_one_trajectory(agent):
+    a = agent()
+    root, chat = a.say([user("a")], assistant("b")), [user("a"), assistant("b"), user("c")]
+    one, other = a.say(chat, assistant("d")), a.say(chat, assistant("e"))
+    a.session.credit(root, 1.0)
+    a.session.credit(root, 2.0)
+    a.session.credit(other, 0.25)
+    first, second = a.session.trajectories(10.0)
+    at = len(root.context) + len(root.tokens) - 1
+    assert first.tokens["rewards"].nonzero().flatten().tolist() == [at, len(first) - 1]
+    assert (first.tokens["rewards"][at], first.tokens["rewards"][-1]) == (3.0, 10.0)
+    assert second.tokens["rewards"].nonzero().flatten().tolist() == [len(second) - 1]
+    assert (second.reward, one.parent) == (10.25, root)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), "1", None])
+def test_a_reward_must_be_a_number(agent, reward):  # EP-3
+    a = agent()
+    turn = a.say([user("a")], assistant("b"))
+    for give in (lambda: a.session.credit(turn, reward), lambda: a.session.trajectories(reward)):
+        with pytest.raises(EpisodeError, match="q1"):
+            give()
+
+
+def test_each_trajectory_has_the_expert_choices_of_the_answers_that_it_trains(agent):  # EP-4, TR-6
+    a = agent()
+
+    def say(messages, answer, number):
+        continuation = a.session.extend(messages)
+        tokens = a.written(answer)
+        count = len(continuation.prompt) + len(tokens) - 1
+        choices = torch.full((count, 2, 1), number, dtype=torch.uint8)
+        completion = a.completion(continuation.prompt, tokens, choices=choices)
+        return a.session.record(continuation, completion, answer)
+
+    root, chat = say([user("a")], assistant("b"), 1), [user("a"), assistant("b"), user("c")]
+    one = say(chat, assistant("d"), 2)
+    say(chat, assistant("e"), 3)
+    known = len(root.context) + len(root.tokens) - 1
+    for session in (a.session, a.replayed()):
+        first, second = session.trajectories(0.0)
+        length = known + 1 + len(one.context) + len(one.tokens)
+        assert first.tokens[EXPERT_CHOICES][:, 0, 0].tolist() == [1] * known + [2] * (length - known - 1) + [0]
+        assert second.tokens[EXPERT_CHOICES][:, 0, 0].tolist() == [3] * (len(second) - 1) + [0]
+
+
+def test_an_answer_that_may_not_be_trained_is_context(agent):  # SE-3
+    a = agent()
+    opponent = a.say([user("a")], assistant("b"), trained=False)
+    mine = a.say([user("a"), assistant("b"), user("c")], assistant("d"))
+    assert mine.parent is opponent
+    assert trained(a.session) == [mine.tokens.tolist()]
+
+
+def test_a_completion_of_other_tokens_is_refused(agent):  # SE-1, EP-2
+    a = agent()
+    continuation = a.session.extend([user("a")])
+    with pytest.raises(EpisodeError, match="other tokens"):
+        a.session.record(continuation, a.completion(continuation.prompt[1:], [60]), assistant("b"))
+
+
+def test_a_retry_finds_its_turn_and_a_key_is_used_once(agent):
+    a = agent()
+    turn = a.say([user("a")], assistant("b"), key="request-1")
+    for session in (a.session, a.replayed()):
+        assert session.turn_of("request-1").message == turn.message
+        assert session.turn_of("request-2") is None
+    with pytest.raises(EpisodeError, match="request-1"):
+        a.say([user("a")], assistant("b"), key="request-1")
+
+
+def test_limits_count_what_is_recorded_and_under_way(agent):  # SE-5
+    a = agent(limits=SessionLimits(turns=3, parallel=2))
+    a.say([user("a")], assistant("b"))
+    with a.session.sampling(answers=2), pytest.raises(SessionExhausted, match="the limit is 3"), a.session.sampling():
+        pass
+    with pytest.raises(SessionExhausted), a.session.sampling(answers=3):
+        pass
+    with a.session.sampling():
+        pass
+    a = agent(limits=SessionLimits(turns=9, parallel=2))
+    with a.session.sampling(), pytest.raises(SessionBusy), a.session.sampling(answers=2):
+        pass
+    with a.session.sampling(answers=2):
+        pass
+
+
+def test_the_limit_of_tokens_is_that_of_the_whole_session(agent):  # SE-5
+    a = agent(limits=SessionLimits(tokens=4))
+    a.say([user("a")], assistant("b"), tokens=[60, 61, 62])
+    with a.session.sampling():
+        a.say([user("c")], assistant("d"), tokens=[60])
+    with pytest.raises(SessionExhausted, match="4 sampled tokens"), a.session.sampling():
+        pass
+
+
+def test_an_ended_session_takes_nothing_more_but_rewards(agent):  # SE-5
+    a = agent()
+    turn, continuation = a.say([user("a")], assistant("b")), a.session.extend([user("a")])
+    a.session.end(SessionEnd.TIMED_OUT)
+    a.session.end(SessionEnd.COMPLETE)
+    a.session.credit(turn, 1.0)
+    for session in (a.session, a.replayed()):
+        assert session.ended is SessionEnd.TIMED_OUT
+        assert session.trajectories(0.0)[0].reward == 1.0
+        with pytest.raises(SessionExhausted, match="timed_out"), session.sampling():
+            pass
+    with pytest.raises(SessionExhausted, match="timed_out"):
+        a.session.record(continuation, a.completion(continuation.prompt, [60]), assistant("b"))
+
+
+def test_a_replayed_session_goes_on(agent):  # SE-4
+    a = agent("qwen3")
+    call = assistant("", "I add.", {"x": 1})
+    a.say([user("1+1?")], call, tools=TOOLS)
+    again = a.replayed()
+    follow = [user("1+1?"), {**call, "reasoning_content": None}, tool("2")]
+    went_on = again.extend(follow, TOOLS)
+    assert went_on.parent is again.turns[0]
+    assert went_on.prompt == a.session.extend(follow, TOOLS).prompt
+
+
+def test_messages_that_the_template_refuses_are_the_clients_error(agent):
+    with pytest.raises(ValueError, match="one call only"):
+        agent("llama3").session.extend([user("a"), assistant("", None, {}, {})])
+
+
+def test_what_the_template_leaves_out_of_an_answer_is_not_continued(agent):  # BR-1
+    a = agent("llama3")
+    spoken = assistant("I add.", None, {"x": 1})  # Llama 3 renders the call only
+    a.say([user("a")], spoken)
+    assert a.session.extend([user("a"), spoken, tool("2")]).parent is None
+    a.say([user("b")], assistant("", None, {"x": 1}))
+    assert a.session.extend([user("b"), assistant("", None, {"x": 1}), tool("2")]).parent is not None
+
+
+MERGES = CHATML.replace(
+    "'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'",
+    "('' if loop.previtem and loop.previtem.role == m.role else '<|im_start|>' + m.role + '\n') + m.content"
+    " + ('' if loop.nextitem and loop.nextitem.role == m.role else '<|im_end|>\n')",
+)
+LATE = CHATML.replace("'<|im_end|>\n'", "('' if m.role == 'assistant' else '<|im_end|>\n')")
+HOISTS = CHATML.replace("in messages %}", "in messages | sort(attribute='role', reverse=true) %}", 1)
+FORGETS = CHATML.replace("m.content", "m.content[-4:]")
+
+
+@pytest.mark.parametrize(
+    ("template", "follow"),
+    [
+        (MERGES, [assistant("more")]),
+        (LATE, [user("c")]),
+        (LATE, [tool("c")]),
+        (HOISTS, [system("c")]),
+        (FORGETS, [user("c")]),
+        (HERMES.replace("'<|im_end|>\n'", "'\n'"), [user("c")]),
+    ],
+    ids=[
+        "merged answers",
+        "no stop token",
+        "no stop token before a result",
+        "hoisted",
+        "shortened",
+        "never a stop token",
+    ],
+)
+def test_a_template_that_does_more_than_append_branches(tmp_path, template, follow):  # BR-1
+    a = Agent(chat_of(template, ("<|im_end|>",), tmp_path / "own"), FAMILIES["chatml"])
+    chat = [user("a"), assistant("b, at length")]
+    a.say(chat[:1], chat[1])
+    branched = a.session.extend([*chat, *follow])
+    assert branched.parent is None
+    assert a.text(branched.prompt) == a.chat.render_text(branched.request.messages)
