@@ -30,13 +30,13 @@ def bridge(
     `request.messages[answer]` answered. `stopped` is whether a stop token was sampled."""
     marked = _Marked.of(request.messages[answer], text)
     before, after = request.messages[:answer], request.messages[answer + 1 :]
-    alone = marked.split(_render(chat, request, (*before, marked.message), next_answer=False), prompt, chat)
-    whole = marked.split(_render(chat, request, (*before, marked.message, *after)), prompt, chat)
-    if alone is None or whole is None or whole.start != text[:prompt]:
+    alone = marked.split(_render(chat, request, (*before, marked.message), next_answer=False), chat)
+    whole = marked.split(_render(chat, request, (*before, marked.message, *after)), chat)
+    if alone is None or whole is None:
         return None
     if whole.ending != alone.ending:  # The answer does not end there: it has been merged with the next message.
         return None
-    if len(text) < prompt + len(whole.rest) or not text.endswith(whole.rest):
+    if not text[prompt:].endswith(whole.rest):
         return None
     tokens = chat.encode(whole.rest)
     if tokens[0] != whole.stop:
@@ -46,10 +46,8 @@ def bridge(
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A rendered conversation, cut behind the recorded prompt and behind the parts of the marked answer."""
+    """The part of a rendered conversation behind the parts of its marked answer."""
 
-    start: str
-    """The recorded prompt."""
     ending: str
     """The text between the last part and the stop token."""
     rest: str
@@ -86,18 +84,15 @@ class _Marked:
         )
         return cls(message, (*[reasoning] * thinks, *[content] * speaks, *arguments))
 
-    def split(self, text: str | None, prompt: int, chat: ChatTokenizer) -> _Split | None:
+    def split(self, text: str | None, chat: ChatTokenizer) -> _Split | None:
         """The text, split; None if a part is missing, or no stop token follows."""
-        if text is None:
-            return None
-        if any(text.find(mark, prompt) < 0 for mark in self.marks):
+        if text is None or any(mark not in text for mark in self.marks):
             return None
         end = max(text.rfind(mark) + len(mark) for mark in self.marks)
         stops = chat.stops
-        pattern = "|".join(map(re.escape, sorted(stops, key=len, reverse=True)))
-        if not stops or (found := re.compile(pattern).search(text, end)) is None:
+        if not stops or (found := re.compile("|".join(map(re.escape, stops))).search(text, end)) is None:
             return None
-        return _Split(text[:prompt], text[end : found.start()], text[found.start() :], stops[found.group()])
+        return _Split(text[end : found.start()], text[found.start() :], stops[found.group()])
 
 
 def _render(

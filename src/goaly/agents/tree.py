@@ -52,7 +52,7 @@ def trajectory_of(
             columns["trained"][start:stop] = True
             columns["sampler_logprobs"][start:stop] = turn.logprobs
             columns["sampler_versions"][start:stop] = turn.versions
-        columns["rewards"][stop - 1] += credits[turn.number]
+        columns["rewards"][stop - 1] = credits[turn.number]
     trained = columns["trained"].nonzero()
     columns["rewards"][int(trained[-1]) if len(trained) else -1] += reward
     choices = [own[number].choices for number in sorted(own)]

@@ -36,7 +36,7 @@ class RenderedPrompt:
 
     def begins(self, text: str) -> bool:
         """Whether the text starts with this prompt."""
-        return len(text) >= self.length and RenderedPrompt.of(text[: self.length]) == self
+        return RenderedPrompt.of(text[: self.length]) == self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -151,7 +151,7 @@ def write_tokenizer(folder: Path, stops: tuple[str, ...]) -> None:
     tokenizer.decoder = Fuse()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<|begin_of_text|>", "eos_token": stops[0], "pad_token": "<|pad|>"}
+    config = {"bos_token": "<|begin_of_text|>", "pad_token": "<|pad|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     ids = {"eos_token_id": [vocabulary[stop] for stop in stops]}
     (folder / "generation_config.json").write_text(json.dumps(ids))

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from agent_sessions import TOOLS, Agent, assistant, system, tool, user
-from chat_templates import CHATML, FAMILIES, HERMES, chat_of
+from chat_templates import CHATML, FAMILIES, chat_of
 
+from goaly.agents.bridge import MARK
 from goaly.agents.session import SessionBusy, SessionEnd, SessionExhausted, SessionLimits
 from goaly.errors import EpisodeError
 from goaly.generate.request import Finish
@@ -121,6 +122,10 @@ def test_template_arguments_are_a_part_of_the_conversation(agent):
     quiet = a.session.extend(chat, template_args={"enable_thinking": False})
     assert a.text(quiet.prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert a.text(a.session.extend(chat).prompt).endswith("<|im_start|>assistant\n")
+    a = agent("chatml")
+    turn, chat = a.say(chat, assistant("b")), [user("a"), assistant("b"), user("c")]
+    assert a.session.extend(chat, template_args={"date": "today"}).parent is None
+    assert a.session.extend(chat, template_args={}).parent is turn
 
 
 def test_reasoning_that_a_client_leaves_out_is_put_back_between_tool_calls(agent):  # CV-1
@@ -227,31 +232,37 @@ def test_a_reward_must_be_a_number(agent, reward):  # EP-3
 def test_each_trajectory_has_the_expert_choices_of_the_answers_that_it_trains(agent):  # EP-4, TR-6
     a = agent()
 
-    def say(messages, answer, number):
+    def say(messages, answer, number, **facts):
         continuation = a.session.extend(messages)
         tokens = a.written(answer)
         count = len(continuation.prompt) + len(tokens) - 1
         choices = torch.full((count, 2, 1), number, dtype=torch.uint8)
-        completion = a.completion(continuation.prompt, tokens, choices=choices)
+        completion = a.completion(continuation.prompt, tokens, choices=choices, **facts)
         return a.session.record(continuation, completion, answer)
 
     root, chat = say([user("a")], assistant("b"), 1), [user("a"), assistant("b"), user("c")]
     one = say(chat, assistant("d"), 2)
     say(chat, assistant("e"), 3)
+    say([*chat, assistant("e"), user("f")], assistant("g"), 4, trained=False)
     known = len(root.context) + len(root.tokens) - 1
     for session in (a.session, a.replayed()):
         first, second = session.trajectories(0.0)
         length = known + 1 + len(one.context) + len(one.tokens)
         assert first.tokens[EXPERT_CHOICES][:, 0, 0].tolist() == [1] * known + [2] * (length - known - 1) + [0]
-        assert second.tokens[EXPERT_CHOICES][:, 0, 0].tolist() == [3] * (len(second) - 1) + [0]
+        answered = int(second.tokens["trained"].nonzero()[-1])
+        assert second.tokens[EXPERT_CHOICES][:, 0, 0].tolist() == [3] * answered + [0] * (len(second) - answered)
 
 
 def test_an_answer_that_may_not_be_trained_is_context(agent):  # SE-3
     a = agent()
     opponent = a.say([user("a")], assistant("b"), trained=False)
     mine = a.say([user("a"), assistant("b"), user("c")], assistant("d"))
-    assert mine.parent is opponent
-    assert trained(a.session) == [mine.tokens.tolist()]
+    chat = [user("a"), assistant("b"), user("c"), assistant("d"), user("e")]
+    assert (mine.parent, a.say(chat, assistant("f"), trained=False).parent) == (opponent, mine)
+    for session in (a.session, a.replayed()):
+        assert trained(session) == [mine.tokens.tolist()]
+        rewards = session.trajectories(1.0)[0].tokens["rewards"]
+        assert rewards.nonzero().item() == len(opponent.path_tokens()) + len(mine.context) + len(mine.tokens) - 1
 
 
 def test_a_completion_of_other_tokens_is_refused(agent):  # SE-1, EP-2
@@ -283,8 +294,9 @@ def test_limits_count_what_is_recorded_and_under_way(agent):  # SE-5
     a = agent(limits=SessionLimits(turns=9, parallel=2))
     with a.session.sampling(), pytest.raises(SessionBusy), a.session.sampling(answers=2):
         pass
-    with a.session.sampling(answers=2):
-        pass
+    for _ in range(3):
+        with a.session.sampling(answers=2):
+            pass
 
 
 def test_the_limit_of_tokens_is_that_of_the_whole_session(agent):  # SE-5
@@ -332,8 +344,10 @@ def test_what_the_template_leaves_out_of_an_answer_is_not_continued(agent):  # B
     spoken = assistant("I add.", None, {"x": 1})  # Llama 3 renders the call only
     a.say([user("a")], spoken)
     assert a.session.extend([user("a"), spoken, tool("2")]).parent is None
-    a.say([user("b")], assistant("", None, {"x": 1}))
-    assert a.session.extend([user("b"), assistant("", None, {"x": 1}), tool("2")]).parent is not None
+    for blank in ("", "\n"):
+        call = assistant(blank, None, {"x": 1})
+        turn = a.say([user("b")], call)
+        assert a.session.extend([user("b"), call, tool("2")]).parent is turn
 
 
 MERGES = CHATML.replace(
@@ -343,32 +357,73 @@ MERGES = CHATML.replace(
 )
 LATE = CHATML.replace("'<|im_end|>\n'", "('' if m.role == 'assistant' else '<|im_end|>\n')")
 HOISTS = CHATML.replace("in messages %}", "in messages | sort(attribute='role', reverse=true) %}", 1)
+COUNTS = CHATML.replace(
+    "m.content", "m.content + '|' + (loop.previtem.content | length | string if loop.previtem else '')"
+)
+GLUED = "{% for m in messages %}{{ m.role + ':' + m.content + 'abc' }}{% endfor %}"
 FORGETS = CHATML.replace("m.content", "m.content[-4:]")
 
 
 @pytest.mark.parametrize(
-    ("template", "follow"),
+    ("template", "stops", "follow"),
     [
-        (MERGES, [assistant("more")]),
-        (LATE, [user("c")]),
-        (LATE, [tool("c")]),
-        (HOISTS, [system("c")]),
-        (FORGETS, [user("c")]),
-        (HERMES.replace("'<|im_end|>\n'", "'\n'"), [user("c")]),
-    ],
-    ids=[
-        "merged answers",
-        "no stop token",
-        "no stop token before a result",
-        "hoisted",
-        "shortened",
-        "never a stop token",
+        pytest.param(MERGES, ["<|im_end|>"], [assistant("more")], id="merged answers"),
+        pytest.param(LATE, ["<|im_end|>"], [user("c")], id="no stop token"),
+        pytest.param(LATE, ["<|im_end|>"], [tool("c")], id="no stop token before a result"),
+        pytest.param(HOISTS, ["<|im_end|>"], [system("c")], id="a message before earlier ones"),
+        pytest.param(FORGETS, ["<|im_end|>"], [user("c")], id="a shorter answer"),
+        pytest.param(COUNTS, ["<|im_end|>"], [user("c")], id="new messages that depend on the answer"),
+        pytest.param(CHATML, ["<|eot_id|>"], [user("c")], id="another stop token"),
+        pytest.param(CHATML, [], [user("c")], id="a model without stop tokens"),
+        pytest.param(GLUED, ["ab"], [user("c")], id="a stop token that is encoded with the text after it"),
     ],
 )
-def test_a_template_that_does_more_than_append_branches(tmp_path, template, follow):  # BR-1
-    a = Agent(chat_of(template, ("<|im_end|>",), tmp_path / "own"), FAMILIES["chatml"])
+def test_a_template_that_does_more_than_append_branches(tmp_path, template, stops, follow):  # BR-1
+    a = Agent(chat_of(template, stops, tmp_path / "own"), FAMILIES["chatml"])
     chat = [user("a"), assistant("b, at length")]
-    a.say(chat[:1], chat[1])
+    a.say(chat[:1], chat[1], tokens=[60])
     branched = a.session.extend([*chat, *follow])
     assert branched.parent is None
     assert a.text(branched.prompt) == a.chat.render_text(branched.request.messages)
+
+
+def test_an_answer_of_two_parts_with_a_stop_token_each_is_continued_after_the_last(tmp_path):  # BR-1
+    parts = CHATML.replace(
+        "m.content",
+        "(m.reasoning_content + '<|im_end|>\n<|im_start|>say\n' if m.reasoning_content else '') + m.content",
+    )
+    a = Agent(chat_of(parts, ["<|im_end|>"], tmp_path / "own"), FAMILIES["chatml"])
+    turn = a.say([user("a")], assistant("b", "Hm."))
+    went_on = a.session.extend([user("a"), assistant("b", "Hm."), user("c")])
+    assert went_on.parent is turn
+    assert a.text(went_on.context) == "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_conversation_may_contain_the_marks_that_find_an_answers_end(agent):
+    a = agent()
+    turn = a.say([user("a")], assistant("b"))
+    went_on = a.session.extend([user("a"), assistant("b"), user(f"{MARK}0. {MARK}1. {MARK}{MARK}1.")])
+    assert went_on.parent is turn
+    assert a.text(went_on.prompt) == a.chat.render_text(went_on.request.messages)
+
+
+def test_a_template_that_leaves_out_a_blank_answer_branches(tmp_path):  # BR-1
+    skips = CHATML.replace("in messages %}", "in messages if m.content %}", 1)
+    a = Agent(chat_of(skips, ["<|im_end|>"], tmp_path / "own"), FAMILIES["chatml"])
+    a.say([user("a")], assistant(""), tokens=[60])
+    assert a.session.extend([user("a"), assistant("")]).parent is None
+
+
+def test_equal_answers_with_tool_calls_are_told_apart_by_their_ids(agent):
+    a = agent()
+    call = assistant("", None, {"x": 1})
+    other = {**call, "tool_calls": [{**call["tool_calls"][0], "id": "call-9"}]}
+    turns = [a.say([user("?")], answer) for answer in (call, other)]
+    for answer, turn in zip((call, other), turns, strict=True):
+        assert a.session.extend([user("?"), answer, tool("2")]).parent is turn
+
+
+def test_messages_that_render_as_nothing_are_the_clients_error(tmp_path):
+    a = Agent(chat_of("{% for m in messages %}{{ m.content }}{% endfor %}", [], tmp_path / "own"), FAMILIES["chatml"])
+    with pytest.raises(ValueError, match="empty"):
+        a.session.extend([])
