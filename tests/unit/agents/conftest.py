@@ -1,6 +1,9 @@
-"""The chat tokenizers of all families."""
+"""The chat tokenizers of all families, and sessions that use them."""
+
+from collections.abc import Callable
 
 import pytest
+from agent_sessions import Agent
 from chat_templates import FAMILIES, chat_of
 
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -11,3 +14,9 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
     """By the name of their family."""
     folder = tmp_path_factory.mktemp("chats")
     return {name: chat_of(family.template, family.stops, folder / name) for name, family in FAMILIES.items()}
+
+
+@pytest.fixture
+def agent(chats: dict[str, ChatTokenizer]) -> Callable[..., Agent]:
+    """Makes a session of the family's template."""
+    return lambda name="hermes", **facts: Agent(chats[name], FAMILIES[name], **facts)

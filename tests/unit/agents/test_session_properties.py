@@ -125,8 +125,8 @@ def play(agent: Agent, run: list[Step], *, faithful: bool, all_reasoning: bool =
             return
 
 
-def of_each_family(test):
-    return pytest.mark.parametrize("name", FAMILIES)(settings(max_examples=40)(test))
+def of_each_family(examples):
+    return lambda test: pytest.mark.parametrize("name", FAMILIES)(settings(max_examples=examples)(test))
 
 
 def sampled_tokens(session: Session) -> Counter:
@@ -144,7 +144,7 @@ def path_tokens(turn: RecordedTurn | None) -> list[int]:
     return [] if turn is None else [*path_tokens(turn.parent), *turn.context, *turn.tokens.tolist()]
 
 
-@of_each_family
+@of_each_family(40)
 @given(run=runs)
 def test_each_sampled_token_is_trained_once_as_the_engine_gave_it(chats, name, run):  # SE-1, SE-3
     agent = Agent(chats[name], FAMILIES[name])
@@ -170,7 +170,7 @@ def test_each_sampled_token_is_trained_once_as_the_engine_gave_it(chats, name, r
     assert [one.tokens["tokens"].tolist() for one in trajectories] == [path_tokens(leaf) for leaf in leaves]
 
 
-@of_each_family
+@of_each_family(20)
 @given(run=runs)
 def test_a_session_is_rebuilt_from_its_log_after_any_request(chats, name, run):  # SE-4
     agent = Agent(chats[name], FAMILIES[name])
@@ -196,7 +196,7 @@ def continues(turn: RecordedTurn, continuation: Continuation, agent: Agent, text
     )
 
 
-@of_each_family
+@of_each_family(40)
 @given(run=runs)
 def test_a_request_continues_the_deepest_turn_that_the_template_does_not_rewrite(chats, name, run):  # SE-2, BR-1, BR-2
     agent = Agent(chats[name], FAMILIES[name])
