@@ -222,13 +222,16 @@ class Session:
         return self
 
     def _deepest(self, request: Conversation) -> tuple[RecordedTurn | None, Conversation]:
-        """The turn with the longest conversation that begins the request, and the request with its messages."""
+        """The turn with the longest conversation that begins the request, and the request with its messages. Of several
+        the first one that needs no reasoning put back, or else the first."""
         digests = list(request.digests())
         for at in reversed(range(len(digests))):
             if request.messages[at].role == ASSISTANT:
-                for turn in self._by_conversation.get(digests[at], ()):
-                    if (extended := turn.conversation.extended(request)) is not None:
-                        return turn, extended
+                equal = [
+                    (turn, turn.conversation.extended(request)) for turn in self._by_conversation.get(digests[at], ())
+                ]
+                if found := [(turn, extended) for turn, extended in equal if extended is not None]:
+                    return max(found, key=lambda one: one[1] == request)  # the first that was sent back unchanged
         return None, request
 
     def _bridge(self, turn: RecordedTurn, request: Conversation, text: str) -> list[int] | None:

@@ -144,9 +144,9 @@ def test_edited_reasoning_branches(agent):
 
 def test_of_two_answers_that_differ_in_their_reasoning_the_one_that_was_sent_back_goes_on(agent):
     a = agent("qwen3")
-    call, other = assistant("", "First.", {"x": 1}), assistant("", "Second.", {"x": 1})
-    turns = [a.say([user("?")], answer, tools=TOOLS) for answer in (call, other)]
-    for answer, turn in zip((call, other), turns, strict=True):
+    answers = [assistant("", reasoning, {"x": 1}) for reasoning in ("First.", "Second.", None)]
+    turns = [a.say([user("?")], answer, tools=TOOLS) for answer in answers]
+    for answer, turn in zip(answers, turns, strict=True):
         assert a.session.extend([user("?"), answer, tool("2")], TOOLS).parent is turn
 
 
