@@ -56,6 +56,7 @@ class SftConfig(Settings):
 
             yield from self._shape_problems(at, read_config(self.model.path), "model")
             yield from chat_problems(self.chat, self.model.path, f"{at}chat.")
+        yield from at.chat.idle("supervised training reads no answers", "tool_parser", "reasoning_parser")
 
     def _shape_problems(self, at: Section, model: Mapping[str, Any], whose: str) -> Iterator[str]:
         from goaly.models.spec import architecture

@@ -99,9 +99,15 @@ class FakeGenerator(Actor):
         self._changed = asyncio.Event()
 
 
-async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory | list[Trajectory]:
     if prompt.answer == "no environment" and context.sample_index == 1:
         raise LookupError("no environment")
+    if prompt.answer == "chat":
+        said = list(prompt.messages)
+        for _ in range(2):
+            said += [await context.chat.say(said), Message(role="user", content="2")]
+        await context.chat.say([Message(role="user", content="3")])
+        return context.chat.finish(float(context.sample_index))
     question = context.render(prompt)
     answer = await context.policy.sample(question)
     return Episode(prompt, question).wrote(answer).finish(await context.reward(prompt, answer.text))
@@ -123,6 +129,10 @@ async def stack(procs, tiny_model_folder: Path, tmp_path: Path):
     reward_settings = RewardSettings(verifier=verifier, workers=2, time_limit_seconds=2.0)
     rewards = procs.hub.spawn(f"rewards-{name}", RewardPool, reward_settings)
     generator = procs.hub.spawn(f"generator-{name}", FakeGenerator)
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for one in messages %}{{ one.content }}{{ '<eos>' if one.role == 'assistant' }}{% endfor %}"
+    )
     worker = procs.worker.spawn(
         f"worker-{name}",
         RolloutWorker,
@@ -132,7 +142,7 @@ async def stack(procs, tiny_model_folder: Path, tmp_path: Path):
         queue=queue,
         rewards=rewards,
         tokenizer=str(tiny_model_folder),
-        chat=ChatSettings(),
+        chat=ChatSettings(template_file=str(template)),
         sampling=SamplingSettings(max_tokens=8),
         group_size=4,
         max_context=64,
@@ -158,6 +168,20 @@ async def test_a_prompt_goes_from_its_ticket_through_the_worker_into_a_trained_b
     await stack.queue.trained.call_one(batch.id, 1)
     counts = await stack.queue.settle.call_one()
     assert (counts["admitted"], counts["trained"]) == (1, 1)
+
+
+async def test_an_episode_that_chats_makes_a_trajectory_of_each_branch_and_is_one_sample(stack):
+    ticket = await stack.queue.admit.call_one()
+    chatting = Prompt(id="q6", source="sums", messages=PROMPT.messages, answer="chat")
+    summary = await stack.worker.run_group.call_one(ticket, chatting)
+    assert (summary.rewards, summary.failed) == ((0.0, 1.0, 2.0, 3.0), None)
+    batch = await stack.queue.next_batch.call_one()
+    assert (batch.sequences, batch.trained_tokens) == (8, 4 * 3 * 3)
+    assert batch.metrics["reward/mean"] == 1.5
+    rows = (await stack.queue.rows.call_one(batch.id, 0)).rows
+    advantages = rows["advantages"][rows["trained"]]
+    assert advantages.unique().numel() == 4
+    assert float(advantages.sum()) == pytest.approx(0.0, abs=1e-5)
 
 
 async def test_a_batch_whose_records_cannot_be_written_is_not_given_out(stack):  # TQ-1

@@ -1,6 +1,6 @@
 """Sources of prompts and of supervised documents, and their chat templates."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -153,12 +153,16 @@ def idle_file_keys(files: tuple[str, ...], at: Section) -> Iterator[str]:
 
 
 class ChatSettings(Settings):
-    """The chat template that turns chats into text."""
+    """The chat template that turns chats into text, and the parsers that read messages in answers."""
 
     template_file: str | None = None
     """A Jinja file with the chat template; null is the template in the model's folder."""
     template_args: dict[str, Any] = field(default_factory=dict)
     """More arguments of the template, such as `{enable_thinking: false}` for Qwen3."""
+    tool_parser: str | None = None
+    """vLLM's parser of tool calls, such as `hermes`, for episodes that chat; null leaves them in the text."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of reasoning, such as `qwen3`, for episodes that chat; null leaves it in the text."""
 
     def _problems(self, at: Section) -> Iterator[str]:
         if self.template_file is not None and not Path(self.template_file).is_file():
@@ -166,6 +170,20 @@ class ChatSettings(Settings):
         for name in ("messages", "tools", "documents", "add_generation_prompt"):
             if name in self.template_args:
                 yield f"{at}template_args.{name}: must have another name, this argument is set from the chat"
+        if self.tool_parser is not None:
+            from vllm.tool_parsers import ToolParserManager  # imports torch
+
+            yield from _unknown_parser(at.tool_parser, self.tool_parser, ToolParserManager.list_registered())
+        if self.reasoning_parser is not None:
+            from vllm.reasoning import ReasoningParserManager
+
+            known = ReasoningParserManager.list_registered()
+            yield from _unknown_parser(at.reasoning_parser, self.reasoning_parser, known)
+
+
+def _unknown_parser(setting: str, name: str, known: Collection[str]) -> Iterator[str]:
+    if name not in known:
+        yield f"{setting}: vLLM has no such parser, must be one of {', '.join(sorted(known))}"
 
 
 class SupervisedSettings(Settings):

@@ -35,6 +35,7 @@ from goaly.trajectory import (
 )
 
 if TYPE_CHECKING:
+    from goaly.agents.chat import Chat
     from goaly.prompts.tokenizer import ChatTokenizer
 
 
@@ -49,7 +50,9 @@ class EpisodeContext:
     """The prompt that this episode answers."""
     sample_index: int
     """The number of this sample of the prompt, from 0."""
-    chat: "ChatTokenizer"
+    chat: "Chat"
+    """Chats with the policy: messages in, a message out."""
+    tokenizer: "ChatTokenizer"
     """The model's tokenizer and chat template."""
 
     @property
@@ -59,7 +62,7 @@ class EpisodeContext:
 
     def render(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt's messages, up to where the policy's answer begins."""
-        return self.chat.render(prompt.messages, tools=prompt.tools)
+        return self.tokenizer.render(prompt.messages, tools=prompt.tools)
 
     def render_more(
         self, messages: Sequence[Message], tokens: Sequence[int], *, as_recorded: bool = False
@@ -68,11 +71,11 @@ class EpisodeContext:
 
         `messages` is the whole chat, with the policy's answer. Raises EpisodeError if the chat template now renders the
         recorded part differently; with `as_recorded` it is kept as recorded."""
-        return self.chat.render_more(messages, tokens, self.prompt.tools, as_recorded=as_recorded)
+        return self.tokenizer.render_more(messages, tokens, self.prompt.tools, as_recorded=as_recorded)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without special tokens, for `.observed()`."""
-        return self.chat.encode(text)
+        return self.tokenizer.encode(text)
 
 
 EpisodeFunction = Callable[[Prompt, EpisodeContext], Coroutine[Any, Any, Trajectory | Sequence[Trajectory]]]

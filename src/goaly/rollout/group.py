@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from goaly.agents.answers import AnswerParser
+from goaly.agents.chat import Chat
+from goaly.agents.session import Session
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
 from goaly.errors import EpisodeError, first_error
@@ -64,6 +67,8 @@ class GroupRunner:
     score: Callable[[Prompt, str], Awaitable[float]]
     """The verifier's score of a response."""
     chat: ChatTokenizer
+    parser: AnswerParser
+    """Reads the answers of episodes that chat."""
     sampling: Sampling
     group_size: int
     max_context: int
@@ -186,6 +191,10 @@ class GroupRunner:
 
         return RunningGroup([RunningEpisode(policy(index), index) for index in range(count)])
 
+    def _chat_of(self, running: RunningEpisode, prompt: Prompt) -> Chat:
+        session = Session(self.chat, prompt_id=prompt.id, sample_index=running.sample_index)
+        return Chat(running.policy, session, self.parser, prompt.tools)
+
     async def _run_one(
         self, prompt: Prompt, running: RunningEpisode, group_limit: asyncio.Timeout | None = None
     ) -> tuple[Trajectory, ...]:
@@ -198,7 +207,8 @@ class GroupRunner:
             reward=judge,
             prompt=prompt,
             sample_index=running.sample_index,
-            chat=self.chat,
+            chat=self._chat_of(running, prompt),
+            tokenizer=self.chat,
         )
         async with self._places:  # Unblocked by the end of other episodes.
             seconds = self.settings.group_seconds

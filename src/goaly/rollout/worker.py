@@ -18,6 +18,7 @@ import cloudpickle
 from monarch.actor import Actor
 
 from goaly.actors import NamedTasks, answer_of, concurrent_endpoint
+from goaly.agents.answers import AnswerParser
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
 from goaly.errors import EpisodeError
@@ -76,6 +77,7 @@ class RolloutWorker(Actor):
         Among replicas of equal load the router prefers `first_replica`; each worker should have a different one.
         """
         self._chat = ChatTokenizer(tokenizer, chat)
+        self._parser = AnswerParser(self._chat, chat)
         self._router = Router(first=first_replica)
         self._queue = queue
         if isinstance(rewards, RewardSettings):
@@ -92,6 +94,7 @@ class RolloutWorker(Actor):
             report=self._report,
             score=judge.score,
             chat=self._chat,
+            parser=self._parser,
             sampling=Sampling.of(sampling, self._chat.stop_token_ids),
             group_size=group_size,
             max_context=max_context,
@@ -100,7 +103,9 @@ class RolloutWorker(Actor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Start the watchdog and the worker's own verifiers, if it has any; they are ready on return."""
+        """Load the parsers, and start the watchdog and the worker's own verifiers; what there is of them is ready on
+        return."""
+        await asyncio.to_thread(self._parser.load)
         if self._watchdog is not None:
             self._watchdog.start()  # WR-2
         if self._verifiers is not None:

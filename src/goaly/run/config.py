@@ -68,7 +68,7 @@ class RunConfig(Settings):
     prompts: PromptSettings = field(default_factory=PromptSettings)
     """Sources of prompts."""
     chat: ChatSettings = field(default_factory=ChatSettings)
-    """Chat template that turns prompts into text."""
+    """Chat template that turns prompts into text, and parsers of answers."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """Rollout workers, which run the episodes."""
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)

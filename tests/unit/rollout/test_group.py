@@ -11,11 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from goaly.agents.answers import AnswerParser
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped, State
 from goaly.config.check import check
 from goaly.generate.request import Finish, Sample, Sampling, seed_of
 from goaly.prompts.prompt import Message, Prompt
+from goaly.prompts.settings import ChatSettings
 from goaly.reward.verifiers import Unscored
 from goaly.rollout import group as group_module
 from goaly.rollout.episode import Episode, EpisodeContext
@@ -115,6 +117,7 @@ def runner(sampler: FakeSampler, queue: FakeQueue, episode=ask_once, **changes) 
         "name": "rollout-0",
         "score": score,
         "chat": Characters(),
+        "parser": AnswerParser(Characters(), ChatSettings()),
         "sampling": Sampling(max_tokens=20, temperature=0.7),
         "group_size": 3,
         "max_context": 16,

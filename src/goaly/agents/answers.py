@@ -1,0 +1,62 @@
+"""The message in an answer of the policy: its text, its reasoning and its tool calls, read by vLLM's parsers.
+
+An answer in which a parser finds no call that is whole stays text, as the policy wrote it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from goaly.prompts.prompt import ASSISTANT, Message
+from goaly.prompts.settings import ChatSettings
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.policy import Completion
+
+
+class AnswerParser:
+    """Reads answers with the parsers of these settings; without any, an answer is its text."""
+
+    def __init__(self, chat: ChatTokenizer, settings: ChatSettings):
+        self._chat = chat
+        self._settings = settings
+        self._parser: Any = None
+
+    def load(self) -> None:
+        """Import the parsers, which takes seconds. To be called before the first answer."""
+        settings = self._settings
+        if settings.tool_parser is None and settings.reasoning_parser is None:
+            return
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.parser import ParserManager
+        from vllm.tokenizers import get_tokenizer
+
+        self._request = ChatCompletionRequest
+        self._tokenizer = get_tokenizer(str(self._chat.folder))
+        self._parser = ParserManager.get_parser(
+            tool_parser_name=settings.tool_parser,
+            reasoning_parser_name=settings.reasoning_parser,
+            enable_auto_tools=True,
+            tokenizer=self._tokenizer,
+        )
+
+    def message(self, completion: Completion, tools: Sequence[Mapping[str, Any]] = ()) -> Message:
+        """The assistant's message in this answer; `tools` are those that it was told of."""
+        tokens = completion.tokens.tolist()
+        if tokens and tokens[-1] in self._chat.stop_token_ids:
+            tokens.pop()
+        text = self._chat.decode(tokens, skip_special_tokens=self._parser is None)
+        if self._parser is None:
+            return Message(role=ASSISTANT, content=text)
+        request = self._request(messages=[], tools=list(tools) or None)
+        parser = self._parser(self._tokenizer, request.tools)
+        reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=tokens)
+        found = [
+            {
+                "id": call.id or f"call_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(calls or ())
+        ]
+        return Message(
+            role=ASSISTANT, content=content, reasoning_content=reasoning or None, tool_calls=tuple(found) or None
+        )

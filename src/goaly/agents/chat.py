@@ -1,0 +1,59 @@
+"""The policy as an episode chats with it: messages in, a message out. What it samples is recorded in a session.
+
+`docs/agents.md` has an example with tools.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from goaly.agents.answers import AnswerParser
+from goaly.agents.session import Session
+from goaly.agents.turn import RecordedTurn
+from goaly.errors import EpisodeError
+from goaly.generate.request import Sampling
+from goaly.prompts.prompt import Message
+from goaly.rollout.policy import Policy
+from goaly.trajectory import Trajectory
+
+
+class Chat:
+    """Conversations of one episode with the policy: one that goes on, several, or branches of one."""
+
+    def __init__(self, policy: Policy, session: Session, parser: AnswerParser, tools: Sequence[Mapping[str, Any]] = ()):
+        """`tools` are those of calls that name none."""
+        self.session = session
+        self._policy = policy
+        self._parser = parser
+        self._tools = tools
+        self._said: list[tuple[Message, RecordedTurn]] = []
+
+    async def say(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling: Sampling | None = None,
+        *,
+        trained: bool = True,
+        **changes: Any,
+    ) -> Message:
+        """The policy's answer to these messages. If they extend an earlier chat, the policy sees the tokens of that as
+        they were; `sampling`, `trained` and `changes` are those of `Policy.sample`."""
+        tools = self._tools if tools is None else tools
+        with self.session.sampling():
+            continuation = self.session.extend([message.as_dict() for message in messages], tools)
+            completion = await self._policy.sample(continuation.prompt, sampling, trained=trained, **changes)
+            answer = self._parser.message(completion, tools)
+            turn = self.session.record(continuation, completion, answer.as_dict())
+        self._said.append((answer, turn))
+        return answer
+
+    def credited(self, answer: Message, reward: float) -> None:
+        """Give a process reward to the turn that returned this message, and to its consequences."""
+        turn = next((turn for said, turn in self._said if said is answer), None)
+        if turn is None:
+            raise EpisodeError("a reward for a message that `say` has not returned")
+        self.session.credit(turn, reward)
+
+    def finish(self, reward: float) -> list[Trajectory]:
+        """The trajectories of all that was said, each with this reward, in addition to process rewards."""
+        return self.session.trajectories(reward)

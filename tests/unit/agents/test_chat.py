@@ -1,0 +1,127 @@
+"""An episode chats with the policy: messages go in, parsed messages come out, and the session has what was sampled."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from agent_sessions import TOOLS
+from chat_templates import hermes
+
+from goaly.agents.answers import AnswerParser
+from goaly.agents.chat import Chat
+from goaly.agents.session import Session, SessionExhausted, SessionLimits
+from goaly.errors import EpisodeError
+from goaly.generate.request import Finish, Sample, Sampling
+from goaly.prompts.prompt import Message
+from goaly.prompts.settings import ChatSettings
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.policy import Policy
+
+CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}
+
+
+class Sampler:
+    """Answers with these texts and a stop token, in order."""
+
+    def __init__(self, chat: ChatTokenizer, *texts: str):
+        self._chat = chat
+        self._texts = iter(texts)
+        self.prompts: list[str] = []
+
+    async def generate(self, name: str, tokens: Sequence[int], *_: Any) -> Sample:
+        self.prompts.append(self._chat.decode(tokens, skip_special_tokens=False))
+        written = torch.tensor([*self._chat.encode(next(self._texts)), self._chat.stop_token_ids[0]])
+        versions = torch.full(written.shape, 3, dtype=torch.int32)
+        return Sample(tokens=written, logprobs=-written.float() - 1, versions=versions, finish=Finish.STOP)
+
+
+def chat_with(chat: ChatTokenizer, *answers: str, limits: SessionLimits | None = None, **parsers: str) -> Any:
+    """A chat with a policy that gives these answers, and its sampler."""
+    sampler = Sampler(chat, *answers)
+    policy = Policy(
+        sampler=sampler,  # type: ignore[bad-argument-type]
+        name="e",
+        session="s",
+        sampling=Sampling(max_tokens=100),
+        min_version=0,
+        max_context=4096,
+        decode=chat.decode,
+    )
+    session = Session(chat, prompt_id="q1", limits=limits)
+    parser = AnswerParser(chat, ChatSettings(**parsers))
+    parser.load()
+    return Chat(policy, session, parser, TOOLS), sampler
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+async def test_tools_are_called_and_answered_in_one_trajectory(chats: dict[str, ChatTokenizer]) -> None:
+    call = hermes({"content": "let me add", "tool_calls": [CALL]})
+    chat, sampler = chat_with(chats["hermes"], call, "it is 5", tool_parser="hermes")
+    said = [user("2+3?")]
+    answer = await chat.say(said)
+    assert answer.content.strip() == "let me add"
+    ((found),) = answer.tool_calls
+    assert (found["function"]["name"], json.loads(found["function"]["arguments"])) == ("add", {"a": 2, "b": 3})
+    said += [answer, Message(role="tool", content="5", tool_call_id=found["id"])]
+    last = await chat.say(said)
+    assert (last.content, last.tool_calls) == ("it is 5", None)
+    assert sampler.prompts[1].startswith(sampler.prompts[0] + call)
+    chat.credited(answer, 0.25)
+    (trajectory,) = chat.finish(1.0)
+    assert trajectory.reward == 1.25
+    assert [turn.author for turn in trajectory.turns].count("policy") == 2
+    assert trajectory.tokens["sampler_versions"][trajectory.tokens["trained"]].unique().tolist() == [3]
+
+
+async def test_a_call_that_is_malformed_stays_text(chats: dict[str, ChatTokenizer]) -> None:
+    broken = '<tool_call>\n{"name": "add", "arguments": {\n</tool_call>'
+    chat, _ = chat_with(chats["hermes"], broken, tool_parser="hermes")
+    answer = await chat.say([user("2+3?")])
+    assert answer.tool_calls is None
+    assert answer.content == broken
+
+
+async def test_reasoning_is_apart_from_the_answer(chats: dict[str, ChatTokenizer]) -> None:
+    chat, _ = chat_with(chats["qwen3"], "<think>\nhard\n</think>\n\nfive", reasoning_parser="qwen3")
+    answer = await chat.say([user("2+3?")])
+    assert (answer.reasoning_content.strip(), answer.content.strip()) == ("hard", "five")
+
+
+async def test_without_parsers_an_answer_is_its_text_and_branches_are_trajectories(
+    chats: dict[str, ChatTokenizer],
+) -> None:
+    chat, _ = chat_with(chats["chatml"], "one", "two", "three")
+    first = await chat.say([user("a")])
+    assert first == Message(role="assistant", content="one")
+    await chat.say([user("a"), first, user("b")])
+    await chat.say([user("another")])
+    assert [trajectory.reward for trajectory in chat.finish(0.5)] == [0.5, 0.5]
+
+
+async def test_an_answer_of_the_sampled_tools_names_them_in_the_prompt(chats: dict[str, ChatTokenizer]) -> None:
+    chat, sampler = chat_with(chats["hermes"], "x", "y")
+    await chat.say([user("a")])
+    await chat.say([user("a")], tools=[])
+    assert [all(name in prompt for name in ("add", "search")) for prompt in sampler.prompts] == [True, False]
+
+
+async def test_limits_and_mistakes_are_told(chats: dict[str, ChatTokenizer]) -> None:
+    chat, _ = chat_with(chats["chatml"], "one", limits=SessionLimits(turns=1))
+    with pytest.raises(EpisodeError, match="a reward for a message that `say` has not returned"):
+        chat.credited(Message(role="assistant", content="one"), 1.0)
+    await chat.say([user("a")])
+    with pytest.raises(SessionExhausted):
+        await chat.say([user("b")])
+
+
+def test_parsers_that_vllm_lacks_are_refused() -> None:
+    first, second = ChatSettings(tool_parser="hermees", reasoning_parser="none").problems("chat.")
+    assert first.startswith("chat.tool_parser=hermees: vLLM has no such parser, must be one of ")
+    assert " hermes," in first
+    assert second.startswith("chat.reasoning_parser=none: vLLM has no such parser")
+    assert ChatSettings(tool_parser="hermes", reasoning_parser="qwen3").problems("chat.") == []
