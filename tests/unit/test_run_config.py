@@ -322,7 +322,7 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
         (sinks, ["trainer.cp=2"], "trainer.cp=2: must be 1 for gpt-oss: attention over"),
         (sinks, ["critic={cp: 2}"], "critic.cp=2: must be 1 for gpt-oss: attention over"),
         (sinks, ["trainer.compile=true"], "trainer.compile=true: must be false for gpt-oss: its attention"),
-        (sinks, ["model.numerics=bitwise"], "model.numerics=bitwise: must be fast for a model with experts"),
+        (sinks, ["model.numerics=bitwise"], "model.numerics=bitwise: must be fast for gpt-oss, whose sinks"),
         (sinks, ["generator.engine=native"], "generator.engine=native: must be torchtitan for a model with experts"),
         (sinks, ["trainer.expert_bias_rate=0.1"], "trainer.expert_bias_rate=0.1: must be 0, the model chooses experts"),
         (sinks, ["generator.tp=2"], "generator.tp=2: the model's experts have width 24, must be a multiple of 8 for"),

@@ -15,7 +15,7 @@ from goaly.trajectory import Group, Trajectory
 REWARDS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
 
 
-def answer(prompt: Prompt, reward: float) -> Trajectory:
+def answer(prompt: Prompt, index: int, reward: float) -> Trajectory:
     tokens = torch.tensor([5, 6])
     written = Completion(
         prompt=(3, 4),
@@ -25,14 +25,14 @@ def answer(prompt: Prompt, reward: float) -> Trajectory:
         finish=Finish.STOP,
         text="",
     )
-    return Episode(prompt, [3, 4]).wrote(written).finish(reward)
+    return Episode(prompt, [3, 4], index).wrote(written).finish(reward)
 
 
 def batch() -> Scored:
     groups = []
     for ticket, rewards in enumerate(REWARDS):
         prompt = Prompt(id=str(ticket), source="s", messages=(Message(role="user", content="?"),))
-        samples = tuple(answer(prompt, reward) for reward in rewards)
+        samples = tuple(answer(prompt, index, reward) for index, reward in enumerate(rewards))
         groups.append(Group(ticket=ticket, prompt_id=prompt.id, source="s", samples=samples))
     return scored(groups)
 
