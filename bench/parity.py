@@ -31,7 +31,15 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
-from goaly.parity import Recomputer, Sampler, mixed_requests, recompute_in_ranks, sample_in_ranks, small_cache
+from goaly.parity import (
+    Recomputer,
+    Sampler,
+    fork_ranks_from_one_server,
+    mixed_requests,
+    recompute_in_ranks,
+    sample_in_ranks,
+    small_cache,
+)
 from goaly.train.settings import TrainerSettings
 
 ROUNDS = 5
@@ -230,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--markdown", type=Path, help="write the page of the result to this file")
     arguments = parser.parse_args(argv)
+    fork_ranks_from_one_server()
     with tempfile.TemporaryDirectory() as made:
         models = {name: str(write_tiny_model(Path(made) / name, size)) for name, size in SIZES.items()}
         if arguments.model is not None:

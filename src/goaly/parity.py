@@ -10,6 +10,7 @@ Each rank is a process of its own, which this one starts and waits for.
 """
 
 import argparse
+import multiprocessing
 import os
 import random
 import sys
@@ -31,6 +32,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
 from goaly.run.config import RunConfig
+from goaly.run.fork_server import FORKED
 from goaly.run.process_agent import lasting_port
 from goaly.train.rank import join_process_group
 from goaly.train.settings import TrainerSettings
@@ -179,6 +181,12 @@ def _joined(parts: Sequence[Compared]) -> Compared:
     )
 
 
+def fork_ranks_from_one_server() -> None:
+    """Let the ranks be forks of one process that imports what they need. To be called before the first `in_ranks`."""
+    if torch.cuda.device_count() == 0:  # an import may initialize CUDA, which a fork cannot use
+        multiprocessing.set_forkserver_preload([*FORKED["generator"], *FORKED["trainer"]])
+
+
 def in_ranks(work: Callable[..., None], ranks: int, arguments: tuple[Any, ...]) -> None:
     """Call `work` in so many processes that can form a process group, with the rank and then these arguments."""
     torch.multiprocessing.start_processes(
@@ -254,6 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     line = parser.parse_intermixed_args(argv)
     arguments = [f"--config={line.config}", *line.overrides]
     config = load(RunConfig, arguments, prog="python -m goaly.parity", description="").config
+    fork_ranks_from_one_server()
     found = check(config, line.requests)
     for comparison in found:
         print(f"{comparison.differing} of {comparison.tokens} tokens differ, by at most {comparison.largest:.3g}")
