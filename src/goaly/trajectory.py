@@ -134,8 +134,8 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """The reward of each episode: the mean of its trajectories'."""
-        return [sum(one.reward for one in episode) / len(episode) for episode in self.episodes]
+        """The reward of each episode."""
+        return [episode_reward(episode) for episode in self.episodes]
 
     @property
     def trained_tokens(self) -> list[int]:
@@ -197,6 +197,11 @@ def reward_value(reward: Any, prompt_id: str) -> float:
         kind = type(reward).__name__
         raise EpisodeError(f"prompt {prompt_id}: the reward is {reward!r} ({kind}), must be a finite float32 number")
     return value
+
+
+def episode_reward(trajectories: Sequence[Trajectory]) -> float:
+    """The reward of the episode that made these trajectories: the mean of theirs."""
+    return sum(one.reward for one in trajectories) / len(trajectories)
 
 
 def token_data(columns: Mapping[str, torch.Tensor]) -> TensorDict:

@@ -95,7 +95,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compared(message: Message) -> dict[str, Any]:
-    """What makes two messages equal: of an assistant's, only what clients send back."""
+    """The parts by which messages are compared: of an assistant's, only those that clients send back."""
     if message.role != ASSISTANT:
         return message.as_dict()
     return {

@@ -106,7 +106,7 @@ def attention(shape: "Architecture", norm: Callable[..., Any], unset: dict[str, 
 
 
 def softmax_scale(attention: Any) -> float:
-    """What torchtitan's latent attention multiplies scores by."""
+    """The factor by which torchtitan's latent attention multiplies scores."""
     scale = (attention.qk_nope_head_dim + attention.qk_rope_head_dim) ** -0.5
     if attention.rope.scaling == "yarn" and attention.rope.rope_factor > 1.0:
         scale *= (0.1 * attention.mscale * math.log(attention.rope.rope_factor) + 1.0) ** 2

@@ -126,7 +126,7 @@ def experts(shape: "Architecture", unset: Any) -> Any:
 
 
 def softmax_scale(attention: Any) -> float:
-    """What torchtitan's attention multiplies scores by."""
+    """The factor by which torchtitan's attention multiplies scores."""
     scale = attention.head_dim**-0.5
     if attention.rope.scaling == "yarn" and attention.rope.rope_factor > 1.0:
         scale *= (0.1 * math.log(attention.rope.rope_factor) + 1.0) ** 2

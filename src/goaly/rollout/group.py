@@ -28,7 +28,7 @@ from goaly.rollout.policy import ContextFull, Policy, PromptFillsContext
 from goaly.rollout.running import EpisodeTimeout, GroupProgress, GroupTimeout, RunningEpisode, RunningGroup, within
 from goaly.rollout.settings import RolloutSettings
 from goaly.telemetry.spans import span
-from goaly.trajectory import Group, Trajectory
+from goaly.trajectory import Group, Trajectory, episode_reward
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +125,7 @@ class GroupRunner:
 
         async def reward(episode: RunningEpisode) -> float | None:
             try:
-                trajectories = await self._run_one(prompt, episode)
-                return sum(one.reward for one in trajectories) / len(trajectories)
+                return episode_reward(await self._run_one(prompt, episode))
             except EpisodeTimeout as error:
                 logger.warning("an evaluation counts reward 0: %s", error)
                 return 0.0

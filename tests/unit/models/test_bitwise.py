@@ -27,14 +27,6 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("features", "width"), [(96, 256), (100, 33), (256, 96)])
 def test_a_row_of_a_product_is_the_same_in_any_number_of_rows_and_beside_any_columns(  # BW-1

@@ -15,23 +15,12 @@ from goaly.models.bitwise_decoder import make_bitwise  # noqa: E402
 from goaly.models.bitwise_experts import Combined, by_expert, highest  # noqa: E402
 from goaly.models.spec import architecture  # noqa: E402
 from goaly.models.tiny import TinyModel, model_config  # noqa: E402
+from tests.unit.models.test_bitwise import random  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 COUNTS = (1, 2, 5, 16, 33, 150)
 EXPERTS, CHOSEN, DIM, HIDDEN = 6, 3, 96, 48
 TOKENS = 200
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def layer(numerics: str = "bitwise", dtype: torch.dtype = torch.float32) -> Any:
