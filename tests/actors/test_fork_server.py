@@ -1,5 +1,6 @@
 """Processes that start as forks of a fork server, and the deaths of all that take part."""
 
+import fcntl
 import json
 import os
 import signal
@@ -123,6 +124,25 @@ def test_a_fork_dies_with_its_launcher_and_no_other_does(server: ForkServer, lau
     assert gone_within([forks[1]]) == []
     assert [alive(fork) for fork in forks] == [True, False, True]
     assert said(launch(server.name))["pid"] in children(process_of(server))
+
+
+def test_a_fork_that_ends_while_another_starts_does_not_end_the_server(
+    launch: Launch, tmp_path: Path, finds_the_program: None, monkeypatch: pytest.MonkeyPatch
+) -> None:  # a fork begins with copies of the server's descriptors, also of those that tell it of the others' ends
+    monkeypatch.setenv("HOLDS_FORKS", str(tmp_path / "lock"))
+    server = ForkServer(1, tmp_path / "fork_server.log")
+    first = launch(server.name)
+    ending = said(first)["pid"]
+    with (tmp_path / "lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        starting = launch(server.name, "slows_forks")
+        while not set(children(process_of(server))) - {ending}:
+            pass
+        first.kill()
+        assert gone_within([ending]) == []
+    assert said(starting)["pid"] in children(process_of(server))
+    assert said(launch(server.name))["pid"] in children(process_of(server))
+    server.close()
 
 
 def test_a_fork_and_its_launcher_die_with_the_server(server: ForkServer, launch: Launch) -> None:  # FK-2

@@ -201,12 +201,14 @@ def serve(listener: socket.socket) -> None:
             for stream in streams:
                 os.close(stream)
         elif descriptor == forks[descriptor].end:
-            fork = forks.pop(descriptor)
-            del forks[fork.launcher.fileno()]
+            fork = forks[descriptor]
+            for one in {descriptor, fork.launcher.fileno()} & forks.keys():
+                events.unregister(one)  # closing does not, while a fork that has just begun has a copy
+                del forks[one]
             fork.report_end()
         else:
             events.unregister(descriptor)
-            forks[descriptor].kill()
+            forks.pop(descriptor).kill()
 
 
 def _requested(launcher: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
