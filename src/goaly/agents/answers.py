@@ -3,6 +3,7 @@
 An answer in which a parser finds no call that is whole stays text, as the policy wrote it.
 """
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,11 @@ class AnswerParser:
         self._chat = chat
         self._settings = settings
         self._parser: Any = None
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether it finds tool calls."""
+        return self._settings.tool_parser is not None
 
     def load(self) -> None:
         """Import the parsers, which takes seconds. To be called before the first answer."""
@@ -38,25 +44,42 @@ class AnswerParser:
             tokenizer=self._tokenizer,
         )
 
-    def message(self, completion: Completion, tools: Sequence[Mapping[str, Any]] = ()) -> Message:
-        """The assistant's message in this answer; `tools` are those that it was told of."""
-        tokens = completion.tokens.tolist()
-        if tokens and tokens[-1] in self._chat.stop_token_ids:
-            tokens.pop()
-        text = self._chat.decode(tokens, skip_special_tokens=self._parser is None)
+    def message(
+        self,
+        completion: Completion,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        calls: bool = True,
+        one_call: bool = False,
+    ) -> Message:
+        """The assistant's message in this answer, without the stop string that ended it; `tools` are those that it was
+        told of. With `calls=False` tool calls stay in the text, with `one_call` the first one is kept."""
+        text = self.text(completion, skip_special_tokens=self._parser is None)
         if self._parser is None:
             return Message(role=ASSISTANT, content=text)
-        request = self._request(messages=[], tools=list(tools) or None)
+        choice = "auto" if calls and tools else "none"
+        request = self._request(messages=[], tools=list(tools) or None, tool_choice=choice)
         parser = self._parser(self._tokenizer, request.tools)
-        reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=tokens)
+        tokens = self._written(completion)
+        reasoning, content, parsed = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=tokens)
         found = [
             {
-                "id": call.id or f"call_{number}",
+                "id": call.id or f"call_{secrets.token_hex(12)}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for number, call in enumerate(calls or ())
+            for call in (parsed or ())[: 1 if one_call else None]
         ]
         return Message(
             role=ASSISTANT, content=content, reasoning_content=reasoning or None, tool_calls=tuple(found) or None
         )
+
+    def text(self, completion: Completion, *, skip_special_tokens: bool = True) -> str:
+        """The text of the answer without the stop token or the stop string that ended it."""
+        text = self._chat.decode(self._written(completion), skip_special_tokens=skip_special_tokens)
+        return text if completion.stop is None else text[: text.rfind(completion.stop)]
+
+    def _written(self, completion: Completion) -> list[int]:
+        """The tokens of the answer without the stop token."""
+        tokens = completion.tokens.tolist()
+        return tokens[:-1] if tokens and tokens[-1] in self._chat.stop_token_ids else tokens

@@ -54,6 +54,7 @@ class Chat:
             raise EpisodeError("a reward for a message that `say` has not returned")
         self.session.credit(turn, reward)
 
-    def finish(self, reward: float) -> list[Trajectory]:
-        """The trajectories of all that was said, each with this reward, in addition to process rewards."""
+    def finish(self, reward: float | None = None) -> list[Trajectory]:
+        """The trajectories of all that was said, each with this reward, in addition to process rewards; None is the
+        reward that the agent sent to the endpoint."""
         return self.session.trajectories(reward)

@@ -24,10 +24,13 @@ from goaly.agents.conversation import Conversation
 from goaly.agents.tree import trajectory_of
 from goaly.agents.turn import Continuation, Record, RecordedTurn, RenderedPrompt
 from goaly.errors import EpisodeError
-from goaly.prompts.prompt import ASSISTANT
+from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Completion
 from goaly.trajectory import Trajectory, reward_value
+
+PLAIN = "plain text"
+"""The role of prompts without messages. No chat has it."""
 
 
 class SessionEnd(StrEnum):
@@ -81,12 +84,14 @@ class Session:
         self.ended: SessionEnd | None = None
         self.turns: list[RecordedTurn] = []
         self.sampled_tokens = 0
+        self.reward: float | None = None
         self._chat = chat
         self._prompt_id = prompt_id
         self._sample_index = sample_index
         self._environment = environment
         self._log = log
         self._under_way = 0
+        self._exhausted = False
         self._credits: list[float] = []
         self._continued: set[int] = set()
         self._by_key: dict[str, RecordedTurn] = {}
@@ -98,8 +103,10 @@ class Session:
         turns, limits = len(self.turns) + self._under_way + answers, self.limits
         self._check_open()
         if limits.turns is not None and turns > limits.turns:
+            self._exhausted = True
             raise SessionExhausted(f"{self._where}: {turns} turns, the limit is {limits.turns}")
         if limits.tokens is not None and self.sampled_tokens >= limits.tokens:
+            self._exhausted = True
             raise SessionExhausted(f"{self._where}: {self.sampled_tokens} sampled tokens, the limit is {limits.tokens}")
         if limits.parallel is not None and self._under_way + answers > limits.parallel:
             raise SessionBusy(f"{self._where}: at most {limits.parallel} answers can be sampled at the same time")
@@ -119,6 +126,8 @@ class Session:
 
         ValueError if the chat template can't render the messages."""
         turn, request = self._deepest(Conversation.of(messages, tools, template_args))
+        if any(message.role == PLAIN for message in request.messages):
+            raise ValueError(f"role={PLAIN!r}: no message of a chat can have this role")
         try:
             text = self._chat.render_text(request.messages, True, request.tools, request.template_args)
         except Exception as error:  # A template is a program of its own, and says nothing about what it raises.
@@ -133,6 +142,27 @@ class Session:
         if not context:
             raise ValueError("the chat template renders the messages as an empty text")
         return Continuation(parent=None, request=request, rendered=rendered, context=context)
+
+    def extend_text(self, prompt: str | Sequence[int]) -> Continuation:
+        """The place of a prompt without messages, given as text or tokens, in the tree: it continues the turn with the
+        longest path that it begins with. Records nothing."""
+        text = prompt if isinstance(prompt, str) else self._chat.decode(prompt, skip_special_tokens=False)
+        plain = [turn for turn in self.turns if turn.request.messages[0].role == PLAIN]
+        for turn in sorted(plain, key=lambda turn: -len(turn.path())):
+            path = turn.path_tokens()
+            if not isinstance(prompt, str):
+                rest = list(prompt[len(path) :]) if list(prompt[: len(path)]) == path else None
+            else:
+                before = self._chat.decode(path, skip_special_tokens=False)
+                rest = self._chat.encode(text[len(before) :]) if text.startswith(before) else None
+            if rest is not None:
+                request = turn.conversation.followed_by(Message(role=PLAIN, content=text))
+                return Continuation(parent=turn, request=request, rendered=RenderedPrompt.of(text), context=tuple(rest))
+        context = tuple(self._chat.encode(prompt) if isinstance(prompt, str) else prompt)
+        if not context:
+            raise ValueError("the prompt is empty")
+        request = Conversation.of([{"role": PLAIN, "content": text}])
+        return Continuation(parent=None, request=request, rendered=RenderedPrompt.of(text), context=context)
 
     def record(
         self, continuation: Continuation, completion: Completion, message: Mapping[str, Any], key: str | None = None
@@ -181,18 +211,27 @@ class Session:
         self._credits[turn.number] += value
         self._write({"kind": "credit", "turn": turn.number, "reward": value})
 
-    def end(self, how: SessionEnd) -> None:
-        """Refuse further requests. Only the first call counts."""
-        if self.ended is None:
-            self.ended = how
-            self._write({"kind": "end", "how": how.value})
+    def add_reward(self, reward: float) -> None:
+        """Add to the reward of the whole episode, for an agent that knows it better than the script."""
+        value = reward_value(reward, self._prompt_id)
+        self.reward = (self.reward or 0.0) + value
+        self._write({"kind": "reward", "reward": value})
 
-    def trajectories(self, reward: float) -> list[Trajectory]:
+    def end(self, how: SessionEnd) -> None:
+        """Refuse further requests. Only the first call counts. A session that is complete, but was refused something by
+        its limits, is truncated."""
+        if self.ended is None:
+            self.ended = SessionEnd.TRUNCATED if how is SessionEnd.COMPLETE and self._exhausted else how
+            self._write({"kind": "end", "how": self.ended.value})
+
+    def trajectories(self, reward: float | None = None) -> list[Trajectory]:
         """One for each leaf, in the order of their last turns, each with this reward for the whole of it, in addition
-        to the process rewards of the turns that it trains.
+        to the process rewards of the turns that it trains; None is the sum of what `add_reward` got.
 
         A turn that several leaves share is trained in the one that follows the first recorded turn at each fork
         (SE-3)."""
+        if reward is None and (reward := self.reward) is None:
+            raise EpisodeError(f"{self._where}: no reward, neither by its agent nor by its episode")
         return [
             trajectory_of(
                 leaf,
@@ -215,10 +254,12 @@ class Session:
                     self._add(RecordedTurn.of(record, len(self.turns), parent, self._is_first(parent)))
                 case "credit":
                     self._credits[record["turn"]] += record["reward"]
+                case "reward":
+                    self.reward = (self.reward or 0.0) + record["reward"]
                 case "end":
                     self.ended = SessionEnd(record["how"])
                 case other:
-                    raise ValueError(f"kind={other!r}: a session's records are of kind turn, credit and end")
+                    raise ValueError(f"kind={other!r}: a session's records are of kind turn, credit, reward and end")
         return self
 
     def _deepest(self, request: Conversation) -> tuple[RecordedTurn | None, Conversation]:

@@ -36,6 +36,7 @@ from goaly.trajectory import (
 
 if TYPE_CHECKING:
     from goaly.agents.chat import Chat
+    from goaly.agents.gateway import Endpoint
     from goaly.prompts.tokenizer import ChatTokenizer
 
 
@@ -54,11 +55,19 @@ class EpisodeContext:
     """Chats with the policy: messages in, a message out."""
     tokenizer: "ChatTokenizer"
     """The model's tokenizer and chat template."""
+    _endpoint: "Endpoint | None" = None
 
     @property
     def evaluation(self) -> bool:
         """Whether this is an evaluation: nothing is trained, and any sampling values are allowed."""
         return self.policy.evaluation
+
+    @property
+    def endpoint(self) -> "Endpoint":
+        """Where an agent of this episode reaches the policy by HTTP; what it samples there is recorded in `chat`."""
+        if self._endpoint is None:
+            raise EpisodeError("context.endpoint: there is none, set rollout.endpoint={} in the run's settings")
+        return self._endpoint
 
     def render(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt's messages, up to where the policy's answer begins."""

@@ -8,14 +8,15 @@ Invariants
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.chat import Chat
-from goaly.agents.session import Session
+from goaly.agents.session import Session, SessionEnd, SessionLimits
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
 from goaly.errors import EpisodeError, first_error
@@ -29,6 +30,9 @@ from goaly.rollout.running import EpisodeTimeout, GroupProgress, GroupTimeout, R
 from goaly.rollout.settings import RolloutSettings
 from goaly.telemetry.spans import span
 from goaly.trajectory import Group, Trajectory, episode_reward
+
+if TYPE_CHECKING:
+    from goaly.agents.gateway import Endpoint, Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +76,8 @@ class GroupRunner:
     sampling: Sampling
     group_size: int
     max_context: int
+    gateway: "Gateway | None" = None
+    """Serves the sessions of episodes by HTTP."""
     seed: int = 0
     """Seeds the requests of evaluations, and with `rollout.repeatable` all others."""
 
@@ -191,8 +197,12 @@ class GroupRunner:
         return RunningGroup([RunningEpisode(policy(index), index) for index in range(count)])
 
     def _chat_of(self, running: RunningEpisode, prompt: Prompt) -> Chat:
-        session = Session(self.chat, prompt_id=prompt.id, sample_index=running.sample_index)
+        limits = SessionLimits(**asdict(self.settings.session))
+        session = Session(self.chat, prompt_id=prompt.id, sample_index=running.sample_index, limits=limits)
         return Chat(running.policy, session, self.parser, prompt.tools)
+
+    def _served(self, session: Session, policy: Policy) -> "AbstractContextManager[Endpoint | None]":
+        return nullcontext() if self.gateway is None else self.gateway.serve(session, policy, self.parser)
 
     async def _run_one(
         self, prompt: Prompt, running: RunningEpisode, group_limit: asyncio.Timeout | None = None
@@ -201,27 +211,42 @@ class GroupRunner:
             with span("reward", prompt=prompt.id):
                 return await running.judged(self.score(prompt, response))
 
-        context = EpisodeContext(
-            policy=running.policy,
-            reward=judge,
-            prompt=prompt,
-            sample_index=running.sample_index,
-            chat=self._chat_of(running, prompt),
-            tokenizer=self.chat,
-        )
+        chat = self._chat_of(running, prompt)
         async with self._places:  # Unblocked by the end of other episodes.
             seconds = self.settings.group_seconds
             if group_limit is not None and seconds is not None and group_limit.when() is None:
                 group_limit.reschedule(asyncio.get_running_loop().time() + seconds)
-            with running.under_way():
+            with running.under_way(), _ended(chat.session), self._served(chat.session, running.policy) as endpoint:
+                context = EpisodeContext(
+                    policy=running.policy,
+                    reward=judge,
+                    prompt=prompt,
+                    sample_index=running.sample_index,
+                    chat=chat,
+                    tokenizer=self.chat,
+                    _endpoint=endpoint,
+                )
                 name = f"episode {running.sample_index} of prompt {prompt.id}"
                 made = await within(self.settings.episode_seconds, self.episode(prompt, context), name)
         trajectories = tuple(made) if isinstance(made, Sequence) else (made,)
         if not trajectories or not all(isinstance(one, Trajectory) for one in trajectories):
             kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in trajectories)) or "no trajectory"
             raise EpisodeError(f"the episode returned {kinds}, must be a Trajectory or several")
-        index = context.sample_index
+        index = running.sample_index
         return tuple(one if one.sample_index == index else replace(one, sample_index=index) for one in trajectories)
+
+
+@contextmanager
+def _ended(session: Session) -> Iterator[None]:
+    """The block in which an episode runs; its session ends with it."""
+    try:
+        yield
+        session.end(SessionEnd.COMPLETE)
+    except EpisodeTimeout:
+        session.end(SessionEnd.TIMED_OUT)
+        raise
+    finally:
+        session.end(SessionEnd.ABANDONED)
 
 
 async def _all(group: RunningGroup, run: Callable[[RunningEpisode], Coroutine[Any, Any, T]]) -> tuple[T, ...]:

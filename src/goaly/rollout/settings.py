@@ -1,6 +1,31 @@
 """How many processes run episodes, how many episodes each runs at once, and for how long."""
 
+from dataclasses import field
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
 from goaly.config.settings import PositiveFloat, PositiveInt, Settings
+
+
+class SessionSettings(Settings):
+    """What the agents of one episode may do; null is no limit."""
+
+    turns: PositiveInt | None = None
+    """Most answers of the policy in the whole episode."""
+    tokens: PositiveInt | None = None
+    """Most tokens that the policy writes in the whole episode. The answer that reaches it ends there."""
+    parallel: PositiveInt | None = None
+    """Most answers that are sampled at the same time; a request above it gets status 429, and clients repeat it."""
+
+
+class EndpointSettings(Settings):
+    """The HTTP endpoint of each rollout worker, with the APIs of OpenAI and Anthropic."""
+
+    host: str = "127.0.0.1"
+    """Address that it listens on. Keep loopback unless agents run on other machines: traffic is not encrypted."""
+    port: Annotated[int, Ge(0), Le(65535)] = 0
+    """Port of the first worker, the next worker has the next one; 0 lets the system choose."""
 
 
 class RolloutSettings(Settings):
@@ -26,3 +51,8 @@ class RolloutSettings(Settings):
     """Longest time for which an episode may block its worker's event loop, and with it all other episodes there; then
     the worker logs the stack that blocks it and exits. Null is no limit. Rather than raise it, move the blocking code
     into `asyncio.to_thread`."""
+    session: SessionSettings = field(default_factory=SessionSettings)
+    """Limits of the chats of one episode, also of those by HTTP."""
+    endpoint: EndpointSettings | None = None
+    """Serve the policy to agents by HTTP: `context.endpoint` has the address and the key. `{}` is enough; null serves
+    nothing. It takes a worker 600 MB and some seconds at its start."""

@@ -74,7 +74,8 @@ class RolloutWorker(Actor):
         chats.
 
         `max_context` is the limit on prompt and answer together: the smaller of the generator's and a packed row's.
-        Among replicas of equal load the router prefers `first_replica`; each worker should have a different one.
+        Among replicas of equal load the router prefers `first_replica`; each worker should have a different one, which
+        also decides its port.
         """
         self._chat = ChatTokenizer(tokenizer, chat)
         self._parser = AnswerParser(self._chat, chat)
@@ -86,6 +87,11 @@ class RolloutWorker(Actor):
             judge, self._verifiers = _RemoteRewards(rewards, name), None
         self._watchdog = None if settings.blocked_seconds is None else LoopWatchdog(settings.blocked_seconds)
         self._requests = NamedTasks()  # WR-1
+        self._gateway = None
+        if settings.endpoint is not None:
+            from goaly.agents.gateway import Gateway  # imports starlette
+
+            self._gateway = Gateway(settings.endpoint, first_replica, tokenizer, max_context)
         self._runner = GroupRunner(
             name=name,
             episode=cloudpickle.loads(episode),
@@ -98,14 +104,17 @@ class RolloutWorker(Actor):
             sampling=Sampling.of(sampling, self._chat.stop_token_ids),
             group_size=group_size,
             max_context=max_context,
+            gateway=self._gateway,
             seed=seed,
         )
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Load the parsers, and start the watchdog and the worker's own verifiers; what there is of them is ready on
-        return."""
+        """Load the parsers, and start the endpoint, the watchdog and the worker's own verifiers; what there is of them
+        is ready on return."""
         await asyncio.to_thread(self._parser.load)
+        if self._gateway is not None:
+            await self._gateway.start(self._parser)
         if self._watchdog is not None:
             self._watchdog.start()  # WR-2
         if self._verifiers is not None:
@@ -151,6 +160,8 @@ class RolloutWorker(Actor):
         """End all groups and evaluations."""
         await self._requests.cancel()
         self._router.update({})
+        if self._gateway is not None:
+            await self._gateway.close()
         if self._verifiers is not None:
             await self._verifiers.close()
         if self._watchdog is not None:

@@ -1,0 +1,207 @@
+"""The HTTP endpoint of a rollout worker: agents send requests of OpenAI's and Anthropic's APIs to their session.
+
+It runs on the worker's event loop, in front of the worker's router. The API key names the session.
+
+Invariants
+    GW-1  A request reaches the session of its key and no other. An unknown key gets 401.
+    GW-2  Every error has the format of the API that was called.
+"""
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from goaly.agents.answers import AnswerParser
+from goaly.agents.refusals import Refusal, error_response
+from goaly.agents.served import EXCHANGE, Exchange, ServedSession
+from goaly.agents.session import Session
+from goaly.process import give_up
+from goaly.rollout.policy import Policy
+from goaly.rollout.settings import EndpointSettings
+
+if TYPE_CHECKING:
+    import uvicorn
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Scope = MutableMapping[str, Any]
+
+SAMPLED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+"""Paths whose requests the policy answers."""
+EVERYWHERE = ("0.0.0.0", "::")
+"""Addresses at which agents on other machines reach a worker by its host's name."""
+MOST_BODY_BYTES = 64 << 20
+"""Largest request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where the agents of one episode send their requests."""
+
+    base_url: str
+    """As `openai.OpenAI(base_url=...)` takes it. Anthropic's client wants it without `/v1` (`root_url`)."""
+    api_key: str
+    session_id: str
+    """The name of the session in `POST /sessions/{id}/reward`."""
+
+    @property
+    def root_url(self) -> str:
+        """The URL without the version, which Anthropic's client adds itself."""
+        return self.base_url.removesuffix("/v1")
+
+
+class Gateway:
+    """Serves sessions by HTTP."""
+
+    def __init__(self, settings: EndpointSettings, worker: int, folder: str, max_context: int):
+        """`worker` counts the run's rollout workers; `folder` is the policy's model folder."""
+        self._settings = settings
+        self._worker = worker
+        self._folder = folder
+        self._max_context = max_context
+        self._sessions: dict[str, ServedSession] = {}
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._url = ""
+
+    async def start(self, parser: AnswerParser) -> None:
+        """Import the APIs, which takes seconds, and serve them. `parser` reads the answers of all sessions."""
+        host, port = self._settings.host, self._settings.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port and port + self._worker), family=family)
+        app = await asyncio.to_thread(_imported_app, self._folder, self._max_context, parser.reads_calls)
+        self._server = _server(_Doorkeeper(app, self._sessions))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
+        self._serving.add_done_callback(_check_end)
+        name = socket.gethostname() if host in EVERYWHERE else f"[{host}]" if ":" in host else host
+        self._url = f"http://{name}:{listener.getsockname()[1]}/v1"
+
+    @contextmanager
+    def serve(self, session: Session, policy: Policy, parser: AnswerParser) -> Iterator[Endpoint]:
+        """Let agents with the endpoint's key reach this session, until the block ends."""
+        key = secrets.token_urlsafe(24)
+        served = self._sessions[key] = ServedSession(session=session, policy=policy, parser=parser)
+        try:
+            yield Endpoint(base_url=self._url, api_key=key, session_id=served.id)
+        finally:
+            del self._sessions[key]
+            served.close()
+
+    async def close(self) -> None:
+        """Stop serving; requests under way are cancelled."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await asyncio.wait([self._serving])
+
+
+def _imported_app(*facts: Any) -> Any:
+    from goaly.agents.routes import app  # imports vLLM's APIs: 8 s
+
+    return app(*facts)
+
+
+def _server(app: Any) -> "uvicorn.Server":
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:  # PR-3: only the controller ends this process
+            yield
+
+    return Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+
+
+def _check_end(serving: "asyncio.Task[None]") -> None:
+    if not serving.cancelled() and (error := serving.exception()) is not None:
+        give_up(f"the agents' endpoint: {error}")
+
+
+class _Doorkeeper:
+    """Finds the session of each request's key, and the call that it repeats."""
+
+    def __init__(self, app: Any, sessions: Mapping[str, ServedSession]):
+        self._app = app
+        self._sessions = sessions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        served = self._sessions.get(_key(headers))
+        try:
+            if served is None:
+                unknown = "the API key names no session that is open; use the key of `context.endpoint`"
+                raise Refusal(unknown, HTTPStatus.UNAUTHORIZED, "invalid_api_key")
+            body = await _body(receive)
+            call = served.call(path, body, **_repeats(headers)) if path in SAMPLED else None
+        except Refusal as refused:
+            return await error_response(path, refused)(scope, receive, send)
+        delivery = _Delivery(body, receive, send)
+        token = EXCHANGE.set(Exchange(served, call))
+        try:
+            await self._app({**scope, "state": {}}, delivery.receive, delivery.send)
+        finally:
+            EXCHANGE.reset(token)
+            if call is not None:
+                served.ended(call, delivered=delivery.delivered)
+
+
+class _Delivery:
+    """The messages of a request whose body has been read. It notices whether the client got the whole response."""
+
+    def __init__(self, body: bytes, receive: Receive, send: Send):
+        self.delivered = False
+        self._body: bytes | None = body
+        self._receive = receive
+        self._send = send
+        self._gone = False
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        message = await self._receive()  # Unblocked by the client or the server.
+        self._gone = self._gone or message["type"] == "http.disconnect"
+        return message
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        await self._send(message)
+        is_last = message["type"] == "http.response.body" and not message.get("more_body")
+        self.delivered = self.delivered or (is_last and not self._gone)
+
+
+def _repeats(headers: Mapping[str, str]) -> dict[str, Any]:
+    """What the headers say of earlier attempts, as `ServedSession.call` takes it."""
+    retries = headers.get("x-stainless-retry-count", "0")
+    if not retries.isdecimal():
+        raise Refusal(f"x-stainless-retry-count={retries}: must be a number", HTTPStatus.BAD_REQUEST, "invalid_header")
+    return {"retries": int(retries), "idempotency_key": headers.get("idempotency-key")}
+
+
+def _key(headers: Mapping[str, str]) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+async def _body(receive: Receive) -> bytes:
+    """The whole body of a request."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return bytes(body)
+        body += message.get("body", b"")
+        if len(body) > MOST_BODY_BYTES:
+            too_large = f"a request must have at most {MOST_BODY_BYTES} bytes"
+            raise Refusal(too_large, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "request_too_large")
+        if not message.get("more_body"):
+            return bytes(body)

@@ -1,0 +1,217 @@
+"""A session as agents reach it by HTTP: it answers requests, knows retries, and keeps rewards that agents send.
+
+Invariants
+    CA-1  A retry of a request gets the answers of that request, and adds nothing. So does a request that is sent again
+          because the client lost the answer.
+    CA-2  Requests that are merely equal each get answers of their own.
+    CA-3  A request that no client waits for any more is cancelled at the generator, and not recorded.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from hashlib import blake2b
+from http import HTTPStatus
+from typing import Any
+
+from goaly.agents.answers import AnswerParser
+from goaly.agents.refusals import Refusal
+from goaly.agents.session import Session
+from goaly.agents.turn import Continuation, RecordedTurn
+from goaly.errors import first_error
+from goaly.generate.request import Sampling
+from goaly.generate.settings import NEUTRAL
+from goaly.prompts.prompt import ASSISTANT, Message
+from goaly.rollout.policy import Completion, Policy
+
+
+class _State(Enum):
+    UNDER_WAY = auto()
+    DELIVERED = auto()
+    LOST = auto()
+    """The client went away before it had the answer."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One request of a client, and its retries."""
+
+    key: str
+    """The first part of the keys of its turns."""
+    request: str
+    """The digest of what it asks for."""
+    state: _State = _State.UNDER_WAY
+    waiting: int = 0
+    """Clients that wait for its answers now."""
+    work: "asyncio.Task[list[RecordedTurn]] | None" = None
+
+    @property
+    def id(self) -> str:
+        """The last part of the id of the response: all retries get the same."""
+        return blake2b(self.key.encode(), digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a call asks for."""
+
+    continuation: Continuation
+    tools: Sequence[Mapping[str, Any]]
+    given: Mapping[str, Any]
+    """The sampling parameters that the client names, by their names in `Sampling`."""
+    answers: int = 1
+    plain: bool = False
+    """Whether the answer is only text, and continues a text."""
+    calls: bool = True
+    """Whether tool calls are read; False leaves them in the text."""
+    one_call: bool = False
+    """Whether all tool calls but the first are dropped from each answer."""
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One HTTP request under way."""
+
+    served: "ServedSession"
+    call: Call | None
+    """None if it samples nothing."""
+    ask: Ask | None = None
+    returned: list[RecordedTurn] = field(default_factory=list)
+    """Its answers that the serving code has not read yet."""
+
+
+EXCHANGE: ContextVar[Exchange] = ContextVar("EXCHANGE")
+"""The exchange of this task. vLLM's serving classes have no argument for it."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ServedSession:
+    """One episode's session, for the agents that have its key."""
+
+    session: Session
+    policy: Policy
+    parser: AnswerParser
+    overridden: set[str] = field(default_factory=set, init=False)
+    """Sampling parameters that clients named and that trained answers cannot have (PO-4)."""
+    _calls: dict[str, Call] = field(default_factory=dict, init=False)
+    _counts: dict[str, int] = field(default_factory=dict, init=False)
+    _by_id: dict[str, Call] = field(default_factory=dict, init=False)
+
+    def call(self, path: str, body: bytes, *, retries: int = 0, idempotency_key: str | None = None) -> Call:
+        """The call of an HTTP request: a new one, or the one that it repeats (CA-1, CA-2).
+
+        `retries` is the number of times that the client says it has sent the request before."""
+        request = blake2b(path.encode() + b"\0" + body, digest_size=16).hexdigest()
+        if idempotency_key is not None:
+            known = self._calls.get(idempotency_key)
+            if known is not None and known.request != request:
+                used = f"Idempotency-Key={idempotency_key}: was sent with another request, must be of one request"
+                raise Refusal(used, HTTPStatus.UNPROCESSABLE_ENTITY, "idempotency_key_reused")
+            return known or self._new_call(idempotency_key, request)
+        earlier = [call for call in self._calls.values() if call.request == request]
+        lost = [call for call in earlier if call.state is _State.LOST]
+        if lost:
+            return lost[0]
+        if retries and earlier:
+            return next((call for call in earlier if call.state is _State.UNDER_WAY), earlier[-1])
+        count = self._counts[request] = self._counts.get(request, 0) + 1
+        return self._new_call(f"{request}.{count}", request)
+
+    def ended(self, call: Call, *, delivered: bool) -> None:
+        """An HTTP request of the call has ended; `delivered`: the client has the whole response."""
+        if delivered:
+            call.state = _State.DELIVERED
+        elif call.state is _State.UNDER_WAY and call.waiting == 0:
+            call.state = _State.LOST
+
+    async def answers(self, call: Call, ask: Ask) -> list[RecordedTurn]:
+        """The turns that answer this call: those that it had before, or new ones."""
+        if recorded := self.recorded(call):
+            return recorded
+        if call.work is None:
+            call.work = asyncio.create_task(self._sampled(call, ask), name=f"call {call.id}")
+        work = call.work
+        call.waiting += 1
+        try:
+            return await asyncio.shield(work)  # the sampling lives as long as one client waits for it
+        finally:
+            call.waiting -= 1
+            if not work.done() and call.waiting == 0:  # CA-3
+                work.cancel()
+            if work.done() or call.waiting == 0:
+                call.work = None
+
+    def recorded(self, call: Call) -> list[RecordedTurn]:
+        """The turns that answered the call; none if it has not been answered."""
+        return self.turns_of(call.key)
+
+    def turns_of(self, key: str) -> list[RecordedTurn]:
+        """The recorded answers of the call with this key."""
+        found = []
+        while (turn := self.session.turn_of(f"{key}/{len(found)}")) is not None:
+            found.append(turn)
+        return found
+
+    def answered(self, response_id: str) -> list[RecordedTurn]:
+        """The turns of the response with this id; none if this session has sent no such response."""
+        call = self._by_id.get(response_id.rpartition("-")[2].rpartition("_")[2])
+        return [] if call is None else self.recorded(call)
+
+    def close(self) -> None:
+        """Cancel the requests under way: the episode has ended."""
+        for call in self._calls.values():
+            if call.work is not None:
+                call.work.cancel()
+
+    @property
+    def id(self) -> str:
+        """The name of the session in URLs."""
+        return self.policy.name
+
+    def _new_call(self, key: str, request: str) -> Call:
+        call = self._calls[key] = Call(key, request)
+        self._by_id[call.id] = call
+        return call
+
+    async def _sampled(self, call: Call, ask: Ask) -> list[RecordedTurn]:
+        with self.session.sampling(ask.answers):
+            sampling = self._sampling(ask.given)
+            try:
+                async with asyncio.TaskGroup() as samples:
+                    tasks = [
+                        samples.create_task(self.policy.sample(ask.continuation.prompt, each))
+                        for each in _seeded(sampling, ask.answers)
+                    ]
+            except BaseExceptionGroup as errors:
+                raise first_error(errors) from errors
+            return [self._record(call, ask, number, task.result()) for number, task in enumerate(tasks)]
+
+    def _record(self, call: Call, ask: Ask, number: int, completion: Completion) -> RecordedTurn:
+        if ask.plain:
+            message = Message(role=ASSISTANT, content=self.parser.text(completion))
+        else:
+            message = self.parser.message(completion, ask.tools, calls=ask.calls, one_call=ask.one_call)
+        return self.session.record(ask.continuation, completion, message.as_dict(), f"{call.key}/{number}")
+
+    def _sampling(self, given: Mapping[str, Any]) -> Sampling:
+        """The sampling that a client asks for. Trained answers keep the run's distribution, and no answer may exceed
+        the session's tokens."""
+        kept = dict(given)
+        if not self.policy.evaluation:
+            run, asked = self.policy.sampling.distribution, Sampling(**given).distribution
+            changed = {key for key in NEUTRAL if key in given and asked[key] != run[key]}
+            self.overridden |= changed
+            kept = {key: value for key, value in given.items() if key not in changed}
+        limit = self.session.limits.tokens
+        if limit is not None:
+            left = max(1, limit - self.session.sampled_tokens)  # a parallel answer may have taken the rest
+            kept["max_tokens"] = min(left, kept.get("max_tokens") or self.policy.sampling.max_tokens or left)
+        return Sampling(**kept)
+
+
+def _seeded(sampling: Sampling, answers: int) -> Iterator[Sampling]:
+    """The sampling of each of so many answers: with a seed, each has its own."""
+    for number in range(answers):
+        yield sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + number)

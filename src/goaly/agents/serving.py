@@ -1,0 +1,348 @@
+"""vLLM's serving classes over sessions: its protocols, validation and streams; our prompts, answers and records.
+
+A request is placed in its session's tree where vLLM would render it, and answered where vLLM would ask its engine. The
+message that vLLM's code returns is the one that the session has recorded, also in a stream: it is sent when the whole
+answer has been read, because a parser can find a call in a part of an answer that is none in the whole.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from vllm.config import ModelConfig, VllmConfig
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall, FunctionCall
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import tokens_input
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.parser import Parser
+from vllm.renderers import renderer_from_config
+from vllm.renderers.chat_utils import has_non_text_content
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tool_parsers import ToolParser
+
+from goaly.agents.refusals import as_refusal
+from goaly.agents.served import EXCHANGE, Ask
+from goaly.agents.session import SessionBusy, SessionExhausted
+from goaly.agents.turn import RecordedTurn
+from goaly.generate.request import Finish, Sampling
+
+MODEL = "policy"
+"""The name under which the policy is listed. Requests may name any model."""
+NEUTRAL_REQUEST: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "background": (None, False),
+    "bad_words": ([],),
+    "chat_template": (None,),
+    "continue_final_message": (False,),
+    "documents": (None,),
+    "echo": (False, None),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "logprob_token_ids": (None,),
+    "max_tool_calls": (None,),
+    "prompt": (None,),
+    "prompt_logprobs": (None,),
+    "structured_outputs": (None,),
+    "suffix": (None,),
+    "thinking_token_budget": (None,),
+    "top_logprobs": (None, 0),
+    "truncate_prompt_tokens": (None,),
+    "truncation": (None, "disabled", "auto"),
+    "use_beam_search": (False,),
+}
+"""Parameters that this endpoint does not have, with the values that have no effect."""
+GIVEN: Mapping[str, str] = {
+    **{key: key for key in ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "stop", "stop_token_ids")},
+    **{key: key for key in ("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids")},
+    **{key: "max_tokens" for key in ("max_tokens", "max_completion_tokens", "max_output_tokens")},
+}
+"""Parameters of requests, and what `Sampling` calls them."""
+
+
+class Serving:
+    """The handlers of each API, for the model in a folder."""
+
+    def __init__(self, folder: str, max_context: int, reads_calls: bool):
+        """`reads_calls`: whether tool calls are found in answers."""
+        config = ModelConfig(
+            model=folder, max_model_len=max_context, dtype="float32", generation_config="vllm", enforce_eager=True
+        )
+        config.hf_config.model_type = "policy"  # gpt-oss would take another way, past the session
+        vllm_config = VllmConfig(model_config=config)
+        engine: Any = cast(Any, _Engine)(vllm_config)
+        parser = type("Recorded", (_RecordedParser,), {"tool_parser_cls": ToolParser if reads_calls else None})
+        renderer = _SessionRenderer(
+            config,
+            engine.renderer,
+            request_logger=None,
+            chat_template=None,
+            chat_template_content_format="string",
+            enable_auto_tools=True,
+        )
+        renderer.parser = parser
+        renderer.reads_calls = reads_calls
+        models = OpenAIServingModels(engine, [BaseModelPath(name=MODEL, model_path=MODEL)])
+        shared: dict[str, Any] = {"request_logger": None, "online_renderer": renderer}
+        chat: dict[str, Any] = {
+            **shared,
+            "chat_template": None,
+            "chat_template_content_format": "string",
+            "enable_auto_tools": True,
+        }
+        self.models = models
+        self.chat = OpenAIServingChat(engine, models, "assistant", **chat)
+        self.messages = AnthropicServingMessages(engine, models, "assistant", **chat)
+        self.responses = _Responses(engine, models, **chat)
+        self.completions = OpenAIServingCompletion(engine, models, **shared)
+        self.chat.parser_cls = self.messages.parser_cls = self.responses.parser = parser
+
+
+class _SessionRenderer(OnlineRenderer):
+    """Places requests in their session's tree."""
+
+    reads_calls: bool
+
+    async def render_chat(self, request: ChatCompletionRequest, *, skip_mm_cache: bool = False) -> Any:
+        tools = None if request.tools is None else [tool.model_dump(exclude_none=True) for tool in request.tools]
+        return await self.preprocess_chat(request, list(request.messages), None, "string", None, tools)
+
+    async def preprocess_chat(
+        self,
+        request: Any,
+        messages: list[Any],
+        default_template: Any,
+        default_template_content_format: Any,
+        default_template_kwargs: Any,
+        tool_dicts: list[dict[str, Any]] | None = None,
+        parser: Any = None,
+        *,
+        skip_mm_cache: bool = False,
+    ) -> Any:
+        exchange = EXCHANGE.get()
+        _refuse_unknown(request, tool_dicts is not None and not self.reads_calls)
+        if has_non_text_content(messages):
+            raise VLLMValidationError("messages: must have text only, the policy reads no images", parameter="messages")
+        variables = request.build_chat_params(None, "string").chat_template_kwargs
+        tools = tool_dicts or []
+        continuation = exchange.served.session.extend(
+            [dict(message) for message in messages],
+            tools,
+            {key: value for key, value in variables.items() if key not in _OURS and value is not None},
+        )
+        exchange.ask = Ask(
+            continuation=continuation,
+            tools=tools,
+            given=_given(request),
+            answers=getattr(request, "n", 1) or 1,
+            calls=request.tool_choice != "none",
+            one_call=request.parallel_tool_calls is False,
+        )
+        return [], [tokens_input(list(continuation.prompt))]
+
+    async def preprocess_completion(
+        self, request: Any, prompt_input: Any, prompt_embeds: Any, *, skip_mm_cache: bool = False
+    ) -> Any:
+        exchange = EXCHANGE.get()
+        _refuse_unknown(request, False)
+        if prompt_embeds is not None or (isinstance(prompt_input, list) and not _are_tokens(prompt_input)):
+            raise VLLMValidationError("prompt: must be one text or one list of token ids", parameter="prompt")
+        continuation = exchange.served.session.extend_text(prompt_input)
+        exchange.ask = Ask(
+            continuation=continuation, tools=(), given=_given(request), answers=request.n or 1, plain=True
+        )
+        return [tokens_input(list(continuation.prompt))]
+
+
+_OURS = ("add_generation_prompt", "continue_final_message", "documents", "tools", "tokenize", "chat_template")
+
+
+def _are_tokens(prompt: Sequence[Any]) -> bool:
+    return bool(prompt) and all(type(token) is int for token in prompt)
+
+
+def _refuse_unknown(request: Any, has_idle_tools: bool) -> None:
+    """Raise for a parameter that would have no effect."""
+    for name, neutral in NEUTRAL_REQUEST.items():
+        if name in _PROMPT_IS_TEXT.get(type(request).__name__, ()):
+            continue
+        if (value := getattr(request, name, neutral[0])) not in neutral:
+            raise VLLMValidationError(f"{name}={value!r}: this endpoint has no such parameter", parameter=name)
+    for name in ("response_format", "text"):
+        form = getattr(request, name, None)
+        form = getattr(form, "format", None) if name == "text" else form
+        if form is not None and form.type != "text":
+            raise VLLMValidationError(
+                f"{name}={form.type}: must be text; a grammar changes the distribution of tokens", parameter=name
+            )
+    if has_idle_tools:
+        raise VLLMValidationError("tools: set chat.tool_parser, which reads the calls in answers", parameter="tools")
+    choice = getattr(request, "tool_choice", None)
+    if choice not in (None, "auto", "none"):
+        raise VLLMValidationError(
+            f"tool_choice={choice!r}: must be auto or none; a forced call changes the distribution of tokens",
+            parameter="tool_choice",
+        )
+
+
+_PROMPT_IS_TEXT = {"CompletionRequest": ("prompt",)}
+
+
+def _given(request: Any) -> dict[str, Any]:
+    """The sampling parameters that the request names."""
+    sent = {theirs: getattr(request, theirs) for theirs in GIVEN.keys() & request.model_fields_set}
+    named = {GIVEN[theirs]: value for theirs, value in sent.items() if value not in (None, [])}
+    if bias := getattr(request, "logit_bias", None):
+        named["logit_bias"] = {int(token): value for token, value in bias.items()}
+    Sampling(**named)  # a bad value is the client's error
+    return named
+
+
+class _RecordedParser(Parser):
+    """Reads the recorded message where vLLM's code parses the text of an answer."""
+
+    def __init__(self, tokenizer: Any, tools: Any = None, *_: Any, **__: Any):
+        self.model_tokenizer = tokenizer
+        self._reasoning_parser = self._tool_parser = None
+        self._parts: list[DeltaMessage] = []
+
+    def is_reasoning_end(self, input_ids: list[int]) -> bool:
+        return True
+
+    def parse(
+        self, model_output: str, request: Any, enable_auto_tools: bool = False, model_output_token_ids: Any = ()
+    ) -> tuple[str | None, str | None, list[FunctionCall] | None]:
+        message = _read(model_output_token_ids).message
+        calls = [FunctionCall(id=call["id"], **call["function"]) for call in message.get("tool_calls") or ()]
+        return message.get("reasoning_content"), message.get("content"), calls
+
+    def parse_delta(
+        self,
+        delta_text: str,
+        delta_token_ids: list[int],
+        request: Any,
+        prompt_token_ids: list[int] | None = None,
+        *,
+        finished: bool,
+    ) -> DeltaMessage | None:
+        if not self._parts:
+            self._parts = _parts(_read(delta_token_ids))
+        return self._parts.pop(0)
+
+
+def _read(tokens: Sequence[int]) -> RecordedTurn:
+    """The recorded turn with these tokens, once."""
+    returned = EXCHANGE.get().returned
+    at = next(number for number, turn in enumerate(returned) if turn.tokens.tolist() == list(tokens))
+    return returned.pop(at)
+
+
+def _parts(turn: RecordedTurn) -> list[DeltaMessage]:
+    """The message of a turn, in the parts that a stream has: reasoning, text, and each call."""
+    message = turn.message
+    parts = []
+    if reasoning := message.get("reasoning_content"):
+        parts.append(DeltaMessage(reasoning=reasoning))
+    if content := message.get("content"):
+        parts.append(DeltaMessage(content=content))
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        function = DeltaFunctionCall(**call["function"])
+        parts.append(
+            DeltaMessage(tool_calls=[DeltaToolCall(id=call["id"], type="function", index=number, function=function)])
+        )
+    return parts or [DeltaMessage(content="")]
+
+
+class _Responses(OpenAIServingResponses):
+    """Finds the conversation of a `previous_response_id` in the session, which is the only store."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.response_store = cast(Any, _EarlierResponses())
+        self.msg_store = cast(Any, _EarlierMessages())
+
+
+class _EarlierResponses:
+    def get(self, response_id: str) -> Any:
+        known = EXCHANGE.get().served.answered(response_id)
+        return SimpleNamespace(id=response_id, output=[]) if known else None
+
+
+class _EarlierMessages:
+    def get(self, response_id: str) -> list[dict[str, Any]]:
+        (turn,) = EXCHANGE.get().served.answered(response_id)
+        return [*(message.as_dict() for message in turn.request.messages), {"role": "assistant", **turn.message}]
+
+
+class _Engine(EngineClient):
+    """Answers requests from their sessions."""
+
+    def __init__(self, vllm_config: VllmConfig):
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = cast(Any, None)
+
+    is_running = True  # type: ignore[bad-override]
+    is_stopped = errored = False  # type: ignore[bad-override]
+    dead_error = None  # type: ignore[bad-override]
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Refuse what the session's limits do not allow, while the response can still have a status."""
+        exchange = EXCHANGE.get()
+        if exchange.call is None or exchange.call.work is not None or exchange.served.recorded(exchange.call):
+            return
+        try:
+            with exchange.served.session.sampling(n):
+                pass
+        except (SessionExhausted, SessionBusy) as error:
+            raise as_refusal(error) from error
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        exchange = EXCHANGE.get()
+        assert exchange.ask is not None
+        assert exchange.call is not None
+        try:
+            turns = await exchange.served.answers(exchange.call, exchange.ask)
+        except Exception as error:
+            raise as_refusal(error) from error
+        exchange.returned = list(turns)
+        tokens = list(prompt["prompt_token_ids"])
+        if sampling_params.output_kind is not RequestOutputKind.DELTA:
+            outputs = [_output(number, turn, turn.message.get("content") or "") for number, turn in enumerate(turns)]
+            yield RequestOutput(request_id, None, tokens, None, outputs, finished=True)
+            return
+        for number, turn in enumerate(turns):
+            parts = _parts(turn)
+            for at, part in enumerate(parts):
+                output = _output(number, turn, part.content or "", first=at == 0, last=at == len(parts) - 1)
+                yield RequestOutput(request_id, None, tokens, None, [output], finished=False)
+
+
+def _output(number: int, turn: RecordedTurn, text: str, first: bool = True, last: bool = True) -> CompletionOutput:
+    """The answer of a turn, or a part of it in a stream; the first part has its tokens, the last one its end."""
+    ended = "length" if turn.finish is Finish.LENGTH else "stop"
+    tokens, logprobs = (turn.tokens.tolist(), turn.logprobs.tolist()) if first else ([], [])
+    return CompletionOutput(
+        index=number,
+        text=text,
+        token_ids=tokens,
+        cumulative_logprob=None,
+        logprobs=[{token: Logprob(value, rank=None)} for token, value in zip(tokens, logprobs, strict=True)],
+        finish_reason=ended if last else None,
+    )
+
+
+# The engine's other methods are of no use here: no route reaches them.
+_Engine.__abstractmethods__ = frozenset()  # type: ignore[missing-attribute]

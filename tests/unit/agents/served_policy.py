@@ -1,0 +1,103 @@
+"""A gateway, and sessions behind it whose policy answers what a test has told it to."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from goaly.agents.answers import AnswerParser
+from goaly.agents.gateway import Endpoint, Gateway
+from goaly.agents.served import Call
+from goaly.agents.session import Session, SessionLimits
+from goaly.generate.request import Finish, Sample, Sampling
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.policy import Policy
+
+MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 120, "hidden_size": 8}
+MODEL |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 1}
+MODEL |= {"intermediate_size": 8, "max_position_embeddings": 4096}
+
+
+class Scripted:
+    """Answers with these texts and a stop token, in order, and then with numbered ones."""
+
+    def __init__(self, chat: ChatTokenizer, *texts: str):
+        self._chat = chat
+        self._texts = list(texts)
+        self.prompts: list[list[int]] = []
+        self.asked: list[Sampling] = []
+        self.cancelled = asyncio.Event()
+        self.go_on: asyncio.Event | None = None
+        """Answers wait for it."""
+        self.waits = asyncio.Event()
+
+    async def generate(self, name: str, tokens: Sequence[int], sampling: Sampling, *_: Any) -> Sample:
+        self.prompts.append(list(tokens))
+        self.asked.append(sampling)
+        number = len(self.prompts)
+        text = self._texts.pop(0) if self._texts else f"answer {number}"
+        if self.go_on is not None:
+            self.waits.set()
+            try:
+                await self.go_on.wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        written = torch.tensor([*self._chat.encode(text), self._chat.stop_token_ids[0]])
+        finish, limit = Finish.STOP, sampling.max_tokens
+        if limit is not None and len(written) > limit:
+            written, finish = written[:limit], Finish.LENGTH
+        stop = next((stop for stop in sampling.stop or () if stop in text), None)
+        logprobs = -torch.arange(1, len(written) + 1, dtype=torch.float32) / 1024 - number
+        versions = torch.full(written.shape, number, dtype=torch.int32)
+        return Sample(tokens=written, logprobs=logprobs, versions=versions, finish=finish, stop=stop)
+
+
+class Served:
+    """One session behind the gateway."""
+
+    def __init__(self, gateway: Gateway, endpoint: Endpoint, session: Session, scripted: Scripted):
+        self._served = gateway._sessions[endpoint.api_key]
+        self.endpoint = endpoint
+        self.session = session
+        self.scripted = scripted
+
+    def calls(self) -> list[Call]:
+        """The calls that the gateway knows of."""
+        return list(self._served._calls.values())
+
+
+@contextmanager
+def serving(
+    gateway: Gateway,
+    chat: ChatTokenizer,
+    parser: AnswerParser,
+    *texts: str,
+    limits: SessionLimits | None = None,
+    evaluation: bool = False,
+    max_context: int = 4096,
+) -> Iterator[Served]:
+    """A session of a policy that gives these answers."""
+    scripted = Scripted(chat, *texts)
+    policy = Policy(
+        sampler=scripted,  # type: ignore[bad-argument-type]
+        name="7.0",
+        session="7",
+        sampling=Sampling(max_tokens=200, temperature=1.0),
+        min_version=0,
+        max_context=max_context,
+        decode=chat.decode,
+        evaluation=evaluation,
+    )
+    session = Session(chat, prompt_id="q1", limits=limits)
+    with gateway.serve(session, policy, parser) as endpoint:
+        yield Served(gateway, endpoint, session, scripted)
+
+
+def write_model(folder: Path) -> None:
+    """The files beside a tokenizer that vLLM's serving code reads."""
+    (folder / "config.json").write_text(json.dumps(MODEL))

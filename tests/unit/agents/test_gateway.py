@@ -1,0 +1,296 @@
+"""Real clients of OpenAI's and Anthropic's APIs at the endpoint get what their session records."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from agent_sessions import TOOLS
+from chat_templates import qwen3
+from served_policy import Served, serving, write_model
+
+from goaly.agents.answers import AnswerParser
+from goaly.agents.gateway import Gateway
+from goaly.agents.session import SessionLimits
+from goaly.prompts.settings import ChatSettings
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.settings import EndpointSettings
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+Serve = Callable[..., AbstractContextManager[Served]]
+CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}
+QUESTION = {"role": "user", "content": "2+3?"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def serve(chats: dict[str, ChatTokenizer]) -> AsyncIterator[Serve]:
+    """Serves sessions of the template that has calls and reasoning."""
+    chat = chats["qwen3"]
+    write_model(chat.folder)
+    parser = AnswerParser(chat, ChatSettings(tool_parser="hermes", reasoning_parser="qwen3"))
+    await asyncio.to_thread(parser.load)
+    gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096)
+    await gateway.start(parser)
+    yield lambda *texts, **facts: serving(gateway, chat, parser, *texts, **facts)
+    await gateway.close()
+
+
+def of_openai(served: Served, **facts: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=served.endpoint.base_url, api_key=served.endpoint.api_key, **facts)
+
+
+def of_anthropic(served: Served) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=served.endpoint.root_url, api_key=served.endpoint.api_key)
+
+
+def wrote(content: str, reasoning: str | None = None, *calls: Any) -> str:
+    """What the policy writes for this message."""
+    return qwen3({"content": content, "reasoning_content": reasoning, "tool_calls": list(calls)})
+
+
+async def test_a_chat_with_tools_is_one_trajectory(serve: Serve) -> None:
+    with serve(wrote("let me add", "hm", CALL), wrote("it is 5", "so")) as served:
+        client = of_openai(served)
+        said: list[Any] = [QUESTION]
+        first = await client.chat.completions.create(model="gpt-4o", messages=said, tools=TOOLS)
+        message = first.choices[0].message
+        assert first.choices[0].finish_reason == "tool_calls"
+        (call,) = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 3})
+        said += [message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+        second = await client.chat.completions.create(model="gpt-4o", messages=said, tools=TOOLS)
+        assert second.choices[0].message.content.strip() == "it is 5"
+        assert second.choices[0].finish_reason == "stop"
+        assert second.usage.prompt_tokens == len(served.scripted.prompts[1])
+        assert second.usage.completion_tokens == len(served.session.turns[1].tokens)
+        assert second.id != first.id
+        (trajectory,) = served.session.trajectories(1.0)
+        assert trajectory.tokens["trained"].sum() == sum(len(turn.tokens) for turn in served.session.turns)
+
+
+async def test_a_stream_has_the_message_that_is_recorded(serve: Serve) -> None:
+    texts = wrote("let me add", "hm", CALL, {**CALL, "function": {"name": "search", "arguments": "{}"}})
+    with serve(texts) as served:
+        async with of_openai(served).chat.completions.stream(model="m", messages=[QUESTION], tools=TOOLS) as stream:
+            kinds = [event.type async for event in stream]
+            final = (await stream.get_final_completion()).choices[0]
+        (turn,) = served.session.turns
+        assert "tool_calls.function.arguments.done" in kinds
+        assert final.message.content == turn.message["content"]
+        assert [call.id for call in final.message.tool_calls] == [call["id"] for call in turn.message["tool_calls"]]
+        assert [call.function.name for call in final.message.tool_calls] == ["add", "search"]
+        assert final.finish_reason == "tool_calls"
+
+
+async def test_the_responses_api_continues_from_its_items_and_from_an_id(serve: Serve) -> None:
+    with serve(wrote("let me add", "hm", CALL), wrote("it is 5", "so"), wrote("bye", "x")) as served:
+        client = of_openai(served)
+        tools: Any = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
+        said: list[Any] = [QUESTION]
+        first = await client.responses.create(model="m", input=said, tools=tools, instructions="be short")
+        (call,) = [item for item in first.output if item.type == "function_call"]
+        assert (call.name, json.loads(call.arguments)) == ("add", {"a": 2, "b": 3})
+        said += [*first.output, {"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
+        second = await client.responses.create(model="m", input=said, tools=tools, instructions="be short")
+        assert second.output_text.strip() == "it is 5"
+        async with client.responses.stream(
+            model="m", previous_response_id=second.id, input="thanks", tools=tools, instructions="be short"
+        ) as stream:
+            third = await stream.get_final_response()
+        assert third.output_text.strip() == "bye"
+        parents = [turn.parent and turn.parent.number for turn in served.session.turns]
+        assert parents[:2] == [None, 0]
+        messages = served.session.turns[2].request.messages
+        assert [message.role for message in messages] == ["system", "user", "assistant", "tool", "assistant", "user"]
+
+
+async def test_anthropics_messages_continue_with_tools_in_full_and_in_streams(serve: Serve) -> None:
+    with serve(wrote("let me add", "hm", CALL), wrote("it is 5", "so")) as served:
+        client = of_anthropic(served)
+        tools: Any = [{"name": "add", "input_schema": {"type": "object", "properties": {}}}]
+        said: list[Any] = [QUESTION]
+        facts: Any = {"model": "claude", "max_tokens": 100, "tools": tools}
+        counted = await client.messages.count_tokens(model="claude", messages=said, tools=tools)
+        first = await client.messages.create(messages=said, **facts)
+        assert first.stop_reason == "tool_use"
+        assert counted.input_tokens == first.usage.input_tokens
+        (call,) = [block for block in first.content if block.type == "tool_use"]
+        assert (call.name, call.input) == ("add", {"a": 2, "b": 3})
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "5"}
+        said += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        async with client.messages.stream(messages=said, **facts) as stream:
+            second = await stream.get_final_message()
+        assert [block.type for block in second.content] == ["thinking", "text"]
+        assert second.content[1].text.strip() == "it is 5"
+        assert served.session.turns[1].parent is served.session.turns[0]
+
+
+async def test_completions_continue_texts_and_tokens(serve: Serve) -> None:
+    with serve("q r", "de", "fg") as served:
+        client = of_openai(served)
+        first = await client.completions.create(model="m", prompt="a", max_tokens=2)
+        assert first.choices[0].finish_reason == "length"
+        assert first.choices[0].text == "q "
+        tokens = [*served.session.turns[0].path_tokens()]
+        await client.completions.create(model="m", prompt="aq " + "and ", max_tokens=2, logprobs=0)
+        await client.completions.create(model="m", prompt=[*tokens, 7], max_tokens=2)
+        assert [turn.parent and turn.parent.number for turn in served.session.turns] == [None, 0, 0]
+        assert served.scripted.prompts[1][: len(tokens)] == tokens
+
+
+async def test_each_of_several_answers_is_a_sample_of_its_own(serve: Serve) -> None:
+    with serve(*(wrote(f"answer {number}", "x") for number in range(3))) as served:
+        client = of_openai(served)
+        made = await client.chat.completions.create(model="m", messages=[QUESTION], n=3, seed=5, logprobs=True)
+        assert [choice.index for choice in made.choices] == [0, 1, 2]
+        assert len({choice.message.content for choice in made.choices}) == 3
+        assert [asked.seed for asked in served.scripted.asked] == [5, 6, 7]
+        for choice, turn in zip(made.choices, served.session.turns, strict=True):
+            assert [part.logprob for part in choice.logprobs.content] == turn.logprobs.tolist()
+        assert len(served.session.trajectories(0.0)) == 3
+
+
+async def test_a_retry_gets_the_same_answer_and_equal_requests_get_their_own(serve: Serve) -> None:
+    with serve() as served:  # CA-2
+        headers = {"authorization": f"Bearer {served.endpoint.api_key}"}
+        url, body = f"{served.endpoint.base_url}/chat/completions", {"model": "m", "messages": [QUESTION]}
+        async with httpx.AsyncClient(headers=headers) as client:
+            first = (await client.post(url, json=body)).json()
+            equal = (await client.post(url, json=body)).json()
+            retry = (await client.post(url, json=body, headers={"x-stainless-retry-count": "1"})).json()
+            named = [(await client.post(url, json=body, headers={"idempotency-key": "k"})).json() for _ in range(2)]
+            other = await client.post(url, json={**body, "seed": 1}, headers={"idempotency-key": "k"})
+        assert first["choices"] != equal["choices"]
+        assert (retry["id"], retry["choices"]) == (equal["id"], equal["choices"])
+        assert named[0]["choices"] == named[1]["choices"]
+        assert other.status_code == 422
+        assert len(served.session.turns) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_has_its_request_cancelled_and_its_retry_is_sampled_again(
+    serve: Serve, stream: bool
+) -> None:  # CA-3
+    with serve(wrote("first", "x"), wrote("second", "x")) as served:
+        served.scripted.go_on = asyncio.Event()
+        url = f"{served.endpoint.base_url}/chat/completions"
+        body = {"model": "m", "messages": [QUESTION], "stream": stream}
+        headers = {"authorization": f"Bearer {served.endpoint.api_key}"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            request = asyncio.create_task(client.post(url, json=body))
+            await served.scripted.waits.wait()
+            request.cancel()
+            await served.scripted.cancelled.wait()
+            assert served.session.turns == []
+            served.scripted.go_on = None
+            await client.post(url, json=body)
+        (turn,) = served.session.turns
+        assert turn.message["content"].strip() == "second"
+
+
+async def test_a_retry_that_arrives_while_the_answer_is_sampled_gets_it(serve: Serve) -> None:  # CA-1
+    with serve(wrote("first", "x"), wrote("second", "x")) as served:
+        served.scripted.go_on = asyncio.Event()
+        url, body = f"{served.endpoint.base_url}/chat/completions", {"model": "m", "messages": [QUESTION]}
+        headers = {"authorization": f"Bearer {served.endpoint.api_key}"}
+        async with httpx.AsyncClient(headers=headers) as client, httpx.AsyncClient(headers=headers) as other:
+            request = asyncio.create_task(client.post(url, json=body))
+            await served.scripted.waits.wait()
+            retry = asyncio.create_task(other.post(url, json=body, headers={"x-stainless-retry-count": "1"}))
+            (call,) = served.calls()
+            while call.waiting < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            request.cancel()
+            while call.waiting > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            served.scripted.go_on.set()
+            made = (await retry).json()
+        assert made["choices"][0]["message"]["content"].strip() == "first"
+        assert len(served.session.turns) == len(served.scripted.prompts) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"messages": "no list"}, "invalid_request"),
+        ({"tool_choice": "required", "tools": TOOLS}, "BadRequestError"),
+        ({"response_format": {"type": "json_object"}}, "BadRequestError"),
+        ({"top_logprobs": 3, "logprobs": True}, "BadRequestError"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "BadRequestError",
+        ),
+    ],
+)
+async def test_an_impossible_request_is_the_clients_error(
+    serve: Serve, change: dict[str, Any], code: str
+) -> None:  # GW-2
+    with serve() as served:
+        body = {"model": "m", "messages": [QUESTION], **change}
+        async with httpx.AsyncClient(headers={"x-api-key": served.endpoint.api_key}) as client:
+            response = await client.post(f"{served.endpoint.base_url}/chat/completions", json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]  # GW-2
+        assert error["type"] == "invalid_request_error"
+        assert error["code"] == code
+        assert served.scripted.prompts == []
+
+
+async def test_no_key_reaches_a_session_that_is_not_its_own(serve: Serve) -> None:  # GW-1
+    with serve() as one, serve() as other:
+        with pytest.raises(openai.AuthenticationError):
+            await openai.AsyncOpenAI(base_url=one.endpoint.base_url, api_key="x").models.list()
+        client = anthropic.AsyncAnthropic(base_url=one.endpoint.root_url, api_key="x", max_retries=0)
+        with pytest.raises(anthropic.AuthenticationError):
+            await client.messages.create(model="m", max_tokens=5, messages=[QUESTION])
+        made = await of_openai(one).responses.create(model="m", input="hi")
+        with pytest.raises(openai.NotFoundError):
+            await of_openai(other).responses.create(model="m", input="go on", previous_response_id=made.id)
+    with pytest.raises(openai.AuthenticationError):
+        await of_openai(one).models.list()
+
+
+async def test_limits_are_errors_that_clients_know(serve: Serve) -> None:
+    with serve(limits=SessionLimits(turns=1)) as served:
+        client = of_openai(served, max_retries=0)
+        await client.chat.completions.create(model="m", messages=[QUESTION])
+        with pytest.raises(openai.BadRequestError, match="the limit is 1") as error:
+            await client.chat.completions.create(model="m", messages=[QUESTION], stream=True)
+        assert error.value.code == "session_exhausted"
+    with serve(limits=SessionLimits(parallel=1)) as served, pytest.raises(openai.RateLimitError):
+        await of_openai(served, max_retries=0).chat.completions.create(model="m", messages=[QUESTION], n=2)
+    with serve(max_context=10) as served, pytest.raises(openai.BadRequestError):
+        await of_openai(served).chat.completions.create(model="m", messages=[QUESTION])
+    with serve(limits=SessionLimits(tokens=4)) as served:
+        made = await of_openai(served).chat.completions.create(model="m", messages=[QUESTION])
+        assert (made.choices[0].finish_reason, made.usage.completion_tokens) == ("length", 4)
+
+
+async def test_trained_answers_keep_the_runs_distribution_and_evaluations_have_the_clients(serve: Serve) -> None:
+    for evaluation in (False, True):
+        with serve(evaluation=evaluation) as served:
+            facts: Any = {"model": "m", "messages": [QUESTION], "temperature": 0.5, "max_tokens": 7, "stop": ["!"]}
+            await of_openai(served).chat.completions.create(**facts)
+            (asked,) = served.scripted.asked
+            assert asked.temperature == (0.5 if evaluation else 1.0)
+            assert (asked.max_tokens, asked.stop) == (7, ("!",))
+
+
+async def test_rewards_come_over_http_for_a_turn_or_for_the_episode(serve: Serve) -> None:
+    with serve() as served:
+        made = await of_openai(served).chat.completions.create(model="m", messages=[QUESTION])
+        url = f"{served.endpoint.root_url}/sessions/{served.endpoint.session_id}/reward"
+        async with httpx.AsyncClient(headers={"x-api-key": served.endpoint.api_key}) as client:
+            for reward in ({"reward": 0.5, "response_id": made.id}, {"reward": 1.0}, {"reward": 0.25}):
+                assert (await client.post(url, json=reward)).status_code == 204
+            assert (await client.post(url, json={"reward": 1.0, "response_id": "x"})).status_code == 404
+            assert (await client.post(f"{url[:-10]}other/reward", json={"reward": 1.0})).status_code == 404
+            assert (await client.post(url, content='{"reward": NaN}')).status_code == 400
+        (trajectory,) = served.session.trajectories()
+        assert trajectory.reward == 1.75
