@@ -1,0 +1,35 @@
+"""A run whose episodes are an agent that reaches the policy by HTTP only."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launched import REWARDED, START_SECONDS, LaunchedRun
+
+from goaly import journal
+
+pytestmark = pytest.mark.timeout(900)
+
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] + eos_token }}{% endfor %}"
+
+
+def test_an_agent_of_openais_api_is_trained_on_what_it_sampled(
+    launch: Callable[..., LaunchedRun], tmp_path: Path
+) -> None:
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    overrides = ["steps=4", "rollout.endpoint={}", "generator.max_context=128", "backlog.max_staleness=2", REWARDED]
+    overrides += [f"chat.template_file={tmp_path}/chat.jinja"]
+    run = launch(*overrides, module="tests.loop.agent_over_http")
+    assert run.wait(START_SECONDS) == 0, run.text()
+    summary = run.summary()
+    assert summary["policy_version"] == 4
+    assert (summary["rejected"], summary["failed"], summary["reasons"]) == (0, 0, {})
+    assert journal.main([str(run.folder)]) == 0
+    rollouts = run.lines("rollouts.jsonl")
+    assert len(rollouts) == 4 * 2 * 4  # every episode is one trajectory: its second request continues the first
+    for one in rollouts:
+        assert [author for author, *_ in one["turns"]] == ["prompt", "policy", "environment", "policy"]
+        policy = sum(stop - start for author, start, stop in one["turns"] if author == "policy")
+        assert one["trained"] == policy
+    assert len({one["reward"] for one in rollouts}) > 1
