@@ -18,18 +18,22 @@ def test_an_agent_of_openais_api_is_trained_on_what_it_sampled(
     launch: Callable[..., LaunchedRun], tmp_path: Path
 ) -> None:
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    overrides = ["steps=4", "rollout.endpoint={}", "generator.max_context=128", "backlog.max_staleness=2", REWARDED]
-    overrides += [f"chat.template_file={tmp_path}/chat.jinja"]
+    overrides = ["steps=8", "rollout.endpoint={}", "generator.max_context=128", "backlog.max_staleness=2", REWARDED]
+    overrides += ["checkpoint.every=5", "checkpoint.restarts=3", f"chat.template_file={tmp_path}/chat.jinja"]
     run = launch(*overrides, module="tests.loop.agent_over_http")
+    run.wait_for_steps(2)
+    run.kill("rollout-0")  # in the middle of answers
     assert run.wait(START_SECONDS) == 0, run.text()
     summary = run.summary()
-    assert summary["policy_version"] == 4
+    assert "rollout-0-1 serves in its place" in run.text()
+    assert summary["policy_version"] == 8
     assert (summary["rejected"], summary["failed"], summary["reasons"]) == (0, 0, {})
     assert journal.main([str(run.folder)]) == 0
     rollouts = run.lines("rollouts.jsonl")
-    assert len(rollouts) == 4 * 2 * 4  # every episode is one trajectory: its second request continues the first
+    assert len(rollouts) == 8 * 2 * 4  # every episode is one trajectory: its second request continues the first
     for one in rollouts:
         assert [author for author, *_ in one["turns"]] == ["prompt", "policy", "environment", "policy"]
         policy = sum(stop - start for author, start, stop in one["turns"] if author == "policy")
         assert one["trained"] == policy
+    assert not (run.folder / "sessions").exists()
     assert len({one["reward"] for one in rollouts}) > 1

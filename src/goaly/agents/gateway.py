@@ -21,6 +21,7 @@ from goaly.agents.answers import AnswerParser
 from goaly.agents.refusals import Refusal, error_response
 from goaly.agents.served import EXCHANGE, Exchange, ServedSession
 from goaly.agents.session import Session
+from goaly.agents.session_files import SessionFiles
 from goaly.process import give_up
 from goaly.rollout.policy import Policy
 from goaly.rollout.settings import EndpointSettings
@@ -36,6 +37,7 @@ Scope = MutableMapping[str, Any]
 
 SAMPLED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """Paths whose requests the policy answers."""
+REWARDED = "/reward"
 EVERYWHERE = ("0.0.0.0", "::")
 """Addresses at which agents on other machines reach a worker by its host's name."""
 MOST_BODY_BYTES = 64 << 20
@@ -61,12 +63,16 @@ class Endpoint:
 class Gateway:
     """Serves sessions by HTTP."""
 
-    def __init__(self, settings: EndpointSettings, worker: int, folder: str, max_context: int):
-        """`worker` counts the run's rollout workers; `folder` is the policy's model folder."""
+    def __init__(
+        self, settings: EndpointSettings, worker: int, folder: str, max_context: int, files: SessionFiles | None = None
+    ):
+        """`worker` counts the run's rollout workers; `folder` is the policy's model folder. `files` makes keys that
+        the next worker knows, too."""
         self._settings = settings
         self._worker = worker
         self._folder = folder
         self._max_context = max_context
+        self._files = files
         self._sessions: dict[str, ServedSession] = {}
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -87,7 +93,7 @@ class Gateway:
     @contextmanager
     def serve(self, session: Session, policy: Policy, parser: AnswerParser) -> Iterator[Endpoint]:
         """Let agents with the endpoint's key reach this session, until the block ends."""
-        key = secrets.token_urlsafe(24)
+        key = secrets.token_hex(24) if self._files is None else self._files.api_key(policy.name)
         served = self._sessions[key] = ServedSession(session=session, policy=policy, parser=parser)
         try:
             yield Endpoint(base_url=self._url, api_key=key, session_id=served.id)
@@ -142,7 +148,8 @@ class _Doorkeeper:
                 unknown = "the API key names no session that is open; use the key of `context.endpoint`"
                 raise Refusal(unknown, HTTPStatus.UNAUTHORIZED, "invalid_api_key")
             body = await _body(receive)
-            call = served.call(path, body, **_repeats(headers)) if path in SAMPLED else None
+            is_call = path in SAMPLED or path.endswith(REWARDED)
+            call = served.call(path, body, **_repeats(headers)) if is_call else None
         except Refusal as refused:
             return await error_response(path, refused)(scope, receive, send)
         delivery = _Delivery(body, receive, send)

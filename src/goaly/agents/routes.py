@@ -72,7 +72,7 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
 
     @routes.post("/sessions/{session_id}/reward")
     async def reward(session_id: str, request: RewardRequest) -> Response:
-        served = EXCHANGE.get().served
+        served, call = EXCHANGE.get().served, EXCHANGE.get().call
         turns = [] if request.response_id is None else served.answered(request.response_id)
         if session_id != served.id:
             unknown = f"session_id={session_id}: the API key is that of session {served.id}"
@@ -80,10 +80,12 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
         if request.response_id is not None and not turns:
             unknown = f"response_id={request.response_id}: this session has no such response"
             raise Refusal(unknown, HTTPStatus.NOT_FOUND, "unknown_response", "response_id")
-        for turn in turns:
-            served.session.credit(turn, request.reward)
-        if not turns:
-            served.session.add_reward(request.reward)
+        assert call is not None
+        if call.key not in served.session.rewarded:
+            for turn in turns:
+                served.session.credit(turn, request.reward, call.key)
+            if not turns:
+                served.session.add_reward(request.reward, call.key)
         return Response(status_code=HTTPStatus.NO_CONTENT)
 
     for kind in (

@@ -99,17 +99,27 @@ class ServedSession:
     _counts: dict[str, int] = field(default_factory=dict, init=False)
     _by_id: dict[str, Call] = field(default_factory=dict, init=False)
 
+    def __post_init__(self) -> None:
+        for recorded in self.session.keys:  # by an earlier worker, whose answers may not have arrived
+            key = recorded.partition("/")[0]
+            request, dot, count = key.rpartition(".")
+            if key not in self._calls:
+                self._new_call(key, request).state = _State.LOST
+                if dot:
+                    self._counts[request] = max(self._counts.get(request, 0), int(count))
+
     def call(self, path: str, body: bytes, *, retries: int = 0, idempotency_key: str | None = None) -> Call:
         """The call of an HTTP request: a new one, or the one that it repeats (CA-1, CA-2).
 
         `retries` is the number of times that the client says it has sent the request before."""
         request = blake2b(path.encode() + b"\0" + body, digest_size=16).hexdigest()
         if idempotency_key is not None:
-            known = self._calls.get(idempotency_key)
-            if known is not None and known.request != request:
+            key = blake2b(idempotency_key.encode(), digest_size=16).hexdigest()
+            known = self._calls.get(key)
+            if known is not None and known.request not in (request, ""):
                 used = f"Idempotency-Key={idempotency_key}: was sent with another request, must be of one request"
                 raise Refusal(used, HTTPStatus.UNPROCESSABLE_ENTITY, "idempotency_key_reused")
-            return known or self._new_call(idempotency_key, request)
+            return known or self._new_call(key, request)
         earlier = [call for call in self._calls.values() if call.request == request]
         lost = [call for call in earlier if call.state is _State.LOST]
         if lost:
@@ -128,7 +138,7 @@ class ServedSession:
 
     async def answers(self, call: Call, ask: Ask) -> list[RecordedTurn]:
         """The turns that answer this call: those that it had before, or new ones."""
-        if recorded := self.recorded(call):
+        if len(recorded := self.recorded(call)) >= ask.answers:
             return recorded
         if call.work is None:
             call.work = asyncio.create_task(self._sampled(call, ask), name=f"call {call.id}")
@@ -176,17 +186,19 @@ class ServedSession:
         return call
 
     async def _sampled(self, call: Call, ask: Ask) -> list[RecordedTurn]:
-        with self.session.sampling(ask.answers):
-            sampling = self._sampling(ask.given)
+        known = self.recorded(call)  # fewer than it asks for, if a worker died between two records
+        with self.session.sampling(ask.answers - len(known)):
+            wanted = list(_seeded(self._sampling(ask.given), ask.answers))[len(known) :]
             try:
                 async with asyncio.TaskGroup() as samples:
-                    tasks = [
-                        samples.create_task(self.policy.sample(ask.continuation.prompt, each))
-                        for each in _seeded(sampling, ask.answers)
+                    sampled = [
+                        samples.create_task(self.policy.sample(ask.continuation.prompt, each)) for each in wanted
                     ]
             except BaseExceptionGroup as errors:
                 raise first_error(errors) from errors
-            return [self._record(call, ask, number, task.result()) for number, task in enumerate(tasks)]
+            return known + [
+                self._record(call, ask, number, one.result()) for number, one in enumerate(sampled, len(known))
+            ]
 
     def _record(self, call: Call, ask: Ask, number: int, completion: Completion) -> RecordedTurn:
         if ask.plain:

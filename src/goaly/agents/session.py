@@ -85,6 +85,8 @@ class Session:
         self.turns: list[RecordedTurn] = []
         self.sampled_tokens = 0
         self.reward: float | None = None
+        self.rewarded: set[str | None] = set()
+        """The keys of the rewards that it got."""
         self._chat = chat
         self._prompt_id = prompt_id
         self._sample_index = sample_index
@@ -201,21 +203,24 @@ class Session:
         self._write(turn.record())
         return turn
 
+    @property
+    def keys(self) -> list[str]:
+        """The keys of its turns and rewards."""
+        return [key for key in (*self._by_key, *self.rewarded) if key is not None]
+
     def turn_of(self, key: str) -> RecordedTurn | None:
         """The turn that was recorded under this key, which a retry gets again."""
         return self._by_key.get(key)
 
-    def credit(self, turn: RecordedTurn, reward: float) -> None:
-        """Give a turn a process reward, in addition to those that it has."""
+    def credit(self, turn: RecordedTurn, reward: float, key: str | None = None) -> None:
+        """Give a turn a process reward, in addition to those that it has. `key` is as in `record`."""
         value = reward_value(reward, self._prompt_id)
-        self._credits[turn.number] += value
-        self._write({"kind": "credit", "turn": turn.number, "reward": value})
+        self._reward({"kind": "credit", "key": key, "turn": turn.number, "reward": value})
 
-    def add_reward(self, reward: float) -> None:
-        """Add to the reward of the whole episode, for an agent that knows it better than the script."""
-        value = reward_value(reward, self._prompt_id)
-        self.reward = (self.reward or 0.0) + value
-        self._write({"kind": "reward", "reward": value})
+    def add_reward(self, reward: float, key: str | None = None) -> None:
+        """Add to the reward of the whole episode, for an agent that knows it better than the script. `key` is as in
+        `record`."""
+        self._reward({"kind": "reward", "key": key, "reward": reward_value(reward, self._prompt_id)})
 
     def end(self, how: SessionEnd) -> None:
         """Refuse further requests. Only the first call counts. A session that is complete, but was refused something by
@@ -252,10 +257,8 @@ class Session:
                 case "turn":
                     parent = None if record["parent"] is None else self.turns[record["parent"]]
                     self._add(RecordedTurn.of(record, len(self.turns), parent, self._is_first(parent)))
-                case "credit":
-                    self._credits[record["turn"]] += record["reward"]
-                case "reward":
-                    self.reward = (self.reward or 0.0) + record["reward"]
+                case "credit" | "reward":
+                    self._add_reward(record)
                 case "end":
                     self.ended = SessionEnd(record["how"])
                 case other:
@@ -295,6 +298,17 @@ class Session:
             self._by_key[turn.key] = turn
         *_, digest = turn.conversation.digests()
         self._by_conversation.setdefault(digest, []).append(turn)
+
+    def _reward(self, record: Record) -> None:
+        self._add_reward(record)
+        self._write(record)
+
+    def _add_reward(self, record: Record) -> None:
+        if record["kind"] == "credit":
+            self._credits[record["turn"]] += record["reward"]
+        else:
+            self.reward = (self.reward or 0.0) + record["reward"]
+        self.rewarded.add(record["key"])
 
     def _write(self, record: Record) -> None:
         if self._log is not None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from goaly.agents.answers import AnswerParser
 from goaly.agents.chat import Chat
 from goaly.agents.session import Session, SessionEnd, SessionLimits
+from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
 from goaly.errors import EpisodeError, first_error
@@ -78,6 +79,8 @@ class GroupRunner:
     max_context: int
     gateway: "Gateway | None" = None
     """Serves the sessions of episodes by HTTP."""
+    session_files: SessionFiles | None = None
+    """Has the records of sessions, for a worker that takes over a group."""
     seed: int = 0
     """Seeds the requests of evaluations, and with `rollout.repeatable` all others."""
 
@@ -112,6 +115,10 @@ class GroupRunner:
         except Exception as error:
             failed = f"prompt {prompt.id}: {type(error).__name__}: {error}"
             await self.report(Dropped.failed(ticket.index, failed))
+        finally:
+            if self.session_files is not None:
+                for sample in range(self.group_size):
+                    self.session_files.discard(_episode_name(str(ticket.index), sample))
         return GroupSummary(
             ticket=ticket.index,
             prompt_id=prompt.id,
@@ -184,7 +191,7 @@ class GroupRunner:
         def policy(index: int) -> Policy:
             return Policy(
                 sampler=self.sampler,
-                name=f"{name}.{index}",
+                name=_episode_name(name, index),
                 session=name,
                 sampling=sampling,
                 min_version=min_version,
@@ -196,10 +203,18 @@ class GroupRunner:
 
         return RunningGroup([RunningEpisode(policy(index), index) for index in range(count)])
 
-    def _chat_of(self, running: RunningEpisode, prompt: Prompt) -> Chat:
-        limits = SessionLimits(**asdict(self.settings.session))
-        session = Session(self.chat, prompt_id=prompt.id, sample_index=running.sample_index, limits=limits)
-        return Chat(running.policy, session, self.parser, prompt.tools)
+    def _session(self, prompt: Prompt, running: RunningEpisode) -> Session:
+        """The session of an episode. It goes on from the records of an earlier worker, if there are any."""
+        files, name = self.session_files, running.policy.name
+        is_recorded = files is not None and not running.policy.evaluation
+        session = Session(
+            self.chat,
+            prompt_id=prompt.id,
+            sample_index=running.sample_index,
+            limits=SessionLimits(**asdict(self.settings.session)),
+            log=partial(files.write, name) if is_recorded else None,
+        )
+        return session.replay(files.records(name)) if is_recorded else session
 
     def _served(self, session: Session, policy: Policy) -> "AbstractContextManager[Endpoint | None]":
         return nullcontext() if self.gateway is None else self.gateway.serve(session, policy, self.parser)
@@ -211,18 +226,18 @@ class GroupRunner:
             with span("reward", prompt=prompt.id):
                 return await running.judged(self.score(prompt, response))
 
-        chat = self._chat_of(running, prompt)
         async with self._places:  # Unblocked by the end of other episodes.
             seconds = self.settings.group_seconds
             if group_limit is not None and seconds is not None and group_limit.when() is None:
                 group_limit.reschedule(asyncio.get_running_loop().time() + seconds)
-            with running.under_way(), _ended(chat.session), self._served(chat.session, running.policy) as endpoint:
+            session = self._session(prompt, running)
+            with running.under_way(), _ended(session), self._served(session, running.policy) as endpoint:
                 context = EpisodeContext(
                     policy=running.policy,
                     reward=judge,
                     prompt=prompt,
                     sample_index=running.sample_index,
-                    chat=chat,
+                    chat=Chat(running.policy, session, self.parser, prompt.tools),
                     tokenizer=self.chat,
                     _endpoint=endpoint,
                 )
@@ -234,6 +249,10 @@ class GroupRunner:
             raise EpisodeError(f"the episode returned {kinds}, must be a Trajectory or several")
         index = running.sample_index
         return tuple(one if one.sample_index == index else replace(one, sample_index=index) for one in trajectories)
+
+
+def _episode_name(group: str, sample: int) -> str:
+    return f"{group}.{sample}"
 
 
 @contextmanager

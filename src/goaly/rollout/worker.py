@@ -12,6 +12,7 @@ Invariants
 import asyncio
 from collections.abc import Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -19,6 +20,7 @@ from monarch.actor import Actor
 
 from goaly.actors import NamedTasks, answer_of, concurrent_endpoint
 from goaly.agents.answers import AnswerParser
+from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
 from goaly.errors import EpisodeError
@@ -67,6 +69,7 @@ class RolloutWorker(Actor):
         group_size: int,
         max_context: int,
         first_replica: int = 0,
+        sessions: Path | None = None,
         seed: int = 0,
     ):
         """`episode` comes from `pickled`. `rewards` is the hub's actor, or the settings of verifier processes of this
@@ -75,7 +78,7 @@ class RolloutWorker(Actor):
 
         `max_context` is the limit on prompt and answer together: the smaller of the generator's and a packed row's.
         Among replicas of equal load the router prefers `first_replica`; each worker should have a different one, which
-        also decides its port.
+        also decides its port. `sessions` is the folder of the run's sessions that are reached by HTTP.
         """
         self._chat = ChatTokenizer(tokenizer, chat)
         self._parser = AnswerParser(self._chat, chat)
@@ -87,11 +90,12 @@ class RolloutWorker(Actor):
             judge, self._verifiers = _RemoteRewards(rewards, name), None
         self._watchdog = None if settings.blocked_seconds is None else LoopWatchdog(settings.blocked_seconds)
         self._requests = NamedTasks()  # WR-1
-        self._gateway = None
+        self._gateway, files = None, None
         if settings.endpoint is not None:
             from goaly.agents.gateway import Gateway  # imports starlette
 
-            self._gateway = Gateway(settings.endpoint, first_replica, tokenizer, max_context)
+            files = None if sessions is None else SessionFiles(sessions)
+            self._gateway = Gateway(settings.endpoint, first_replica, tokenizer, max_context, files)
         self._runner = GroupRunner(
             name=name,
             episode=cloudpickle.loads(episode),
@@ -105,6 +109,7 @@ class RolloutWorker(Actor):
             group_size=group_size,
             max_context=max_context,
             gateway=self._gateway,
+            session_files=files,
             seed=seed,
         )
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from monarch.actor import ProcMesh
 
@@ -53,13 +54,15 @@ class Roles:
         planned: Mapping[str, Processes],
         places: Mapping[str, Placed],
         episode: bytes,
+        sessions: Path,
     ):
-        """Spawns all planned processes, and the actors of the hub."""
+        """Spawns all planned processes, and the actors of the hub. `sessions` is for `SessionFiles`."""
         self._config = config
         self._hosts = hosts
         self._planned = planned
         self._places = places
         self._episode = episode
+        self._sessions = sessions
         for name in planned:
             self.mesh(name)
         self.hub = Replaceable("hub", self.new_hub("hub"))
@@ -122,6 +125,7 @@ class Roles:
             group_size=config.backlog.group_size,
             max_context=config.max_context,
             first_replica=index,
+            sessions=self._sessions,
             seed=config.generator.seed,
         )
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from goaly.actors import ask
+from goaly.agents.session_files import forget_sessions
 from goaly.config.schema import plain
 from goaly.durable.checkpoint import Checkpoints
 from goaly.durable.run_log import delete_before
@@ -64,6 +65,7 @@ POLICY_FOLDER = "policy"
 LOG_FOLDER = "log"
 CHECKPOINT_FOLDER = "checkpoints"
 REFERENCE_FOLDER = "reference"
+SESSIONS_FOLDER = "sessions"
 
 
 @asynccontextmanager
@@ -118,7 +120,9 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     verified = run.tasks.create_task(asyncio.to_thread(checkpoints.newest), name="verify the newest checkpoint")
     run.progress.note("starting")
     places = placed(config, await hosts.cluster())  # fails before any process is spawned if something does not fit
-    roles = Roles(config, hosts, planned, places, episode)
+    sessions = (run.run_dir / SESSIONS_FOLDER).absolute()
+    forget_sessions(sessions)
+    roles = Roles(config, hosts, planned, places, episode, sessions)
 
     trainer, reference, critic = await asyncio.gather(roles.trainer(), roles.reference(), roles.critic())
 
@@ -294,6 +298,7 @@ async def _take_down(run: Run, hosts: Hosts, status: str) -> None:
     if run.config.weights.transport == "torchstore":  # the trainer has removed its weights from it
         await _close("torchstore", torchstore)
     await hosts.stop_all()
+    await asyncio.to_thread(forget_sessions, run.run_dir / SESSIONS_FOLDER)
     run.policies.close()
     await asyncio.to_thread(run.metrics.close, failed=status != "finished")
     spans.flush()

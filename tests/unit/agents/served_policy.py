@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.served import Call
 from goaly.agents.session import Session, SessionLimits
+from goaly.agents.session_files import SessionFiles
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Policy
@@ -80,6 +82,7 @@ def serving(
     limits: SessionLimits | None = None,
     evaluation: bool = False,
     max_context: int = 4096,
+    files: SessionFiles | None = None,
 ) -> Iterator[Served]:
     """A session of a policy that gives these answers."""
     scripted = Scripted(chat, *texts)
@@ -93,7 +96,8 @@ def serving(
         decode=chat.decode,
         evaluation=evaluation,
     )
-    session = Session(chat, prompt_id="q1", limits=limits)
+    session = Session(chat, prompt_id="q1", limits=limits, log=files and partial(files.write, policy.name))
+    session.replay([] if files is None else files.records(policy.name))
     with gateway.serve(session, policy, parser) as endpoint:
         yield Served(gateway, endpoint, session, scripted)
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -18,6 +20,7 @@ from served_policy import Served, serving, write_model
 from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Gateway
 from goaly.agents.session import SessionLimits
+from goaly.agents.session_files import SessionFiles, forget_sessions
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.settings import EndpointSettings
@@ -294,3 +297,64 @@ async def test_rewards_come_over_http_for_a_turn_or_for_the_episode(serve: Serve
             assert (await client.post(url, content='{"reward": NaN}')).status_code == 400
         (trajectory,) = served.session.trajectories()
         assert trajectory.reward == 1.75
+
+
+async def test_a_session_goes_on_in_the_next_worker(serve: Serve, tmp_path: Path) -> None:  # SF-1
+    files = SessionFiles(tmp_path / "sessions")
+    tools: Any = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
+
+    async def agent(served: Served) -> list[str]:
+        """Everything that an agent does is the same in each attempt."""
+        client = of_openai(served)
+        one, other = [await client.chat.completions.create(model="m", messages=[QUESTION]) for _ in range(2)]
+        said = [QUESTION, one.choices[0].message, {"role": "user", "content": "go on"}]
+        more = await client.chat.completions.create(model="m", messages=said, n=2)
+        call = await client.responses.create(model="m", input="hi", tools=tools)
+        last = await client.responses.create(model="m", input="and", tools=tools, previous_response_id=call.id)
+        url = f"{served.endpoint.root_url}/sessions/{served.endpoint.session_id}/reward"
+        async with httpx.AsyncClient(headers={"x-api-key": served.endpoint.api_key}) as http:
+            for reward in ({"reward": 1.0}, {"reward": 1.0}, {"reward": 0.5, "response_id": one.id}):
+                assert (await http.post(url, json=reward)).status_code == 204
+        texts = [choice.message.content for made in (one, other, more) for choice in made.choices]
+        return [*texts, *(item.to_json() for item in call.output if item.type == "function_call"), last.output_text]
+
+    texts = [wrote(f"answer {number}", "x", *([CALL] if number == 4 else [])) for number in range(6)]
+    with serve(*texts, files=files) as served:
+        first, whole = await agent(served), served.session
+    path = tmp_path / "sessions" / "7.0.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    for kept in range(len(lines) + 1):
+        path.write_bytes(b"".join(lines[:kept]) + b'{"kind": "turn", "par')
+        with serve(*texts[min(kept, 6) :], files=files) as served:
+            again = await agent(served)
+            assert len(served.scripted.prompts) == 6 - min(kept, 6)
+        assert [without_ids(one) for one in again] == [without_ids(one) for one in first]
+        (*trajectories,) = served.session.trajectories()
+        assert [one.tokens["tokens"].tolist() for one in trajectories] == [
+            one.tokens["tokens"].tolist() for one in whole.trajectories()
+        ]
+        assert sum(one.reward for one in trajectories) == sum(one.reward for one in whole.trajectories())
+
+
+def without_ids(text: str) -> str:
+    """A function call has a random id in each attempt that samples it."""
+    return re.sub(r'"(chatcmpl-|fc_)[^"]*"', "", text)
+
+
+async def test_an_episode_that_chats_in_its_own_code_begins_again(
+    chats: dict[str, ChatTokenizer], tmp_path: Path
+) -> None:
+    files = SessionFiles(tmp_path)
+    for record in ({"kind": "turn", "key": "a"}, {"kind": "turn", "key": None}):
+        files.write("7.0", record)
+    assert files.records("7.0") == []
+    assert files.records("7.0") == []
+
+
+async def test_every_worker_makes_the_same_keys_and_no_other_run_does(tmp_path: Path) -> None:
+    one, other, stranger = (SessionFiles(tmp_path / name) for name in ("run", "run", "other"))
+    assert one.api_key("7.0") == other.api_key("7.0") != one.api_key("7.1")
+    assert stranger.api_key("7.0") != one.api_key("7.0")
+    assert (tmp_path / "run" / "secret").stat().st_mode & 0o77 == 0
+    forget_sessions(tmp_path / "run")  # SF-2
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,73 @@
+"""The records of sessions under way, on disk: a worker that takes over a group goes on with its sessions.
+
+`RUN/sessions/TICKET.SAMPLE.jsonl` has the records of one session, from its first request to the end of its group.
+
+Invariants
+    SF-1  A session that goes on in another worker has all turns, rewards and keys of the first. The same requests, sent
+          again, get the same answers (CA-1).
+    SF-2  Sessions of a controller that ended are not continued: the policy may be an older one now.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+
+from goaly.agents.turn import Record
+
+SECRET = "secret"
+
+
+class SessionFiles:
+    """The files of a run's sessions."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._secret = _secret(folder / SECRET)
+
+    def api_key(self, name: str) -> str:
+        """The API key of the session with this name, the same in each worker."""
+        return blake2b(name.encode(), key=self._secret, digest_size=24).hexdigest()
+
+    def records(self, name: str) -> list[Record]:
+        """What an earlier worker has recorded of the session with this name."""
+        path = self._folder / f"{name}.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_bytes()
+        whole = lines[: lines.rfind(b"\n") + 1]  # the worker may have died while it wrote
+        os.truncate(path, len(whole))
+        records = [json.loads(line) for line in whole.splitlines()]
+        if any("key" in record and record["key"] is None for record in records):
+            self.discard(name)  # the episode chats in its own code, and will do so again
+            return []
+        return [record for record in records if record["kind"] != "end"]
+
+    def write(self, name: str, record: Record) -> None:
+        """Add a record of this session."""
+        with (self._folder / f"{name}.jsonl").open("ab") as file:  # a worker has more sessions than it may open files
+            file.write(json.dumps(record).encode() + b"\n")
+
+    def discard(self, name: str) -> None:
+        """Delete the file of a session whose group has ended."""
+        (self._folder / f"{name}.jsonl").unlink(missing_ok=True)
+
+
+def forget_sessions(folder: Path) -> None:
+    """Delete the files of all sessions (SF-2)."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _secret(path: Path) -> bytes:
+    """The secret of the run's API keys, made by the first worker."""
+    made = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secrets.token_bytes(32))
+    with suppress(FileExistsError):
+        os.link(made, path)
+    made.unlink()
+    return path.read_bytes()
