@@ -3,9 +3,9 @@
 `RUN/sessions/TICKET.SAMPLE.jsonl` has the records of one session, from its first request to the end of its group.
 
 Invariants
-    SF-1  A session that goes on in another worker has all turns, rewards and keys of the first. The same requests, sent
+    KS-1  A session that goes on in another worker has all turns, rewards and keys of the first. The same requests, sent
           again, get the same answers (CA-1).
-    SF-2  Sessions of a controller that ended are not continued: the policy may be an older one now.
+    KS-2  Sessions of a controller that ended are not continued: the policy may be an older one now.
 """
 
 import json
@@ -58,7 +58,7 @@ class SessionFiles:
 
 
 def forget_sessions(folder: Path) -> None:
-    """Delete the files of all sessions (SF-2)."""
+    """Delete the files of all sessions (KS-2)."""
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -299,7 +299,7 @@ async def test_rewards_come_over_http_for_a_turn_or_for_the_episode(serve: Serve
         assert trajectory.reward == 1.75
 
 
-async def test_a_session_goes_on_in_the_next_worker(serve: Serve, tmp_path: Path) -> None:  # SF-1
+async def test_a_session_goes_on_in_the_next_worker(serve: Serve, tmp_path: Path) -> None:  # KS-1
     files = SessionFiles(tmp_path / "sessions")
     tools: Any = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
 
@@ -356,5 +356,5 @@ async def test_every_worker_makes_the_same_keys_and_no_other_run_does(tmp_path: 
     assert one.api_key("7.0") == other.api_key("7.0") != one.api_key("7.1")
     assert stranger.api_key("7.0") != one.api_key("7.0")
     assert (tmp_path / "run" / "secret").stat().st_mode & 0o77 == 0
-    forget_sessions(tmp_path / "run")  # SF-2
+    forget_sessions(tmp_path / "run")  # KS-2
     assert not (tmp_path / "run").exists()
