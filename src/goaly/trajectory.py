@@ -124,6 +124,8 @@ class Group:
     """Responses that got reward 0 because the verifier failed (`reward.on_error=zero`)."""
     verifier_timeouts: int = 0
     """Responses that got reward 0 because the verifier exceeded its time limit (`reward.on_time_limit=zero`)."""
+    malformed_calls: int = 0
+    """Malformed tool calls in chats."""
     _encoded: bytearray | None = field(default=None, init=False, repr=False, compare=False)
     """Its bytes, if it was made of some: the memory of its tensors."""
 

@@ -3,6 +3,7 @@
 An answer in which a parser finds no call that is whole stays text, as the policy wrote it.
 """
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ class AnswerParser:
             enable_auto_tools=True,
             tokenizer=self._tokenizer,
         )
+        self._starts = _starts_of_calls(self._parser.tool_parser_cls)
 
     def message(
         self,
@@ -74,6 +76,16 @@ class AnswerParser:
             role=ASSISTANT, content=content, reasoning_content=reasoning or None, tool_calls=tuple(found) or None
         )
 
+    def malformed_calls(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """The number of calls in an answer that are none: text that begins as a call does but cannot be read, calls of
+        unknown tools, and calls whose arguments are no JSON object."""
+        if not self.reads_calls or not tools:
+            return 0
+        known = {tool["function"]["name"] for tool in tools}
+        calls = [call["function"] for call in message.tool_calls or ()]
+        wrong = sum(call["name"] not in known or not _is_object(call["arguments"]) for call in calls)
+        return wrong + any(start in (message.content or "") for start in self._starts)
+
     def text(self, completion: Completion, *, skip_special_tokens: bool = True) -> str:
         """The text of the answer without the stop token or the stop string that ended it."""
         text = self._chat.decode(self._written(completion), skip_special_tokens=skip_special_tokens)
@@ -83,3 +95,16 @@ class AnswerParser:
         """The tokens of the answer without the stop token."""
         tokens = completion.tokens.tolist()
         return tokens[:-1] if tokens and tokens[-1] in self._chat.stop_token_ids else tokens
+
+
+def _starts_of_calls(parser: type | None) -> list[str]:
+    """The texts that begin a tool call; none if the parser does not name them."""
+    named = [getattr(parser, name) for name in dir(parser) if "call" in name and "start" in name]
+    return [value for value in named if isinstance(value, str) and value.strip()]
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False

@@ -205,7 +205,9 @@ class ServedSession:
             message = Message(role=ASSISTANT, content=self.parser.text(completion))
         else:
             message = self.parser.message(completion, ask.tools, calls=ask.calls, one_call=ask.one_call)
-        return self.session.record(ask.continuation, completion, message.as_dict(), f"{call.key}/{number}")
+        malformed = self.parser.malformed_calls(message, ask.tools) if ask.calls else 0
+        key = f"{call.key}/{number}"
+        return self.session.record(ask.continuation, completion, message.as_dict(), key, malformed=malformed)
 
     def _sampling(self, given: Mapping[str, Any]) -> Sampling:
         """The sampling that a client asks for. Trained answers keep the run's distribution, and no answer may exceed

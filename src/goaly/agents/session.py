@@ -77,9 +77,11 @@ class Session:
         sample_index: int = 0,
         environment: str = "",
         limits: SessionLimits | None = None,
+        malformed_penalty: float = 0.0,
         log: Callable[[Record], None] | None = None,
     ):
-        """`log` receives a record of each change, for `replay`."""
+        """A turn's process reward is lowered by `malformed_penalty` for each malformed tool call. `log` receives a
+        record of each change, for `replay`."""
         self.limits = limits or SessionLimits()
         self.ended: SessionEnd | None = None
         self.turns: list[RecordedTurn] = []
@@ -91,6 +93,7 @@ class Session:
         self._prompt_id = prompt_id
         self._sample_index = sample_index
         self._environment = environment
+        self._malformed_penalty = malformed_penalty
         self._log = log
         self._under_way = 0
         self._exhausted = False
@@ -167,10 +170,16 @@ class Session:
         return Continuation(parent=None, request=request, rendered=RenderedPrompt.of(text), context=context)
 
     def record(
-        self, continuation: Continuation, completion: Completion, message: Mapping[str, Any], key: str | None = None
+        self,
+        continuation: Continuation,
+        completion: Completion,
+        message: Mapping[str, Any],
+        key: str | None = None,
+        *,
+        malformed: int = 0,
     ) -> RecordedTurn:
-        """Add a completion, which was returned to the client as `message`. Each call is a turn of its own, also for
-        equal requests. `key` names the request for `turn_of`."""
+        """Add a completion, which was returned to the client as `message`, with so many malformed tool calls. Each call
+        is a turn of its own, also for equal requests. `key` names the request for `turn_of`."""
         self._check_open()
         if completion.prompt != continuation.prompt:  # SE-1
             raise EpisodeError(
@@ -198,10 +207,18 @@ class Session:
             finish=completion.finish,
             choices=choices,
             message=message,
+            malformed=malformed,
         )
         self._add(turn)
         self._write(turn.record())
+        if malformed and self._malformed_penalty:
+            self.credit(turn, -self._malformed_penalty * malformed, key)
         return turn
+
+    @property
+    def malformed_calls(self) -> int:
+        """The number of malformed tool calls in its answers."""
+        return sum(turn.malformed for turn in self.turns)
 
     @property
     def keys(self) -> list[str]:

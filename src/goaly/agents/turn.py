@@ -82,6 +82,8 @@ class RecordedTurn:
     """u8 `[tokens, layers, K]`: the experts that were chosen for the tokens behind those that `goes_on` covers."""
     message: Mapping[str, Any]
     """The answer as it was returned to the client."""
+    malformed: int = 0
+    """Its tool calls that are malformed."""
     answer: Message = field(init=False)
     """The same message as templates render it."""
     covered: int = field(init=False)
@@ -137,6 +139,7 @@ class RecordedTurn:
             if choices is None
             else [list(choices.shape), b64encode(choices.numpy().tobytes()).decode()],
             "message": dict(self.message),
+            "malformed": self.malformed,
         }
 
     @classmethod
@@ -165,4 +168,5 @@ class RecordedTurn:
             finish=Finish(record["finish"]),
             choices=choices,
             message=record["message"],
+            malformed=record["malformed"],
         )

@@ -31,7 +31,7 @@ class GroupStatistics:
         self._limit = settings.max_no_signal_share
         self._recent: deque[bool] = deque(maxlen=RECENT_STEPS * settings.groups_per_step)
         self._passes: dict[str, Passes] = {}
-        self._errors = self._timeouts = 0
+        self._errors = self._timeouts = self._malformed = 0
 
     def count(self, group: Group) -> bool:
         """Count a finished group, and return whether it has a signal."""
@@ -43,6 +43,7 @@ class GroupStatistics:
         )
         self._errors += group.verifier_errors
         self._timeouts += group.verifier_timeouts
+        self._malformed += group.malformed_calls
         signal = has_signal(rewards)
         self._recent.append(not signal)
         return signal
@@ -72,9 +73,11 @@ class GroupStatistics:
         return taken
 
     def take_unscored(self) -> dict[str, float]:
-        """Metrics of the responses that got reward 0 without a score since the last call."""
+        """Metrics of the responses that got reward 0 without a score, and of malformed tool calls, since the last
+        call."""
         taken = {"reward/verifier_errors": float(self._errors), "reward/verifier_timeouts": float(self._timeouts)}
-        self._errors = self._timeouts = 0
+        taken["agents/malformed_calls"] = float(self._malformed)
+        self._errors = self._timeouts = self._malformed = 0
         return taken
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,6 +87,7 @@ class GroupStatistics:
             "passes": {source: asdict(passes) for source, passes in self._passes.items()},
             "errors": self._errors,
             "timeouts": self._timeouts,
+            "malformed": self._malformed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -91,3 +95,4 @@ class GroupStatistics:
         self._recent.extend(state["recent"])
         self._passes = {source: Passes(**passes) for source, passes in state["passes"].items()}
         self._errors, self._timeouts = state["errors"], state["timeouts"]
+        self._malformed = state.get("malformed", 0)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -176,6 +176,7 @@ class GroupRunner:
             samples=tuple(one for trajectories in episodes for one in trajectories),
             verifier_errors=group.unscored("error"),
             verifier_timeouts=group.unscored("timeout"),
+            malformed_calls=sum(episode.malformed_calls for episode in group.episodes),
         )
 
     def _group(
@@ -205,13 +206,14 @@ class GroupRunner:
 
     def _session(self, prompt: Prompt, running: RunningEpisode) -> Session:
         """The session of an episode. It goes on from the records of an earlier worker, if there are any."""
-        files, name = self.session_files, running.policy.name
+        files, name, settings = self.session_files, running.policy.name, self.settings.session
         is_recorded = files is not None and not running.policy.evaluation
         session = Session(
             self.chat,
             prompt_id=prompt.id,
             sample_index=running.sample_index,
-            limits=SessionLimits(**asdict(self.settings.session)),
+            limits=SessionLimits(turns=settings.turns, tokens=settings.tokens, parallel=settings.parallel),
+            malformed_penalty=settings.malformed_penalty,
             log=partial(files.write, name) if is_recorded else None,
         )
         return session.replay(files.records(name)) if is_recorded else session
@@ -243,6 +245,7 @@ class GroupRunner:
                 )
                 name = f"episode {running.sample_index} of prompt {prompt.id}"
                 made = await within(self.settings.episode_seconds, self.episode(prompt, context), name)
+            running.malformed_calls = session.malformed_calls
         trajectories = tuple(made) if isinstance(made, Sequence) else (made,)
         if not trajectories or not all(isinstance(one, Trajectory) for one in trajectories):
             kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in trajectories)) or "no trajectory"

@@ -58,6 +58,8 @@ class RunningEpisode:
     sample_index: int
     _stage: str = field(default=WAITING, init=False)
     _judging: int = field(default=0, init=False)
+    malformed_calls: int = field(default=0, init=False)
+    """Malformed tool calls in its answers."""
     unscored: Counter[str] = field(default_factory=Counter, init=False)
     """The number of its responses that got reward 0 without a score, by cause."""
 

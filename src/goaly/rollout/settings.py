@@ -5,7 +5,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from goaly.config.settings import PositiveFloat, PositiveInt, Settings
+from goaly.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 
 
 class SessionSettings(Settings):
@@ -17,6 +17,9 @@ class SessionSettings(Settings):
     """Most tokens that the policy writes in the whole episode. The answer that reaches it ends there."""
     parallel: PositiveInt | None = None
     """Most answers that are sampled at the same time; a request above it gets status 429, and clients repeat it."""
+    malformed_penalty: NonNegativeFloat = 0.0
+    """Subtracted from the reward of a turn for each malformed tool call: one that cannot be read, names an unknown
+    tool, or has arguments that are no JSON object."""
 
 
 class EndpointSettings(Settings):

@@ -37,7 +37,13 @@ class Sampler:
         return Sample(tokens=written, logprobs=-written.float() - 1, versions=versions, finish=Finish.STOP)
 
 
-def chat_with(chat: ChatTokenizer, *answers: str, limits: SessionLimits | None = None, **parsers: str) -> Any:
+def chat_with(
+    chat: ChatTokenizer,
+    *answers: str,
+    limits: SessionLimits | None = None,
+    malformed_penalty: float = 0.0,
+    **parsers: str,
+) -> Any:
     """A chat with a policy that gives these answers, and its sampler."""
     sampler = Sampler(chat, *answers)
     policy = Policy(
@@ -49,7 +55,7 @@ def chat_with(chat: ChatTokenizer, *answers: str, limits: SessionLimits | None =
         max_context=4096,
         decode=chat.decode,
     )
-    session = Session(chat, prompt_id="q1", limits=limits)
+    session = Session(chat, prompt_id="q1", limits=limits, malformed_penalty=malformed_penalty)
     parser = AnswerParser(chat, ChatSettings(**parsers))
     parser.load()
     return Chat(policy, session, parser, TOOLS), sampler
@@ -57,6 +63,27 @@ def chat_with(chat: ChatTokenizer, *answers: str, limits: SessionLimits | None =
 
 def user(text: str) -> Message:
     return Message(role="user", content=text)
+
+
+MALFORMED = {
+    "a call that cannot be read": '<tool_call>\n{"name": "add", "arguments": {"a": 2\n</tool_call>',
+    "an unknown tool": '<tool_call>\n{"name": "subtract", "arguments": {"a": 2}}\n</tool_call>',
+    "arguments that are no object": '<tool_call>\n{"name": "add", "arguments": [2]}\n</tool_call>',
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+async def test_a_malformed_call_is_returned_and_counted_and_costs_reward(
+    chats: dict[str, ChatTokenizer], what: str
+) -> None:
+    whole = hermes({"content": "", "tool_calls": [CALL]})
+    chat, _ = chat_with(chats["hermes"], MALFORMED[what], whole, tool_parser="hermes", malformed_penalty=0.25)
+    said = [user("2+3?")]
+    answer = await chat.say(said)
+    assert answer.content or answer.tool_calls
+    await chat.say([*said, answer, user("again")])
+    assert chat.session.malformed_calls == 1
+    assert sum(one.reward for one in chat.finish(1.0)) == pytest.approx(0.75 if len(chat.finish(1.0)) == 1 else 1.75)
 
 
 async def test_tools_are_called_and_answered_in_one_trajectory(chats: dict[str, ChatTokenizer]) -> None:

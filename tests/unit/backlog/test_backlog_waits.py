@@ -127,6 +127,7 @@ async def test_batch_metrics_by_hand():
             "reward/pass_rate": 0.5,
             "reward/pass_rate/test": 0.5,
             "reward/verifier_errors": 0.0,
+            "agents/malformed_calls": 0.0,
             "reward/verifier_timeouts": 0.0,
             "length/mean": 4.0,
             "length/max": 5.0,
