@@ -44,7 +44,7 @@ class AnswerParser:
             enable_auto_tools=True,
             tokenizer=self._tokenizer,
         )
-        self._starts = _starts_of_calls(self._parser.tool_parser_cls)
+        self._starts = _starts_of_calls(getattr(self._parser, "tool_parser_cls", None))
 
     def message(
         self,
