@@ -45,7 +45,15 @@ $(PEER)/.installed: constraints/peer.txt $(INSTALLED)
 peer: sft $(PEER)/.installed
 	$(RUN) -m bench.peer --peer-python $(PEER)/bin/python $(SETTINGS)
 
-test: $(INSTALLED)
+# So has the openenv package, whose servers the tests talk to. What a server does not import is left out.
+OPENENV := .venv-openenv
+$(OPENENV)/.installed: constraints/openenv.txt constraints/openenv-overrides.txt $(INSTALLED)
+	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv --without-pip $(OPENENV)
+	$(VENV)/bin/uv pip install --quiet --python $(OPENENV)/bin/python --constraint constraints/openenv.txt \
+		--overrides constraints/openenv-overrides.txt openenv
+	touch $@
+
+test: $(INSTALLED) $(OPENENV)/.installed
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # A slow lane of an hour; with SETTINGS="--minutes 20" it stops after that time, and goes on at the next call.
@@ -60,4 +68,4 @@ check: $(INSTALLED)
 		tests/unit/test_documented_keys.py
 
 clean:
-	rm -rf $(VENV) $(PEER) mutants .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER) $(OPENENV) mutants .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Environments that episodes act in, each in a process of its own, behind one protocol."""

@@ -1,0 +1,106 @@
+"""Environments behind one HTTP function: an object is posted to a URL, and an object comes back.
+
+    {"episode": "f3…", "step": 0, "task": {…}}      ->  {"observation": …}
+    {"episode": "f3…", "step": 1, "action": {…}}    ->  {"observation": …, "reward": 0.5, "done": false}
+
+Status 422 refuses an action. A function that answers the same (episode, step) the same way again is `idempotent`: its
+steps are retried after a broken connection or status 502 to 504. Others are retried only if nothing was sent. When the
+function's own process has died, its episodes are lost: only `reset` starts it again.
+"""
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from goaly.environments.process import Elsewhere, Server, ServerProcess
+from goaly.environments.protocol import (
+    ActionRefused,
+    Disconnected,
+    EnvironmentFailed,
+    Observation,
+    StepResult,
+    Unsent,
+    observed,
+    stepped,
+)
+
+_REFUSED = 422
+_PASSING = (502, 503, 504)
+
+
+class HttpFunction:
+    """An environment whose every call is one POST."""
+
+    def __init__(
+        self,
+        server: Server | str,
+        path: str = "",
+        *,
+        idempotent: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ):
+        """`server` is a command's, or a URL; `path` is what the URL lacks. `headers` are sent with each request."""
+        self._server = Elsewhere(server) if isinstance(server, str) else server
+        self._path = path
+        self._idempotent = idempotent
+        self._client = httpx.AsyncClient(timeout=None, headers=headers, trust_env=isinstance(server, str))
+        self._process: ServerProcess | Elsewhere | None = None
+        self._episode = ""
+        self._step = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is open: an episode is a new id for the function, whatever became of the one before."""
+        return not self._client.is_closed
+
+    async def reset(self, task: Mapping[str, Any]) -> Observation:
+        """Begin a new episode, with a new id."""
+        self._process = await self._server.running()
+        self._episode, self._step = uuid.uuid4().hex, 0
+        return observed(await self._post({"task": dict(task)}, again=True), self._path or "HTTP function")
+
+    async def step(self, action: Mapping[str, Any]) -> StepResult:
+        """Act. ActionRefused at status 422; the step then counts as not taken."""
+        self._step += 1
+        try:
+            return stepped(await self._post({"action": dict(action)}, self._idempotent), self._path or "HTTP function")
+        except (ActionRefused, Unsent):
+            self._step -= 1
+            raise
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _post(self, body: Mapping[str, Any], again: bool) -> Any:
+        if self._process is None:
+            raise EnvironmentFailed("HTTP function: no episode has begun; call reset first")
+        url = self._process.url + self._path
+        request = self._sent(url, {"episode": self._episode, "step": self._step, **body})
+        try:
+            reply = await self._process.unless_dead(request)
+        except Disconnected as error:
+            if not again:
+                raise
+            raise Unsent(str(error)) from error
+        if reply.status_code in _PASSING and again:
+            raise Unsent(f"POST {url}: status {reply.status_code}")
+        if reply.is_error:
+            kind = ActionRefused if reply.status_code == _REFUSED else EnvironmentFailed
+            raise kind(f"POST {url}: status {reply.status_code}: {reply.text[:200]}")
+        try:
+            return reply.json()
+        except ValueError as error:
+            raise EnvironmentFailed(f"POST {url}: the reply must be JSON, is {reply.text[:200]!r}") from error
+
+    async def _sent(self, url: str, body: Mapping[str, Any]) -> httpx.Response:
+        try:
+            return await self._client.post(url, json=body)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise Unsent(f"POST {url}: cannot connect: {error}") from error
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+            raise Disconnected(f"POST {url}: the connection broke: {type(error).__name__}: {error}") from error
+        except httpx.HTTPError as error:
+            raise EnvironmentFailed(f"POST {url}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,83 @@
+"""Environments behind a real HTTP function: `servers/counting.py`."""
+
+import asyncio
+
+import pytest
+
+from goaly.environments.http_function import HttpFunction
+from goaly.environments.limits import EnvironmentLimits, LimitedEnvironment
+from goaly.environments.process import Server
+from goaly.environments.protocol import ActionRefused, EnvironmentDied, EnvironmentFailed, EnvironmentTimeout, Unsent
+
+
+def number(value):
+    return {"number": value}
+
+
+async def test_a_function_is_played_refuses_and_is_retried_only_if_it_may_be(command):
+    """EV-4."""
+    async with Server(command("counting.py", "{port}")) as server:
+        limits = EnvironmentLimits(step_seconds=0.5)
+        safe = LimitedEnvironment(HttpFunction(server, "/play", idempotent=True), EnvironmentLimits())
+        assert (await safe.reset({"start": 90})).content == 90
+        with pytest.raises(ActionRefused, match="must be an integer"):
+            await safe.step(number("x"))
+        result = await safe.step(number(4))
+        assert (result.observation, result.reward, result.done) == (94, 0.4, False)
+        result = await safe.step(number(503))
+        assert (result.observation, result.done) == (597, True)
+        assert (safe.counts.retries, safe.counts.refused, safe.counts.steps) == (2, 1, 2)
+        with pytest.raises(EnvironmentFailed, match="reward='much'"):
+            await safe.step(number("nonsense"))
+
+        once = LimitedEnvironment(HttpFunction(server, "/play"), limits)
+        await once.reset({})
+        with pytest.raises(EnvironmentTimeout):
+            await once.step(number("wait"))
+        await once.reset({})
+        with pytest.raises(EnvironmentDied, match="exit code 9"):
+            await once.step(number("end"))
+        assert (once.counts.retries, once.counts.timeouts, once.counts.deaths) == (0, 1, 1)
+        with pytest.raises(EnvironmentDied):
+            await safe.step(number(1))
+        assert (await safe.reset({"start": 5})).content == 5, "a new episode starts a new process"
+        await safe.close()
+        await once.close()
+        assert not safe.alive
+
+
+async def test_an_idempotent_step_is_sent_again_when_its_connection_breaks():
+    """EV-4."""
+    requests = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length:")[2].split()[0])
+        requests.append(await reader.readexactly(length))
+        if len(requests) not in (2, 4):
+            reply = b'{"observation": "there"}'
+            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(reply) + reply)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for idempotent in (True, False):
+            environment = LimitedEnvironment(HttpFunction(url, idempotent=idempotent))
+            await environment.reset({})
+            if idempotent:
+                assert (await environment.step({})).observation == "there"
+                assert requests[1] == requests[2], "the same episode and step"
+                requests.pop()
+            else:
+                with pytest.raises(EnvironmentFailed, match="the connection broke"):
+                    await environment.step({})
+            await environment.close()
+    assert environment.counts.errors == 1
+
+
+async def test_what_was_not_sent_is_retried():
+    environment = LimitedEnvironment(HttpFunction("http://127.0.0.1:1"), EnvironmentLimits(retries=2))
+    with pytest.raises(Unsent, match="cannot connect"):
+        await environment.reset({})
+    assert (environment.counts.retries, environment.counts.errors) == (2, 1)
+    await environment.close()

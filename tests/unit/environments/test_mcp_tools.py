@@ -1,0 +1,98 @@
+"""The tools of a real MCP server, `servers/tools.py`, over stdio and streamable HTTP."""
+
+import os
+import signal
+
+import pytest
+
+from goaly.environments.mcp_tools import McpTools
+from goaly.environments.process import ServerProcess
+from goaly.environments.protocol import Disconnected, EnvironmentDied
+from goaly.prompts.prompt import Message
+
+
+def calls(*named: tuple[str, object]) -> Message:
+    made = (
+        {"id": f"call_{i}", "function": {"name": name, "arguments": given}} for i, (name, given) in enumerate(named)
+    )
+    return Message(role="assistant", tool_calls=tuple(made))
+
+
+@pytest.mark.parametrize("arguments", [[], ["{fd}"]], ids=["stdio", "streamable HTTP"])
+async def test_each_call_gets_one_message_also_if_it_is_wrong_or_fails(command, arguments, ends):
+    """MT-1, MT-2."""
+    tools = await McpTools.start(command("tools.py", *arguments))
+    add = tools.tools[0]["function"]
+    assert (add["name"], add["description"]) == ("add", "The sum of two numbers.")
+    assert add["parameters"]["required"] == ["a", "b"]
+    message = calls(
+        ("add", '{"a": 1, "b": 2}'),
+        ("add", {"a": 3, "b": 4}),
+        ("subtract", "{}"),
+        ("add", '{"a": 1,'),
+        ("add", "[1, 2]"),
+        ("add", '{"a": "one", "b": 2}'),
+        ("divide", '{"a": 1, "b": 0}'),
+    )
+    answers = await tools.answer(message)
+    assert [answer.role for answer in answers] == ["tool"] * 7
+    assert [answer.tool_call_id for answer in answers] == [f"call_{i}" for i in range(7)]
+    said = [answer.content for answer in answers]
+    assert said[:2] == ["3", "7"]
+    for text, part in zip(
+        said[2:],
+        ["there is no tool subtract", "are not JSON", "must be a JSON object", "valid integer", "Error executing tool"],
+        strict=True,
+    ):
+        assert text.startswith("Error: ")
+        assert part in text
+    counts = tools.counts
+    assert (counts.calls, counts.unknown, counts.malformed, counts.failed, counts.timeouts) == (7, 1, 2, 2, 0)
+
+    ends.watch(*map(int, (await tools.call("process_ids", {})).split()))
+    assert tools.alive
+    await tools.close()
+    assert ends.wait(0), "the server's child too, which left its session"
+    assert not tools.alive
+    with pytest.raises(Disconnected):
+        await tools.call("add", {"a": 1, "b": 2})
+
+
+async def test_a_slow_tool_is_a_message_and_a_server_that_hangs_does_not_count_as_alive(command, ends):
+    tools = await McpTools.start(command("tools.py"))
+    tools.call_seconds = 0.2
+    (answer,) = await tools.answer(calls(("wait_forever", "{}")))
+    assert answer.content == "Error: wait_forever has not answered within 0.2 s"
+    assert not tools.alive, "until it answers"
+    tools.call_seconds = 30
+    server, child = map(int, (await tools.call("process_ids", {})).split())
+    ends.watch(server, child)
+    assert tools.alive
+    os.kill(server, signal.SIGSTOP)
+    tools.call_seconds = 0.2
+    slow = await tools.answer(calls(("add", '{"a": 1, "b": 2}'), ("divide", '{"a": 1, "b": 2}')))
+    assert [message.content for message in slow] == [
+        "Error: add has not answered within 0.2 s",
+        "Error: divide has not answered within 0.2 s",
+    ]
+    assert tools.counts.timeouts == 3
+    assert not tools.alive
+    await tools.close()
+    assert ends.wait(0)
+
+
+async def test_a_server_that_dies_during_a_call_fails_the_episode(command):
+    """EV-3."""
+    for server in (command("tools.py"), await ServerProcess.start(command("tools.py", "{fd}"))):
+        tools = await McpTools.start(server)
+        with pytest.raises(EnvironmentDied, match=r"(?s)exit code 3.*I was told to end"):
+            await tools.answer(calls(("end", '{"code": 3}')))
+        assert not tools.alive
+        await tools.close()
+
+
+async def test_a_program_that_is_no_mcp_server_is_an_error(command):
+    with pytest.raises((EnvironmentDied, Disconnected)):
+        await McpTools.start(command("no_such_file.py"))
+    with pytest.raises(Disconnected, match="MCP server"):
+        await McpTools.start("http://127.0.0.1:1")
