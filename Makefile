@@ -45,7 +45,7 @@ $(PEER)/.installed: constraints/peer.txt $(INSTALLED)
 peer: sft $(PEER)/.installed
 	$(RUN) -m bench.peer --peer-python $(PEER)/bin/python $(SETTINGS)
 
-# So has the openenv package, whose servers the tests talk to. What a server does not import is left out.
+# So has the openenv package, with whose servers the tests talk. Packages that a server does not import are left out.
 OPENENV := .venv-openenv
 $(OPENENV)/.installed: constraints/openenv.txt constraints/openenv-overrides.txt $(INSTALLED)
 	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv --without-pip $(OPENENV)
@@ -53,7 +53,14 @@ $(OPENENV)/.installed: constraints/openenv.txt constraints/openenv-overrides.txt
 		--overrides constraints/openenv-overrides.txt openenv
 	touch $@
 
-test: $(INSTALLED) $(OPENENV)/.installed
+# Only the tests install this one: building its dependency pycosat needs a C compiler.
+REASONING_GYM := $(VENV)/.installed-reasoning-gym
+$(REASONING_GYM): $(INSTALLED)
+	$(UV_SOURCES) $(VENV)/bin/uv pip install --quiet --python $(RUN) --constraint constraints/$(EXTRA).txt \
+		$(if $(UV_OVERRIDES),--overrides $(UV_OVERRIDES)) --editable '.[$(EXTRA),dev,reasoning-gym]'
+	touch $@
+
+test: $(INSTALLED) $(REASONING_GYM) $(OPENENV)/.installed
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # A slow lane of an hour; with SETTINGS="--minutes 20" it stops after that time, and goes on at the next call.

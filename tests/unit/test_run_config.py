@@ -51,6 +51,18 @@ def test_a_critic_or_a_reference_of_ones_own_is_looked_at_as_the_model_is(tiny_m
     assert run_config(PPO, tiny_model_folder, kl, f"reference.{own}", "reference.tp=3")
 
 
+def test_prompts_of_reasoning_gym_are_not_scored_as_additions(tiny_model_folder: Path):
+    gym = ["prompts.task=reasoning_gym", "prompts.reasoning_gym.name=chain_sum"]
+    with pytest.raises(ConfigError) as error:
+        run_config(GRPO, tiny_model_folder, *gym)
+    (problem,) = error.value.problems
+    assert problem.startswith(
+        "reward.verifier=goaly.prompts.tasks.arithmetic:verify: must be goaly.prompts.tasks.reasoning_gym:verify where "
+        "prompts.task is reasoning_gym, or your own"
+    )
+    run_config(GRPO, tiny_model_folder, *gym, "reward.verifier=goaly.prompts.tasks.reasoning_gym:verify")
+
+
 def with_advantages(name: str, model: Path, *overrides: str) -> RunConfig | list[str]:
     """The run's settings with these advantages, or what is wrong with them."""
     try:

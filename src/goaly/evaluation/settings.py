@@ -9,7 +9,14 @@ from typing import Any, Literal
 from goaly.config.settings import PositiveInt, Section, Settings
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Split
-from goaly.prompts.settings import ArithmeticSettings, ColumnSettings, PromptSettings, source_problems
+from goaly.prompts.settings import (
+    ArithmeticSettings,
+    ColumnSettings,
+    PromptSettings,
+    ReasoningGymSettings,
+    idle_tasks,
+    source_problems,
+)
 from goaly.reward.settings import verifier_problems
 
 HELD_OUT = "held_out"
@@ -23,6 +30,8 @@ class EvaluationSet(Settings):
     """The built-in task that makes the problems. Only held-out problems are asked, if the run trains on the task."""
     arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
     """The addition task, if `task` is arithmetic."""
+    reasoning_gym: ReasoningGymSettings = field(default_factory=ReasoningGymSettings)
+    """The data set, if `task` is reasoning_gym, with `verifier: goaly.prompts.tasks.reasoning_gym:verify`."""
     files: tuple[str, ...] = ()
     """JSONL or Parquet files in the format of `prompts.files`; any problem in them may be asked. Without `task` and
     `files` the set is the held-out share of `prompts`."""
@@ -53,7 +62,12 @@ class EvaluationSet(Settings):
         if self.task is None:
             return prompts, Split.HELD_OUT
         fraction = prompts.held_out_fraction  # a problem's split depends on the problem and the fraction alone
-        source = PromptSettings(task=self.task, arithmetic=self.arithmetic, held_out_fraction=fraction)
+        source = PromptSettings(
+            task=self.task,
+            arithmetic=self.arithmetic,
+            reasoning_gym=self.reasoning_gym,
+            held_out_fraction=fraction,
+        )
         return source, Split.HELD_OUT if fraction > 0 else Split.TRAIN
 
     def sampled(self, sampling: SamplingSettings) -> SamplingSettings:
@@ -62,9 +76,9 @@ class EvaluationSet(Settings):
 
     def _problems(self, at: Section) -> Iterator[str]:
         if self.task is not None or self.files:
-            yield from source_problems(self.task, self.files, at)
+            yield from source_problems(self, at)
         else:
-            yield from at.arithmetic.idle(f"{at}task is null")
+            yield from idle_tasks(None, at)
         if not self.files:
             yield from at.columns.idle(f"{at}files is empty")
         if self.task is not None and self.count is None:

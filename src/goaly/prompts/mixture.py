@@ -134,6 +134,7 @@ def each_source(settings: PromptSettings) -> dict[str, PromptSettings]:
             settings,
             task=source.task,
             arithmetic=source.arithmetic,
+            reasoning_gym=source.reasoning_gym,
             files=source.files,
             columns=source.columns,
             distinct=source.distinct,

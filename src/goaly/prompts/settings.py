@@ -1,6 +1,6 @@
 """Sources of prompts and of supervised documents, and their chat templates."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,7 +10,12 @@ from annotated_types import Gt, Le, MinLen
 from goaly.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Settings, Share, ShareBelowOne
 
 FILE_KINDS = (".jsonl", ".parquet")
-TASK_NAMES = ("arithmetic",)
+ARITHMETIC = "arithmetic"
+REASONING_GYM = "reasoning_gym"
+SCORING = "goaly.prompts.tasks.reasoning_gym:verify"
+"""The verifier of its data sets' own scoring."""
+TASK_NAMES = (ARITHMETIC, REASONING_GYM)
+"""The built-in tasks. Each has a section of its own name."""
 
 
 class ArithmeticSettings(Settings):
@@ -26,6 +31,36 @@ class ArithmeticSettings(Settings):
     def _problems(self, at: Section) -> Iterator[str]:
         if self.max_digits < self.min_digits:
             yield f"{at.max_digits}: must be at least {at.min_digits}"
+
+
+class ReasoningGymSettings(Settings):
+    """A data set of the package reasoning-gym (`pip install 'goaly[reasoning-gym]'`)."""
+
+    name: str | None = None
+    """Name of the data set, such as `chain_sum`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of this data set, such as `{max_terms: 4}`."""
+    size: PositiveInt = 100_000
+    """Number of its problems, from which prompts are drawn."""
+    seed: int = 0
+    """Seeds the problems."""
+    wording: str = "{question}"
+    """The user's message: `{question}` becomes the problem's. The verifier reads the last `<answer>...</answer>` of a
+    response, or all of it: `"{question}\n\nGive the answer as <answer>...</answer>."` lets the policy think first."""
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        if "{question}" not in self.wording:
+            yield f"{at.wording}: must contain {{question}}, which becomes the question of the problem"
+        if both := sorted({"name", "seed", "size"} & self.options.keys()):
+            yield f"{at}options: {', '.join(both)} must be set beside them, as {at}{both[0]}"
+        elif self.name is not None:
+            try:
+                from goaly.prompts.tasks.reasoning_gym import problem_with  # imports many packages
+            except ImportError as error:
+                yield f"{at.name}: {error}"
+            else:
+                if (why := problem_with(self)) is not None:
+                    yield f"{at.name}: {why}"
 
 
 class ColumnSettings(Settings):
@@ -59,6 +94,8 @@ class SourceSettings(Settings):
     """The built-in task that makes its prompts; null if they come from `files`."""
     arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
     """The addition task, if `task` is arithmetic."""
+    reasoning_gym: ReasoningGymSettings = field(default_factory=ReasoningGymSettings)
+    """The data set, if `task` is reasoning_gym."""
     files: tuple[str, ...] = ()
     """JSONL or Parquet files of prompts."""
     columns: ColumnSettings = field(default_factory=ColumnSettings)
@@ -68,7 +105,7 @@ class SourceSettings(Settings):
     memory. Set it for files such as DAPO-Math-17k, which has each of its problems a hundred times."""
 
     def _problems(self, at: Section) -> Iterator[str]:
-        yield from source_problems(self.task, self.files, at)
+        yield from source_problems(self, at)
         yield from idle_file_keys(self.files, at)
 
 
@@ -88,6 +125,8 @@ class PromptSettings(Settings):
     """The built-in task that makes the prompts; null if they come from `files` or `sources`."""
     arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
     """The addition task, if `task` is arithmetic."""
+    reasoning_gym: ReasoningGymSettings = field(default_factory=ReasoningGymSettings)
+    """The data set, if `task` is reasoning_gym. Set `reward.verifier` to `goaly.prompts.tasks.reasoning_gym:verify`."""
     files: tuple[str, ...] = ()
     """JSONL or Parquet files of prompts. Each record has `messages` or `prompt`, perhaps an `answer` for the verifier
     and `tools` that the policy may call; other columns become the prompt's metadata."""
@@ -110,7 +149,7 @@ class PromptSettings(Settings):
     """Seeds the choice and the order of prompts."""
 
     def _problems(self, at: Section) -> Iterator[str]:
-        yield from self._mixture_problems(at) if self.sources else source_problems(self.task, self.files, at)
+        yield from self._mixture_problems(at) if self.sources else source_problems(self, at)
         yield from idle_file_keys(self.files, at)
         if self.curriculum is not None and len(self.sources) < 2:
             yield f"{at}curriculum: needs at least two {at}sources to choose between"
@@ -120,7 +159,8 @@ class PromptSettings(Settings):
             yield f"{at.task}: must be null where {at}sources are given"
         if self.files:
             yield f"{at}files: must be empty where {at}sources are given"
-        yield from at.arithmetic.idle(f"{at}sources have their own")
+        for task in TASK_NAMES:
+            yield from getattr(at, task).idle(f"{at}sources have their own")
         names = [source.name for source in self.sources]
         if double := sorted({name for name in names if names.count(name) > 1}):
             yield f"{at}sources: each must have a name of its own; more than one is {', '.join(double)}"
@@ -128,21 +168,32 @@ class PromptSettings(Settings):
             yield f"{at}sources: one must have a weight above 0"
 
 
-def source_problems(task: str | None, files: tuple[str, ...], at: Section) -> Iterator[str]:
-    """One line for each reason why this task or these files cannot be a source of problems."""
+def source_problems(source: Any, at: Section, tasks: Sequence[str] = TASK_NAMES) -> Iterator[str]:
+    """One line for each reason why the task, one of `tasks`, or the files of this section cannot be a source of
+    problems."""
+    task, files = source.task, source.files
+    yield from idle_tasks(task, at, tasks)
     if task is None:
-        yield from at.arithmetic.idle(f"{at}task is null")
         if not files:
             yield f"{at.files}: must name at least one file where {at}task is null"
     elif files:
         yield f"{at.task}: must be null where {at}files are given"
-    if task is not None and task not in TASK_NAMES:
-        yield f"{at.task}: must be one of {', '.join(TASK_NAMES)}"
+    if task is not None and task not in tasks:
+        yield f"{at.task}: must be one of {', '.join(tasks)}"
+    elif task == REASONING_GYM and source.reasoning_gym.name is None:
+        yield f"{at.reasoning_gym.name}: must name a data set where {at}task is {REASONING_GYM}"
     for name in files:
         if not name.endswith(FILE_KINDS):
             yield f"{at}files: {name} must end in {' or '.join(FILE_KINDS)}"
         elif not Path(name).is_file():
             yield f"{at}files: {name} does not exist"
+
+
+def idle_tasks(task: str | None, at: Section, tasks: Sequence[str] = TASK_NAMES) -> Iterator[str]:
+    """One line for each key of `at` that is about a task other than this one."""
+    for other in tasks:
+        if other != task and (task is None or task in tasks):
+            yield from getattr(at, other).idle(f"{at}task is {'null' if task is None else task}")
 
 
 def idle_file_keys(files: tuple[str, ...], at: Section) -> Iterator[str]:
@@ -214,7 +265,7 @@ class SupervisedSettings(Settings):
     """A document of a file that is longer than a row is an error (`refuse`) or left out (`skip`)."""
 
     def _problems(self, at: Section) -> Iterator[str]:
-        yield from source_problems(self.task, self.files, at)
+        yield from source_problems(self, at, [ARITHMETIC])
         if self.task is None:
             yield from at.idle(f"{at}task is null", "forgotten_carry_rate")
         else:

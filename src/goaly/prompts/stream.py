@@ -9,14 +9,14 @@ Invariants
 from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from torchdata.nodes import BaseNode
 
 from goaly.prompts.blocks import Block, ShuffledFiles, blocks_of, fingerprint_of
 from goaly.prompts.files import DEFAULT, distinct_prompts_of, prompts_of
 from goaly.prompts.prompt import Prompt, Split, split_of
-from goaly.prompts.settings import PromptSettings
+from goaly.prompts.settings import REASONING_GYM, PromptSettings
 from goaly.prompts.tasks.arithmetic import Arithmetic
 
 _DRAWS_BEFORE_GIVING_UP = 100_000
@@ -31,10 +31,31 @@ def refuse_other(stream: str, identity: Mapping[str, Any], state: Mapping[str, A
             raise ValueError(f"{stream}: {key} is {value!r}, but the saved state has {state[key]!r}")
 
 
+class Task(Protocol):
+    """Makes problems."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the settings of the task; streams refuse to resume with another fingerprint."""
+        ...
+
+    def problem(self, random: Random) -> Prompt:
+        """The problem that these random numbers make."""
+        ...
+
+
+def _task(settings: PromptSettings) -> Task:
+    if settings.task == REASONING_GYM:
+        from goaly.prompts.tasks.reasoning_gym import ReasoningGym  # imports many packages
+
+        return ReasoningGym(settings.reasoning_gym)
+    return Arithmetic(settings.arithmetic)
+
+
 class TaskPrompts(BaseNode[Prompt]):
     """A task's problems, without end: number i depends on the seed, the split and i only."""
 
-    def __init__(self, task: Arithmetic, held_out_fraction: float, seed: int, split: Split):
+    def __init__(self, task: Task, held_out_fraction: float, seed: int, split: Split):
         super().__init__()
         self._task = task
         self._held_out_fraction = held_out_fraction
@@ -89,7 +110,7 @@ class PromptStream:
             read = f" {settings.columns}" * (settings.columns != DEFAULT) + " distinct" * settings.distinct
             self._source = f"{fingerprint_of(settings.files)} held_out={held_out}{read}"
         else:
-            task = Arithmetic(settings.arithmetic)
+            task = _task(settings)
             self._prompts = TaskPrompts(task, held_out, settings.seed, split)
             self._source = f"{task.fingerprint} held_out={held_out}"
 

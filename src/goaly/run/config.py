@@ -21,7 +21,7 @@ from goaly.generate.settings import (
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import SLICES, ModelSettings, MoeSettings
 from goaly.prompts.prompt import Split
-from goaly.prompts.settings import ChatSettings, PromptSettings
+from goaly.prompts.settings import REASONING_GYM, SCORING, ChatSettings, PromptSettings
 from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.settings import RolloutSettings
 from goaly.run.host_settings import HostSettings
@@ -162,6 +162,9 @@ class RunConfig(Settings):
             yield f"{at}prompts.files: {why}"
         elif (why := empty_split(self.prompts, Split.TRAIN)) is not None:
             yield f"{at.prompts.held_out_fraction}: must leave something to train on: {why}"
+        tasks = {source.task for source in self.prompts.sources or (self.prompts,)}
+        if tasks == {REASONING_GYM} and self.reward.verifier == RewardSettings().verifier:
+            yield f"{at.reward.verifier}: must be {SCORING} where {at}prompts.task is {REASONING_GYM}, or your own"
 
     def _idle_problems(self, at: Section) -> Iterator[str]:
         """One line for each setting that has no effect."""

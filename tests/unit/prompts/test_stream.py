@@ -109,7 +109,7 @@ def test_settings_tell_all_their_problems() -> None:
     assert check(PromptSettings, given, "prompts")[1] == [
         "prompts.held_out_fraction=1.0: must be at least 0 and below 1",
         "prompts.task=sums: must be null where prompts.files are given",
-        "prompts.task=sums: must be one of arithmetic",
+        "prompts.task=sums: must be one of arithmetic, reasoning_gym",
         "prompts.files: a.txt must end in .jsonl or .parquet",
         "prompts.files: b.jsonl does not exist",
     ]
