@@ -23,7 +23,7 @@ from mcp.shared.exceptions import MCPError
 from mcp.shared.message import SessionMessage
 
 from goaly.environments.process import Command, Elsewhere, ServerProcess
-from goaly.environments.protocol import Disconnected, EnvironmentFailed
+from goaly.environments.protocol import Disconnected, EnvironmentFailed, EnvironmentTimeout
 from goaly.errors import first_error
 from goaly.prompts.prompt import Message
 
@@ -88,7 +88,7 @@ class McpTools:
                 await tools._begin(path)
         except TimeoutError:
             await tools.close()
-            raise EnvironmentFailed(f"the MCP server has not answered within {start_seconds:g} s") from None
+            raise EnvironmentTimeout(f"the MCP server has not answered within {start_seconds:g} s") from None
         except BaseException:
             await tools.close()
             raise

@@ -109,6 +109,9 @@ async def test_a_dead_environment_is_replaced_and_a_warm_one_is_used_again():
         async with pool.lease("b") as second:
             assert second is first
             second.alive = False
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert kept.open == 0, "it is closed before anybody needs its place"
         async with pool.lease("a") as third:
             assert third is not first
             assert kept.open == 1
