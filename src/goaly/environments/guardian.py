@@ -1,7 +1,7 @@
 """The program that runs an environment's command: `python guardian.py OWNER_PID COMMAND ARGUMENT...`.
 
 It adopts every process that the command leaves behind, so that none outlives the environment. It exits as the command
-does, with 128 + N if signal N ended that. It imports nothing of goaly and starts in 20 ms.
+does, with 128 + N if signal N ended that. It imports nothing of goaly, and adds 50 ms to a start.
 
 Invariants
     EV-1  No process that the command started, directly or not, is left when the command ends, when the owner ends for

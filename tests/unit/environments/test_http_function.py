@@ -1,22 +1,27 @@
 """Environments behind a real HTTP function: `servers/counting.py`."""
 
 import asyncio
+import sys
+from pathlib import Path
 
 import pytest
 
 from goaly.environments.http_function import HttpFunction
 from goaly.environments.limits import EnvironmentLimits, LimitedEnvironment
-from goaly.environments.process import Server
+from goaly.environments.process import Command, Server
 from goaly.environments.protocol import ActionRefused, EnvironmentDied, EnvironmentFailed, EnvironmentTimeout, Unsent
+
+SERVERS = Path(__file__).parent / "servers"
 
 
 def number(value):
     return {"number": value}
 
 
-async def test_a_function_is_played_refuses_and_is_retried_only_if_it_may_be(command):
+async def test_a_function_is_played_refuses_and_is_retried_only_if_it_may_be(tmp_path):
     """EV-4."""
-    async with Server(command("counting.py", "{port}")) as server:
+    uvicorn = [sys.executable, "-m", "uvicorn", "counting:app", "--fd", "{fd}"]
+    async with Server(Command(arguments=uvicorn, folder=SERVERS, log=tmp_path / "log")) as server:
         limits = EnvironmentLimits(step_seconds=0.5)
         safe = LimitedEnvironment(HttpFunction(server, "/play", idempotent=True), EnvironmentLimits())
         assert (await safe.reset({"start": 90})).content == 90
@@ -81,3 +86,29 @@ async def test_what_was_not_sent_is_retried():
         await environment.reset({})
     assert (environment.counts.retries, environment.counts.errors) == (2, 1)
     await environment.close()
+
+
+async def test_a_cancelled_step_closes_its_connection():
+    arrived, closed = asyncio.Event(), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
+        writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 18\r\n\r\n{"observation": 1}')
+        await reader.readuntil(b"\r\n\r\n")
+        arrived.set()
+        await reader.read()
+        closed.set()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        environment = LimitedEnvironment(HttpFunction(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        await environment.reset({})
+        step = asyncio.create_task(environment.step({}))
+        await arrived.wait()
+        step.cancel()
+        async with asyncio.timeout(10):
+            await closed.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        await environment.close()

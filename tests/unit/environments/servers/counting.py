@@ -40,6 +40,7 @@ async def play(request: Request) -> Response:
     return JSONResponse(answers[key])
 
 
+app = Starlette(routes=[Route("/play", play, methods=["POST"])])
+
 if __name__ == "__main__":
-    app = Starlette(routes=[Route("/play", play, methods=["POST"])])
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
