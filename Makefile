@@ -49,18 +49,11 @@ peer: sft $(PEER)/.installed
 OPENENV := .venv-openenv
 $(OPENENV)/.installed: constraints/openenv.txt constraints/openenv-overrides.txt $(INSTALLED)
 	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv --without-pip $(OPENENV)
-	$(VENV)/bin/uv pip install --quiet --python $(OPENENV)/bin/python --constraint constraints/openenv.txt \
+	$(UV_SOURCES) $(VENV)/bin/uv pip install --quiet --python $(OPENENV)/bin/python --constraint constraints/openenv.txt \
 		--overrides constraints/openenv-overrides.txt openenv
 	touch $@
 
-# Only the tests install this one: building its dependency pycosat needs a C compiler.
-REASONING_GYM := $(VENV)/.installed-reasoning-gym
-$(REASONING_GYM): $(INSTALLED)
-	$(UV_SOURCES) $(VENV)/bin/uv pip install --quiet --python $(RUN) --constraint constraints/$(EXTRA).txt \
-		$(if $(UV_OVERRIDES),--overrides $(UV_OVERRIDES)) --editable '.[$(EXTRA),dev,reasoning-gym]'
-	touch $@
-
-test: $(INSTALLED) $(REASONING_GYM) $(OPENENV)/.installed
+test: $(INSTALLED) $(OPENENV)/.installed
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # A slow lane of an hour; with SETTINGS="--minutes 20" it stops after that time, and goes on at the next call.

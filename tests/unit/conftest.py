@@ -1,6 +1,9 @@
 """A tiny tokenizer, for the tests of every stage."""
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import settings
@@ -10,6 +13,9 @@ from goaly.prompts.tokenizer import ChatTokenizer
 
 settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
+
+if find_spec("pycosat") is None:  # reasoning-gym imports it for one data set, and a C compiler has to build it
+    sys.modules["pycosat"] = ModuleType("pycosat")
 
 
 @pytest.fixture(scope="session")
