@@ -126,6 +126,14 @@ def watch(mark: ProcessMark, on_exit: Callable[[], None]) -> Watch:
     return ExitWatch(mark, on_exit) if mark.host == this_host() else SilenceWatch(on_exit)
 
 
+def is_running(mark: ProcessMark) -> bool:
+    """Whether this is a process of this host that has not ended."""
+    try:
+        return mark.host == this_host() and _started(mark.pid) == mark.started and _stat(mark.pid)[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped this process of this host; False once it has ended."""
     try:

@@ -14,6 +14,7 @@ from goaly.config.settings import Settings
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.reward.settings import AdvantageSettings
 from goaly.run.config import RunConfig
+from goaly.run.serve_config import ServeConfig
 
 
 def inside(annotation: Any) -> Iterator[Any]:
@@ -46,7 +47,9 @@ def sound(field: dataclasses.Field[Any], annotation: Any) -> dict[str, Any]:
     return {field.name: next(iter(words(annotation)), "text")} if required else {}
 
 
-REACHED: set[type] = set().union(*(classes(schema, set()) for schema in (RunConfig, EvalConfig, SftConfig)))
+REACHED: set[type] = set().union(
+    *(classes(schema, set()) for schema in (RunConfig, EvalConfig, SftConfig, ServeConfig))
+)
 WITH_WORDS = sorted(
     ((schema, name) for schema in REACHED for name, annotation in hints(schema).items() if words(annotation)),
     key=lambda found: (found[0].__name__, found[1]),

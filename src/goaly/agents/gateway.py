@@ -15,7 +15,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.responses import Response
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.refusals import Refusal, error_response
@@ -38,6 +40,8 @@ Scope = MutableMapping[str, Any]
 SAMPLED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """Paths whose requests the policy answers."""
 REWARDED = "/reward"
+HEALTH = "/health"
+"""Answers without a key: status 200 once requests can be answered, 503 before."""
 EVERYWHERE = ("0.0.0.0", "::")
 """Addresses at which agents on other machines reach a worker by its host's name."""
 MOST_BODY_BYTES = 64 << 20
@@ -60,35 +64,80 @@ class Endpoint:
         return self.base_url.removesuffix("/v1")
 
 
+class Door(Protocol):
+    """Knows the keys, and what they open."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests can be answered."""
+        ...
+
+    def check(self, key: str) -> None:
+        """Raise a Refusal with status 401 if nobody has this key."""
+        ...
+
+    def session(self, key: str, path: str, body: bytes) -> ServedSession:
+        """The session of a request with this key."""
+        ...
+
+
+class HttpServer:
+    """Serves the APIs to those whom a door lets in."""
+
+    def __init__(self, host: str, port: int, folder: str, max_context: int, door: Door):
+        """`folder` is the policy's model folder; port 0 lets the system choose."""
+        self._address = host, port
+        self._folder = folder
+        self._max_context = max_context
+        self._door = door
+        self._listener: socket.socket | None = None
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.url = ""
+
+    def listen(self) -> socket.socket:
+        """Take the port, if it is not taken; OSError if another process has it. Clients that connect wait."""
+        if self._listener is None:
+            host, port = self._address
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family)
+            name = socket.gethostname() if host in EVERYWHERE else f"[{host}]" if ":" in host else host
+            self.url = f"http://{name}:{self._listener.getsockname()[1]}/v1"
+        return self._listener
+
+    async def start(self, parser: AnswerParser) -> None:
+        """Import the APIs, which takes seconds, and serve them. `parser` reads the answers of all sessions."""
+        listener = self.listen()
+        app = await asyncio.to_thread(_imported_app, self._folder, self._max_context, parser.reads_calls)
+        self._server = _server(_Doorkeeper(app, self._door))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
+        self._serving.add_done_callback(_check_end)
+
+    async def close(self) -> None:
+        """Stop serving; requests under way are cancelled."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await asyncio.wait([self._serving])
+
+
 class Gateway:
     """Serves sessions by HTTP."""
+
+    is_open = True
 
     def __init__(
         self, settings: EndpointSettings, worker: int, folder: str, max_context: int, files: SessionFiles | None = None
     ):
         """`worker` counts the run's rollout workers; `folder` is the policy's model folder. `files` makes keys that
         the next worker knows, too."""
-        self._settings = settings
-        self._worker = worker
-        self._folder = folder
-        self._max_context = max_context
+        port = settings.port and settings.port + worker
+        self._http = HttpServer(settings.host, port, folder, max_context, self)
         self._files = files
         self._sessions: dict[str, ServedSession] = {}
-        self._server: uvicorn.Server | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._url = ""
 
     async def start(self, parser: AnswerParser) -> None:
         """Import the APIs, which takes seconds, and serve them. `parser` reads the answers of all sessions."""
-        host, port = self._settings.host, self._settings.port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port and port + self._worker), family=family)
-        app = await asyncio.to_thread(_imported_app, self._folder, self._max_context, parser.reads_calls)
-        self._server = _server(_Doorkeeper(app, self._sessions))
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
-        self._serving.add_done_callback(_check_end)
-        name = socket.gethostname() if host in EVERYWHERE else f"[{host}]" if ":" in host else host
-        self._url = f"http://{name}:{listener.getsockname()[1]}/v1"
+        await self._http.start(parser)
 
     @contextmanager
     def serve(self, session: Session, policy: Policy, parser: AnswerParser) -> Iterator[Endpoint]:
@@ -96,16 +145,25 @@ class Gateway:
         key = secrets.token_hex(24) if self._files is None else self._files.api_key(policy.name)
         served = self._sessions[key] = ServedSession(session=session, policy=policy, parser=parser)
         try:
-            yield Endpoint(base_url=self._url, api_key=key, session_id=served.id)
+            yield Endpoint(base_url=self._http.url, api_key=key, session_id=served.id)
         finally:
             del self._sessions[key]
             served.close()
 
+    def check(self, key: str) -> None:
+        """Raise a Refusal if no open session has this key."""
+        self.session(key)
+
+    def session(self, key: str, path: str = "", body: bytes = b"") -> ServedSession:
+        """The session of this key (GW-1)."""
+        if (served := self._sessions.get(key)) is not None:
+            return served
+        unknown = "the API key names no session that is open; use the key of `context.endpoint`"
+        raise Refusal(unknown, HTTPStatus.UNAUTHORIZED, "invalid_api_key")
+
     async def close(self) -> None:
         """Stop serving; requests under way are cancelled."""
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = self._server.force_exit = True
-            await asyncio.wait([self._serving])
+        await self._http.close()
 
 
 def _imported_app(*facts: Any) -> Any:
@@ -133,21 +191,23 @@ def _check_end(serving: "asyncio.Task[None]") -> None:
 class _Doorkeeper:
     """Finds the session of each request's key, and the call that it repeats."""
 
-    def __init__(self, app: Any, sessions: Mapping[str, ServedSession]):
+    def __init__(self, app: Any, door: Door):
         self._app = app
-        self._sessions = sessions
+        self._door = door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         path = scope["path"]
+        if path == HEALTH:
+            status = HTTPStatus.OK if self._door.is_open else HTTPStatus.SERVICE_UNAVAILABLE
+            return await Response(status_code=status)(scope, receive, send)
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        served = self._sessions.get(_key(headers))
+        key = _key(headers)
         try:
-            if served is None:
-                unknown = "the API key names no session that is open; use the key of `context.endpoint`"
-                raise Refusal(unknown, HTTPStatus.UNAUTHORIZED, "invalid_api_key")
+            self._door.check(key)
             body = await _body(receive)
+            served = self._door.session(key, path, body)
             is_call = path in SAMPLED or path.endswith(REWARDED)
             call = served.call(path, body, **_repeats(headers)) if is_call else None
         except Refusal as refused:

@@ -100,13 +100,16 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def follow(self, store: "WeightStore") -> None:
-        """Follow this store, which replaces one that died."""
+        """Follow this store, which replaces one that died, or whose writers are gone."""
         assert self._engine is not None, "start comes first"
         assert self._follower is not None
+        assert self._following is not None
         self._store = store
         versions = await self._joined(store, self._engine)
         if self._store is store:
             self._follower.use(versions)
+            if self._following.done():  # GE-4
+                self._following = vital_task(self._follower.run(), "weight follower")
         else:  # that one has died, too
             versions.drop()
 

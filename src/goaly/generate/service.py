@@ -70,10 +70,14 @@ class GeneratorService:
     async def follow(self, store: WeightStore) -> None:
         """Have every replica follow this weight store, which replaces one that died. One that was starting starts
         again."""
+        self.lose_starting("the weight store died while it started")
+        await asyncio.gather(*(_unless_dead(ranks.follow.call(store)) for ranks in self._serving.values()))
+
+    def lose_starting(self, report: str) -> None:
+        """Report the death of every replica that does not serve yet."""
         for replica in self._replicas:
             if replica.name not in self._serving:
-                self.lost(replica.name, "the weight store died while it started")
-        await asyncio.gather(*(_unless_dead(ranks.follow.call(store)) for ranks in self._serving.values()))
+                self.lost(replica.name, report)
 
     def lost(self, name: str, report: str) -> bool:
         """Report the death of an actor or a process of this name; True if it belongs, or belonged, to a replica.

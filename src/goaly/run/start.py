@@ -35,6 +35,7 @@ from goaly.run.backlog_stage import BacklogStage
 from goaly.run.checkpoints import RunCheckpoints, Stateful
 from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
+from goaly.run.offered_store import offer, withdraw
 from goaly.run.placement import Processes, processes
 from goaly.run.reference_stage import ReferenceStage
 from goaly.run.replaceable import Replaceable, Restarts
@@ -157,6 +158,7 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     recovered = await run.backlog.open((run.run_dir / LOG_FOLDER).absolute(), step, plain(config.trainer))
     run.prompts.begin(recovered, run.backlog.record)
     run.trainer.expect(recovered.digests)
+    await asyncio.to_thread(offer, run.run_dir, hub.store)
     if config.weights.transport == "torchstore":
         await torchstore.start(roles.mesh("trainer"))
     starts: dict[str, Coroutine[Any, Any, Any]] = {
@@ -228,6 +230,7 @@ def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> Non
             await ask("rewards.start", hub.rewards.start.call())
         await run.generators.follow(hub.store)
         run.prompts.begin(await run.backlog.restore(hub), run.backlog.record)
+        await asyncio.to_thread(offer, run.run_dir, hub.store)
         return hub
 
     async def trainer(name: str) -> PolicyTrainer:
@@ -291,6 +294,7 @@ async def _save_policy(run: Run, status: str) -> None:
 
 async def _take_down(run: Run, hosts: Hosts, status: str) -> None:
     run.progress.note("stopping")
+    withdraw(run.run_dir)
     for first in ("rollouts", "backlog"):  # the workers' cancelled groups are accounted for first
         await _close(first, getattr(run, first, None))
     others = ("trainer", "reference", "critic", "generators")

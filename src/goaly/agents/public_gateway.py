@@ -1,0 +1,123 @@
+"""The HTTP endpoint outside of training: clients with a token ask the policy, and nothing is recorded for a trainer.
+
+Each request has a session of its own. Those of the last responses of OpenAI's Responses API are kept for
+`previous_response_id`.
+
+Invariants
+    PG-1  With tokens, a request without one of them gets 401. No token reaches the responses of another.
+"""
+
+import asyncio
+import json
+import secrets
+from collections import deque
+from collections.abc import Collection
+from http import HTTPStatus
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from goaly.agents.answers import AnswerParser
+from goaly.agents.gateway import HttpServer
+from goaly.agents.refusals import Refusal
+from goaly.agents.served import ServedSession
+from goaly.agents.session import Session
+from goaly.generate.request import Sampling
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.policy import Policy
+
+if TYPE_CHECKING:
+    from goaly.generate.router import Router
+
+RESPONSES = "/v1/responses"
+KEPT_RESPONSES = 1024
+"""So many of the last conversations of the Responses API can be continued by id."""
+
+
+class PublicGateway:
+    """Serves a policy by HTTP."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        tokens: Collection[str],
+        chat: ChatTokenizer,
+        parser: AnswerParser,
+        sampling: Sampling,
+        max_context: int,
+        sampler: "Router",
+    ):
+        """Without `tokens` every client is served. `sampling` has the parameters that a request does not name."""
+        self.is_open = False
+        """Whether the sampler answers; what asks before waits."""
+        self._http = HttpServer(host, port, str(chat.folder), max_context, self)
+        self._tokens = [token.encode() for token in tokens]
+        self._chat = chat
+        self._parser = parser
+        self._sampling = sampling
+        self._max_context = max_context
+        self._sampler = sampler
+        self._numbers = count()
+        self._kept: deque[tuple[str, ServedSession]] = deque(maxlen=KEPT_RESPONSES)
+
+    @property
+    def url(self) -> str:
+        """The address that OpenAI's clients take."""
+        return self._http.url
+
+    def listen(self) -> None:
+        """Take the port; OSError if it is not free. Clients that connect wait for `start`."""
+        self._http.listen()
+
+    async def start(self) -> None:
+        """Import APIs and parsers, which takes seconds, and serve."""
+        await asyncio.to_thread(self._parser.load)
+        await self._http.start(self._parser)
+
+    async def close(self) -> None:
+        """Stop serving; requests under way are cancelled."""
+        await self._http.close()
+
+    def check(self, key: str) -> None:
+        """Raise a Refusal if there are tokens and this is none of them (PG-1)."""
+        given = key.encode()
+        known = [secrets.compare_digest(given, token) for token in self._tokens]  # all, so that its time tells nothing
+        if known and not any(known):
+            raise Refusal("the API key is not one of this server's tokens", HTTPStatus.UNAUTHORIZED, "invalid_api_key")
+
+    def session(self, key: str, path: str, body: bytes) -> ServedSession:
+        """A new session, or the one of the response that this request continues."""
+        if path != RESPONSES:
+            return self._new()
+        earlier = _previous(body)
+        if earlier is not None:
+            for owner, served in self._kept:
+                if owner == key and served.answered(earlier):
+                    return served
+        served = self._new()
+        self._kept.append((key, served))
+        return served
+
+    def _new(self) -> ServedSession:
+        name = f"request-{next(self._numbers)}"
+        policy = Policy(
+            sampler=self._sampler,
+            name=name,
+            session=name,
+            sampling=self._sampling,
+            min_version=0,
+            max_context=self._max_context,
+            decode=self._chat.decode,
+            evaluation=True,
+        )
+        return ServedSession(session=Session(self._chat, prompt_id=name), policy=policy, parser=self._parser)
+
+
+def _previous(body: bytes) -> str | None:
+    try:
+        asked: Any = json.loads(body)
+    except ValueError:
+        return None  # refused later, as any request that is no JSON
+    earlier = asked.get("previous_response_id") if isinstance(asked, dict) else None
+    return earlier if isinstance(earlier, str) else None

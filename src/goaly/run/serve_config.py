@@ -1,0 +1,134 @@
+"""The settings of a server that serves a policy outside of training."""
+
+import ipaddress
+import os
+from collections.abc import Iterator
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
+
+from goaly.config.settings import Section, Settings
+from goaly.errors import ConfigError
+from goaly.generate.settings import GeneratorSettings, SamplingSettings
+from goaly.models.settings import ModelSettings, folder_problems
+from goaly.prompts.settings import ChatSettings
+from goaly.run.host_settings import HostSettings
+from goaly.run.served_policy import RunModel
+
+TOKENS = "GOALY_TOKENS"
+"""Environment variable with the tokens of clients, separated by commas."""
+
+
+class ServeGeneratorSettings(GeneratorSettings):
+    """Inference engines that serve."""
+
+    def problems(self, prefix: str, *, device: str | None = None, updates: bool = False) -> list[str]:
+        """One line for each setting that cannot work here, where weights may never be updated."""
+        return super().problems(prefix, device=device, updates=updates)
+
+
+class ServeConfig(Settings):
+    """A server of a policy."""
+
+    path: str | None = None
+    """Hugging Face folder of the policy; null: the policy is that of `run`."""
+    run: str | None = None
+    """Folder of a run on this machine. While the run is under way its newest policy is served, and each version that
+    follows; otherwise the policy that it saved last. null: the policy is that of `path`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of weights and activations of `path`; that of a run is its own."""
+    host: str = "127.0.0.1"
+    """Address that the server listens on. Others than loopback need tokens, and traffic is not encrypted."""
+    port: Annotated[int, Ge(0), Le(65535)] = 8000
+    """Port that it listens on; 0 lets the system choose."""
+    tokens_file: str | None = None
+    """File with a token in each line, one of which a client must send as its API key. null: those of the environment
+    variable `GOALY_TOKENS`, separated by commas; without any, every client on this machine is served."""
+    generator: ServeGeneratorSettings = field(default_factory=ServeGeneratorSettings)
+    """Inference engines that generate the answers. `on_update` has no effect with `path`."""
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    """Sampling parameters that a request does not name."""
+    chat: ChatSettings | None = None
+    """Chat template and parsers of answers; null: those of the run, or the model folder's template without parsers."""
+    hosts: HostSettings = field(default_factory=HostSettings)
+    """GPUs and CPU cores of the generators."""
+    folder: str = "runs/serve-{time}"
+    """Folder of the server's log files; `{time}` becomes the start time."""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The tokens, of which a client needs one; empty if it needs none."""
+        if self.tokens_file is not None:
+            lines = Path(self.tokens_file).read_text("utf-8").split("\n")
+        else:
+            lines = os.environ.get(TOKENS, "").split(",")
+        return tuple(line.strip() for line in lines if line.strip())
+
+    @property
+    def start_model(self) -> ModelSettings:
+        """The model of `path`, or the one that the run's training started from."""
+        return RunModel.of(Path(self.run)).model if self.run else ModelSettings(path=self.path or "", dtype=self.dtype)
+
+    @property
+    def chat_settings(self) -> ChatSettings:
+        """How chats are rendered and answers read."""
+        if self.chat is not None:
+            return self.chat
+        return RunModel.of(Path(self.run)).chat if self.run else ChatSettings()
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        yield from self._token_problems(at)
+        if self.hosts.imagine is not None:
+            yield f"{at}hosts.imagine: is for dry runs of runs; a server uses this machine"
+        if (self.path is None) == (self.run is None):
+            yield f"{at.path}: set either path, a model's folder, or run, the folder of a run"
+            return
+        if self.run is None:
+            yield from folder_problems(self.path, at)
+            yield from at.generator.idle("the weights of a folder never change", "on_update")
+        else:
+            yield from at.idle("the run has its own", "dtype")
+            yield from GeneratorSettings.problems(self.generator, f"{at}generator.", updates=True)
+        try:
+            model, chat = self.start_model, self.chat_settings
+        except ConfigError as error:
+            yield from error.problems
+            return
+        yield from self._model_problems(at, model, chat)
+
+    def _token_problems(self, at: Section) -> Iterator[str]:
+        try:
+            tokens = self.tokens
+        except (OSError, UnicodeDecodeError) as error:
+            yield f"{at.tokens_file}: cannot be read: {error}"
+            return
+        if self.tokens_file is not None and not tokens:
+            yield f"{at.tokens_file}: has no token, must have one in each line"
+        if not tokens and not _is_loopback(self.host):
+            yield f"{at.host}: must be 127.0.0.1 without tokens; set tokens_file, or the environment variable {TOKENS}"
+        if any(not token.isascii() or " " in token for token in tokens):
+            yield f"{at.tokens_file}: a token must be of ASCII letters, digits and signs, without spaces"
+
+    def _model_problems(self, at: Section, model: ModelSettings, chat: ChatSettings) -> Iterator[str]:
+        from goaly.models.spec import architecture, read_config  # imports torch, which `--help` does not need
+        from goaly.prompts.tokenizer import chat_problems  # imports jinja
+
+        if list(folder_problems(model.path, at)):
+            return
+        yield from chat_problems(chat, model.path, f"{at}chat.")
+        try:
+            shape = architecture(read_config(model.path), where=model.path)
+        except ConfigError as error:
+            yield from error.problems
+        else:
+            yield from self.generator.shape_problems(at.generator, shape, "model")
+            yield from self.generator.model_problems(at.generator, model.path, shape)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
