@@ -26,7 +26,7 @@ Invariants
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import groupby
 from operator import attrgetter
@@ -82,6 +82,10 @@ class Turn:
     author: str
     start: int
     stop: int
+    calls: tuple[str, ...] = ()
+    """The tools that an answer in a chat calls, by name."""
+    malformed: int = 0
+    """Its malformed tool calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +160,7 @@ class Group:
             "facts": {name: getattr(self, name) for name in _GROUP_FACTS},
             "samples": [[len(sample), *(getattr(sample, name) for name in _FACTS)] for sample in self.samples],
         }
-        metadata = {"kind": "Group", "content": json.dumps(content, default=asdict)}
+        metadata = {"kind": "Group", "content": json.dumps(content, default=_plain)}
         return b"".join(tensor_file(metadata, columns))
 
     @classmethod
@@ -170,7 +174,7 @@ class Group:
         samples = []
         for place, (length, prompt_id, sample_index, turns, environment, outcome) in enumerate(content["samples"]):
             tokens = TensorDict({key: parts[place] for key, parts in split.items()}, batch_size=[length])
-            turns = tuple(Turn(**turn) for turn in turns)
+            turns = tuple(_turn(turn) for turn in turns)
             known = (tokens, prompt_id, sample_index, turns, environment, Outcome(outcome))
             sample = object.__new__(Trajectory)
             for name, value in zip(("tokens", *_FACTS), known, strict=True):
@@ -187,6 +191,18 @@ class Group:
 
 _GROUP_FACTS = tuple(one.name for one in fields(Group) if one.init and one.name != "samples")
 _FACTS = tuple(one.name for one in fields(Trajectory) if one.name != "tokens")
+
+
+def _plain(turn: Turn) -> dict[str, Any]:
+    """The turn for JSON, without the fields that most turns don't have."""
+    known = {"author": turn.author, "start": turn.start, "stop": turn.stop}
+    if turn.calls or turn.malformed:
+        known |= {"calls": turn.calls, "malformed": turn.malformed}
+    return known
+
+
+def _turn(known: dict[str, Any]) -> Turn:
+    return Turn(**known | {"calls": tuple(known["calls"])}) if "calls" in known else Turn(**known)
 
 
 def reward_value(reward: Any, prompt_id: str) -> float:

@@ -1,6 +1,7 @@
 """The trajectory schema: what it takes, and that each refusal names the key."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,6 +93,16 @@ def test_a_group_pickles_whole():
     assert (copy.prompt_id, copy.source, copy.verifier_errors, copy.verifier_timeouts) == ("p1", "addition", 2, 3)
     assert (copy.ticket, copy.samples[0].turns, copy.samples[0].outcome) == (4, group.samples[0].turns, "complete")
     assert all(torch.equal(copy.samples[0].tokens[key], group.samples[0].tokens[key]) for key in columns())
+
+
+def test_tool_calls_of_a_turn_reach_the_log_and_a_turn_without_any_costs_nothing_there():
+    calling = Turn(author="policy", start=1, stop=3, calls=("add", "find"), malformed=1)
+    plain = Turn(author="prompt", start=0, stop=1)
+    sample = replace(trajectory(), turns=(plain, calling))
+    group = Group(ticket=4, prompt_id="p", source="s", samples=(sample,))
+    (back,) = decode(b"".join(encode(group))).samples
+    assert back.turns == (plain, calling)
+    assert rb"{\"author\": \"prompt\", \"start\": 0, \"stop\": 1}" in bytes(group.encoded())
 
 
 def with_choices(**changes) -> Trajectory:

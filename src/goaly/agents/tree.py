@@ -45,7 +45,8 @@ def trajectory_of(
         turns.append(Turn(author=ENVIRONMENT if turns else PROMPT, start=stop, stop=stop + len(turn.context)))
         start = turns[-1].stop
         stop = start + len(turn.tokens)
-        turns.append(Turn(author=POLICY, start=start, stop=stop))
+        calls = tuple(str(call["function"]["name"]) for call in turn.answer.tool_calls or ())
+        turns.append(Turn(author=POLICY, start=start, stop=stop, calls=calls, malformed=turn.malformed))
         if turn.number not in own:
             continue
         if turn.trained:
