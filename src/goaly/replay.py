@@ -31,7 +31,7 @@ from goaly.config.check import check
 from goaly.config.schema import plain
 from goaly.durable.checkpoint import Checkpoint, Checkpoints
 from goaly.durable.records import Resumed
-from goaly.durable.run_log import first_version, trainers
+from goaly.durable.run_log import LOG_FOLDER, first_version, trainers
 from goaly.errors import ConfigError, GoalyError, RunFailed, first_error
 from goaly.plan.dry_run import held_on_gpu
 from goaly.run.config import RunConfig, config_of
@@ -42,7 +42,7 @@ from goaly.run.replaceable import Replaceable
 from goaly.run.resume import changes
 from goaly.run.roles import policy_trainer, trajectory_queue
 from goaly.run.stages import TrainerStage
-from goaly.run.start import CHECKPOINT_FOLDER, LOG_FOLDER, POLICY_FOLDER
+from goaly.run.start import CHECKPOINT_FOLDER, POLICY_FOLDER
 from goaly.telemetry import logs
 from goaly.telemetry.metrics import MetricsWriter
 from goaly.train.settings import TrainerSettings

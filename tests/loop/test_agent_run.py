@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from launched import REWARDED, START_SECONDS, LaunchedRun
 
-from goaly import journal
+from goaly.journal.__main__ import main as journal
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -28,7 +28,7 @@ def test_an_agent_of_openais_api_is_trained_on_what_it_sampled(
     assert "rollout-0-1 serves in its place" in run.text()
     assert summary["policy_version"] == 8
     assert (summary["rejected"], summary["failed"], summary["reasons"]) == (0, 0, {})
-    assert journal.main([str(run.folder)]) == 0
+    assert journal(["export", str(run.folder)]) == 0
     rollouts = run.lines("rollouts.jsonl")
     assert len(rollouts) == 8 * 2 * 4  # every episode is one trajectory: its second request continues the first
     for one in rollouts:

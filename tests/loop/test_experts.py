@@ -7,8 +7,7 @@ from conftest import launching
 from launched import REWARDED, START_SECONDS, assert_whole, replayed
 from random_model import write_random_model
 
-from goaly.durable.run_log import records
-from goaly.run.start import LOG_FOLDER
+from goaly.durable.run_log import LOG_FOLDER, records
 from goaly.trajectory import Group
 
 pytestmark = pytest.mark.timeout(900)

@@ -9,7 +9,7 @@ import pytest
 from launched import START_SECONDS, LaunchedRun, gone_within, orphaned_memory, orphaned_within
 from wandb_file import history, offline_files
 
-from goaly import journal
+from goaly.journal.__main__ import main as journal
 
 pytestmark = pytest.mark.timeout(900)  # what hangs is found by the waits' own limits
 
@@ -56,7 +56,7 @@ def test_a_run_survives_the_death_of_a_generator_and_leaves_a_complete_folder(la
     assert all(step["mix/short"] + step["mix/long"] == pytest.approx(1) for step in steps)
     assert steps[-1]["distribution/tv"] <= 1 / (2 * steps[-1]["distribution/known_step"])  # a window of 2
     assert steps[-1]["distribution/source_total/short"] == pytest.approx(0.75, abs=0.05)
-    assert journal.main([str(run.folder)]) == 0
+    assert journal(["export", str(run.folder)]) == 0
     rollouts = run.lines("rollouts.jsonl")
     assert len(rollouts) == 2 * STEPS * 4
     assert {"prompt", "response", "reward", "versions"} <= set(rollouts[0])

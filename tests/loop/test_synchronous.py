@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from goaly.backlog.batch import build_batch
 from goaly.backlog.settings import BacklogSettings
-from goaly.journal import journal
+from goaly.journal.export import journal
+from goaly.journal.run_folder import RunFolder
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
@@ -119,7 +120,7 @@ def test_staleness_zero_equals_a_plain_loop_to_the_last_bit(
     interrupted: Interrupted, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     run = interrupted.run
-    rollouts = list(journal(run.folder, tokens=True))
+    rollouts = list(journal(RunFolder.of(run.folder), tokens=True))
     for entry in rollouts:
         step = entry["ticket"] // BACKLOG.groups_per_step
         written = {version for version, _ in entry["versions"] if version >= 0}

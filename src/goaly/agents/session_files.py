@@ -18,6 +18,7 @@ from pathlib import Path
 
 from goaly.agents.turn import Record
 
+SESSIONS_FOLDER = "sessions"
 SECRET = "secret"
 
 

@@ -215,7 +215,7 @@ def add_advantages(batch: Batch, settings: AdvantageSettings) -> None:
     """Add `advantages`, and `returns` if there is a critic, once all rows have the columns that these need."""
     if any(key not in packed.rows for packed in batch.ranks for key in settings.needs):
         return
-    found = estimate(batch.groups, settings, {key: _of_samples(batch, key) for key in settings.needs})
+    found = estimate(batch.groups, settings, {key: column_of_samples(batch, key) for key in settings.needs})
     weights = [weight for weight, group in zip(batch.weights, batch.groups, strict=True) for _ in group.samples]
     weighted = [weight * value_T for weight, value_T in zip(weights, found.advantages, strict=True)]
     _into_rows(batch, "advantages", weighted)
@@ -223,7 +223,7 @@ def add_advantages(batch: Batch, settings: AdvantageSettings) -> None:
         _into_rows(batch, "returns", found.returns)
 
 
-def _of_samples(batch: Batch, key: str) -> list[Tensor]:
+def column_of_samples(batch: Batch, key: str) -> list[Tensor]:
     """A column of the rows as one tensor `[T]` for each sample."""
     found: dict[int, Tensor] = {}
     for rank, row, span, place in _spans(batch):

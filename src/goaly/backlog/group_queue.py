@@ -255,6 +255,10 @@ class GroupQueue:
             "sources": self._shares,
         }
 
+    def state(self, ticket: int) -> State:
+        """The state of this ticket."""
+        return self._ledger.state(ticket)
+
     def is_running(self, ticket: int) -> bool:
         """Whether this ticket is admitted and has not ended."""
         return ticket in self._min_versions

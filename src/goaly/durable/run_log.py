@@ -29,6 +29,9 @@ from goaly.prompts.curriculum import Passes
 from goaly.prompts.prompt import Prompt
 from goaly.trajectory import Group
 
+LOG_FOLDER = "log"
+"""The folder of the log in that of the run."""
+
 
 class RunLog:
     """Appends the records of a run."""

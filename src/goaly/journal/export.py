@@ -1,6 +1,4 @@
-"""Writes the trajectories of a run's log as text, for readers.
-
-    python -m goaly.journal RUN [--tokens]
+"""Writes the trajectories of a run's log as text, for programs.
 
 `RUN/rollouts.jsonl` gets a line for each trajectory that entered the queue, in this order, also of a run that goes on:
 
@@ -15,33 +13,26 @@
     tokens, logprobs            as sampled; only with `--tokens`
 """
 
-import argparse
 import json
 import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from goaly.durable.records import Drawn, Snapshot
 from goaly.durable.run_log import first_version, records
-from goaly.errors import ConfigError, CorruptLog
+from goaly.journal.run_folder import RunFolder
 from goaly.prompts.prompt import Prompt
-from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.run.config import config_of
-from goaly.run.start import LOG_FOLDER
 from goaly.trajectory import Group, Trajectory
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 
 
-def journal(run_dir: Path, *, tokens: bool = False) -> Iterator[dict[str, Any]]:
+def journal(run: RunFolder, *, tokens: bool = False) -> Iterator[dict[str, Any]]:
     """The entries of a run's trajectories; `tokens`: with token ids and log-probs."""
-    config = config_of(run_dir)
-    chat = ChatTokenizer(config.model.path, config.chat)
+    chat = run.tokenizer()
     prompts: dict[int, Prompt] = {}
-    for record in records(run_dir / LOG_FOLDER):
+    for record in records(run.log):
         match record:
             case Snapshot():  # the draws before it may be deleted
                 prompts |= {one.ticket: one.prompt for one in record.records if isinstance(one, Drawn)}
@@ -89,32 +80,18 @@ def run_lengths(values: Iterable[int]) -> list[list[int]]:
     return [[value, sum(1 for _ in same)] for value, same in groupby(values)]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m goaly.journal", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--tokens", action="store_true", help="also write token ids and log-probs")
-    line = parser.parse_args(argv)
-    file, count = line.run / ROLLOUTS_FILE, 0
+def export(run: RunFolder, *, tokens: bool = False) -> str:
+    """Write `rollouts.jsonl`, and return what was written."""
+    file, count = run.path / ROLLOUTS_FILE, 0
     unfinished = file.with_suffix(".new")
     try:
-        entries = journal(line.run, tokens=line.tokens)
         with unfinished.open("w", encoding="utf-8") as out:
-            for entry in entries:
+            for entry in journal(run, tokens=tokens):
                 out.write(json.dumps(entry, ensure_ascii=False) + "\n")
                 count += 1
         os.replace(unfinished, file)
-    except (ConfigError, CorruptLog, OSError) as error:
+    finally:
         unfinished.unlink(missing_ok=True)
-        sys.stderr.write(f"{error}\n")
-        return 1
-    begins = first_version(line.run / LOG_FOLDER)
+    begins = first_version(run.log)
     only = f"; the log begins at policy version {begins}, older records were deleted" if begins else ""
-    sys.stdout.write(f"{count} trajectories in {file}{only}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    from goaly.process import exit_quickly
-
-    exit_quickly(main())
+    return f"{count} trajectories in {file}{only}\n"

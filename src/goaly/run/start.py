@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from goaly.actors import ask
-from goaly.agents.session_files import forget_sessions
+from goaly.agents.session_files import SESSIONS_FOLDER, forget_sessions
 from goaly.config.schema import plain
 from goaly.durable.checkpoint import Checkpoints
-from goaly.durable.run_log import delete_before
+from goaly.durable.run_log import LOG_FOLDER, delete_before
 from goaly.generate.service import GeneratorService
 from goaly.plan.dry_run import placed
 from goaly.rollout.episode import EpisodeFunction
@@ -63,10 +63,8 @@ REMOTE_REPORT_SECONDS = 45.0
 """The same with several hosts: Monarch reports a death there up to half a minute later."""
 
 POLICY_FOLDER = "policy"
-LOG_FOLDER = "log"
 CHECKPOINT_FOLDER = "checkpoints"
 REFERENCE_FOLDER = "reference"
-SESSIONS_FOLDER = "sessions"
 
 
 @asynccontextmanager

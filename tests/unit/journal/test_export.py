@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.journal import journal_entry, run_lengths
+from goaly.journal.export import journal_entry, run_lengths
 from goaly.trajectory import Outcome, Trajectory, Turn, token_data
 
 
