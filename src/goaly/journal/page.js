@@ -63,7 +63,8 @@ function row(one) {
   const first = element("td");
   first.append(link);
   const state = element("td", one.state + (one.why ? ": " + one.why : ""), "state-" + one.state);
-  const prompt = element("td", one.prompt, "prompt");
+  state.title = state.textContent;
+  const prompt = element("td", one.prompt);
   prompt.title = one.prompt + " (" + one.source + ")";
   const turns = one.trajectories > 1 ? one.answers + " in " + one.trajectories : one.answers;
   const cells = [one.step ?? none, null, number(one.reward), number(one.advantage, true), turns];
