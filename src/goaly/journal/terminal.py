@@ -57,7 +57,8 @@ def facts_of(one: LoggedEpisode) -> str:
     what = f"{'episode' if one.sample is not None else 'ticket'} {one.id}: {one.state}"
     what += f" ({one_line(one.why)})" if one.why else ""
     what += f", step {one.step}" if one.step is not None else ""
-    lines = [what, f"prompt {one_line(one.prompt_id)}, source {one_line(one.source)}"]
+    where = f", environment {one_line(one.environment)}" if one.environment else ""
+    lines = [what, f"prompt {one_line(one.prompt_id)}, source {one_line(one.source)}{where}"]
     if one.trajectories:
         many = f"{one.trajectories} trajectories" if one.trajectories > 1 else "1 trajectory"
         lines.append(f"{many} ({one.outcome}), {one.turns} turns, {one.tokens} tokens, {one.trained} trained")

@@ -115,6 +115,8 @@ class LoggedRun:
     async def _train(self) -> None:
         batch = await self._queue.next_batch()
         assert batch is not None
+        rows = self._queue.rows(batch.id, 0).rows
+        self._queue.annotate(batch.id, 0, "reference_logprobs", torch.full(rows.batch_size, -0.75))
         self._queue.trained(batch.id, batch.id + 1)
 
     def said(self, *answers: str, reward: float, versions: Sequence[int] = (0,)) -> Trajectory:
@@ -178,5 +180,5 @@ class LoggedRun:
 def trajectory(tokens: Any, turns: tuple[Turn, ...]) -> Trajectory:
     """A trajectory whose group numbers it."""
     return Trajectory(
-        tokens=tokens, prompt_id="p", sample_index=0, turns=turns, environment="", outcome=Outcome.COMPLETE
+        tokens=tokens, prompt_id="p", sample_index=0, turns=turns, environment="shop", outcome=Outcome.COMPLETE
     )

@@ -94,7 +94,7 @@ def test_show_of_a_ticket_is_all_its_episodes_and_of_nothing_the_newest(folder: 
         "episode 3.1: trained, step 2",
     ]
     assert main(["show", str(folder)]) == 0
-    assert capsys.readouterr().out.startswith("episode 5.1: queued\nprompt p5, source s\n")
+    assert capsys.readouterr().out.startswith("episode 5.1: queued\nprompt p5, source s, environment shop\n")
 
 
 def test_show_with_tokens_has_a_line_for_each_token(folder: Path, capsys: Capture) -> None:

@@ -44,7 +44,7 @@ def test_the_tokens_of_an_episode_come_with_its_advantages_and_its_prompt(logged
     found = read_log(RunFolder.of(logged.folder), {4})
     assert [one.facts.id for one in found.read] == ["4.0", "4.1"]
     branched, hostile = found.read
-    assert [set(columns) for columns in branched.columns] == [{"advantages"}] * 3
+    assert [set(columns) for columns in branched.columns] == [{"advantages", "reference_logprobs"}] * 3
     assert all(
         len(columns["advantages"]) == len(one)
         for one, columns in zip(branched.trajectories, branched.columns, strict=True)
