@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 UV_SOURCES := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)",$(if $(filter cpu,$(EXTRA)),UV_TORCH_BACKEND=cpu))
 UV_OVERRIDES := $(wildcard constraints/$(EXTRA)-overrides.txt)
 
-.PHONY: install sft grpo eval test check peer mutants clean
+.PHONY: install sft grpo eval calculator guessing test check peer mutants clean
 
 install: $(INSTALLED)
 
@@ -33,6 +33,17 @@ grpo: sft
 
 eval: sft
 	$(RUN) -m apps.eval.main --config configs/eval/tiny.yaml $(SETTINGS)
+
+# The agents that ship, each from its warm start.
+calculator: $(INSTALLED)
+	$(RUN) -m apps.agent.tasks runs/tasks
+	$(RUN) -m apps.sft.main --config configs/sft/calculator.yaml
+	$(RUN) -m apps.agent.main --config configs/agent/calculator.yaml $(SETTINGS)
+
+guessing: $(INSTALLED) .venv-openenv/.installed
+	$(RUN) -m apps.agent.tasks runs/tasks
+	$(RUN) -m apps.sft.main --config configs/sft/guessing.yaml
+	$(RUN) -m apps.agent.guessing --config configs/agent/guessing.yaml $(SETTINGS)
 
 # TRL has an environment of its own: its dependencies are not ours.
 PEER := .venv-peer

@@ -431,7 +431,7 @@ def test_help_exits_with_0_and_imports_nothing_heavy():
     assert "trace = true: true or false" in done.stdout
 
 
-@pytest.mark.parametrize("app", ["grpo", "ppo", "sft", "eval", "serve"])
+@pytest.mark.parametrize("app", ["grpo", "ppo", "sft", "eval", "serve", "agent"])
 def test_the_help_of_an_app_waits_for_no_torch(app: str):
     command = [sys.executable, "-X", "importtime", "-m", f"apps.{app}.main", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

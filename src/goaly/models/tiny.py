@@ -6,6 +6,7 @@ Nothing is downloaded. The folder loads in plain transformers. Its weights are r
 """
 
 import json
+import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +28,21 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+TOOL_SPECIAL = ("<|tool|>", "<tool_call>", "</tool_call>")
+TOOL_CHARACTERS = '{}[]"_' + string.ascii_lowercase
+TOOL_CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|system|>' }}"
+    "{% for tool in tools %}{{ tool['function']['name'] + ('' if loop.last else ',') }}{% endfor %}"
+    "{{ '<|end|>' }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
+    "{{ call['function']['arguments'] | tojson }}{{ '}</tool_call>' }}"
+    "{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""Hermes's form of calls, in few tokens: of the tools it renders only the names."""
 
 
 class TinyModel(Settings):
@@ -56,8 +72,22 @@ class TinyModel(Settings):
     """Use the embedding as the output layer too."""
     characters: str = CHARACTERS
     """The characters that its tokenizer knows; all others are one unknown token."""
+    tools: bool = False
+    """Give it a chat template for tools, with Hermes's form of calls (`chat.tool_parser=hermes`), and what calls are
+    written with: special tokens, small letters, quotes and brackets."""
     seed: int = 0
     """Seeds the random weights."""
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """Its tokens, of which the special ones come first."""
+        added = [one for one in TOOL_CHARACTERS if one not in self.characters] if self.tools else []
+        return (*self.special, *self.characters, *added)
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """Its special tokens."""
+        return SPECIAL + (TOOL_SPECIAL if self.tools else ())
 
     def _problems(self, at: Section) -> Iterator[str]:
         if self.heads % self.kv_heads:
@@ -77,7 +107,7 @@ def write_tiny_model(folder: str | Path, size: TinyModel | None = None) -> Path:
     size = size or TinyModel()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_tiny_tokenizer(folder, size.characters)
+    write_tiny_tokenizer(folder, size)
     _write_json(folder / "config.json", model_config(size))
     _write_json(
         folder / "generation_config.json", {"eos_token_id": SPECIAL.index(END), "pad_token_id": SPECIAL.index(PAD)}
@@ -86,16 +116,17 @@ def write_tiny_model(folder: str | Path, size: TinyModel | None = None) -> Path:
     return folder
 
 
-def write_tiny_tokenizer(folder: str | Path, characters: str = CHARACTERS) -> None:
+def write_tiny_tokenizer(folder: str | Path, size: TinyModel | None = None) -> None:
     """Write a tokenizer with one token for each character, and the chat's special tokens and template."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import BPE
 
-    vocabulary = {text: index for index, text in enumerate([*SPECIAL, *characters])}
+    size = size or TinyModel()
+    vocabulary = {text: index for index, text in enumerate(size.vocabulary)}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = Fuse()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in size.special])
     tokenizer.save(str(Path(folder) / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -103,7 +134,7 @@ def write_tiny_tokenizer(folder: str | Path, characters: str = CHARACTERS) -> No
         "pad_token": PAD,
         "unk_token": UNKNOWN,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": TOOL_CHAT_TEMPLATE if size.tools else CHAT_TEMPLATE,
     }
     _write_json(Path(folder) / "tokenizer_config.json", config)
 
@@ -123,7 +154,7 @@ def model_config(size: TinyModel) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": len(SPECIAL) + len(size.characters),
+        "vocab_size": len(size.vocabulary),
         "hidden_size": size.dim,
         "intermediate_size": size.hidden_dim,
         "num_hidden_layers": size.layers,
@@ -155,7 +186,7 @@ def _weights(size: TinyModel) -> "dict[str, torch.Tensor]":
     def normal(rows: int, columns: int, std: float = 0.02) -> "torch.Tensor":
         return torch.randn(rows, columns, generator=generator) * std
 
-    vocab_size = len(SPECIAL) + len(size.characters)
+    vocab_size = len(size.vocabulary)
     weights = {"model.embed_tokens.weight": normal(vocab_size, size.dim), "model.norm.weight": torch.ones(size.dim)}
     for layer in range(size.layers):
         prefix = f"model.layers.{layer}"

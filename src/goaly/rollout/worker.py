@@ -10,9 +10,12 @@ Invariants
 """
 
 import asyncio
+import io
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -23,6 +26,7 @@ from goaly.agents.answers import AnswerParser
 from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
+from goaly.dotted_path import function_at
 from goaly.errors import EpisodeError
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
@@ -47,8 +51,23 @@ if TYPE_CHECKING:
 
 
 def pickled(episode: EpisodeFunction) -> bytes:
-    """A script's episode, pickled by value, so that one defined in `__main__` reaches workers too."""
-    return cloudpickle.dumps(episode)
+    """A script's episode, for its workers. They import a script that was started by `python -m`; the episode of another
+    `__main__` is pickled by value, with all that it refers to."""
+    into = io.BytesIO()
+    _ScriptPickler(into).dump(episode)
+    return into.getvalue()
+
+
+class _ScriptPickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        main = sys.modules["__main__"]
+        if (
+            isinstance(obj, FunctionType)
+            and (spec := getattr(main, "__spec__", None)) is not None
+            and getattr(main, obj.__name__, None) is obj
+        ):
+            return function_at, (f"{spec.name}:{obj.__name__}",)
+        return super().reducer_override(obj)
 
 
 class RolloutWorker(Actor):

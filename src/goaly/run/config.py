@@ -5,6 +5,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from goaly.agents.settings import AgentSettings
 from goaly.backlog.settings import BacklogSettings
 from goaly.config import RUN_CONFIG, load
 from goaly.config.settings import PositiveInt, Section, Settings
@@ -71,6 +72,8 @@ class RunConfig(Settings):
     """Chat template that turns prompts into text, and parsers of answers."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """Rollout workers, which run the episodes."""
+    agent: AgentSettings | None = None
+    """Agent that the episodes of `apps.agent.main` run; null is none, as every other script needs it."""
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
     """Inference engines that sample the policy."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
@@ -137,6 +140,8 @@ class RunConfig(Settings):
         if self.trainer.minibatches > self.backlog.groups_per_step:
             most = at.backlog.groups_per_step
             yield f"{at.trainer.minibatches}: must be at most {most}, because groups are not split"
+        if self.agent is not None and self.rollout.endpoint is None:
+            yield f"{at}rollout.endpoint=null: must be a section, because the agent asks there; `{{}}` has the defaults"
         yield from self._device_problems(at)
         yield from self._prompt_problems(at)
         yield from self._idle_problems(at)

@@ -46,9 +46,13 @@ def launch(
     script: "Callable[[Run], Awaitable[None]]",
     *,
     critic: bool = False,
+    agent: bool = False,
 ) -> int:
-    """Run `script(run)` with a started run of this config; the exit code. `critic`: whether the script trains one."""
+    """Run `script(run)` with a started run of this config; the exit code. `critic`: whether the script trains one.
+    `agent`: whether its episodes run that of the config."""
     config: RunConfig = loaded.config
+    if config.agent is not None and not agent:
+        raise ConfigError(["agent: is for a script that runs one, such as apps.agent.main; this one does not"])
     if (config.critic is not None) != critic:
         raise ConfigError(
             ["critic=null: must be a section, because this script trains a critic; `critic: {}` has the defaults"]

@@ -62,10 +62,11 @@ class Scripted:
 class Served:
     """One session behind the gateway."""
 
-    def __init__(self, gateway: Gateway, endpoint: Endpoint, session: Session, scripted: Scripted):
+    def __init__(self, gateway: Gateway, endpoint: Endpoint, session: Session, policy: Policy, scripted: Scripted):
         self._served = gateway._sessions[endpoint.api_key]
         self.endpoint = endpoint
         self.session = session
+        self.policy = policy
         self.scripted = scripted
 
     def calls(self) -> list[Call]:
@@ -99,7 +100,7 @@ def serving(
     session = Session(chat, prompt_id="q1", limits=limits, log=files and partial(files.write, policy.name))
     session.replay([] if files is None else files.records(policy.name))
     with gateway.serve(session, policy, parser) as endpoint:
-        yield Served(gateway, endpoint, session, scripted)
+        yield Served(gateway, endpoint, session, policy, scripted)
 
 
 def write_model(folder: Path) -> None:
