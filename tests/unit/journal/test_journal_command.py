@@ -100,13 +100,12 @@ def test_show_of_a_ticket_is_all_its_episodes_and_of_nothing_the_newest(folder: 
 def test_show_with_tokens_has_a_line_for_each_token(folder: Path, capsys: Capture) -> None:
     assert main(["show", str(folder), "--episode", "3.0", "--tokens"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[lines.index(next(one for one in lines if one.startswith("at "))) :][0].split() == (
-        ["at", "token", "text", "log-prob", "version", "stale", "reward", "advantage"]
-    )
+    headings = next(line for line in lines if line.startswith("at "))
+    assert headings.split() == "at token text log-prob version stale reward reference advantage".split()  # noqa: SIM905
     rows = {line.split()[0]: line.split()[2:] for line in lines if line[:1].isdigit() or line[:1] == " "}
-    assert rows["0"] == ["'q'", "-", "-", "-", "-", "-"]
-    assert rows["8"] == ["'f'", "-0.25", "0", "1", "-", "1"]
-    assert rows["28"] == ["'<|im_end|>'", "-0.25", "1", "0", "1", "1"]
+    assert rows["0"] == ["'q'", "-", "-", "-", "-", "-", "-"]
+    assert rows["8"] == ["'f'", "-0.25", "0", "1", "-", "-0.75", "1"]
+    assert rows["28"] == ["'<|im_end|>'", "-0.25", "1", "0", "1", "-0.75", "1"]
 
 
 def test_what_a_policy_wrote_cannot_control_the_terminal(folder: Path, capsys: Capture) -> None:  # JO-3

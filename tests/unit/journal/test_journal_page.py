@@ -157,7 +157,7 @@ def test_tokens_are_colored_and_listed_where_asked_for(shown: Browser) -> None:
     assert shown.value("document.querySelector('.token').title") == "log-prob -0.25, version 0"
     shown.click("#table")
     row = shown.value("[...document.querySelectorAll('#turn-4 tr')].at(-1).innerText.split('\\t')")
-    assert row == ["28", "257", '"<|im_end|>"', "-0.25", "1", "0", "1", "1"]
+    assert row == ["28", "257", '"<|im_end|>"', "-0.25", "1", "0", "1", "-0.75", "1"]
     shown.click("#table")
     shown.choose("#color", "")
 
