@@ -1,7 +1,7 @@
 """The memory of a rank's training pass, found by running it without data: fake tensors over a fake process group.
 
-The real model is built and sharded at full width by the code that builds it in a run, with a few layers; two passes
-over one microbatch are run, and each tensor is counted for as long as it lives. Layers are alike, so what a layer adds
+The real model is built and sharded at full width by the code that builds it in a run, with a few layers; a pass
+over one microbatch is run, and each tensor is counted for as long as it lives. Layers are alike, so what a layer adds
 is added for the others. Where experts are divided among ranks, a rank counts a tenth more tokens than the mean.
 
 Invariants
@@ -189,21 +189,22 @@ def _phases(
         _multiply_experts_without_data(model)
         held = [_local(tensor) for tensor in (*model.parameters(), *model.buffers())]
         with LiveBytes(held) as live:
-            for _ in range(2):  # the second pass finds gradients, as all but a batch's first
-                hidden = model(torch.zeros(1, tokens, dtype=torch.int64), positions=positions_1T, attention_masks=masks)
-                gradients = _held(one.grad for one in model.parameters() if one.grad is not None)
-                forward, before, live.peak = live.peak, live.now, live.now
-                where, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64)
-                found, entropies = model.lm_head(hidden, where, targets, trainer.logprob_chunk, trainer.temperature)
-                loss = (found + entropies).sum()
-                gradient, *_ = torch.autograd.grad(loss, [hidden], retain_graph=True)
-                in_head, live.peak = live.peak, live.now
-                del gradient
-                loss.backward()
-                backward, live.peak = live.peak, live.now
-                del hidden, found, entropies, loss, where, targets
-                phases = [max(forward, backward) - gradients, before - gradients, in_head - gradients]
-                live.peak = live.now
+            for one in model.parameters():  # as in all but a batch's first microbatch
+                one.grad = torch.empty_like(one) if one.requires_grad else None
+            live.peak = live.now
+            hidden = model(torch.zeros(1, tokens, dtype=torch.int64), positions=positions_1T, attention_masks=masks)
+            gradients = _held(one.grad for one in model.parameters() if one.grad is not None)
+            forward, before, live.peak = live.peak, live.now, live.now
+            where, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64)
+            found, entropies = model.lm_head(hidden, where, targets, trainer.logprob_chunk, trainer.temperature)
+            loss = (found + entropies).sum()
+            gradient, *_ = torch.autograd.grad(loss, [hidden], retain_graph=True)
+            in_head, live.peak = live.peak, live.now
+            del gradient
+            loss.backward()
+            backward, live.peak = live.peak, live.now
+            del hidden, found, entropies, loss, where, targets
+            phases = [max(forward, backward) - gradients, before - gradients, in_head - gradients]
     return phases
 
 
