@@ -51,7 +51,12 @@ FORKED = {
     "trainer": (*TRAINED, "goaly.losses.objective"),
     "reference": TRAINED,
     "critic": (*TRAINED, "goaly.train.critic_engine"),
-    "generator": ("goaly.generate.engine", "goaly.generate.vllm_model", "vllm.v1.worker.cpu_worker"),
+    "generator": (
+        "goaly.generate.engine",
+        "goaly.generate.vllm_model",
+        "goaly.generate.cpu_start",
+        "vllm.v1.worker.cpu_worker",
+    ),
     "rollout": ("goaly.backlog.batch", "goaly.prompts.template", "goaly.prompts.tokenizer"),
 }
 """The modules that a fork server imports for a process of each role. None imports Monarch, which starts threads."""

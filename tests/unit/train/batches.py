@@ -1,5 +1,6 @@
 """Packed batches for the trainer's tests, and their gradients."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,14 +21,19 @@ Document = dict[str, torch.Tensor]
 
 
 def documents(
-    count: int, *, seed: int = 0, longest: int = 60, choices: tuple[int, int, int] | None = None
+    count: int,
+    *,
+    seed: int = 0,
+    longest: int = 60,
+    lengths: Sequence[int] = (),
+    choices: tuple[int, int, int] | None = None,
 ) -> list[Document]:
-    """Random sequences: a prompt of 3 tokens, then trained tokens with random columns. With `choices`, random ones of
-    experts: so many layers, experts, and experts of a token."""
+    """Random sequences of these or random lengths: a prompt of 3 tokens, then trained tokens with random columns. With
+    `choices`, random ones of experts: so many layers, experts, and experts of a token."""
     generator = torch.Generator().manual_seed(seed)
     made = []
-    for _ in range(count):
-        length = int(torch.randint(5, longest, (), generator=generator))
+    for number in range(count):
+        length = lengths[number] if lengths else int(torch.randint(5, longest, (), generator=generator))
         trained = torch.arange(length) >= 3
         made.append(
             {

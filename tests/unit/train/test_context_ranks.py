@@ -12,8 +12,8 @@ from goaly.models.context_parallel import is_cut
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.run.process_agent import lasting_port
 from goaly.train.microbatch import microbatch
-from tests.unit.train.batches import documents, pack
-from tests.unit.train.test_parallel import ALONE, EXPERTS, ROWS, SETTINGS, settings_of, trained
+from tests.unit.train.batches import pack
+from tests.unit.train.test_parallel import ALONE, EXPERTS, ROWS, SETTINGS, batch_documents, settings_of, trained
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp-cp": {"fsdp": 2, "cp": 2, "activation_checkpointing": "full"},
@@ -52,7 +52,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_documents_of_the_batch_go_on_in_the_shares_of_other_ranks():
-    for part in pack(documents(10), rows=ROWS, row_length=160).rows.split(1):
+    for part in pack(batch_documents(), rows=ROWS, row_length=160).rows.split(1):
         assert is_cut(microbatch(part, multiple_of=8).positions_1T[0], 2)
 
 

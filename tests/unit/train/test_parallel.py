@@ -1,6 +1,7 @@
 """Two processes over gloo, sharded by FSDP2, tensor and context parallelism, do what one process does."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_hidden_laye
 SINKS = {"num_local_experts": 4, "num_hidden_layers": 1, "intermediate_size": 32}
 SMALL_STEPS = OptimizerSettings(lr=1e-3)
 ROWS = 4
+LENGTHS = (30, 20, 50, 40, 30, 30, 40, 30, 30, 20)
+"""Rows of two lengths: DTensor takes long to plan the operations on each shape, and keeps the plans."""
+batch_documents = partial(documents, len(LENGTHS), lengths=LENGTHS)
 ALONE = dataclasses.replace(SETTINGS, microbatch_rows=ROWS)
 """What one process computes with: all rows at once."""
 MODELS = "models"
@@ -101,7 +105,7 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
 
     engine = TrainEngine(model_of(folder), settings)
     change_adapters(engine)
-    batch = pack(documents(10), rows=ROWS, row_length=160)
+    batch = pack(batch_documents(), rows=ROWS, row_length=160)
     rows = batch.rows[engine.dp_rank :: settings.fsdp]
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,7 +161,7 @@ def in_two(batch: PackedRows, rank: int, ranks: int) -> PackedRows:
 def in_parts(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a batch in two parts gives on this rank, of a loss whose second step looks back to before the first."""
     engine = TrainEngine(model_of(folder), dataclasses.replace(settings, optimizer=SMALL_STEPS))
-    batch = pack(documents(10), rows=ROWS, row_length=160)
+    batch = pack(batch_documents(), rows=ROWS, row_length=160)
     batch.rows["sampler_versions"].fill_(-1)  # no policy of this engine sampled them
     share = in_two(batch, engine.dp_rank, settings.fsdp)
     return engine.train_step(share, PolicyObjective(LossSettings(name="ppo", proximal="trainer")))
@@ -168,7 +172,7 @@ def rewritten(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
     engine = TrainEngine(model_of(folder), settings, trains=False)
-    rows = pack(documents(10), rows=ROWS, row_length=160).rows[engine.dp_rank :: settings.fsdp]
+    rows = pack(batch_documents(), rows=ROWS, row_length=160).rows[engine.dp_rank :: settings.fsdp]
     held = [t._local_tensor if isinstance(t, DTensor) else t for t in engine.named_tensors().values()]
     before = engine.logprobs(rows)
     torch._foreach_mul_(list({tensor.data_ptr(): tensor for tensor in held}.values()), 0.5)
@@ -179,7 +183,7 @@ def replayed(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a step and a frozen model give on this rank if the sampler has chosen the experts."""
     model = model_of(folder)
     engine = TrainEngine(model, dataclasses.replace(settings, optimizer=SMALL_STEPS))
-    batch = pack(documents(10, choices=(1, EXPERTS["experts"], 2)), rows=ROWS, row_length=160)
+    batch = pack(batch_documents(choices=(1, EXPERTS["experts"], 2)), rows=ROWS, row_length=160)
     batch.rows["sampler_versions"].fill_(-1)  # no policy of this engine sampled them
     share = dataclasses.replace(batch, rows=batch.rows[engine.dp_rank :: settings.fsdp])
     frozen = TrainEngine(model, settings, trains=False).logprobs(share.rows)
@@ -192,7 +196,7 @@ def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     degrees = {axis: getattr(settings, axis) for axis in ("fsdp", "tp", "cp", "ep")}
     critic = CriticSettings(optimizer=OptimizerSettings(lr=1e-2), epochs=2, value_clip=1.0, **degrees)
     engine = CriticEngine(model_of(folder), critic, settings)
-    share = in_two(pack(documents(10), rows=ROWS, row_length=160), engine.dp_rank, settings.fsdp)
+    share = in_two(pack(batch_documents(), rows=ROWS, row_length=160), engine.dp_rank, settings.fsdp)
     share.rows["returns"] = share.rows["advantages"]  # any numbers
     share.rows["values"] = engine.values(share.rows)
     metrics = engine.train_steps(share)
