@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from goaly.config import RUN_CONFIG, Loaded, to_yaml
 from goaly.errors import ConfigError, first_error
-from goaly.process import become
+from goaly.process import become, import_ahead
 from goaly.run.config import RunConfig
 from goaly.run.resume import lock
 from goaly.telemetry import logs, spans
@@ -91,7 +91,8 @@ async def _main(
     *,
     may_restart: bool,
 ) -> int:
-    from goaly.actors import SupervisionError  # imports Monarch and torch, which a dry run does not need
+    import_ahead(["goaly.run.start"])  # and with it Monarch and torch, which a dry run does not need
+    from goaly.actors import SupervisionError
     from goaly.run.start import started
 
     stop = _StopSignals(config.checkpoint.grace_seconds)
