@@ -61,7 +61,7 @@ class Reshaped:
 
 @pytest.fixture(scope="module")
 def reshaped(launch_shared: Launch, stopped: Stopped) -> Reshaped:
-    steps = stopped.steps + 30
+    steps = stopped.steps + 10
     shape = ("trainer.fsdp=2", "rollout.workers=2", "generator.tp=2")
     run = launch_shared(f"steps={steps}", *shape, resume=stopped.run)
     run.wait_for_steps(stopped.steps + 2)
