@@ -4,13 +4,17 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Literal
 
-from goaly.config.settings import Section, Settings
+from goaly.agents.settings import AgentSettings
+from goaly.config.settings import PositiveFloat, PositiveInt, Section, Settings
 from goaly.errors import ConfigError
 from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings
 from goaly.prompts.settings import ChatSettings, PromptSettings
 from goaly.reward.settings import RewardSettings
+
+NO_LIMIT = 1 << 40
+"""More tokens than any context has."""
 
 
 class EvalGeneratorSettings(GeneratorSettings):
@@ -29,11 +33,35 @@ class EvalGeneratorSettings(GeneratorSettings):
         yield from at.idle("the weights never change", "on_update")
 
 
+class RemoteSettings(Settings):
+    """An API of OpenAI's kind, such as vLLM's own server or `apps.serve.main`."""
+
+    url: str
+    """Address of the API, with its version: `http://HOST:PORT/v1`."""
+    model: str | None = None
+    """Name of the model there; null: the first one that the API lists."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Environment variable that holds the API key; if it is not set, none is sent."""
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        if not self.url.startswith(("http://", "https://")):
+            yield f"{at.url}: must be an address such as http://127.0.0.1:8000/v1"
+
+
 class EvalConfig(Settings):
     """An evaluation."""
 
-    path: str
-    """Folder of the policy: a Hugging Face folder, or a run's folder, of which the final policy is evaluated."""
+    path: str | None = None
+    """Folder of the policy: a Hugging Face folder, or a run's folder, of which the final policy is evaluated. null: the
+    policy is at `endpoint`."""
+    endpoint: RemoteSettings | None = None
+    """API that the policy is reached by, in place of a folder."""
+    agent: AgentSettings | None = None
+    """Agent whose final answers are scored; it runs in this process. null: the policy's own answers."""
+    concurrency: PositiveInt = 64
+    """Most attempts at once of an `agent`, or at an `endpoint`."""
+    episode_seconds: PositiveFloat | None = 3600.0
+    """Time limit of an agent's attempt, whose reward is 0 after that; null is no limit."""
     prompts: PromptSettings = field(default_factory=PromptSettings)
     """Prompts of the training run. Copy the section from the run: it decides which problems are held out."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
@@ -58,8 +86,20 @@ class EvalConfig(Settings):
     def _problems(self, at: Section) -> Iterator[str]:
         yield from at.reward.idle("an evaluation has one process", "placement")
         yield from at.evaluation.idle("nothing is trained here", "every")
-        max_context = self.generator.max_context
+        if self.agent is None:
+            yield from at.idle(f"{at}agent is null", "episode_seconds")
+        if (self.path is None) == (self.endpoint is None):
+            yield f"{at.path}: set either path, a folder of the policy, or endpoint, an API that answers for it"
+            return
+        max_context = NO_LIMIT if self.path is None else self.generator.max_context
         yield from self.evaluation.problems_beside(at.evaluation, self.prompts, self.sampling, max_context)
+        if self.path is None:
+            yield from at.idle(f"the policy is at {at}endpoint", "dtype")
+            for section in (at.generator, at.chat):
+                yield from section.idle(f"the policy is at {at}endpoint")
+            return
+        if self.agent is None:
+            yield from at.idle(f"{at}agent and {at}endpoint are null", "concurrency")
         if problems := self.model.problems(str(at)):
             yield from problems
             return
@@ -79,6 +119,7 @@ class EvalConfig(Settings):
         """The model that `path` means."""
         from pathlib import Path
 
+        assert self.path is not None
         policy = Path(self.path) / "policy"
         folder = policy if (policy / "config.json").is_file() else Path(self.path)
         return ModelSettings(path=str(folder), dtype=self.dtype)

@@ -2,7 +2,8 @@
 
     python -m apps.eval.main --config configs/eval/tiny.yaml path=runs/sft-tiny
 
-Generates with goaly's own engine, in this process.
+Generates with goaly's own engine in this process, or asks an API elsewhere (`endpoint.url`). With `agent.function` it
+scores the answers of an agent that uses the policy.
 """
 
 import asyncio
@@ -13,56 +14,35 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apps.eval.config import EvalConfig
 from goaly.config import Loaded, run_cli, to_yaml
+from goaly.errors import RunFailed, first_error
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings go to stdout, where the table belongs
 
 if TYPE_CHECKING:
-    from goaly.evaluation.result import Answered, EvalResult, SampleFunction, Verifier
+    from goaly.evaluation.result import Answered, EvalResult, Verifier
 
 
 async def evaluation(config: EvalConfig) -> "dict[str, list[Answered]]":
-    """Sample the policy's answers to the problems of every set, and score them."""
-    from goaly.evaluation.result import sample_and_verify
+    """Try the problems of every set with the policy, and score the answers."""
+    from apps.eval.policy import solver
+    from goaly.evaluation.result import solve_and_verify
     from goaly.evaluation.sets import ProblemSets
-    from goaly.generate.request import Sampling
-    from goaly.prompts.tokenizer import ChatTokenizer
 
     sets = ProblemSets(config.evaluation, config.prompts).chosen()
-    tokenizer = ChatTokenizer(config.model.path, config.chat)
     answered = {}
-    async with judge(config) as verify, policy(config) as sample:
+    async with judge(config) as verify, solver(config) as (solve, sampled):
         for one in sets:
-            sampling = Sampling.of(one.settings.sampled(config.sampling), tokenizer.stop_token_ids)
+            sampling = sampled(one.settings.sampled(config.sampling))
             samples = one.settings.samples_per_prompt
-            answered[one.name] = await sample_and_verify(
-                sample, tokenizer, one.prompts, verify, samples, sampling, seed=config.generator.seed
+            answered[one.name] = await solve_and_verify(
+                solve, one.prompts, verify, samples, sampling, seed=config.generator.seed
             )
     return answered
-
-
-@asynccontextmanager
-async def policy(config: EvalConfig) -> "AsyncIterator[SampleFunction]":
-    """A function that samples from the policy, by an engine in this process."""
-    from apps.eval.quiet import hushed
-
-    with hushed():
-        from goaly.generate.engine import Engine
-        from goaly.generate.engine_loop import EngineLoop
-
-        engine = await asyncio.to_thread(Engine, config.generator, config.model, seed=config.generator.seed)
-    loop = EngineLoop(engine, config.generator, lambda: 0)
-    numbers = count()
-    try:
-        yield lambda tokens, sampling: loop.generate(f"sample-{next(numbers)}", tokens, sampling)
-    finally:
-        await loop.stop()
-        engine.close()
 
 
 @asynccontextmanager
@@ -123,13 +103,21 @@ def main(loaded: Loaded[EvalConfig]) -> int:
 
     torch.set_num_threads(config.generator.threads)
     started = time.monotonic()
-    results = results_of(config, asyncio.run(evaluation(config)))
+    try:
+        answered = asyncio.run(evaluation(config))
+    except BaseExceptionGroup as group:
+        if not isinstance(error := first_error(group), RunFailed):
+            raise
+        sys.stderr.write(f"the evaluation failed: {error}\n")
+        return 1
+    results = results_of(config, answered)
     sys.stdout.write(table(results))
     if config.output is not None:
         content = {
-            "path": config.model.path,
+            "path": config.endpoint.url if config.endpoint is not None else config.model.path,
             "seconds": round(time.monotonic() - started, 1),
             "results": {name: asdict(result) for name, result in results.items()},
+            "rewards": {name: {one.prompt.id: one.rewards for one in found} for name, found in answered.items()},
         }
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
         Path(config.output).write_text(json.dumps(content, indent=2) + "\n")

@@ -153,6 +153,9 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
         connection.cancel("suspect 1")  # before it is asked
         await connection.wait_turn("the last suspect")
 
+    await publisher.close()  # no newer weights will come, so nothing follows any more (GE-4)
+    for replica in (one, leader):
+        assert (await ask(replica, "the last version")).tokens.tolist() == greedy[0]
     successor = hub.spawn("store-1", WeightStore, moved)
     await asyncio.gather(one.follow.call(successor), two.follow.call(successor))
     publisher = Publisher(successor, live, moved, rank=0, world=1)

@@ -109,7 +109,7 @@ class HttpServer:
         """Import the APIs, which takes seconds, and serve them. `parser` reads the answers of all sessions."""
         listener = self.listen()
         app = await asyncio.to_thread(_imported_app, self._folder, self._max_context, parser.reads_calls)
-        self._server = _server(_Doorkeeper(app, self._door))
+        self._server = http_server(_Doorkeeper(app, self._door))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
         self._serving.add_done_callback(_check_end)
 
@@ -172,7 +172,8 @@ def _imported_app(*facts: Any) -> Any:
     return app(*facts)
 
 
-def _server(app: Any) -> "uvicorn.Server":
+def http_server(app: Any) -> "uvicorn.Server":
+    """A server of this app, for an event loop that others use, too."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -203,7 +204,7 @@ class _Doorkeeper:
             status = HTTPStatus.OK if self._door.is_open else HTTPStatus.SERVICE_UNAVAILABLE
             return await Response(status_code=status)(scope, receive, send)
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        key = _key(headers)
+        key = key_of(headers)
         try:
             self._door.check(key)
             body = await _body(receive)
@@ -254,7 +255,8 @@ def _repeats(headers: Mapping[str, str]) -> dict[str, Any]:
     return {"retries": int(retries), "idempotency_key": headers.get("idempotency-key")}
 
 
-def _key(headers: Mapping[str, str]) -> str:
+def key_of(headers: Mapping[str, str]) -> str:
+    """The API key of a request, as the clients of OpenAI or Anthropic send it; empty if there is none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection
 from http import HTTPStatus
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import HttpServer
@@ -23,10 +23,7 @@ from goaly.agents.served import ServedSession
 from goaly.agents.session import Session
 from goaly.generate.request import Sampling
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.policy import Policy
-
-if TYPE_CHECKING:
-    from goaly.generate.router import Router
+from goaly.rollout.policy import Policy, TokenSampler
 
 RESPONSES = "/v1/responses"
 KEPT_RESPONSES = 1024
@@ -46,7 +43,7 @@ class PublicGateway:
         parser: AnswerParser,
         sampling: Sampling,
         max_context: int,
-        sampler: "Router",
+        sampler: TokenSampler,
     ):
         """Without `tokens` every client is served. `sampling` has the parameters that a request does not name."""
         self.is_open = False

@@ -26,6 +26,21 @@ Verifier = Callable[[Prompt, str], Awaitable[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """What an attempt at a problem made."""
+
+    text: str | None
+    """The answer; None if the attempt failed, which is reward 0."""
+    tokens: int | None
+    """How many tokens the policy wrote for it; None if that is not known."""
+
+
+Solve = Callable[[Prompt, Sampling, str], Awaitable[Solution | None]]
+"""An attempt at a problem, with these parameters and with seeds whose names begin so; None if the prompt leaves no room
+for an answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
     """The lengths and rewards of a prompt's answers."""
 
@@ -187,40 +202,47 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1 - comb(samples - right, k) / comb(samples, k)
 
 
-async def sample_and_verify(
-    sample: SampleFunction,
-    tokenizer: ChatTokenizer,
+def by_tokens(sample: SampleFunction, tokenizer: ChatTokenizer) -> Solve:
+    """Attempts of one answer each, by a function that samples tokens."""
+
+    async def solve(prompt: Prompt, sampling: Sampling, seeds: str) -> Solution | None:
+        tokens = tokenizer.render(prompt.messages, tools=prompt.tools)
+        try:
+            answer = await sample(tokens, Sampling(seed=seed_of(f"{seeds}.0")).changed(sampling))
+        except PromptTooLong:
+            return None
+        written = answer.tokens.tolist()
+        return Solution(text=tokenizer.decode(written), tokens=len(written))
+
+    return solve
+
+
+async def solve_and_verify(
+    solve: Solve,
     prompts: Sequence[Prompt],
     verify: Verifier,
     samples_per_prompt: int,
     sampling: Sampling,
     seed: int = 0,
 ) -> list[Answered]:
-    """Sample every prompt `samples_per_prompt` times, all at once, and verify each answer as it arrives.
+    """Try every problem `samples_per_prompt` times, all at once, and verify each answer as it arrives.
 
-    Each sample has its own seed, made of `seed`, unless `sampling` has one.
+    Each attempt has seeds of its own, made of `seed`, unless `sampling` has one.
     """
 
-    async def one(prompt: Prompt, tokens: list[int], index: int) -> tuple[int, float] | None:
-        own = Sampling(seed=seed_of(f"{evaluation_seeds(seed, 0, prompt.id)}.{index}.0"))
-        try:
-            answer = await sample(tokens, own.changed(sampling))
-        except PromptTooLong:
+    async def one(prompt: Prompt, index: int) -> tuple[int | None, float] | None:
+        solution = await solve(prompt, sampling, f"{evaluation_seeds(seed, 0, prompt.id)}.{index}")
+        if solution is None:
             return None
-        written = answer.tokens.tolist()
-        return len(written), await verify(prompt, tokenizer.decode(written))
+        return solution.tokens, 0.0 if solution.text is None else await verify(prompt, solution.text)
 
-    rendered = [tokenizer.render(prompt.messages, tools=prompt.tools) for prompt in prompts]
     async with asyncio.TaskGroup() as tasks:
-        asked = [
-            [tasks.create_task(one(prompt, tokens, index)) for index in range(samples_per_prompt)]
-            for prompt, tokens in zip(prompts, rendered, strict=True)
-        ]
+        asked = [[tasks.create_task(one(prompt, index)) for index in range(samples_per_prompt)] for prompt in prompts]
     answers = [[task.result() for task in group] for group in asked]
     return [
         Answered(
             prompt=prompt,
-            lengths=tuple(answer[0] for answer in group if answer is not None),
+            lengths=tuple(answer[0] for answer in group if answer is not None and answer[0] is not None),
             rewards=tuple(None if answer is None else answer[1] for answer in group),
         )
         for prompt, group in zip(prompts, answers, strict=True)

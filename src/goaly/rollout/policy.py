@@ -11,17 +11,14 @@ Invariants
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from goaly.errors import EpisodeError
-from goaly.generate.request import Finish, Sampling, seed_of
+from goaly.generate.request import Finish, Sample, Sampling, seed_of
 from goaly.generate.settings import SamplingSettings
 from goaly.telemetry.spans import span
-
-if TYPE_CHECKING:
-    from goaly.generate.router import Router
 
 
 class ContextFull(EpisodeError):
@@ -61,11 +58,21 @@ class Completion:
     """Whether it may be trained; False if it was sampled with `trained=False`."""
 
 
+class TokenSampler(Protocol):
+    """Answers requests, as a `Router` does."""
+
+    async def generate(
+        self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int = 0, session: str | None = None
+    ) -> Sample:
+        """The sample of this request."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Policy:
     """Samples continuations of tokens for one episode."""
 
-    sampler: "Router"
+    sampler: TokenSampler
     name: str
     """The first part of its requests' ids."""
     session: str

@@ -1,0 +1,150 @@
+"""The ways to try a problem: by the engine of this process or an API elsewhere, by the policy alone or an agent."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from itertools import count
+
+from apps.eval.config import EvalConfig, RemoteSettings
+from apps.eval.quiet import hushed
+from goaly.agents.forwarder import Forwarder
+from goaly.dotted_path import function_at
+from goaly.errors import ConfigError
+from goaly.evaluation.attempts import AgentsPolicy, Serve, by_agent, by_chat
+from goaly.evaluation.result import Solve, by_tokens
+from goaly.generate.engine_loop import EngineLoop
+from goaly.generate.request import Sample, Sampling
+from goaly.generate.settings import SamplingSettings
+from goaly.prompts.prompt import Prompt
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.policy import Policy
+from goaly.rollout.settings import EndpointSettings
+
+Sampled = Callable[[SamplingSettings], Sampling]
+"""The parameters of an attempt, by the settings of its set."""
+
+
+@asynccontextmanager
+async def solver(config: EvalConfig) -> AsyncIterator[tuple[Solve, Sampled]]:
+    """How the problems of this evaluation are tried."""
+    if config.endpoint is not None:
+        async with _elsewhere(config, config.endpoint) as solve:
+            yield solve, lambda settings: Sampling.of(settings, ())  # the model's own stop tokens are known there
+        return
+    tokenizer = ChatTokenizer(config.model.path, config.chat)
+    async with _engine(config) as loop:
+        numbers = count()
+        solve = by_tokens(
+            lambda tokens, sampling: loop.generate(f"sample-{next(numbers)}", tokens, sampling), tokenizer
+        )
+        sampled = partial(Sampling.of, stop_token_ids=tokenizer.stop_token_ids)
+        if config.agent is None:
+            yield solve, sampled
+            return
+        async with _served(config, loop, tokenizer) as solve:
+            yield solve, sampled
+
+
+@asynccontextmanager
+async def _engine(config: EvalConfig) -> AsyncIterator[EngineLoop]:
+    """An engine in this process."""
+    with hushed():
+        from goaly.generate.engine import Engine
+
+        engine = await asyncio.to_thread(Engine, config.generator, config.model, seed=config.generator.seed)
+    loop = EngineLoop(engine, config.generator, lambda: 0)
+    try:
+        yield loop
+    finally:
+        await loop.stop()
+        engine.close()
+
+
+@asynccontextmanager
+async def _served(config: EvalConfig, loop: EngineLoop, tokenizer: ChatTokenizer) -> AsyncIterator[Solve]:
+    """Attempts of the agent, for which this process serves the policy by HTTP, as a rollout worker does."""
+    from goaly.agents.answers import AnswerParser
+    from goaly.agents.gateway import Gateway
+    from goaly.agents.session import Session
+
+    max_context = config.generator.max_context
+    parser = AnswerParser(tokenizer, config.chat)
+    gateway = Gateway(EndpointSettings(), 0, config.model.path, max_context)
+    numbers = count()
+
+    @contextmanager
+    def serve(prompt: Prompt, sampling: Sampling, seeds: str) -> Iterator[AgentsPolicy]:
+        name = f"attempt-{next(numbers)}"
+        session = Session(tokenizer, prompt_id=prompt.id)
+        policy = Policy(
+            sampler=_Sampler(loop),
+            name=name,
+            session=name,
+            sampling=sampling,
+            min_version=0,
+            max_context=max_context,
+            decode=tokenizer.decode,
+            evaluation=True,
+            seeds=seeds,
+        )
+        with gateway.serve(session, policy, parser) as endpoint:
+            yield AgentsPolicy(
+                base_url=endpoint.base_url, api_key=endpoint.api_key, tokens=lambda: session.sampled_tokens
+            )
+
+    try:
+        with hushed():
+            await asyncio.to_thread(parser.load)
+            await gateway.start(parser)
+        yield _of_agent(config, serve)
+    finally:
+        await gateway.close()
+
+
+class _Sampler:
+    """The engine of this process, where a policy expects a router."""
+
+    def __init__(self, loop: EngineLoop):
+        self._loop = loop
+
+    async def generate(
+        self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int = 0, session: str | None = None
+    ) -> Sample:
+        return await self._loop.generate(request_id, tokens, sampling)
+
+
+@asynccontextmanager
+async def _elsewhere(config: EvalConfig, endpoint: RemoteSettings) -> AsyncIterator[Solve]:
+    """Attempts at the policy of an API elsewhere."""
+    import openai
+
+    key = os.environ.get(endpoint.key_variable, "none")
+    async with openai.AsyncOpenAI(base_url=endpoint.url, api_key=key) as client:
+        try:
+            listed = await client.models.list()
+            model = endpoint.model or listed.data[0].id
+        except (openai.OpenAIError, IndexError) as error:
+            raise ConfigError([f"endpoint.url={endpoint.url}: does not list its models: {error}"]) from error
+        if config.agent is None:
+            yield by_chat(client, model, most=config.concurrency)
+            return
+        forwarder = Forwarder(endpoint.url, model, key)
+        await forwarder.start()
+
+        @contextmanager
+        def serve(prompt: Prompt, sampling: Sampling, seeds: str) -> Iterator[AgentsPolicy]:
+            with forwarder.serve(sampling, seeds) as way:
+                yield AgentsPolicy(base_url=way.base_url, api_key=way.api_key, tokens=lambda: way.tokens)
+
+        try:
+            yield _of_agent(config, serve)
+        finally:
+            await forwarder.close()
+
+
+def _of_agent(config: EvalConfig, serve: Serve) -> Solve:
+    assert config.agent is not None
+    agent = function_at(config.agent.function)
+    return by_agent(agent, serve, most=config.concurrency, seconds=config.episode_seconds)
