@@ -55,7 +55,7 @@ class EvalConfig(Settings):
     """Folder of the policy: a Hugging Face folder, or a run's folder, of which the final policy is evaluated. null: the
     policy is at `endpoint`."""
     endpoint: RemoteSettings | None = None
-    """API that the policy is reached by, in place of a folder."""
+    """API that the policy is reached by, in place of a folder; `generator` and `chat` have no effect then."""
     agent: AgentSettings | None = None
     """Agent whose final answers are scored; it runs in this process. null: the policy's own answers."""
     concurrency: PositiveInt = 64
@@ -95,8 +95,6 @@ class EvalConfig(Settings):
         yield from self.evaluation.problems_beside(at.evaluation, self.prompts, self.sampling, max_context)
         if self.path is None:
             yield from at.idle(f"the policy is at {at}endpoint", "dtype")
-            for section in (at.generator, at.chat):
-                yield from section.idle(f"the policy is at {at}endpoint")
             return
         if self.agent is None:
             yield from at.idle(f"{at}agent and {at}endpoint are null", "concurrency")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from goaly.agents.forwarder import parameters
-from goaly.errors import EpisodeError, RunFailed
+from goaly.errors import EpisodeError, RunFailed, cause_of, first_error
 from goaly.evaluation.result import Solution, Solve
 from goaly.generate.request import Sampling, seed_of
 from goaly.prompts.prompt import Prompt
@@ -54,7 +54,7 @@ def by_agent(agent: Agent, serve: Serve, *, most: int, seconds: float | None) ->
                     text = await within(seconds, _awaited(attempt), f"the agent with prompt {prompt.id}")
                     failures = 0
                 except Exception as error:
-                    text, why = None, f"{type(error).__name__}: {error}"
+                    text, why = None, cause_of(first_error(error))
                     failures += 1
                     logger.warning("an evaluation counts reward 0: prompt %s: %s", prompt.id, why)
                     if failures >= FAILURES_IN_A_ROW:
