@@ -124,7 +124,7 @@ def room_for(name: str, model: Path, folder: Path) -> tuple[str, ...]:
     return (*settings, f"model.path={longer}")
 
 
-def measure_arm(config: RunConfig, load_name: str, arm: Arm, run_dir: Path) -> Measured:
+def measure_arm(config: RunConfig, load_name: str, of_load: EpisodeFunction, arm: str, run_dir: Path) -> Measured:
     """Run the loop; medians leave out the first steps and the drain of the last ones."""
     machine = Machine.now()
 
@@ -133,7 +133,7 @@ def measure_arm(config: RunConfig, load_name: str, arm: Arm, run_dir: Path) -> M
             loops.create_task(collect(run))
             loops.create_task(train(run))
 
-    _run(config, load_of(load_name), script, run_dir)
+    _run(config, of_load, script, run_dir)
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steady = steps[WARM_STEPS : len(steps) - config.backlog.max_staleness - 1]
     spent = {
@@ -143,7 +143,7 @@ def measure_arm(config: RunConfig, load_name: str, arm: Arm, run_dir: Path) -> M
     seconds = sum(step["step/seconds"] for step in steady)
     return Measured(
         load=load_name,
-        arm=arm.name,
+        arm=arm,
         step_seconds=seconds / len(steady),
         tokens_per_second=sum(step["step/tokens"] for step in steady) / seconds,
         pass_rate=statistics.fmean(step["reward/pass_rate"] for step in steps[-WARM_STEPS:]),
@@ -161,7 +161,7 @@ def _span_seconds(run_dir: Path, name: str) -> float:
     return statistics.median((one["stop_ns"] - one["start_ns"]) / 1e9 for one in recorded if one["name"] == name)
 
 
-def measure_alone(config: RunConfig, load_name: str, run_dir: Path) -> tuple[float, float]:
+def measure_alone(config: RunConfig, of_load: EpisodeFunction, run_dir: Path) -> tuple[float, float]:
     """T_gen and T_train: seconds a step of each half without the other."""
     backlog = replace(config.backlog, max_staleness=config.steps)  # no update comes that could be waited for
     config = replace(config, backlog=backlog)
@@ -187,7 +187,7 @@ def measure_alone(config: RunConfig, load_name: str, run_dir: Path) -> tuple[flo
             loops.create_task(collect(run))
             loops.create_task(generate_only(run))
 
-    _run(config, load_of(load_name), script, run_dir)
+    _run(config, of_load, script, run_dir)
     return seconds["generate"], seconds["train"]
 
 
@@ -297,10 +297,11 @@ def main() -> None:
         for load_name, room in loads.items():
             for number in range(sum(one.load == load_name for one in rounds), arguments.rounds):
                 place = folder / f"{load_name}-{number}"
-                generate, trained = measure_alone(config(*room), load_name, place / "alone")
+                generate, trained = measure_alone(config(*room), load_of(load_name), place / "alone")
                 runs = []
                 for arm in arms(len(os.sched_getaffinity(0))):
-                    runs.append(measure_arm(config(*room, *arm.overrides), load_name, arm, place / arm.name))
+                    settings = config(*room, *arm.overrides)
+                    runs.append(measure_arm(settings, load_name, load_of(load_name), arm.name, place / arm.name))
                     print(f"{load_name:5} {arm.name:12} {runs[-1].step_seconds:.3f} s a step", flush=True)
                 one = Round(load=load_name, steps=arguments.steps, t_gen=generate, t_train=trained, runs=tuple(runs))
                 append(arguments.runs, one)

@@ -26,16 +26,16 @@ def tail_episode(longest_over_mean: float) -> EpisodeFunction:
 
     async def episode(prompt: Prompt, context: EpisodeContext) -> Trajectory:
         question = context.render(prompt)
-        chance = _chance(f"{prompt.id} {context.sample_index}")
+        chance = drawn(f"{prompt.id} {context.sample_index}")
         tokens = round(_quantile(chance, power, longest))
         answer = await context.policy.sample(question, max_tokens=tokens, stop_token_ids=())
-        reward = float(_chance(f"reward {prompt.id} {context.sample_index}") < 0.5)
+        reward = float(drawn(f"reward {prompt.id} {context.sample_index}") < 0.5)
         return Episode(prompt, question, context.sample_index).wrote(answer).finish(reward)
 
     return episode
 
 
-def _chance(key: str) -> float:
+def drawn(key: str) -> float:
     """A number between 0 and 1, the same for the same key."""
     return int.from_bytes(blake2b(key.encode(), digest_size=7).digest(), "big") / (1 << 56)
 

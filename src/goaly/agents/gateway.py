@@ -8,6 +8,7 @@ Invariants
 """
 
 import asyncio
+import gc
 import logging
 import secrets
 import socket
@@ -109,6 +110,7 @@ class HttpServer:
         """Import the APIs, which takes seconds, and serve them. `parser` reads the answers of all sessions."""
         listener = self.listen()
         app = await asyncio.to_thread(_imported_app, self._folder, self._max_context, parser.reads_calls)
+        gc.freeze()  # a full collection would look at all of vLLM's modules, and stop the event loop meanwhile
         self._server = http_server(_Doorkeeper(app, self._door))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
         self._serving.add_done_callback(_check_end)

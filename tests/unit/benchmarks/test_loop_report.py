@@ -17,7 +17,7 @@ from goaly.run.config import RunConfig
 def test_a_load_has_the_stated_mean_and_longest_answer(longest_over_mean: int) -> None:
     longest = longest_over_mean * tail.MEAN
     power = tail._power(longest)
-    lengths = [tail._quantile(tail._chance(str(sample)), power, longest) for sample in range(20_000)]
+    lengths = [tail._quantile(tail.drawn(str(sample)), power, longest) for sample in range(20_000)]
     assert sum(lengths) / len(lengths) == pytest.approx(tail.MEAN, rel=0.05)
     assert longest * 0.9 < max(lengths) <= longest
     assert min(lengths) >= tail.SHORTEST
