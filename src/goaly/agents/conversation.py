@@ -61,10 +61,12 @@ class Conversation:
 
 def canonical(message: Mapping[str, Any]) -> Message:
     """A client's message as templates expect it: without empty values, content that has text only as one string, and
-    tool calls with their arguments as an object, as vLLM gives them to templates."""
+    tool calls with their arguments as an object, as vLLM gives them to templates. ValueError if it is no message."""
     given = {key: value for key, value in message.items() if value not in (None, [], {})}
     if "reasoning" in given:
         given.setdefault("reasoning_content", given.pop("reasoning"))
+    if not isinstance(given.get("role"), str):
+        raise ValueError("messages: each message must have a role")
     content = given.get("content", "")
     if isinstance(content, list | tuple) and all(_is_text(part) for part in content):
         content = "\n".join(part["text"] for part in content)
@@ -81,10 +83,12 @@ def canonical(message: Mapping[str, Any]) -> Message:
 
 
 def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text"
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _call(call: Any) -> dict[str, Any]:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise ValueError("tool_calls: each must have a function with a name and arguments")
     arguments = call["function"].get("arguments")
     if isinstance(arguments, str):
         try:

@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
 
-from starlette.responses import Response
-
 from goaly.agents.answers import AnswerParser
-from goaly.agents.refusals import Refusal, error_response
+from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, error_response
 from goaly.agents.served import EXCHANGE, Exchange, ServedSession
 from goaly.agents.session import Session
 from goaly.agents.session_files import SessionFiles
@@ -41,10 +39,10 @@ Scope = MutableMapping[str, Any]
 SAMPLED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """Paths whose requests the policy answers."""
 REWARDED = "/reward"
-HEALTH = "/health"
-"""Answers without a key: status 200 once requests can be answered, 503 before."""
 EVERYWHERE = ("0.0.0.0", "::")
 """Addresses at which agents on other machines reach a worker by its host's name."""
+MOST_DIGITS = 18
+"""Of a number in a header."""
 MOST_BODY_BYTES = 64 << 20
 """Largest request."""
 
@@ -202,9 +200,8 @@ class _Doorkeeper:
         if scope["type"] != "http":
             return
         path = scope["path"]
-        if path == HEALTH:
-            status = HTTPStatus.OK if self._door.is_open else HTTPStatus.SERVICE_UNAVAILABLE
-            return await Response(status_code=status)(scope, receive, send)
+        if path in (HEALTH, SCHEMA):
+            return await self._app({**scope, "state": {"is_open": self._door.is_open}}, receive, send)
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         key = key_of(headers)
         try:
@@ -252,7 +249,7 @@ class _Delivery:
 def _repeats(headers: Mapping[str, str]) -> dict[str, Any]:
     """What the headers say of earlier attempts, as `ServedSession.call` takes it."""
     retries = headers.get("x-stainless-retry-count", "0")
-    if not retries.isdecimal():
+    if not retries.isdecimal() or len(retries) > MOST_DIGITS:
         raise Refusal(f"x-stainless-retry-count={retries}: must be a number", HTTPStatus.BAD_REQUEST, "invalid_header")
     return {"retries": int(retries), "idempotency_key": headers.get("idempotency-key")}
 

@@ -114,7 +114,7 @@ class PublicGateway:
 def _previous(body: bytes) -> str | None:
     try:
         asked: Any = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # refused later, as any request that is no JSON
     earlier = asked.get("previous_response_id") if isinstance(asked, dict) else None
     return earlier if isinstance(earlier, str) else None

@@ -6,8 +6,12 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from goaly.agents.session import SessionBusy, SessionExhausted
-from goaly.rollout.policy import ContextFull
+from goaly.rollout.policy import ContextFull, ImpossibleSampling
 
+HEALTH = "/health"
+"""Answers without a key: status 200 once requests can be answered, 503 before."""
+SCHEMA = "/openapi.json"
+"""The schema of all routes, without a key."""
 ANTHROPIC = "/v1/messages"
 """Start of the paths of Anthropic's API."""
 ANTHROPIC_TYPES = {
@@ -37,6 +41,8 @@ def as_refusal(error: Exception) -> Exception:
     match error:
         case ContextFull():
             return Refusal(str(error), HTTPStatus.BAD_REQUEST, "context_length_exceeded")
+        case ImpossibleSampling():
+            return Refusal(str(error), HTTPStatus.BAD_REQUEST, "invalid_request")
         case SessionExhausted():
             return Refusal(str(error), HTTPStatus.BAD_REQUEST, "session_exhausted")
         case SessionBusy():

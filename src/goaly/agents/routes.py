@@ -1,76 +1,102 @@
 """The HTTP routes of the agents' endpoint: OpenAI's and Anthropic's APIs by vLLM's handlers, and rewards."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+import torch
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, FiniteFloat
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
-from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicCountTokensResponse,
+    AnthropicErrorResponse,
+    AnthropicMessagesRequest,
+    AnthropicMessagesResponse,
+)
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.serve import create_error_response
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelList
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
-from goaly.agents.refusals import Refusal, error_response
+from goaly.agents.published import KEYS, OpenAIErrorResponse, answers, published
+from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, error_response
 from goaly.agents.served import EXCHANGE
 from goaly.agents.serving import MODEL, Serving
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class RewardRequest(BaseModel):
     """A reward for the session's episode."""
 
-    reward: FiniteFloat
+    reward: Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
     response_id: str | None = None
     """The response whose turns get it, as a process reward; without one it is for the whole episode."""
 
 
 def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
-    """The routes, for the model in this folder. Each request needs an `EXCHANGE`."""
+    """The routes, for the model in this folder. Each request with a key needs an `EXCHANGE`."""
     serving = Serving(folder, max_context, reads_calls)
-    routes = FastAPI(title="goaly", docs_url=None, redoc_url=None)
+    routes = APIRouter(dependencies=KEYS)
+    api = FastAPI(title="goaly", openapi_url=None)
 
-    @routes.post("/v1/chat/completions")
+    @api.get(HEALTH, responses={503: {"description": "Requests would wait"}})
+    async def health(request: Request) -> Response:
+        return Response(status_code=HTTPStatus.OK if request.state.is_open else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    @api.get(SCHEMA)
+    def schema() -> Response:  # in a thread: it takes seconds
+        return JSONResponse(published(api))
+
+    @routes.post("/v1/chat/completions", responses=answers(ChatCompletionResponse))
     @with_cancellation
     async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
         _identify(request)
-        return _response(await serving.chat.create_chat_completion(request, raw_request))
+        return await _response(serving.chat.create_chat_completion(request, raw_request))
 
-    @routes.post("/v1/completions")
+    @routes.post("/v1/completions", responses=answers(CompletionResponse))
     @with_cancellation
     async def completions(request: CompletionRequest, raw_request: Request) -> Response:
         _identify(request)
-        return _response(await serving.completions.create_completion(request, raw_request))
+        return await _response(serving.completions.create_completion(request, raw_request))
 
-    @routes.post("/v1/responses")
+    @routes.post("/v1/responses", responses=answers(ResponsesResponse))
     @with_cancellation
     async def responses(request: ResponsesRequest, raw_request: Request) -> Response:
         _identify(request, "resp_")
-        return _response(await serving.responses.create_responses(request, raw_request), _convert_stream_to_sse_events)
+        return await _response(serving.responses.create_responses(request, raw_request), _convert_stream_to_sse_events)
 
-    @routes.post("/v1/messages")
+    @routes.post("/v1/messages", responses=answers(AnthropicMessagesResponse, errors=AnthropicErrorResponse))
     @with_cancellation
     async def messages(request: AnthropicMessagesRequest, raw_request: Request) -> Response:
         request.model = MODEL
-        return _response(await serving.messages.create_messages(request, raw_request))
+        return await _response(serving.messages.create_messages(request, raw_request))
 
-    @routes.post("/v1/messages/count_tokens")
+    @routes.post(
+        "/v1/messages/count_tokens",
+        responses=answers(AnthropicCountTokensResponse, errors=AnthropicErrorResponse, streams=False),
+    )
     @with_cancellation
     async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Request) -> Response:
         request.model = MODEL
-        return _response(await serving.messages.count_tokens(request, raw_request))
+        return await _response(serving.messages.count_tokens(request, raw_request))
 
-    @routes.get("/v1/models")
+    @routes.get("/v1/models", responses=answers(ModelList, streams=False))
     async def models() -> Response:
-        return _response(await serving.models.show_available_models())
+        return await _response(serving.models.show_available_models())
 
-    @routes.post("/sessions/{session_id}/reward")
+    @routes.post(
+        "/sessions/{session_id}/reward",
+        status_code=HTTPStatus.NO_CONTENT,
+        responses={"default": {"model": OpenAIErrorResponse}},
+    )
     async def reward(session_id: str, request: RewardRequest) -> Response:
         served, call = EXCHANGE.get().served, EXCHANGE.get().call
         turns = [] if request.response_id is None else served.answered(request.response_id)
@@ -97,8 +123,9 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
         OverflowError,
         Exception,
     ):
-        routes.exception_handler(kind)(_error)
-    return routes
+        api.exception_handler(kind)(_error)
+    api.include_router(routes)
+    return api
 
 
 def _identify(request: Any, prefix: str = "") -> None:
@@ -109,9 +136,21 @@ def _identify(request: Any, prefix: str = "") -> None:
     request.model = MODEL
 
 
-def _response(made: Any, events: Callable[[Any], Any] = lambda stream: stream) -> Response:
+async def _response(work: Awaitable[Any], events: Callable[[Any], Any] = lambda stream: stream) -> Response:
+    """The response that vLLM's code makes of a request."""
+    try:
+        made = await work
+    except Refusal:
+        raise
+    except Exception as error:
+        made = create_error_response(error)
+        if made.error.code >= HTTPStatus.INTERNAL_SERVER_ERROR and EXCHANGE.get().is_read:
+            raise
     if isinstance(made, ErrorResponse):
-        raise _refused(made)
+        refused = _refused(made)
+        if refused.status >= HTTPStatus.INTERNAL_SERVER_ERROR and not EXCHANGE.get().is_read:
+            refused = Refusal(f"the request can't be read: {refused}", HTTPStatus.BAD_REQUEST, "invalid_request")
+        raise refused
     if hasattr(made, "model_dump"):
         return JSONResponse(made.model_dump(mode="json", by_alias=True, exclude_none=False))
     return StreamingResponse(events(made), media_type="text/event-stream")

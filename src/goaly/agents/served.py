@@ -77,6 +77,8 @@ class Exchange:
     served: "ServedSession"
     call: Call | None
     """None if it samples nothing."""
+    is_read: bool = False
+    """Whether the serving code has read the request. Until then nothing but the request itself can fail."""
     ask: Ask | None = None
     returned: list[RecordedTurn] = field(default_factory=list)
     """Its answers that the serving code has not read yet."""

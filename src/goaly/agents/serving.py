@@ -15,6 +15,7 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall, FunctionCall
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -129,6 +130,7 @@ class _SessionRenderer(OnlineRenderer):
         skip_mm_cache: bool = False,
     ) -> Any:
         exchange = EXCHANGE.get()
+        exchange.is_read = True
         _refuse_unknown(request, tool_dicts is not None and not self.reads_calls)
         if has_non_text_content(messages):
             raise VLLMValidationError("messages: must have text only, the policy reads no images", parameter="messages")
@@ -153,6 +155,7 @@ class _SessionRenderer(OnlineRenderer):
         self, request: Any, prompt_input: Any, prompt_embeds: Any, *, skip_mm_cache: bool = False
     ) -> Any:
         exchange = EXCHANGE.get()
+        exchange.is_read = True
         _refuse_unknown(request, False)
         if prompt_embeds is not None or (isinstance(prompt_input, list) and not _are_tokens(prompt_input)):
             raise VLLMValidationError("prompt: must be one text or one list of token ids", parameter="prompt")
@@ -170,11 +173,14 @@ def _are_tokens(prompt: Sequence[Any]) -> bool:
     return bool(prompt) and all(type(token) is int for token in prompt)
 
 
+def refused_parameters(request: type) -> Mapping[str, tuple[Any, ...]]:
+    """The parameters that this kind of request cannot have, with the values that have no effect."""
+    return {name: neutral for name, neutral in NEUTRAL_REQUEST.items() if (request, name) != _PROMPT_IS_TEXT}
+
+
 def _refuse_unknown(request: Any, has_idle_tools: bool) -> None:
     """Raise for a parameter that would have no effect."""
-    for name, neutral in NEUTRAL_REQUEST.items():
-        if name in _PROMPT_IS_TEXT.get(type(request).__name__, ()):
-            continue
+    for name, neutral in refused_parameters(type(request)).items():
         if (value := getattr(request, name, neutral[0])) not in neutral:
             raise VLLMValidationError(f"{name}={value!r}: this endpoint has no such parameter", parameter=name)
     for name in ("response_format", "text"):
@@ -194,7 +200,7 @@ def _refuse_unknown(request: Any, has_idle_tools: bool) -> None:
         )
 
 
-_PROMPT_IS_TEXT = {"CompletionRequest": ("prompt",)}
+_PROMPT_IS_TEXT = (CompletionRequest, "prompt")
 
 
 def _given(request: Any) -> dict[str, Any]:

@@ -79,6 +79,8 @@ class Sampling:
             object.__setattr__(self, key, None if value is None else tuple(value))
         if self.stop is not None and not all(self.stop):
             raise ValueError(f"stop={self.stop}: must not have empty texts")
+        for text in self.stop or ():
+            text.encode()  # UnicodeEncodeError, a ValueError, for half a surrogate pair: no answer has one
 
     @classmethod
     def of(cls, settings: SamplingSettings, stop_token_ids: Sequence[int]) -> "Sampling":

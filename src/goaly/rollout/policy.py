@@ -34,6 +34,10 @@ class PromptFillsContext(ContextFull):
     reason = "prompt_too_long"
 
 
+class ImpossibleSampling(EpisodeError):
+    """A request's sampling has values that the run's settings could not have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The policy's continuation of `prompt`. N counts its tokens, with the stop token."""
@@ -175,13 +179,13 @@ def _sampling(changes: dict[str, Any]) -> Sampling:
 
 
 def _refuse_impossible_values(wanted: Sampling) -> None:
-    """Raise EpisodeError for values that the section `sampling` refuses; vLLM silently changes some of them."""
+    """Raise ImpossibleSampling for values that the section `sampling` refuses; vLLM silently changes some of them."""
     from goaly.config.check import check  # imports pydantic
 
     given = {key.name: value for key in fields(SamplingSettings) if (value := getattr(wanted, key.name)) is not None}
     given.setdefault("max_tokens", max(1, wanted.min_tokens or 0))
     if problems := check(SamplingSettings, given)[1]:
-        raise EpisodeError("; ".join(problems))
+        raise ImpossibleSampling("; ".join(problems))
 
 
 def _refuse_another_distribution(wanted: Sampling, run: Sampling) -> None:  # PO-4

@@ -55,3 +55,12 @@ def test_equal_conversations_have_equal_digests_whatever_the_order_of_keys_and_t
 
 def test_a_users_reasoning_is_compared():
     assert last_digest({**user("q"), "reasoning_content": "a"}) != last_digest({**user("q"), "reasoning_content": "b"})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"content": "no role"}, {"role": "assistant", "tool_calls": [{"id": "x", "type": "custom", "custom": {}}]}],
+)
+def test_a_message_without_a_role_and_a_call_without_a_function_are_refused(message):
+    with pytest.raises(ValueError, match="must have a"):
+        canonical(message)

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import re
+import shutil
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -229,20 +231,65 @@ async def test_a_retry_that_arrives_while_the_answer_is_sampled_gets_it(serve: S
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "BadRequestError",
         ),
+        ({"stop": ["\ud800"]}, "BadRequestError"),
+        ({"stop_token_ids": [-1]}, "invalid_request"),
+        ({"n": 0}, "BadRequestError"),
     ],
 )
 async def test_an_impossible_request_is_the_clients_error(
-    serve: Serve, change: dict[str, Any], code: str
+    serve: Serve, change: dict[str, Any], code: str, caplog: pytest.LogCaptureFixture
 ) -> None:  # GW-2
     with serve() as served:
         body = {"model": "m", "messages": [QUESTION], **change}
         async with httpx.AsyncClient(headers={"x-api-key": served.endpoint.api_key}) as client:
-            response = await client.post(f"{served.endpoint.base_url}/chat/completions", json=body)
+            url, sent = f"{served.endpoint.base_url}/chat/completions", json.dumps(body)
+            response = await client.post(url, content=sent, headers={"content-type": "application/json"})
         assert response.status_code == 400
+        assert "Exception in ASGI application" not in caplog.text  # its connection stays open
         error = response.json()["error"]  # GW-2
         assert error["type"] == "invalid_request_error"
         assert error["code"] == code
         assert served.scripted.prompts == []
+
+
+async def test_a_request_that_vllms_code_cannot_read_is_the_clients_error(serve: Serve) -> None:
+    with serve() as served:
+        body = {"model": "m", "input": [{"type": "message", "role": "assistant", "content": [], "id": "x"}]}
+        body["input"][0]["status"] = "completed"  # type: ignore[index]
+        async with httpx.AsyncClient(headers={"x-api-key": served.endpoint.api_key}) as client:
+            response = await client.post(f"{served.endpoint.base_url}/responses", json=body)
+            headers = {"x-stainless-retry-count": "9" * 5000}
+            repeated = await client.post(f"{served.endpoint.base_url}/responses", json=body, headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
+        assert (repeated.status_code, repeated.json()["error"]["code"]) == (400, "invalid_header")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+async def test_curl_is_a_client(serve: Serve) -> None:
+    async def curl(key: str, *options: str, **body: Any) -> tuple[int, str]:
+        """The status and the text of the response."""
+        body = {"model": "m", "messages": [QUESTION], **body}
+        url, said = (
+            f"{served.endpoint.base_url}/chat/completions",
+            ["-d", json.dumps(body), "-w", "%{stderr}%{http_code}"],
+        )
+        headers = ["-H", f"Authorization: Bearer {key}", "-H", "Content-Type: application/json"]
+        command = ["curl", "-s", *options, *headers, *said, url]
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+        text, status = await process.communicate()
+        return int(status), text.decode()
+
+    with serve(wrote("it is 5", "so"), wrote("bye", "x")) as served:
+        status, text = await curl(served.endpoint.api_key)
+        assert (status, json.loads(text)["choices"][0]["message"]["content"].strip()) == (200, "it is 5")
+        status, text = await curl(served.endpoint.api_key, "-N", stream=True)
+        *parts, end = [line.removeprefix("data: ") for line in text.splitlines() if line]
+        assert (status, end) == (200, "[DONE]")
+        deltas = [json.loads(part)["choices"][0]["delta"] for part in parts]
+        assert "".join(delta.get("content") or "" for delta in deltas).strip() == "bye"
+        status, text = await curl("wrong")
+        assert (status, json.loads(text)["error"]["code"]) == (401, "invalid_api_key")
+        assert len(served.session.turns) == 2
 
 
 async def test_no_key_reaches_a_session_that_is_not_its_own(serve: Serve) -> None:  # GW-1
@@ -294,7 +341,8 @@ async def test_rewards_come_over_http_for_a_turn_or_for_the_episode(serve: Serve
                 assert (await client.post(url, json=reward)).status_code == 204
             assert (await client.post(url, json={"reward": 1.0, "response_id": "x"})).status_code == 404
             assert (await client.post(f"{url[:-10]}other/reward", json={"reward": 1.0})).status_code == 404
-            assert (await client.post(url, content='{"reward": NaN}')).status_code == 400
+            for wrong in ("NaN", "1e39"):
+                assert (await client.post(url, content=f'{{"reward": {wrong}}}')).status_code == 400
         (trajectory,) = served.session.trajectories()
         assert trajectory.reward == 1.75
 
