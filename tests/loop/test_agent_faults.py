@@ -1,0 +1,72 @@
+"""A run in which every process that an agent depends on is killed or hangs, each once."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launched import REWARDED, START_SECONDS, LaunchedRun, gone_within, left_within, orphaned_memory, orphaned_within
+from test_agent_run import TEMPLATE
+
+from goaly.durable.run_log import records
+from goaly.journal.__main__ import main as journal
+from goaly.trajectory import Group, Trajectory
+
+pytestmark = pytest.mark.timeout(900)
+STEPS = 6
+STREAMING = "streaming"
+
+
+def test_whatever_dies_under_agents_every_task_ends_once_and_no_token_is_trained_twice(
+    launch: Callable[..., LaunchedRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = orphaned_memory()
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    overrides = [f"steps={STEPS}", "rollout.endpoint={}", "generator.max_context=128", "backlog.max_staleness=2"]
+    overrides += ["checkpoint.every=5", "checkpoint.restarts=3", f"chat.template_file={tmp_path}/chat.jinja", REWARDED]
+    run = launch(*overrides, module="tests.loop.faulty_agents")
+    seen: set[int] = set()
+
+    def not_streaming() -> set[str]:
+        seen.update(run.processes())
+        return set() if (run.folder / STREAMING).exists() or run.process.poll() is not None else {STREAMING}
+
+    assert left_within(not_streaming, START_SECONDS) == set(), run.text()
+    run.kill("rollout-0")
+    run.wait_for_text("rollout-0-1 serves in its place", START_SECONDS)
+    seen |= set(run.processes())
+    run.kill("generator")
+    assert run.wait(START_SECONDS) == 0, run.text()
+
+    summary = run.summary()
+    assert summary["policy_version"] == STEPS
+    assert (summary["trained"], summary["rejected"], summary["failed"]) == (2 * STEPS, 0, 2), summary["reasons"]
+    for log in ("agents.log", "environment.log"):
+        assert sum("EnvironmentDied" in why and "SIGKILL" in why and log in why for why in summary["reasons"]) == 1
+    capsys.readouterr()
+    assert journal(["list", str(run.folder), "--limit", "0"]) == 0
+    ends = capsys.readouterr().out.splitlines()[-1]
+    assert ends.endswith(f"policy version {STEPS}; prompts: 2 failed, {2 * STEPS} trained")
+
+    episodes = {
+        f"{group.ticket}.{those[0].sample_index}": those
+        for group in records(run.folder / "log")
+        if isinstance(group, Group)
+        for those in group.episodes
+    }
+    trajectories = {name: len(those) for name, those in episodes.items() if name in ("1.0", "2.0", "3.0", "4.0", "6.0")}
+    assert trajectories == {"2.0": 2, "4.0": 1, "6.0": 1}  # an agent that begins again begins a branch
+    for those in episodes.values():
+        assert_no_token_is_trained_twice(those)
+    assert not (run.folder / "sessions").exists()
+    assert gone_within(sorted(seen)) == []
+    assert orphaned_within(before) == set()
+
+
+def assert_no_token_is_trained_twice(trajectories: tuple[Trajectory, ...]) -> None:
+    """Two trajectories of an episode share the tokens with which both begin, and nothing else."""
+    for number, one in enumerate(trajectories):
+        assert one.trained_tokens > 0
+        for other in trajectories[:number]:
+            pairs = list(zip(one.tokens["tokens"].tolist(), other.tokens["tokens"].tolist(), strict=False))
+            shared = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
+            assert not (one.tokens["trained"][:shared] & other.tokens["trained"][:shared]).any()
