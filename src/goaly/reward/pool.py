@@ -6,9 +6,10 @@ from monarch.actor import Actor
 
 from goaly.actors import NamedTasks, concurrent_endpoint
 from goaly.prompts.prompt import Prompt
+from goaly.reward.failures import RewardStats
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifier_process import VerifierError
-from goaly.reward.verifiers import Judge, RewardStats
+from goaly.reward.verifiers import Judge
 
 
 class RewardPool(Actor):

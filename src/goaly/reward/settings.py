@@ -1,10 +1,49 @@
 """The verifier that scores finished sequences, and the advantages that are computed from the rewards."""
 
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import field
 from typing import Any, Literal
 
 from goaly.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Settings
+
+
+class JudgeSettings(Settings):
+    """A model behind an OpenAI-compatible API that scores responses."""
+
+    url: str
+    """Base URL of the API, such as `http://host:8000/v1`."""
+    model: str
+    """The model's name there."""
+    key_variable: str | None = None
+    """Environment variable with the API key; null sends none."""
+    question: str = (
+        "Question:\n{question}\n\nReference answer:\n{answer}\n\nResponse:\n{response}\n\n"
+        "How good is the response? Reply with one number from 0 (wrong) to 1 (right)."
+    )
+    """What it is asked. `{question}` becomes the prompt's last message, `{answer}` its reference answer or nothing,
+    `{response}` what the policy wrote."""
+    pattern: str = r"[-+]?\d+(?:\.\d+)?"
+    """Regular expression of the score. The last match in the reply counts: its first group, or all of it."""
+    scale: PositiveFloat = 1.0
+    """The score is divided by this: 10 for a judge that gives up to 10 points."""
+    options: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    """Other fields of the request, such as `{max_tokens: 512}`."""
+    parallel: PositiveInt = 64
+    """Requests at the same time, for each rollout worker."""
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        if not self.url.startswith(("http://", "https://")):
+            yield f"{at.url}: must begin with http:// or https://"
+        if "{response}" not in self.question:
+            yield f"{at}question: must contain {{response}}, which becomes what the policy wrote"
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            yield f"{at.pattern}: must be a regular expression: {error}"
+        if self.key_variable is not None and not os.environ.get(self.key_variable):
+            yield f"{at.key_variable}: must name an environment variable that is set"
 
 
 class RewardSettings(Settings):
@@ -13,6 +52,8 @@ class RewardSettings(Settings):
     verifier: str = "goaly.prompts.tasks.arithmetic:verify"
     """Function that scores one response, as `package.module:function`; it takes a Prompt and the response's text. A
     reward is any finite number; metrics, curricula and evaluations count a reward of 1 or more as a pass."""
+    judge: JudgeSettings | None = None
+    """A model that scores responses in place of `verifier`; null is none. Verifiers that evaluation sets name stay."""
     placement: Literal["worker", "hub"] = "worker"
     """Owner of the verifier processes. `worker`: each rollout worker has its own, which saves a message between actors
     (0.5 ms or more) for each score. `hub`: all workers share one pool at the hub, for verifiers that need much
@@ -31,6 +72,8 @@ class RewardSettings(Settings):
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from verifier_problems(self.verifier, at)
+        if self.judge is not None:
+            yield from at.idle(f"{at}judge scores", "verifier")
 
 
 def verifier_problems(verifier: str, at: Section) -> Iterator[str]:

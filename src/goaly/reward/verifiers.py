@@ -8,8 +8,6 @@ Invariants
     RW-2  Every request ends once: with a score, with its own time limit, or with an error that names its prompt.
           A slow or crashing response delays the requests behind it, but never costs them their scores.
     RW-4  A process works at most `GONE_SECONDS` longer for a caller that has gone.
-    RW-5  Errors become a reward of 0 only with `on_error=zero`, and at most `ERRORS_IN_A_ROW` of them in a row.
-    RW-6  A reward of 0 in place of a missing score is an `Unscored`, never a plain number.
     RW-7  Any other failure fails the requests of one process, which is replaced. If a task of the pool fails, the
           pool's own process ends (PR-1).
 """
@@ -21,11 +19,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from goaly.process import vital_task
 from goaly.prompts.prompt import Prompt
+from goaly.reward.failures import Failures, RewardStats
 from goaly.reward.frames import Refused
+from goaly.reward.judge_model import JudgeModel
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifier_process import VerifierDied, VerifierError, VerifierProcess
 
@@ -36,38 +36,6 @@ MESSAGE_SECONDS = 0.02
 MOST_IN_A_MESSAGE = 64
 TRIES = 2
 """A request fails after this many processes have died with it."""
-ERRORS_IN_A_ROW = 64
-"""With `on_error: zero`, the verifier counts as broken after more errors in a row than this."""
-
-
-class RewardTimeout(VerifierError):
-    """A verifier exceeded the time limit."""
-
-
-class Unscored(float):
-    """The reward 0 of a response without a score, and the cause (RW-6)."""
-
-    cause: Literal["error", "timeout"]
-
-    def __new__(cls, cause: Literal["error", "timeout"]) -> "Unscored":
-        zero = super().__new__(cls, 0.0)
-        zero.cause = cause
-        return zero
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Unscored, (self.cause,)
-
-
-@dataclass(slots=True, kw_only=True)
-class RewardStats:
-    """Counts of a pool."""
-
-    scores: int = 0
-    """Responses that got a score from the verifier."""
-    timeouts: int = 0
-    errors: int = 0
-    replaced: int = 0
-    """Processes that were killed or died, and were replaced."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,8 +57,7 @@ class VerifierPool:
         self._tasks: list[asyncio.Task[None]] = []
         self._closed: VerifierError | None = None
         self._seconds_per_score = MESSAGE_SECONDS
-        self._stats = RewardStats()
-        self._errors_in_a_row = 0
+        self._failures = Failures(settings, f"verifier {settings.verifier}")
 
     async def start(self) -> int:
         """Start the processes, and return their number once all are ready; raises if the verifier can't be imported."""
@@ -115,7 +82,7 @@ class VerifierPool:
 
     def stats(self) -> RewardStats:
         """The statistics so far."""
-        return replace(self._stats)
+        return replace(self._failures.stats)
 
     async def close(self) -> None:
         """Kill the processes; pending scores fail."""
@@ -131,7 +98,7 @@ class VerifierPool:
                 child = child or await self._replacement(requests)
                 if child is not None and not await self._judged(child, requests):
                     await child.kill()
-                    self._stats.replaced += 1
+                    self._failures.stats.replaced += 1
                     child = await self._replacement([])
         finally:
             if child is not None:
@@ -171,11 +138,10 @@ class VerifierPool:
                 started = now
                 request = waiting.popleft()
                 if isinstance(reply, Refused):
-                    self._failed(request, reply.why)
+                    _end(request, self._failures.failed(request.prompt, reply.why))
                 else:
-                    self._stats.scores += 1
-                    self._errors_in_a_row = 0
-                    _set_score(request, reply)
+                    self._failures.scored()
+                    _end(request, reply)
         except TimeoutError:  # RW-1
             self._spent(time.monotonic() - started)
             self._ran_out(waiting.popleft())
@@ -183,7 +149,8 @@ class VerifierPool:
         except VerifierDied as error:
             waiting[0].tries += 1
             if waiting[0].tries >= TRIES:
-                self._failed(waiting.popleft(), f"{error}, {TRIES} times")
+                lost = waiting.popleft()
+                _end(lost, self._failures.failed(lost.prompt, f"{error}, {TRIES} times"))
             return False
         finally:
             self._under_way.difference_update(requests)
@@ -203,37 +170,16 @@ class VerifierPool:
     def _refuse_all(self, requests: list[_Request], why: str) -> None:
         for request in requests:
             if not request.score.done():
-                self._stats.errors += 1
-                _refuse(request, VerifierError(f"prompt {request.prompt.id}: {why}"))  # RW-2
+                self._failures.stats.errors += 1
+                _end(request, VerifierError(f"prompt {request.prompt.id}: {why}"))  # RW-2
         self._under_way.difference_update(requests)
 
     def _spent(self, seconds: float) -> None:
         self._seconds_per_score += 0.1 * (seconds - self._seconds_per_score)
 
     def _ran_out(self, request: _Request) -> None:
-        if request.score.done():
-            return  # RW-4: its caller has gone
-        self._stats.timeouts += 1
-        limit = self._settings.time_limit_seconds
-        logger.warning("prompt %s: the verifier exceeded reward.time_limit_seconds=%g", request.prompt.id, limit)
-        if self._settings.on_time_limit == "zero":
-            _set_score(request, Unscored("timeout"))
-        else:
-            why = f"prompt {request.prompt.id}: the verifier exceeded reward.time_limit_seconds={limit:g}"
-            _refuse(request, RewardTimeout(why))
-
-    def _failed(self, request: _Request, why: str) -> None:
-        self._stats.errors += 1
-        self._errors_in_a_row += 1
-        error = VerifierError(f"prompt {request.prompt.id}: verifier {self._settings.verifier}: {why}")
-        if self._settings.on_error == "fail":
-            _refuse(request, error)
-        elif self._errors_in_a_row <= ERRORS_IN_A_ROW:  # RW-5
-            logger.warning("reward 0, because reward.on_error is zero: %s", error)
-            _set_score(request, Unscored("error"))
-        else:
-            count = self._errors_in_a_row
-            _refuse(request, VerifierError(f"{error} ({count} errors in a row: too many for reward.on_error=zero)"))
+        if not request.score.done():  # RW-4: else its caller has gone
+            _end(request, self._failures.ran_out(request.prompt))
 
     def _end(self, error: VerifierError) -> None:
         self._closed = self._closed or error
@@ -244,13 +190,17 @@ class VerifierPool:
 
 
 class Judge:
-    """Scores each response with the verifier of its prompt, or the run's; one pool for each verifier."""
+    """Scores each response with the verifier of its prompt, or the run's, which may be a model; one pool for each."""
 
     def __init__(self, settings: RewardSettings, others: Sequence[str] = ()):
         """`settings` names the verifier of prompts without one; `others` are those that prompts may name."""
         self._usual = settings.verifier
         verifiers = dict.fromkeys((settings.verifier, *others))
-        self._pools = {verifier: VerifierPool(replace(settings, verifier=verifier)) for verifier in verifiers}
+        self._pools: dict[str, VerifierPool | JudgeModel] = {
+            verifier: VerifierPool(replace(settings, verifier=verifier, judge=None)) for verifier in verifiers
+        }
+        if settings.judge is not None:
+            self._pools[self._usual] = JudgeModel(settings, settings.judge)
 
     async def start(self) -> int:
         """Start all processes, and return their number once all are ready; raises if a verifier can't be imported."""
@@ -279,11 +229,10 @@ class Judge:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
 
-def _set_score(request: _Request, value: float) -> None:
-    if not request.score.done():
-        request.score.set_result(value)
-
-
-def _refuse(request: _Request, error: VerifierError) -> None:
-    if not request.score.done():
-        request.score.set_exception(error)
+def _end(request: _Request, end: float | VerifierError) -> None:
+    if request.score.done():
+        return
+    if isinstance(end, VerifierError):
+        request.score.set_exception(end)
+    else:
+        request.score.set_result(end)

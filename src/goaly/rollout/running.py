@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from goaly.errors import EpisodeError
-from goaly.reward.verifiers import Unscored
+from goaly.reward.failures import Unscored
 from goaly.rollout.policy import Policy
 
 logger = logging.getLogger(__name__)

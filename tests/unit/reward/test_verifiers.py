@@ -15,9 +15,10 @@ import pytest
 
 from goaly import process
 from goaly.prompts.prompt import Message, Prompt
+from goaly.reward.failures import ERRORS_IN_A_ROW, RewardTimeout, Unscored
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifier_process import VerifierError, VerifierProcess
-from goaly.reward.verifiers import ERRORS_IN_A_ROW, RewardTimeout, Unscored, VerifierPool
+from goaly.reward.verifiers import VerifierPool
 
 PROMPT = Prompt(id="q7", source="test", messages=(Message(role="user", content="1+1"),), answer="2")
 BY_WORD = "verifiers_under_test:by_word"

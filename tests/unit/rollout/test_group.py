@@ -18,7 +18,7 @@ from goaly.config.check import check
 from goaly.generate.request import Finish, Sample, Sampling, seed_of
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings
-from goaly.reward.verifiers import Unscored
+from goaly.reward.failures import Unscored
 from goaly.rollout import group as group_module
 from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.rollout.group import GroupRunner, GroupSummary
