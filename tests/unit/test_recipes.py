@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 from test_run_config import CONFIGS, run_config
 
+import apps.agent.tasks
 import apps.grpo.main
 import apps.ppo.main
 from apps.eval.config import EvalConfig
@@ -20,6 +21,7 @@ from goaly.plan.dry_run import describe, memory_by_role
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.config import RunConfig
 from goaly.run.placement import processes
+from goaly.run.serve_config import ServeConfig
 
 FOLDERS = ("grpo", "ppo", "recipes")
 RUNS = sorted(
@@ -183,9 +185,26 @@ def test_a_mistaken_option_is_told_with_its_key_and_source(tiny_model_folder: Pa
     ]
 
 
-@pytest.mark.parametrize(("schema", "name"), [(SftConfig, "sft"), (EvalConfig, "eval")])
-def test_the_other_apps_configs_load(schema: type, name: str, tiny_model_folder: Path, tmp_path: Path):
-    overrides = [f"path={tiny_model_folder}"] if name == "eval" else []
+@pytest.mark.parametrize(
+    ("schema", "name", "model"),
+    [
+        (SftConfig, "sft", None),
+        (EvalConfig, "eval", "path"),
+        (ServeConfig, "serve", "path"),
+        (RunConfig, "agent", "model.path"),
+    ],
+)
+def test_the_other_apps_configs_load(
+    schema: type,
+    name: str,
+    model: str | None,
+    tiny_model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    apps.agent.tasks.main(tmp_path / "runs/tasks")
+    monkeypatch.chdir(tmp_path)
+    overrides = [] if model is None else [f"{model}={tiny_model_folder}"]
     files = list((CONFIGS / name).glob("*.yaml"))
     for file in files:
         first = load(schema, [f"--config={file}", *overrides], prog="test", description="").config
