@@ -57,7 +57,7 @@ QUESTION = "1234+5678="
 START_SECONDS = 300.0
 TOKENS = 128
 """Length of an answer; those that measure requests per second have one token."""
-CHATS = 2
+CHATS = 4
 """Chats of each stream."""
 ONE_STREAM_CHATS = 16
 ARMS = ("direct", "gateway", "vllm")
@@ -249,7 +249,7 @@ async def measure(folder: Path, streams: int, rounds: int, cores: Sequence[int])
     """Run the arms in turns, under each load."""
     loads = {
         "many": Load(streams=streams, chats=CHATS, tokens=TOKENS),
-        "short": Load(streams=streams, chats=4 * CHATS, tokens=1),
+        "short": Load(streams=streams, chats=CHATS, tokens=1),
         "one": Load(streams=1, chats=ONE_STREAM_CHATS, tokens=TOKENS),
     }
     measured = Measured()
