@@ -129,7 +129,7 @@ def main() -> None:
             alone.append(measure_alone(settings, episode, place)[0])
             print(f"alone {alone[-1]:.3f} s a step", flush=True)
             for arm, settings in ARMS.items():
-                few = f"steps={arguments.steps if arm == 'async' else max(8, arguments.steps // 8)}"
+                few = f"steps={arguments.steps if arm == 'async' else max(12, arguments.steps // 8)}"
                 place = folder / f"{arm}-{number}".replace(" ", "-")
                 runs.append(measure_arm(config(*settings, few), "agents", episode, arm, place))
                 print(f"{arm:12} {runs[-1].tokens_per_second:.0f} tokens/s", flush=True)
