@@ -7,7 +7,6 @@ Invariants
     FW-1  Agents get a key of this endpoint; that of the API elsewhere never reaches them.
 """
 
-import asyncio
 import json
 import secrets
 import socket
@@ -23,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from goaly.agents.gateway import http_server, key_of
+from goaly.agents.gateway import AppServer, key_of
 from goaly.agents.refusals import Refusal, error_response
 from goaly.generate.request import Sampling, seed_of
 from goaly.generate.settings import NEUTRAL
@@ -71,13 +70,12 @@ class Forwarder:
         listener = socket.create_server((LOOPBACK, 0), backlog=1024)
         self._address = f"http://{LOOPBACK}:{listener.getsockname()[1]}/v1"
         methods = ["GET", "POST"]
-        self._server = http_server(Starlette(routes=[Route("/v1/{path:path}", self._forward, methods=methods)]))
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="forwarder")
+        app = Starlette(routes=[Route("/v1/{path:path}", self._forward, methods=methods)])
+        self._server = AppServer(app, listener)
 
     async def close(self) -> None:
         """Stop serving."""
-        self._server.should_exit = self._server.force_exit = True
-        await asyncio.wait([self._serving])
+        await self._server.close()
         await self._client.aclose()
 
     @contextmanager

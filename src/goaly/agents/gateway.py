@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, error_response
@@ -26,9 +26,6 @@ from goaly.agents.session_files import SessionFiles
 from goaly.process import give_up
 from goaly.rollout.policy import Policy
 from goaly.rollout.settings import EndpointSettings
-
-if TYPE_CHECKING:
-    import uvicorn
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +87,7 @@ class HttpServer:
         self._max_context = max_context
         self._door = door
         self._listener: socket.socket | None = None
-        self._server: uvicorn.Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._server: AppServer | None = None
         self.url = ""
 
     def listen(self) -> socket.socket:
@@ -109,15 +105,12 @@ class HttpServer:
         listener = self.listen()
         app = await asyncio.to_thread(_imported_app, self._folder, self._max_context, parser.reads_calls)
         gc.freeze()  # a full collection would look at all of vLLM's modules, and stop the event loop meanwhile
-        self._server = http_server(_Doorkeeper(app, self._door))
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
-        self._serving.add_done_callback(_check_end)
+        self._server = AppServer(_Doorkeeper(app, self._door), listener)
 
     async def close(self) -> None:
         """Stop serving; requests under way are cancelled."""
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = self._server.force_exit = True
-            await asyncio.wait([self._serving])
+        if self._server is not None:
+            await self._server.close()
 
 
 class Gateway:
@@ -172,16 +165,25 @@ def _imported_app(*facts: Any) -> Any:
     return app(*facts)
 
 
-def http_server(app: Any) -> "uvicorn.Server":
-    """A server of this app, for an event loop that others use, too."""
-    import uvicorn
+class AppServer:
+    """Serves an app on an event loop that others use, too, until `close`. The process ends if it cannot."""
 
-    class Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:  # PR-3: only the controller ends this process
-            yield
+    def __init__(self, app: Any, listener: socket.socket):
+        import uvicorn
 
-    return Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+        class Server(uvicorn.Server):
+            @contextmanager
+            def capture_signals(self) -> Iterator[None]:  # PR-3: only the controller ends this process
+                yield
+
+        self._server = Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="agents' endpoint")
+        self._serving.add_done_callback(_check_end)
+
+    async def close(self) -> None:
+        """Stop serving; requests under way are cancelled."""
+        self._server.should_exit = self._server.force_exit = True
+        await asyncio.wait([self._serving])
 
 
 def _check_end(serving: "asyncio.Task[None]") -> None:

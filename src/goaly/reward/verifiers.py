@@ -197,7 +197,7 @@ class Judge:
         self._usual = settings.verifier
         verifiers = dict.fromkeys((settings.verifier, *others))
         self._pools: dict[str, VerifierPool | JudgeModel] = {
-            verifier: VerifierPool(replace(settings, verifier=verifier, judge=None)) for verifier in verifiers
+            verifier: VerifierPool(replace(settings, verifier=verifier)) for verifier in verifiers
         }
         if settings.judge is not None:
             self._pools[self._usual] = JudgeModel(settings, settings.judge)
