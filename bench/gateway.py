@@ -1,4 +1,4 @@
-"""What the agents' endpoint costs: the same chats without HTTP, through it, and through vLLM's own OpenAI server.
+"""The cost of the agents' endpoint: the same chats without HTTP, through it, and through vLLM's own OpenAI server.
 
     python -m bench.gateway [--streams N] [--rounds N] [--json FILE]
 
@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,11 +21,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from http import HTTPStatus
 from pathlib import Path
 from statistics import median
 
-import httpx
 import psutil
 from monarch.actor import this_host
 from rich.console import Console
@@ -46,15 +43,13 @@ from goaly.models.tiny import write_tiny_model
 from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.reward.child import die_with
 from goaly.rollout.policy import Policy
 from goaly.rollout.settings import EndpointSettings
-from goaly.run.process_agent import lasting_port
 from goaly.telemetry import logs
+from tests.vllm_server import vllm_server
 
 CONTEXT = 256
 QUESTION = "1234+5678="
-START_SECONDS = 300.0
 TOKENS = 128
 """Length of an answer; those that measure requests per second have one token."""
 CHATS = 4
@@ -67,7 +62,7 @@ Ask = Callable[[Load], Awaitable[Seen]]
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """What was seen of each arm, by the name of the load."""
+    """Measurements of each arm, by the name of the load."""
 
     seen: dict[str, dict[str, list[Seen]]] = field(default_factory=dict)
 
@@ -154,7 +149,7 @@ class Front:
 
 
 async def asked(load: Load, url: str, keys: list[str]) -> Seen:
-    """What the client's process saw."""
+    """The measurements of the client's process."""
     command = [sys.executable, "-m", "bench.gateway_client"]
     client = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     out, _ = await client.communicate(json.dumps(load.request(url, keys, QUESTION)).encode())
@@ -194,55 +189,21 @@ def _begin_generator(core: int) -> None:
 
 
 @contextmanager
-def vllm_server(folder: Path, streams: int, cores: Sequence[int], log: Path) -> Iterator[Ask]:
+def vllm_front(folder: Path, streams: int, cores: Sequence[int]) -> Iterator[Ask]:
     """vLLM's own server: its front on the first core, as this process, and its engine on the last."""
-    port = lasting_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy", "--enforce-eager"]
-    command += ["--dtype", "float32", "--generation-config", "vllm", "--disable-log-stats", "--no-enable-log-requests"]
-    command += ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(streams), "--disable-uvicorn-access-log"]
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            command,
-            env={**os.environ, **variables},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            preexec_fn=partial(_begin_server, os.getpid(), cores),
-        )
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not _answers(port):
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"vLLM's server did not start:\n{log.read_text()[-4000:]}")
-            time.sleep(0.5)
-        front_process = psutil.Process(server.pid)
+    options = ["--served-model-name", "policy", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(streams)]
+    options += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
+    with vllm_server(folder, folder / "vllm.log", *options, cores=cores) as (pid, url):
+        front_process = psutil.Process(pid)
         _pin(front_process, cores[0])
         for engine in front_process.children(recursive=True):
             _pin(engine, cores[-1])
-        url = f"http://127.0.0.1:{port}/v1"
         yield lambda load: asked(load, url, ["none"] * load.streams)
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.wait()
 
 
 def _pin(process: psutil.Process, core: int) -> None:
     for thread in process.threads():
         os.sched_setaffinity(thread.id, {core})
-
-
-def _begin_server(parent: int, cores: Sequence[int]) -> None:
-    """In the server's process before it is one: its engine inherits all cores, and takes its own."""
-    die_with(parent)
-    os.sched_setaffinity(0, cores)
-
-
-def _answers(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == HTTPStatus.OK
-    except httpx.TransportError:
-        return False
 
 
 async def measure(folder: Path, streams: int, rounds: int, cores: Sequence[int]) -> Measured:
@@ -253,7 +214,7 @@ async def measure(folder: Path, streams: int, rounds: int, cores: Sequence[int])
         "one": Load(streams=1, chats=ONE_STREAM_CHATS, tokens=TOKENS),
     }
     measured = Measured()
-    with vllm_server(folder, streams, cores, folder / "vllm.log") as vllm:
+    with vllm_front(folder, streams, cores) as vllm:
         async with front(folder, streams, cores) as ours:
             arms: dict[str, Ask] = {"direct": ours.direct, "gateway": ours.by_http, "vllm": vllm}
             for ask in arms.values():

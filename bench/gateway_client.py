@@ -18,7 +18,7 @@ END = b"data: [DONE]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a client asks."""
+    """The requests of a client."""
 
     streams: int
     """Connections, each of which asks one chat after the other."""
@@ -34,7 +34,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What was seen of one load."""
+    """Measurements under one load."""
 
     seconds: float
     tokens: int

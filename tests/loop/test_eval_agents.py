@@ -2,19 +2,13 @@
 
 import asyncio
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from launched import START_SECONDS
 
 from apps.eval.config import EvalConfig, EvalGeneratorSettings, RemoteSettings
 from apps.eval.main import evaluation
@@ -23,9 +17,8 @@ from goaly.errors import RunFailed, first_error
 from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings
-from goaly.reward.child import die_with
 from goaly.reward.settings import RewardSettings
-from goaly.run.process_agent import lasting_port
+from tests.vllm_server import vllm_server
 
 KEY = "sesame"
 VARIABLE = "KEY_OF_THE_TEST"
@@ -36,39 +29,9 @@ Rewards = dict[str, tuple[float | None, ...]]
 @pytest.fixture(scope="module")
 def vllm_url(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """vLLM's own server of the tiny model."""
-    port = lasting_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_model_folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny", "--api-key", KEY]
-    command += ["--enforce-eager", "--dtype", "float32", "--generation-config", "vllm", "--disable-log-stats"]
-    command += ["--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    variables["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # or its engine imports everything again
-    log = tmp_path_factory.mktemp("vllm") / "server.log"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            command,
-            env={**os.environ, **variables},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            preexec_fn=partial(die_with, os.getpid()),
-        )
-    try:
-        deadline = time.monotonic() + 2 * START_SECONDS
-        while not _is_up(port):
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _is_up(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-    except httpx.TransportError:
-        return False
+    options = ["--served-model-name", "tiny", "--api-key", KEY, "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
+    with vllm_server(tiny_model_folder, tmp_path_factory.mktemp("vllm") / "server.log", *options) as (_, url):
+        yield url
 
 
 def config(**facts: Any) -> EvalConfig:

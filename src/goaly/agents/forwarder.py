@@ -34,7 +34,7 @@ LOOPBACK = "127.0.0.1"
 PASSED_ON = ("accept", "anthropic-beta", "anthropic-version", "content-type")
 """Headers of agents that go on; others are of the connection, or hold the key."""
 LIMITS = {"/responses": "max_output_tokens", "/messages": "max_tokens"}
-"""What the APIs call the token limit, by path; all others `max_tokens`, or `max_completion_tokens`."""
+"""Names of the token limit, by path; all others `max_tokens`, or `max_completion_tokens`."""
 WITH_SEEDS = ("/chat/completions", "/completions")
 """Paths whose requests take all parameters."""
 
