@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from goaly.environments import guardian
-from goaly.environments.protocol import Disconnected, EnvironmentDied, EnvironmentTimeout
+from goaly.environments.protocol import Disconnected, EnvironmentDied, EnvironmentTimeout, Unsent
 
 T = TypeVar("T")
 
 LOCALHOST = "127.0.0.1"
 STOP_SECONDS = 5.0
 """Time for the guardian to kill the environment's processes; then it is killed too."""
-DYING_SECONDS = 1.0
-"""A connection may break so long before its process has ended."""
+DYING_SECONDS = 5.0
+"""A connection may break, or be refused, so long before its process has ended."""
 LOG_LINES = 20
 _LOG_BYTES = 1 << 14
 _LINE_BYTES = 1 << 26
@@ -154,7 +154,7 @@ class ServerProcess:
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait([task, self._ended], return_when=asyncio.FIRST_COMPLETED)
-            broken = task.done() and not task.cancelled() and isinstance(task.exception(), Disconnected)
+            broken = task.done() and not task.cancelled() and isinstance(task.exception(), (Disconnected, Unsent))
             if broken:
                 await asyncio.wait([self._ended], timeout=DYING_SECONDS)
             if self._ended.done() and (broken or not task.done()):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from goaly.environments.process import Command, Server, ServerProcess
-from goaly.environments.protocol import EnvironmentDied, EnvironmentTimeout
+from goaly.environments.protocol import Disconnected, EnvironmentDied, EnvironmentTimeout, Unsent
 
 FAMILY = "sleep 1000 & near=$!; setsid sleep 1000 & echo $$ $near $!; wait"
 """A shell that writes its process id and those of two children, one of them in another session."""
@@ -81,6 +81,19 @@ async def test_a_waiting_call_fails_at_once_with_exit_code_and_log(tmp_path):
         await waiting
     with pytest.raises(EnvironmentDied, match="exit code 3"):
         await server.unless_dead(asyncio.sleep(0))
+
+
+@pytest.mark.parametrize("error", [Disconnected, Unsent])
+async def test_a_connection_that_fails_because_its_server_is_dying_is_a_death(tmp_path, error):
+    """EV-3."""
+    server, pids = await family(tmp_path)
+
+    async def work() -> None:
+        os.kill(pids[1], signal.SIGKILL)
+        raise error("connection refused")
+
+    with pytest.raises(EnvironmentDied, match="signal SIGKILL"):
+        await server.unless_dead(work())
 
 
 async def test_a_server_that_ends_or_is_not_there_does_not_start(tmp_path):
