@@ -1,5 +1,6 @@
 """How the models train: layout, optimizer, schedule; the policy, the reference and the critic."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
@@ -30,6 +31,8 @@ NO_CONTEXT = {
 }
 """By family, why its attention cannot be divided."""
 NO_BITWISE_CONTEXT = "with model.numerics=bitwise: attention over the shares of several ranks sums in another order"
+PLANNED_TOKENS = 128
+"""DTensor plans every operation anew for each number of tokens, which takes longer than a pass over few of them."""
 OFFLOAD_NEEDS_GPU = "needs a GPU: on a CPU the parameters are in its memory anyway"
 
 
@@ -98,7 +101,8 @@ class RanksSettings(Settings):
     @property
     def token_multiple(self) -> int:
         """The tokens of a pass are padded to a multiple of this, so that ranks can divide them."""
-        return self.tp if self.cp == 1 else 2 * self.cp * self.tp
+        divided = self.tp if self.cp == 1 else 2 * self.cp * self.tp
+        return divided if self.tp == 1 else math.lcm(divided, PLANNED_TOKENS)
 
     @classmethod
     def why_absent(cls, name: str) -> str | None:

@@ -31,9 +31,7 @@ OBJECTIVES = {
     "kept": LossSettings(aggregation="sequence_mean", rejections=(REJECTION,), denominator="after"),
     "lopsided": LossSettings(rejections=(REJECTION,), denominator="after"),
 }
-SETTINGS = TrainerSettings(
-    optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=50, microbatch_rows=1, expert_balance=0.5
-)
+SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), logprob_chunk=50, expert_balance=0.5)
 LAYOUTS = {
     "fsdp": {"fsdp": 2},
     "tp": {"tp": 2},
@@ -87,8 +85,9 @@ def model_of(folder: Path) -> ModelSettings:
 
 
 def settings_of(layout: str, settings: TrainerSettings, **degrees: int) -> TrainerSettings:
-    """The settings of a layout on so many ranks."""
-    return dataclasses.replace(settings, lora=LORA if "lora" in layout else None, **degrees)
+    """The settings of a layout on so many ranks, each of which has its rows in two microbatches."""
+    rows = {"microbatch_rows": ROWS // 2 // degrees.get("fsdp", 1)} if degrees else {}
+    return dataclasses.replace(settings, lora=LORA if "lora" in layout else None, **degrees, **rows)
 
 
 def change_adapters(engine: TrainEngine) -> None:
