@@ -46,6 +46,7 @@ TRAINED = (
     "goaly.models.bitwise_decoder",
     "goaly.models.hf",
 )
+ROLLOUT = ("goaly.backlog.batch", "goaly.prompts.template", "goaly.prompts.tokenizer")
 FORKED = {
     "hub": ("goaly.backlog.group_queue", "goaly.durable.run_log", "goaly.weights.receipts"),
     "trainer": (*TRAINED, "goaly.losses.objective"),
@@ -57,9 +58,11 @@ FORKED = {
         "goaly.generate.cpu_start",
         "vllm.v1.worker.cpu_worker",
     ),
-    "rollout": ("goaly.backlog.batch", "goaly.prompts.template", "goaly.prompts.tokenizer"),
+    "rollout": ROLLOUT,
+    "endpoint": (*ROLLOUT, "goaly.agents.routes"),
 }
-"""The modules that a fork server imports for a process of each role. None imports Monarch, which starts threads."""
+"""The modules that a fork server imports for a process of each role, and for a rollout worker with an endpoint. None
+imports Monarch, which starts threads."""
 
 
 class ForkServer:

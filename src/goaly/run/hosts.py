@@ -134,7 +134,7 @@ class Hosts:
 
     def _fork(self, processes: Processes, placed: Placed) -> BootstrapCommand | None:
         """The command that starts these processes as forks; None if each starts alone."""
-        is_here = self._settings.job == "local" and processes.role in FORKED
+        is_here = self._settings.job == "local" and processes.libraries in FORKED
         sees_gpus = any(place.visible is not None for place in placed.ranks)
         if not (self._settings.fork and is_here) or sees_gpus:
             return None
@@ -142,7 +142,7 @@ class Hosts:
         shared = os.environ.get(SHARED)
         if shared is None and threads not in self._fork_servers:
             self._fork_servers[threads] = ForkServer(threads, log_file(self._run_dir, f"fork-server-{threads}"))
-        return fork_command(shared or self._fork_servers[threads].name, processes.role, threads)
+        return fork_command(shared or self._fork_servers[threads].name, processes.libraries, threads)
 
     async def _survey(self, mesh: str) -> list[tuple[str, Host]]:
         """Each host of a mesh: a unique name, and its GPUs and cores."""
@@ -204,7 +204,7 @@ def _job(kind: str) -> JobTrait:
 
 
 def _bootstrap(processes: Processes, places: Sequence[Place], run_dir: Path, *, trace: bool) -> Callable[[], None]:
-    name, threads, imports = processes.name, processes.threads, IMPORTS.get(processes.role, ())
+    name, threads, imports = processes.name, processes.threads, IMPORTS.get(processes.libraries, ())
     module_path = list(sys.path)
 
     def bootstrap() -> None:

@@ -30,6 +30,7 @@ IMPORTS = {
     "critic": ("goaly.train.critic", "goaly.train.critic_engine", "goaly.train.parallel"),
     "generator": ("goaly.generate.generator", "goaly.generate.engine", "goaly.weights.subscriber"),
     "rollout": ("goaly.rollout.worker",),
+    "endpoint": ("goaly.rollout.worker", "goaly.agents.routes"),
 }
 """The modules that the actors of a role import. Their processes start with these imports, before actors are spawned."""
 
@@ -47,6 +48,13 @@ class Processes:
     threads: int = 1
     group: int = 1
     """Ranks of a tensor-parallel group, which have consecutive numbers."""
+    imports: str = ""
+    """Whose modules they import (`IMPORTS`, `FORKED`), if not those of their role."""
+
+    @property
+    def libraries(self) -> str:
+        """The key of what they import."""
+        return self.imports or self.role
 
 
 def processes(config: RunConfig) -> Iterator[Processes]:
@@ -61,8 +69,9 @@ def processes(config: RunConfig) -> Iterator[Processes]:
     if critic is not None:
         yield _ranks("critic", critic)
     yield Processes(name="hub", role="hub")
+    imports = "" if config.rollout.endpoint is None else "endpoint"
     for worker in range(config.rollout.workers):
-        yield Processes(name=f"rollout-{worker}", role="rollout")
+        yield Processes(name=f"rollout-{worker}", role="rollout", imports=imports)
 
 
 def _ranks(role: str, settings: TrainerSettings | ReferenceSettings | CriticSettings) -> Processes:
