@@ -181,6 +181,7 @@ async def live(
         nonlocal pulls, revoked
         mesh = None if number % 3 == 0 else ranks[number % 3 - 1]
         reader = Reader(store, settings, number, mesh, commits)
+        pulling = None
         try:
             while True:
                 pulling = asyncio.ensure_future(reader.pull(draw))
@@ -203,6 +204,9 @@ async def live(
                     reader.close()
                     reader = Reader(store, settings, number, mesh, commits)
         finally:
+            if pulling is not None:
+                pulling.cancel()
+                await asyncio.gather(pulling, return_exceptions=True)
             reader.close()
 
     readers = [asyncio.ensure_future(read(number)) for number in range(READERS)]
