@@ -3,4 +3,4 @@
 from goaly.process import import_ahead
 from goaly.run.fork_server import FORKED
 
-import_ahead({*FORKED["generator"], *FORKED["trainer"], *FORKED["critic"]})
+import_ahead(module for modules in FORKED.values() for module in modules)

@@ -4,15 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from goaly.reward.child import die_with
+from tests.program import Program, ended
 
 Left = TypeVar("Left", set[str], list[int])
 
@@ -36,6 +34,11 @@ SMALL = [
     "hosts.bind={}",
     "checkpoint.restarts=0",
 ]
+
+
+def as_users_have(variables: Mapping[str, str]) -> dict[str, str]:
+    """These environment variables without those that Monarch has set in a test's process."""
+    return {key: value for key, value in variables.items() if not key.startswith("HYPERACTOR_")}
 
 
 def alive(pid: int) -> bool:
@@ -126,22 +129,19 @@ class LaunchedRun:
     ):
         self.folder = folder
         self.output = folder.with_suffix(".out")
-        command = [sys.executable, "-m", module or f"apps.{app}.main", *arguments]
         if resume:
-            command += ["--resume", str(folder), *overrides]
+            settings = ["--resume", str(folder), *overrides]
         else:
-            command += ["--config", f"configs/{app}/tiny.yaml"]
-            command += [f"model.path={model}", f"run_dir={folder}", *SMALL, *overrides]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("HYPERACTOR_")}
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                preexec_fn=partial(die_with, os.getpid()),
-            )
+            settings = ["--config", f"configs/{app}/tiny.yaml", f"model.path={model}", f"run_dir={folder}"]
+            settings += [*SMALL, *overrides]
+        self.process = Program(
+            module or f"apps.{app}.main",
+            *arguments,
+            *settings,
+            output=self.output,
+            variables=as_users_have(os.environ),
+            folder=ROOT,
+        )
 
     def wait_for_steps(self, count: int, seconds: float = START_SECONDS) -> None:
         """Until so many steps are in `metrics.jsonl`."""
@@ -207,8 +207,7 @@ def assert_whole(run: LaunchedRun, steps: int) -> None:
 
 def replayed(run: LaunchedRun, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`python -m goaly.replay` with this run's folder."""
-    command = [sys.executable, "-m", "goaly.replay", str(run.folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False, cwd=ROOT)
+    return ended("goaly.replay", str(run.folder), *arguments, below=run.folder.parent, seconds=START_SECONDS)
 
 
 def gone_within(pids: list[int], seconds: float = END_SECONDS) -> list[int]:

@@ -1,16 +1,13 @@
 """A server as a user starts it: a process of its own, whose children tests look at and kill."""
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
-from launched import END_SECONDS, ROOT, START_SECONDS, descendants, logging_to
+from launched import END_SECONDS, ROOT, START_SECONDS, as_users_have, descendants, logging_to
 
-from goaly.reward.child import die_with
+from tests.program import Program
 
 SMALL_SERVER = ("port=0", "generator.max_context=128", "generator.max_running=16", "generator.kv_cache_gib=0.05")
 
@@ -21,16 +18,13 @@ class ServerProcess:
     def __init__(self, folder: Path, *overrides: str, variables: Mapping[str, str] | None = None):
         self.folder = folder
         self.output = folder.with_suffix(".out")
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("HYPERACTOR_")}
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "apps.serve.main", f"folder={folder}", *SMALL_SERVER, *overrides],
-                cwd=ROOT,
-                env={**environment, **(variables or {})},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                preexec_fn=partial(die_with, os.getpid()),
-            )
+        self.process = Program(
+            "apps.serve.main",
+            *(f"folder={folder}", *SMALL_SERVER, *overrides),
+            output=self.output,
+            variables={**as_users_have(os.environ), **(variables or {})},
+            folder=ROOT,
+        )
 
     def url(self) -> str:
         """The address of the API, once it answers."""

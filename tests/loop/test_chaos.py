@@ -4,12 +4,19 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from launched import REWARDED, ROOT, START_SECONDS, LaunchedRun, gone_within, orphaned_memory, orphaned_within
+from launched import (
+    REWARDED,
+    START_SECONDS,
+    LaunchedRun,
+    gone_within,
+    orphaned_memory,
+    orphaned_within,
+    replayed,
+)
 
 from bench.chaos import accounts
 
@@ -75,9 +82,7 @@ def test_ten_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: Cal
         "failed": 0,
         "unaccounted": 0,
     }
-    checked = subprocess.run(
-        [sys.executable, "-m", "goaly.replay", str(run.folder), "--check"], capture_output=True, text=True, cwd=ROOT
-    )
+    checked = replayed(run, "--check")
     assert f"{steps} digests are as recorded" in checked.stdout, checked.stdout + checked.stderr
     assert gone_within(list(seen)) == []
     assert orphaned_within(before) == set()

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from goaly.evaluation.result import EvalResult
 from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.reward.settings import RewardSettings
+from tests.program import ended
 
 TINY = TinyModel(dim=32, layers=1, heads=2, kv_heads=2, head_dim=32, hidden_dim=32, max_context=128)
 
@@ -42,14 +41,7 @@ def test_a_run_folder_is_evaluated_through_the_real_engine(tmp_path: Path, model
         "generator.kv_cache_gib=0.05",
         f"output={tmp_path / 'result.json'}",
     ]
-    finished = subprocess.run(
-        [sys.executable, "-m", "apps.eval.main", *overrides],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=220,
-        check=False,
-    )
+    finished = ended("apps.eval.main", *overrides, below=tmp_path, seconds=220)
     assert finished.returncode == 0, finished.stderr[-3000:]
     head = ["pass@1", "pass@2", "pass@3", "avg@2", "avg@3", "prompts", "length", "p95", "max"]
     assert finished.stdout.splitlines()[0].split() == head

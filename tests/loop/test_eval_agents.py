@@ -30,6 +30,7 @@ Rewards = dict[str, tuple[float | None, ...]]
 def vllm_url(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """vLLM's own server of the tiny model."""
     options = ["--served-model-name", "tiny", "--api-key", KEY, "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
+    options += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]  # starts sooner
     with vllm_server(tiny_model_folder, tmp_path_factory.mktemp("vllm") / "server.log", *options) as (_, url):
         yield url
 

@@ -1,11 +1,11 @@
 """A recipe for a large model runs on a CPU with one switch, on data in the published formats."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.program import ended
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,9 +25,9 @@ def test_the_recipe_with_experts_trains_and_evaluates_on_two_ranks_each(tmp_path
     for name, records in (("dapo", dapo), ("aime", aime)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     files = [f"evaluation.sets.{name}.files=[{tmp_path / 'aime.jsonl'}]" for name in ("aime24", "aime25")]
-    command = [sys.executable, "-m", "apps.grpo.main", "--config", str(ROOT / "configs/grpo/qwen3_30b_a3b.yaml")]
-    settings = ["model.tiny=true", "steps=2", f"run_dir={tmp_path / 'run'}", f"prompts.files=[{tmp_path}/dapo.jsonl]"]
-    done = subprocess.run([*command, *settings, *files], cwd=ROOT, capture_output=True, text=True, timeout=800)
+    settings = ["--config", str(ROOT / "configs/grpo/qwen3_30b_a3b.yaml"), "model.tiny=true", "steps=2"]
+    settings += [f"run_dir={tmp_path / 'run'}", f"prompts.files=[{tmp_path}/dapo.jsonl]", *files]
+    done = ended("apps.grpo.main", *settings, below=tmp_path, seconds=800)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["policy_version"] for step in steps] == [1, 2]
