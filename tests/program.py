@@ -89,6 +89,7 @@ def _run(
     for file in files:
         os.close(file)
     os.environ.clear()
+    os.environ.update(getattr(sys.modules.get("imported_once"), "SET", {}))
     os.environ.update(environment)
     os.chdir(folder)
     os.sched_setaffinity(0, cores)

@@ -16,6 +16,7 @@ from tests.program import Program
 START_SECONDS = 600
 """On a busy machine it takes minutes to start."""
 VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "OMP_NUM_THREADS": "1",
