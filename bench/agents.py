@@ -11,7 +11,9 @@ have more turns. Delays are drawn from the prompt, so every arm has the same. Ar
     wide barrier  the same with a thousand sessions in a batch: rarer updates, for the same number of sessions
 
 `speedup_vs_barrier` is async / barrier in trained tokens per second; `utilization` is async's tokens per second over
-those of the same run without training. Both are medians over the rounds.
+those of the same run without training. Both are medians over the rounds. `sessions` compares the first round's trained
+sessions of async with all that were launched up to the last one of them, by their number of turns: a run that left slow
+ones out would train shorter ones. Their `staleness` is that of their oldest token.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import json
 import shutil
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,9 @@ from bench.loop import Measured, measure_alone, measure_arm
 from bench.machine import Machine
 from bench.tail import drawn
 from goaly.config import load
+from goaly.config.schema import plain
+from goaly.journal.episodes import LoggedEpisode, read_log
+from goaly.journal.run_folder import RunFolder
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.episode import EpisodeContext
 from goaly.run.config import RunConfig
@@ -103,6 +109,23 @@ def numbers(runs: Sequence[Measured], alone: Sequence[float], batch_tokens: floa
     }
 
 
+def sessions(facts: Sequence[LoggedEpisode]) -> dict[str, Any]:
+    """How many sessions were trained, their shares by turns, as launched and as trained, and their staleness."""
+    trained = [one for one in facts if one.step is not None]
+    last = max(one.ticket for one in trained)
+    launched = {f"{one.prompt_id} {sample}" for one in facts if one.ticket <= last for sample in range(GROUP_SIZE)}
+    shares = {
+        "launched": Counter(turns(delay(key)) for key in launched),
+        "trained": Counter(one.turns for one in trained),
+    }
+    oldest = sorted(one.staleness[1] for one in trained if one.staleness is not None)
+    return {
+        "trained": len(trained),
+        "shares": {name: {n: counts[n] / counts.total() for n in sorted(counts)} for name, counts in shares.items()},
+        "staleness": {"median": oldest[len(oldest) // 2], "p95": oldest[len(oldest) * 95 // 100], "max": oldest[-1]},
+    }
+
+
 def main() -> None:
     """Measure, print, and write the numbers where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,9 +158,11 @@ def main() -> None:
                 print(f"{arm:12} {runs[-1].tokens_per_second:.0f} tokens/s", flush=True)
         lines = (folder / "async-0" / "metrics.jsonl").read_text().splitlines()
         steps = [json.loads(line) for line in lines]
+        found = sessions(read_log(RunFolder(folder / "async-0", plain(config(*ARMS["async"])))).episodes)
     finally:
         shutil.rmtree(folder)
-    found = numbers(runs, alone, statistics.fmean(step["step/tokens"] for step in steps))
+    tokens = statistics.fmean(step["step/tokens"] for step in steps)
+    found = {**numbers(runs, alone, tokens), "sessions": found}
     print(json.dumps(found, indent=1))
     if arguments.json:
         record = {**found, "machine": machine.record(), "last_step": steps[-1]}

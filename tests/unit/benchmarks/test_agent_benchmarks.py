@@ -1,12 +1,15 @@
 """The loads and the reports of the benchmarks of agents."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from bench import agents, gateway
 from bench.gateway_client import Load, Seen, ask
 from bench.loop import Measured
+from goaly.backlog.ledger import State
+from goaly.journal.episodes import LoggedEpisode
 
 MACHINE = {"cores": 2}
 
@@ -41,6 +44,24 @@ def test_ratios_of_agents_are_medians_over_rounds():
     assert found["speedup_vs_wide_barrier"] == 3.0
     assert found["utilization"] == pytest.approx(0.75)  # of 1, 0.75 and 0.45
     assert found["tokens_per_second"]["async"] == 400.0
+
+
+def test_sessions_are_compared_as_launched_and_as_trained():
+    def session(ticket: int, sample: int, *, step: int | None) -> LoggedEpisode:
+        facts: dict[str, Any] = {"ticket": ticket, "sample": sample, "prompt_id": f"p{ticket}"}
+        count = agents.turns(agents.delay(f"p{ticket} {sample}"))
+        state = State.QUEUED if step is None else State.TRAINED
+        return LoggedEpisode(**facts, state=state, step=step, turns=count, versions=(ticket, ticket + 1))
+
+    whole = [session(ticket, sample, step=ticket + 3) for ticket in range(20) for sample in range(agents.GROUP_SIZE)]
+    later = [session(20, sample, step=None) for sample in range(agents.GROUP_SIZE)]
+    found = agents.sessions([*whole, *later])
+    assert found["trained"] == 160
+    assert found["shares"]["trained"] == found["shares"]["launched"]
+    assert found["staleness"] == {"median": 2, "p95": 2, "max": 2}
+    shorter = agents.sessions([one for one in whole if one.turns < 6] + later)["shares"]
+    assert shorter["trained"].keys() == {2, 3}
+    assert shorter["launched"].keys() == {2, 3, 6}
 
 
 def test_ratios_of_the_gateway_are_medians_over_rounds():
