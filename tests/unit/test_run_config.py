@@ -15,6 +15,8 @@ from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.config import RunConfig
+from goaly.run.fork_server import FORKED
+from goaly.run.placement import IMPORTS, processes
 from goaly.train.settings import ReferenceSettings, TrainerSettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -384,3 +386,18 @@ def test_choices_that_cannot_be_replayed_are_told_before_anything_starts(tiny_mo
     assert not run_config(GRPO, experts, *reference).moe.replays
     critic = run_config(PPO, experts, replay, f"critic.path={other}").critic  # which routes by its own scores
     assert critic is not None
+
+
+def test_passes_are_padded_for_the_ranks_that_divide_them_and_to_few_lengths_under_tensor_parallelism() -> None:
+    layouts = ({"fsdp": 4}, {"cp": 2}, {"tp": 2}, {"tp": 3}, {"tp": 2, "cp": 2})
+    assert [TrainerSettings(**layout).token_multiple for layout in layouts] == [1, 4, 128, 384, 128]
+
+
+def test_the_processes_of_workers_with_an_endpoint_import_what_serves_it() -> None:
+    for endpoint, libraries in (("null", "rollout"), ("{}", "endpoint")):
+        overrides = ["--config", "configs/grpo/tiny.yaml", f"rollout.endpoint={endpoint}", "rollout.workers=2"]
+        config = load(RunConfig, overrides, prog="test", description="").config
+        workers = [one for one in processes(config) if one.role == "rollout"]
+        assert [one.libraries for one in workers] == [libraries, libraries]
+        assert libraries in IMPORTS
+        assert libraries in FORKED

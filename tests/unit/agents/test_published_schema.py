@@ -32,7 +32,7 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.settings import EndpointSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-REQUESTS = int(os.environ.get("GOALY_STORM_REQUESTS", "200"))
+REQUESTS = int(os.environ.get("GOALY_STORM_REQUESTS", "100"))
 ROUTES = {
     ("get", "/health"),
     ("get", "/openapi.json"),

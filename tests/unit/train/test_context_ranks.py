@@ -1,6 +1,5 @@
 """Four processes over gloo that also divide the tokens of each row do what one process does."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
     for name, changed in LAYOUTS.items():
-        settings = settings_of(name, dataclasses.replace(SETTINGS, **changed))
-        found = trained(models / name, settings)
+        found = trained(models / name, settings_of(name, SETTINGS, **changed))
         found["leads"] = found.pop("engine").leads
         torch.save(found, out / f"{name}.{rank}")
     dist.destroy_process_group()

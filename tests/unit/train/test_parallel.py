@@ -84,10 +84,11 @@ def model_of(folder: Path) -> ModelSettings:
     return ModelSettings(path=str(folder), numerics="bitwise" if "bitwise" in folder.name else "fast")
 
 
-def settings_of(layout: str, settings: TrainerSettings, **degrees: int) -> TrainerSettings:
+def settings_of(layout: str, settings: TrainerSettings, **divided: Any) -> TrainerSettings:
     """The settings of a layout on so many ranks, each of which has its rows in two microbatches."""
-    rows = {"microbatch_rows": ROWS // 2 // degrees.get("fsdp", 1)} if degrees else {}
-    return dataclasses.replace(settings, lora=LORA if "lora" in layout else None, **degrees, **rows)
+    if divided:
+        divided = {"microbatch_rows": ROWS // 2 // divided.get("fsdp", 1), **divided}
+    return dataclasses.replace(settings, lora=LORA if "lora" in layout else None, **divided)
 
 
 def change_adapters(engine: TrainEngine) -> None:
