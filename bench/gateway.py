@@ -5,8 +5,9 @@
 As many streams as given, each a connection with one chat after the other, stream answers of a tiny model. One generator
 has the last core; the first core has all that is in front of it: the endpoint, as in a rollout worker, or vLLM's
 server, with the client of both in a process of its own. Without HTTP (`direct`), this process asks its router with the
-rendered tokens. The arms take turns. `ratio` is gateway / direct, `over_vllm` is gateway / vLLM, in tokens per second,
-each the median over the rounds. Latencies are those of whole answers.
+rendered tokens. Answers have 64 to 192 tokens, the same in each arm, and the arms take turns. `ratio` is gateway /
+direct, `over_vllm` is gateway / vLLM, in tokens per second, each the median over the rounds. Latencies are those of
+whole answers.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from monarch.actor import this_host
 from rich.console import Console
 from rich.table import Table
 
-from bench.gateway_client import Load, Seen
+from bench.gateway_client import Load, Seen, answer_tokens
 from bench.machine import Machine
 from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Gateway
@@ -51,7 +52,7 @@ from tests.vllm_server import vllm_server
 CONTEXT = 256
 QUESTION = "1234+5678="
 TOKENS = 128
-"""Length of an answer; those that measure requests per second have one token."""
+"""Mean length of an answer; those that measure requests per second have one token."""
 CHATS = 4
 """Chats of each stream."""
 ONE_STREAM_CHATS = 16
@@ -111,16 +112,17 @@ class Front:
         tokens = self._chat.render([Message(role="user", content=QUESTION)])
         latencies: list[float] = []
 
-        async def stream() -> int:
-            policy, written = self._policy(load), 0
-            for _ in range(load.chats):
+        async def stream(number: int) -> int:
+            policy, written = self._policy(), 0
+            for chat in range(load.chats):
                 began = time.perf_counter()
-                written += len((await policy.sample(tokens)).tokens)
+                length = answer_tokens(load.tokens, number, chat)
+                written += len((await policy.sample(tokens, max_tokens=length, min_tokens=length)).tokens)
                 latencies.append(time.perf_counter() - began)
             return written
 
         began = time.perf_counter()
-        written = sum(await asyncio.gather(*(stream() for _ in range(load.streams))))
+        written = sum(await asyncio.gather(*(stream(number) for number in range(load.streams))))
         return Seen(seconds=time.perf_counter() - began, tokens=written, latencies=latencies)
 
     async def by_http(self, load: Load) -> Seen:
@@ -128,19 +130,19 @@ class Front:
         with ExitStack() as open_sessions:
             endpoints = [
                 open_sessions.enter_context(
-                    self._gateway.serve(Session(self._chat, prompt_id="q"), self._policy(load), self._parser)
+                    self._gateway.serve(Session(self._chat, prompt_id="q"), self._policy(), self._parser)
                 )
                 for _ in range(load.streams)
             ]
             return await asked(load, endpoints[0].base_url, [endpoint.api_key for endpoint in endpoints])
 
-    def _policy(self, load: Load) -> Policy:
+    def _policy(self) -> Policy:
         self._asked += 1
         return Policy(
             sampler=self._router,
             name=f"bench.{self._asked}",
             session=str(self._asked),
-            sampling=Sampling(max_tokens=load.tokens, min_tokens=load.tokens),
+            sampling=Sampling(max_tokens=TOKENS),
             min_version=0,
             max_context=CONTEXT,
             decode=self._chat.decode,

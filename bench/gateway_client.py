@@ -25,7 +25,7 @@ class Load:
     chats: int
     """Chats of each stream."""
     tokens: int
-    """Length of each answer."""
+    """Mean length of the answers."""
 
     def request(self, url: str, keys: list[str], question: str) -> dict[str, Any]:
         """The orders of a client: a key for each stream."""
@@ -43,34 +43,40 @@ class Seen:
     """Seconds from each request to the end of its answer."""
 
 
+def answer_tokens(mean: int, stream: int, chat: int) -> int:
+    """The length of an answer, the same in every arm: from half the mean to one and a half times as much. Streams with
+    answers of one length would all ask at once, again and again."""
+    spread = mean // 2
+    return mean - spread + (37 * stream + 101 * chat) % (2 * spread + 1)
+
+
 async def ask(orders: Mapping[str, Any]) -> Seen:
     """Ask all chats."""
     latencies: list[float] = []
     began = time.perf_counter()
-    written = await asyncio.gather(*(_stream(orders, key, latencies) for key in orders["keys"]))
+    written = await asyncio.gather(*(_stream(orders, number, latencies) for number in range(len(orders["keys"]))))
     return Seen(seconds=time.perf_counter() - began, tokens=sum(written), latencies=latencies)
 
 
-async def _stream(orders: Mapping[str, Any], key: str, latencies: list[float]) -> int:
-    address = urlsplit(orders["url"])
+async def _stream(orders: Mapping[str, Any], number: int, latencies: list[float]) -> int:
+    address, key = urlsplit(orders["url"]), orders["keys"][number]
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 20)
     body = {
         "model": "policy",
         "messages": [{"role": "user", "content": orders["question"]}],
         "stream": True,
         "stream_options": {"include_usage": True},
-        "max_tokens": orders["tokens"],
-        "min_tokens": orders["tokens"],
     }
-    text = json.dumps(body).encode()
     head = (
         f"POST {address.path}/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: Bearer {key}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+        f"Content-Type: application/json\r\n"
     )
     written = 0
-    for _ in range(orders["chats"]):
+    for chat in range(orders["chats"]):
         began = time.perf_counter()
-        writer.write(head.encode() + text)
+        tokens = answer_tokens(orders["tokens"], number, chat)
+        text = json.dumps({**body, "max_tokens": tokens, "min_tokens": tokens})
+        writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode())
         written += await _answer(reader)
         latencies.append(time.perf_counter() - began)
     writer.close()
