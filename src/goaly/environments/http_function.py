@@ -18,6 +18,7 @@ from goaly.environments.process import Elsewhere, Server, ServerProcess
 from goaly.environments.protocol import (
     ActionRefused,
     Disconnected,
+    EnvironmentDied,
     EnvironmentFailed,
     Observation,
     StepResult,
@@ -59,7 +60,13 @@ class HttpFunction:
         """Begin a new episode, with a new id."""
         self._process = await self._server.running()
         self._episode, self._step = uuid.uuid4().hex, 0
-        return observed(await self._post({"task": dict(task)}, again=True), self._path or "HTTP function")
+        try:
+            reply = await self._post({"task": dict(task)}, again=True)
+        except EnvironmentDied as death:
+            if isinstance(death.__cause__, Unsent):  # it had no episode of this; a new process can begin it
+                raise Unsent(str(death)) from death
+            raise
+        return observed(reply, self._path or "HTTP function")
 
     async def step(self, action: Mapping[str, Any]) -> StepResult:
         """Act. ActionRefused at status 422; the step then counts as not taken."""

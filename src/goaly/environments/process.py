@@ -30,7 +30,7 @@ T = TypeVar("T")
 LOCALHOST = "127.0.0.1"
 STOP_SECONDS = 5.0
 """Time for the guardian to kill the environment's processes; then it is killed too."""
-DYING_SECONDS = 5.0
+DYING_SECONDS = 2.0
 """A connection may break, or be refused, so long before its process has ended."""
 LOG_LINES = 20
 _LOG_BYTES = 1 << 14
@@ -158,7 +158,7 @@ class ServerProcess:
             if broken:
                 await asyncio.wait([self._ended], timeout=DYING_SECONDS)
             if self._ended.done() and (broken or not task.done()):
-                raise self.death()
+                raise self.death() from (task.exception() if broken else None)
             return task.result()
         finally:
             if not task.done():

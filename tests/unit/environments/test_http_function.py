@@ -2,7 +2,9 @@
 
 import asyncio
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +80,37 @@ async def test_an_idempotent_step_is_sent_again_when_its_connection_breaks():
                     await environment.step({})
             await environment.close()
     assert environment.counts.errors == 1
+
+
+class DyingFirst:
+    """A server whose process refuses connections, because it dies, until it is started again."""
+
+    url = "http://127.0.0.1:1"
+    alive = True
+
+    def __init__(self, server: Server):
+        self._server = server
+        self._starts = 0
+
+    async def running(self) -> Any:
+        self._starts += 1
+        return self if self._starts == 1 else await self._server.running()
+
+    async def unless_dead(self, work: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await work
+        except Unsent as refused:
+            raise EnvironmentDied("ended with signal SIGKILL") from refused
+
+
+async def test_an_episode_begins_in_the_process_that_takes_a_dying_ones_place(command):
+    """EV-4."""
+    async with Server(command("counting.py", "{port}")) as server:
+        game: Any = HttpFunction(DyingFirst(server), "/play")  # type: ignore[bad-argument-type]
+        environment = LimitedEnvironment(game)
+        assert (await environment.reset({"start": 3})).content == 3
+        assert environment.counts.retries == 1
+        await environment.close()
 
 
 async def test_what_was_not_sent_is_retried():
