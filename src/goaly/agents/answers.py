@@ -4,6 +4,7 @@ An answer in which a parser finds no call that is whole stays text, as the polic
 """
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Completion
+
+_CALL = re.compile("call|tool|tc_")
 
 
 class AnswerParser:
@@ -44,7 +47,8 @@ class AnswerParser:
             enable_auto_tools=True,
             tokenizer=self._tokenizer,
         )
-        self._starts = _starts_of_calls(getattr(self._parser, "tool_parser_cls", None))
+        tools = getattr(self._parser, "tool_parser_cls", None)
+        self._starts = [] if tools is None else starts_of_calls(tools(self._tokenizer, None))
 
     def message(
         self,
@@ -97,10 +101,11 @@ class AnswerParser:
         return tokens[:-1] if tokens and tokens[-1] in self._chat.stop_token_ids else tokens
 
 
-def _starts_of_calls(parser: type | None) -> list[str]:
-    """The texts that begin a tool call; none if the parser does not name them."""
-    named = [getattr(parser, name) for name in dir(parser) if "call" in name and "start" in name]
-    return [value for value in named if isinstance(value, str) and value.strip()]
+def starts_of_calls(parser: object) -> list[str]:
+    """The texts that begin a tool call, as far as vLLM's parser names them: `pythonic` and some others name none."""
+    named = [name for name in dir(parser) if name.startswith("bot_") or ("start" in name and _CALL.search(name))]
+    found = {value for name in named if isinstance(value := getattr(parser, name, None), str) and value.strip()}
+    return sorted(found)
 
 
 def _is_object(arguments: str) -> bool:

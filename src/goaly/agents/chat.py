@@ -53,7 +53,7 @@ class Chat:
         turn = next((turn for said, turn in self._said if said is answer), None)
         if turn is None:
             raise EpisodeError("a reward for a message that `say` has not returned")
-        self.session.credit(turn, reward)
+        self.session.credit([turn], reward)
 
     def finish(self, reward: float | None = None) -> list[Trajectory]:
         """The trajectories of all that was said, each with this reward, in addition to process rewards; None is the

@@ -58,19 +58,21 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
     @routes.post("/v1/chat/completions", responses=answers(ChatCompletionResponse))
     @with_cancellation
     async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
-        _identify(request)
+        request.model = MODEL
         return await _response(serving.chat.create_chat_completion(request, raw_request))
 
     @routes.post("/v1/completions", responses=answers(CompletionResponse))
     @with_cancellation
     async def completions(request: CompletionRequest, raw_request: Request) -> Response:
-        _identify(request)
+        request.model = MODEL
         return await _response(serving.completions.create_completion(request, raw_request))
 
     @routes.post("/v1/responses", responses=answers(ResponsesResponse))
     @with_cancellation
     async def responses(request: ResponsesRequest, raw_request: Request) -> Response:
-        _identify(request, "resp_")
+        call = EXCHANGE.get().call
+        assert call is not None
+        request.request_id, request.model = f"resp_{call.id}", MODEL  # a retry gets the same id
         return await _response(serving.responses.create_responses(request, raw_request), _convert_stream_to_sse_events)
 
     @routes.post("/v1/messages", responses=answers(AnthropicMessagesResponse, errors=AnthropicErrorResponse))
@@ -108,9 +110,9 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
             raise Refusal(unknown, HTTPStatus.NOT_FOUND, "unknown_response", "response_id")
         assert call is not None
         if call.key not in served.session.rewarded:
-            for turn in turns:
-                served.session.credit(turn, request.reward, call.key)
-            if not turns:
+            if turns:
+                served.session.credit(turns, request.reward, call.key)
+            else:
                 served.session.add_reward(request.reward, call.key)
         return Response(status_code=HTTPStatus.NO_CONTENT)
 
@@ -126,14 +128,6 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
         api.exception_handler(kind)(_error)
     api.include_router(routes)
     return api
-
-
-def _identify(request: Any, prefix: str = "") -> None:
-    """Give the response the id of its call, so that a retry gets the same."""
-    call = EXCHANGE.get().call
-    assert call is not None
-    request.request_id = f"{prefix}{call.id}"
-    request.model = MODEL
 
 
 async def _response(work: Awaitable[Any], events: Callable[[Any], Any] = lambda stream: stream) -> Response:

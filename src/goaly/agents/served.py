@@ -125,6 +125,7 @@ class ServedSession:
         earlier = [call for call in self._calls.values() if call.request == request]
         lost = [call for call in earlier if call.state is _State.LOST]
         if lost:
+            lost[0].state = _State.UNDER_WAY  # an equal request gets the next one (CA-2)
             return lost[0]
         if retries and earlier:
             return next((call for call in earlier if call.state is _State.UNDER_WAY), earlier[-1])
@@ -132,8 +133,10 @@ class ServedSession:
         return self._new_call(f"{request}.{count}", request)
 
     def ended(self, call: Call, *, delivered: bool) -> None:
-        """An HTTP request of the call has ended; `delivered`: the client has the whole response."""
-        if delivered:
+        """An HTTP request of the call has ended; `delivered`: the client has the whole response. After a refusal it has
+        nothing to repeat: a retry is answered as if it were the first request."""
+        is_answered = bool(self.recorded(call)) or call.key in self.session.rewarded
+        if delivered and is_answered:
             call.state = _State.DELIVERED
         elif call.state is _State.UNDER_WAY and call.waiting == 0:
             call.state = _State.LOST

@@ -106,6 +106,14 @@ class Serving:
         self.responses = _Responses(engine, models, **chat)
         self.completions = OpenAIServingCompletion(engine, models, **shared)
         self.chat.parser_cls = self.messages.parser_cls = self.responses.parser = parser
+        for api in (self.chat, self.messages, self.completions):
+            api._base_request_id = _call_id
+
+
+def _call_id(raw_request: Any, default: str | None = None) -> str | None:
+    """The id of the call under way, which all its retries get, also if the client or a proxy sends one of its own."""
+    call = EXCHANGE.get().call
+    return default if call is None else call.id
 
 
 class _SessionRenderer(OnlineRenderer):

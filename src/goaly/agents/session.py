@@ -211,8 +211,6 @@ class Session:
         )
         self._add(turn)
         self._write(turn.record())
-        if malformed and self._malformed_penalty:
-            self.credit(turn, -self._malformed_penalty * malformed, key)
         return turn
 
     @property
@@ -229,10 +227,10 @@ class Session:
         """The turn that was recorded under this key, which a retry gets again."""
         return self._by_key.get(key)
 
-    def credit(self, turn: RecordedTurn, reward: float, key: str | None = None) -> None:
-        """Give a turn a process reward, in addition to those that it has. `key` is as in `record`."""
+    def credit(self, turns: Sequence[RecordedTurn], reward: float, key: str | None = None) -> None:
+        """Give each of these turns a process reward, in addition to those that it has. `key` is as in `record`."""
         value = reward_value(reward, self._prompt_id)
-        self._reward({"kind": "credit", "key": key, "turn": turn.number, "reward": value})
+        self._reward({"kind": "credit", "key": key, "turns": [turn.number for turn in turns], "reward": value})
 
     def add_reward(self, reward: float, key: str | None = None) -> None:
         """Add to the reward of the whole episode, for an agent that knows it better than the script. `key` is as in
@@ -307,7 +305,7 @@ class Session:
 
     def _add(self, turn: RecordedTurn) -> None:
         self.turns.append(turn)
-        self._credits.append(0.0)
+        self._credits.append(-self._malformed_penalty * turn.malformed)
         self.sampled_tokens += len(turn.tokens)
         if turn.parent is not None:
             self._continued.add(turn.parent.number)
@@ -322,7 +320,8 @@ class Session:
 
     def _add_reward(self, record: Record) -> None:
         if record["kind"] == "credit":
-            self._credits[record["turn"]] += record["reward"]
+            for turn in record["turns"]:
+                self._credits[turn] += record["reward"]
         else:
             self.reward = (self.reward or 0.0) + record["reward"]
         self.rewarded.add(record["key"])

@@ -216,7 +216,10 @@ class GroupRunner:
             malformed_penalty=settings.malformed_penalty,
             log=partial(files.write, name) if is_recorded else None,
         )
-        return session.replay(files.records(name)) if is_recorded else session
+        if is_recorded:
+            session.replay(files.records(name))
+            running.policy.go_on_after(len(session.turns))
+        return session
 
     def _served(self, session: Session, policy: Policy) -> "AbstractContextManager[Endpoint | None]":
         return nullcontext() if self.gateway is None else self.gateway.serve(session, policy, self.parser)

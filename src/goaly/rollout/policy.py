@@ -100,6 +100,10 @@ class Policy:
         """Whether a request is at the generator."""
         return self._under_way > 0
 
+    def go_on_after(self, requests: int) -> None:
+        """Number the next requests after these, which the episode has made in another process."""
+        self._requests = requests
+
     def end(self) -> None:
         """Refuse further requests, because the episode has ended (PO-3)."""
         self._ended = True

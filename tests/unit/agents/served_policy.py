@@ -2,13 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
 import torch
+from chat_templates import qwen3
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
@@ -74,6 +77,10 @@ class Served:
         return list(self._served._calls.values())
 
 
+Serve = Callable[..., AbstractContextManager[Served]]
+QUESTION: Any = {"role": "user", "content": "2+3?"}
+
+
 @contextmanager
 def serving(
     gateway: Gateway,
@@ -106,3 +113,16 @@ def serving(
 def write_model(folder: Path) -> None:
     """The files beside a tokenizer that vLLM's serving code reads."""
     (folder / "config.json").write_text(json.dumps(MODEL))
+
+
+def of_openai(served: Served, **facts: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=served.endpoint.base_url, api_key=served.endpoint.api_key, **facts)
+
+
+def of_anthropic(served: Served) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=served.endpoint.root_url, api_key=served.endpoint.api_key)
+
+
+def wrote(content: str, reasoning: str | None = None, *calls: Any) -> str:
+    """What the policy writes for this message."""
+    return qwen3({"content": content, "reasoning_content": reasoning, "tool_calls": list(calls)})

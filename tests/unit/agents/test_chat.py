@@ -1,15 +1,15 @@
 """An episode chats with the policy: messages go in, parsed messages come out, and the session has what was sampled."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from agent_sessions import TOOLS
+from agent_sessions import TOOLS, Agent
 from chat_templates import hermes
 
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answers import AnswerParser, starts_of_calls
 from goaly.agents.chat import Chat
 from goaly.agents.session import Session, SessionExhausted, SessionLimits
 from goaly.errors import EpisodeError
@@ -84,6 +84,41 @@ async def test_a_malformed_call_is_returned_and_counted_and_costs_reward(
     await chat.say([*said, answer, user("again")])
     assert chat.session.malformed_calls == 1
     assert sum(one.reward for one in chat.finish(1.0)) == pytest.approx(0.75 if len(chat.finish(1.0)) == 1 else 1.75)
+
+
+def test_the_penalty_of_a_malformed_call_is_there_again_after_a_replay(agent: Callable[..., Agent]) -> None:
+    one = agent("hermes", malformed_penalty=0.25)
+    place = one.session.extend([user("2+3?").as_dict()])
+    completion = one.completion(place.prompt, [5, 6])
+    one.session.record(place, completion, {"role": "assistant", "content": "nothing"}, malformed=2)
+    assert len(one.log) == 1
+    rewards = [[each.reward for each in session.trajectories(1.0)] for session in (one.session, one.replayed())]
+    assert rewards == [[0.5], [0.5]]
+
+
+class EveryToken(dict[str, int]):
+    """A tokenizer, and its vocabulary, in which every token is."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return self
+
+    def get(self, *_: Any) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("parser", "starts"),
+    [
+        ("hermes", ["<tool_call>"]),
+        ("jamba", ["<tool_calls>"]),
+        ("llama3_json", ["<|python_tag|>"]),
+        ("pythonic", []),
+    ],
+)
+def test_the_texts_that_begin_calls_are_those_of_vllms_parser(parser: str, starts: list[str]) -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    assert starts_of_calls(ToolParserManager.get_tool_parser(parser)(EveryToken(any=1), None)) == starts
 
 
 async def test_tools_are_called_and_answered_in_one_trajectory(chats: dict[str, ChatTokenizer]) -> None:

@@ -5,8 +5,6 @@ import json
 import re
 import shutil
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +12,15 @@ import anthropic
 import httpx
 import openai
 import pytest
-import pytest_asyncio
 from agent_sessions import TOOLS
-from chat_templates import qwen3
-from served_policy import Served, serving, write_model
+from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, wrote
 
-from goaly.agents.answers import AnswerParser
-from goaly.agents.gateway import Gateway
 from goaly.agents.session import SessionLimits
 from goaly.agents.session_files import SessionFiles, forget_sessions
-from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.settings import EndpointSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-Serve = Callable[..., AbstractContextManager[Served]]
 CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}
-QUESTION = {"role": "user", "content": "2+3?"}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def serve(chats: dict[str, ChatTokenizer]) -> AsyncIterator[Serve]:
-    """Serves sessions of the template that has calls and reasoning."""
-    chat = chats["qwen3"]
-    write_model(chat.folder)
-    parser = AnswerParser(chat, ChatSettings(tool_parser="hermes", reasoning_parser="qwen3"))
-    await asyncio.to_thread(parser.load)
-    gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096)
-    await gateway.start(parser)
-    yield lambda *texts, **facts: serving(gateway, chat, parser, *texts, **facts)
-    await gateway.close()
-
-
-def of_openai(served: Served, **facts: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=served.endpoint.base_url, api_key=served.endpoint.api_key, **facts)
-
-
-def of_anthropic(served: Served) -> anthropic.AsyncAnthropic:
-    return anthropic.AsyncAnthropic(base_url=served.endpoint.root_url, api_key=served.endpoint.api_key)
-
-
-def wrote(content: str, reasoning: str | None = None, *calls: Any) -> str:
-    """What the policy writes for this message."""
-    return qwen3({"content": content, "reasoning_content": reasoning, "tool_calls": list(calls)})
 
 
 async def test_a_chat_with_tools_is_one_trajectory(serve: Serve) -> None:
@@ -159,65 +123,6 @@ async def test_each_of_several_answers_is_a_sample_of_its_own(serve: Serve) -> N
         for choice, turn in zip(made.choices, served.session.turns, strict=True):
             assert [part.logprob for part in choice.logprobs.content] == turn.logprobs.tolist()
         assert len(served.session.trajectories(0.0)) == 3
-
-
-async def test_a_retry_gets_the_same_answer_and_equal_requests_get_their_own(serve: Serve) -> None:
-    with serve() as served:  # CA-2
-        headers = {"authorization": f"Bearer {served.endpoint.api_key}"}
-        url, body = f"{served.endpoint.base_url}/chat/completions", {"model": "m", "messages": [QUESTION]}
-        async with httpx.AsyncClient(headers=headers) as client:
-            first = (await client.post(url, json=body)).json()
-            equal = (await client.post(url, json=body)).json()
-            retry = (await client.post(url, json=body, headers={"x-stainless-retry-count": "1"})).json()
-            named = [(await client.post(url, json=body, headers={"idempotency-key": "k"})).json() for _ in range(2)]
-            other = await client.post(url, json={**body, "seed": 1}, headers={"idempotency-key": "k"})
-        assert first["choices"] != equal["choices"]
-        assert (retry["id"], retry["choices"]) == (equal["id"], equal["choices"])
-        assert named[0]["choices"] == named[1]["choices"]
-        assert other.status_code == 422
-        assert len(served.session.turns) == 3
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_has_its_request_cancelled_and_its_retry_is_sampled_again(
-    serve: Serve, stream: bool
-) -> None:  # CA-3
-    with serve(wrote("first", "x"), wrote("second", "x")) as served:
-        served.scripted.go_on = asyncio.Event()
-        url = f"{served.endpoint.base_url}/chat/completions"
-        body = {"model": "m", "messages": [QUESTION], "stream": stream}
-        headers = {"authorization": f"Bearer {served.endpoint.api_key}"}
-        async with httpx.AsyncClient(headers=headers) as client:
-            request = asyncio.create_task(client.post(url, json=body))
-            await served.scripted.waits.wait()
-            request.cancel()
-            await served.scripted.cancelled.wait()
-            assert served.session.turns == []
-            served.scripted.go_on = None
-            await client.post(url, json=body)
-        (turn,) = served.session.turns
-        assert turn.message["content"].strip() == "second"
-
-
-async def test_a_retry_that_arrives_while_the_answer_is_sampled_gets_it(serve: Serve) -> None:  # CA-1
-    with serve(wrote("first", "x"), wrote("second", "x")) as served:
-        served.scripted.go_on = asyncio.Event()
-        url, body = f"{served.endpoint.base_url}/chat/completions", {"model": "m", "messages": [QUESTION]}
-        headers = {"authorization": f"Bearer {served.endpoint.api_key}"}
-        async with httpx.AsyncClient(headers=headers) as client, httpx.AsyncClient(headers=headers) as other:
-            request = asyncio.create_task(client.post(url, json=body))
-            await served.scripted.waits.wait()
-            retry = asyncio.create_task(other.post(url, json=body, headers={"x-stainless-retry-count": "1"}))
-            (call,) = served.calls()
-            while call.waiting < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            request.cancel()
-            while call.waiting > 1:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            served.scripted.go_on.set()
-            made = (await retry).json()
-        assert made["choices"][0]["message"]["content"].strip() == "first"
-        assert len(served.session.turns) == len(served.scripted.prompts) == 1
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_where_the_deepest_turn_is_rewritten_an_earlier_one_goes_on(agent):  # S
 def test_an_answer_without_tokens_is_continued_and_its_reward_kept(agent):
     a = agent()
     turn = a.say([user("a")], assistant(""), tokens=[])
-    a.session.credit(turn, 2.0)
+    a.session.credit([turn], 2.0)
     added = a.session.extend([user("a"), assistant(""), user("c")])
     assert added.parent is turn
     assert a.text(added.context).startswith("<|im_end|>\n<|im_start|>user")
@@ -189,9 +189,9 @@ def test_a_process_reward_is_on_its_turns_last_token_in_one_trajectory(agent):
     a = agent()
     root, chat = a.say([user("a")], assistant("b")), [user("a"), assistant("b"), user("c")]
     one, other = a.say(chat, assistant("d")), a.say(chat, assistant("e"))
-    a.session.credit(root, 1.0)
-    a.session.credit(root, 2.0)
-    a.session.credit(other, 0.25)
+    a.session.credit([root], 1.0)
+    a.session.credit([root], 2.0)
+    a.session.credit([other], 0.25)
     first, second = a.session.trajectories(10.0)
     at = len(root.context) + len(root.tokens) - 1
     assert first.tokens["rewards"].nonzero().flatten().tolist() == [at, len(first) - 1]
@@ -204,7 +204,7 @@ def test_a_process_reward_is_on_its_turns_last_token_in_one_trajectory(agent):
 def test_a_reward_must_be_a_number(agent, reward):  # EP-3
     a = agent()
     turn = a.say([user("a")], assistant("b"))
-    for give in (lambda: a.session.credit(turn, reward), lambda: a.session.trajectories(reward)):
+    for give in (lambda: a.session.credit([turn], reward), lambda: a.session.trajectories(reward)):
         with pytest.raises(EpisodeError, match="q1"):
             give()
 
@@ -293,7 +293,7 @@ def test_an_ended_session_takes_nothing_more_but_rewards(agent):  # SE-5
     turn, continuation = a.say([user("a")], assistant("b")), a.session.extend([user("a")])
     a.session.end(SessionEnd.TIMED_OUT)
     a.session.end(SessionEnd.COMPLETE)
-    a.session.credit(turn, 1.0)
+    a.session.credit([turn], 1.0)
     for session in (a.session, a.replayed()):
         assert session.ended is SessionEnd.TIMED_OUT
         assert session.trajectories(0.0)[0].reward == 1.0

@@ -116,7 +116,7 @@ def play(agent: Agent, run: list[Step], *, faithful: bool, all_reasoning: bool =
         before = len(agent.session.turns)
         continuation, turn = agent.ask(messages, answer, tools=tools, tokens=tokens, finish=step.finish)
         if step.calls == 1:
-            agent.session.credit(turn, step.place)
+            agent.session.credit([turn], step.place)
         yield before, continuation, turn, messages
         sent = answer if step.sends_reasoning or all_reasoning else {**answer, "reasoning_content": None}
         try:

@@ -9,7 +9,7 @@ from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import NEUTRAL, SamplingSettings
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.episode import Episode
-from goaly.rollout.policy import Policy
+from goaly.rollout.policy import ContextFull, Policy
 
 RUN = Sampling.of(SamplingSettings(temperature=0.7, max_tokens=20, stop=["\n\n"]), [1, 2])
 CHANGES = {
@@ -61,6 +61,19 @@ async def test_a_call_changes_only_what_it_names(as_record):
     (asked,) = sampler.asked
     assert asked == RUN.changed(Sampling(max_tokens=8, seed=5))
     assert (asked.temperature, asked.stop_token_ids, asked.stop) == (0.7, (1, 2), ("\n\n",))
+
+
+async def test_an_episode_that_goes_on_in_another_process_has_other_requests_and_a_full_context_there():
+    sampler = Recorder()
+    one, other = policy(sampler, seeds="s"), policy(sampler, seeds="s")
+    for _ in range(3):
+        await one.sample([9])
+    other.go_on_after(2)
+    await other.sample([9])
+    assert sampler.asked[3].seed == sampler.asked[2].seed != sampler.asked[0].seed
+    with pytest.raises(ContextFull) as full:
+        await other.sample([9] * 16)
+    assert type(full.value) is ContextFull
 
 
 async def test_stop_tokens_and_stop_strings_are_replaced_where_they_are_named():

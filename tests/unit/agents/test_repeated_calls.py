@@ -1,0 +1,131 @@
+"""Requests that are sent again: retries, equal requests, lost answers, refusals, and the ids of responses."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from served_policy import QUESTION, Serve, of_anthropic, of_openai, wrote
+
+from goaly.agents.session import SessionLimits
+from goaly.agents.session_files import SessionFiles
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_a_retry_gets_the_same_answer_and_equal_requests_get_their_own(serve: Serve) -> None:
+    with serve() as served:  # CA-2
+        headers = {"authorization": f"Bearer {served.endpoint.api_key}"}
+        url, body = f"{served.endpoint.base_url}/chat/completions", {"model": "m", "messages": [QUESTION]}
+        async with httpx.AsyncClient(headers=headers) as client:
+            first = (await client.post(url, json=body)).json()
+            equal = (await client.post(url, json=body)).json()
+            retry = (await client.post(url, json=body, headers={"x-stainless-retry-count": "1"})).json()
+            named = [(await client.post(url, json=body, headers={"idempotency-key": "k"})).json() for _ in range(2)]
+            other = await client.post(url, json={**body, "seed": 1}, headers={"idempotency-key": "k"})
+        assert first["choices"] != equal["choices"]
+        assert (retry["id"], retry["choices"]) == (equal["id"], equal["choices"])
+        assert named[0]["choices"] == named[1]["choices"]
+        assert other.status_code == 422
+        assert len(served.session.turns) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_has_its_request_cancelled_and_its_retry_is_sampled_again(
+    serve: Serve, stream: bool
+) -> None:  # CA-3
+    with serve(wrote("first", "x"), wrote("second", "x")) as served:
+        served.scripted.go_on = asyncio.Event()
+        url = f"{served.endpoint.base_url}/chat/completions"
+        body = {"model": "m", "messages": [QUESTION], "stream": stream}
+        headers = {"authorization": f"Bearer {served.endpoint.api_key}"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            request = asyncio.create_task(client.post(url, json=body))
+            await served.scripted.waits.wait()
+            request.cancel()
+            await served.scripted.cancelled.wait()
+            assert served.session.turns == []
+            served.scripted.go_on = None
+            await client.post(url, json=body)
+        (turn,) = served.session.turns
+        assert turn.message["content"].strip() == "second"
+
+
+async def test_a_retry_that_arrives_while_the_answer_is_sampled_gets_it(serve: Serve) -> None:  # CA-1
+    with serve(wrote("first", "x"), wrote("second", "x")) as served:
+        served.scripted.go_on = asyncio.Event()
+        url, body = f"{served.endpoint.base_url}/chat/completions", {"model": "m", "messages": [QUESTION]}
+        headers = {"authorization": f"Bearer {served.endpoint.api_key}"}
+        async with httpx.AsyncClient(headers=headers) as client, httpx.AsyncClient(headers=headers) as other:
+            request = asyncio.create_task(client.post(url, json=body))
+            await served.scripted.waits.wait()
+            retry = asyncio.create_task(other.post(url, json=body, headers={"x-stainless-retry-count": "1"}))
+            (call,) = served.calls()
+            while call.waiting < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            request.cancel()
+            while call.waiting > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            served.scripted.go_on.set()
+            made = (await retry).json()
+        assert made["choices"][0]["message"]["content"].strip() == "first"
+        assert len(served.session.turns) == len(served.scripted.prompts) == 1
+
+
+async def test_equal_requests_whose_answers_were_lost_get_one_each(serve: Serve, tmp_path: Any) -> None:  # CA-2
+    files = SessionFiles(tmp_path / "sessions")
+    texts = [wrote("one", "x"), wrote("two", "x")]
+    with serve(*texts, files=files) as served:
+        made = [await of_openai(served).chat.completions.create(model="m", messages=[QUESTION]) for _ in texts]
+    with serve(files=files) as served:  # the next worker, whose clients ask again at the same time
+        again = await asyncio.gather(
+            *(of_openai(served).chat.completions.create(model="m", messages=[QUESTION]) for _ in texts)
+        )
+        assert served.scripted.prompts == []
+    assert sorted(one.id for one in again) == sorted(one.id for one in made)
+    assert len({one.choices[0].message.content for one in again}) == 2
+
+
+async def test_a_retry_of_a_refused_request_does_not_get_the_answer_of_an_equal_one(serve: Serve) -> None:  # CA-1, CA-2
+    with serve(wrote("one", "x"), wrote("two", "x"), limits=SessionLimits(parallel=1)) as served:
+        served.scripted.go_on = asyncio.Event()
+        ask = of_openai(served, max_retries=0).chat.completions.create
+        first = asyncio.create_task(ask(model="m", messages=[QUESTION]))
+        await served.scripted.waits.wait()
+        for retries in range(2):
+            with pytest.raises(openai.RateLimitError, match="at most 1"):
+                await ask(model="m", messages=[QUESTION], extra_headers={"x-stainless-retry-count": str(retries)})
+        served.scripted.go_on.set()
+        one = await first
+        two = await ask(model="m", messages=[QUESTION], extra_headers={"x-stainless-retry-count": "2"})
+        assert [one.choices[0].message.content.strip(), two.choices[0].message.content.strip()] == ["one", "two"]
+        assert len(served.session.turns) == 2
+
+
+async def test_a_response_has_the_id_of_its_call_whatever_the_client_calls_its_request(serve: Serve) -> None:
+    with serve() as served:
+        facts: Any = {"model": "m", "max_tokens": 20, "messages": [QUESTION]}
+        claude, headers = of_anthropic(served), {"x-request-id": "mine"}
+        message = await claude.messages.create(**facts, extra_headers=headers)
+        retry = await claude.messages.create(**facts, extra_headers={**headers, "x-stainless-retry-count": "1"})
+        chat = await of_openai(served).chat.completions.create(**facts, extra_headers=headers)
+        text = await of_openai(served).completions.create(model="m", prompt="2+3=", extra_headers=headers)
+        assert retry.id == message.id
+        url = f"{served.endpoint.root_url}/sessions/{served.endpoint.session_id}/reward"
+        async with httpx.AsyncClient(headers={"x-api-key": served.endpoint.api_key}) as client:
+            for reward, made in enumerate((message, chat, text), start=1):
+                sent = await client.post(url, json={"reward": reward, "response_id": made.id})
+                assert sent.status_code == 204, sent.text
+        assert served.session._credits == [1.0, 2.0, 3.0]
+
+
+async def test_a_reward_of_several_answers_is_one_record(serve: Serve, tmp_path: Any) -> None:  # KS-1
+    files = SessionFiles(tmp_path / "sessions")
+    with serve(files=files) as served:
+        made = await of_openai(served).chat.completions.create(model="m", messages=[QUESTION], n=2)
+        url = f"{served.endpoint.root_url}/sessions/{served.endpoint.session_id}/reward"
+        async with httpx.AsyncClient(headers={"x-api-key": served.endpoint.api_key}) as client:
+            await client.post(url, json={"reward": 0.5, "response_id": made.id})
+        assert [record["kind"] for record in files.records("7.0")] == ["turn", "turn", "credit"]
+        assert served.session._credits == [0.5, 0.5]
