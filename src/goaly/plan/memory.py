@@ -99,5 +99,5 @@ def traced_pass(
         lora=settings.lora and replace(settings.lora, seed=0),
     )
     if missing := -sum(documents) % settings.token_multiple:
-        documents = (*documents[:-1], documents[-1] + missing)  # as microbatches are padded
+        documents = (*documents, missing)  # as microbatches are padded
     return trace(shape, model.dtype, alike, documents, on_gpu=on_gpu)

@@ -32,7 +32,8 @@ IMPORTS = {
     "rollout": ("goaly.rollout.worker",),
     "endpoint": ("goaly.rollout.worker", "goaly.agents.routes"),
 }
-"""The modules that the actors of a role import. Their processes start with these imports, before actors are spawned."""
+"""The modules that the actors of a role import, and rollout workers with an endpoint. Their processes start with these
+imports, before actors are spawned."""
 
 Device = tuple[int, Gpu]
 """A GPU, and the index of its host in the cluster."""

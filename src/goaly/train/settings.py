@@ -31,8 +31,9 @@ NO_CONTEXT = {
 }
 """By family, why its attention cannot be divided."""
 NO_BITWISE_CONTEXT = "with model.numerics=bitwise: attention over the shares of several ranks sums in another order"
-PLANNED_TOKENS = 128
-"""DTensor plans every operation anew for each number of tokens, which takes longer than a pass over few of them."""
+SHARED_PLANS = 128
+"""DTensor plans each operation once for each number of tokens, which takes longer than a pass. Multiples of this are
+few enough to share plans."""
 OFFLOAD_NEEDS_GPU = "needs a GPU: on a CPU the parameters are in its memory anyway"
 
 
@@ -100,9 +101,9 @@ class RanksSettings(Settings):
 
     @property
     def token_multiple(self) -> int:
-        """The tokens of a pass are padded to a multiple of this, so that ranks can divide them."""
+        """The tokens of a pass are padded to a multiple of this: ranks can divide them, and share DTensor's plans."""
         divided = self.tp if self.cp == 1 else 2 * self.cp * self.tp
-        return divided if self.tp == 1 else math.lcm(divided, PLANNED_TOKENS)
+        return divided if self.tp == 1 else math.lcm(divided, SHARED_PLANS)
 
     @classmethod
     def why_absent(cls, name: str) -> str | None:

@@ -72,7 +72,7 @@ SINKS = {"num_local_experts": 4, "num_hidden_layers": 1, "intermediate_size": 32
 SMALL_STEPS = OptimizerSettings(lr=1e-3)
 ROWS = 4
 LENGTHS = (30, 20, 50, 40, 30, 30, 40, 30, 30, 20)
-"""Rows of two lengths: DTensor takes long to plan the operations on each shape, and keeps the plans."""
+"""Rows of two lengths."""
 batch_documents = partial(documents, len(LENGTHS), lengths=LENGTHS)
 ALONE = dataclasses.replace(SETTINGS, microbatch_rows=ROWS)
 """What one process computes with: all rows at once."""
@@ -85,7 +85,8 @@ def model_of(folder: Path) -> ModelSettings:
 
 
 def settings_of(layout: str, settings: TrainerSettings, **divided: Any) -> TrainerSettings:
-    """The settings of a layout on so many ranks, each of which has its rows in two microbatches."""
+    """The settings of a layout on so many ranks, each of which has its rows in two microbatches unless it says how many
+    rows these have."""
     if divided:
         divided = {"microbatch_rows": ROWS // 2 // divided.get("fsdp", 1), **divided}
     return dataclasses.replace(settings, lora=LORA if "lora" in layout else None, **divided)
