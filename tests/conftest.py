@@ -27,7 +27,7 @@ monarch_config.prefix_python_logs_with_actor = False  # once Monarch is up, it w
 monarch.actor.unhandled_fault_hook = lambda failure: None
 
 multiprocessing.set_forkserver_preload(["imported_once"])
-forkserver._forkserver.set_forkserver_preload = lambda modules: None  # a dry run and goaly.parity ask for fewer
+forkserver.set_forkserver_preload = lambda modules: None  # a dry run and goaly.parity ask for fewer
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 """That server does not get `sys.path`."""
 FIRST = (

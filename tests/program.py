@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
-from multiprocessing import process, resource_tracker
+from multiprocessing import forkserver, process, resource_tracker
 from pathlib import Path
 
 from goaly.reward.child import die_with
@@ -96,7 +96,12 @@ def _run(
     sys.path.insert(0, str(folder))
     sys.argv = [module, *arguments]
     sys.orig_argv = [sys.executable, "-m", *sys.argv]
-    process._parent_process = None  # as in a process that multiprocessing has not started
+    server = forkserver._forkserver
+    os.close(server._forkserver_alive_fd)  # the server ends with the test's process, whatever this one does
+    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+    multiprocessing.set_start_method(None, force=True)  # as in a process that multiprocessing has not started
+    process._parent_process = None
     process.current_process()._config["daemon"] = False
+    process.current_process().name = "MainProcess"
     resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
     runpy.run_module(module, run_name="__main__", alter_sys=True)

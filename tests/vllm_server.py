@@ -1,22 +1,23 @@
 """vLLM's own OpenAI server on CPUs, which tests and benchmarks compare goaly with."""
 
 import os
-import signal
+import subprocess
+import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
 import httpx
 
+from goaly.reward.child import die_with
 from goaly.run.process_agent import lasting_port
-from tests.program import Program
 
 START_SECONDS = 600
 """On a busy machine it takes minutes to start."""
 VARIABLES = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "OMP_NUM_THREADS": "1",
@@ -31,10 +32,17 @@ def vllm_server(
     """The process id and the base URL of a server that answers; it ends with the block, or with this process. It may
     use these cores, or those of this process."""
     port = lasting_port()
-    settings = ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-    settings += ["--dtype", "float32", "--generation-config", "vllm", "--disable-log-stats", *options]
-    variables = {**os.environ, **VARIABLES}
-    server = Program("vllm.entrypoints.openai.api_server", *settings, output=log, variables=variables, cores=cores)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32"]
+    command += ["--generation-config", "vllm", "--disable-log-stats", *options]
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            command,
+            env={**os.environ, **VARIABLES},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(_begin, os.getpid(), cores or os.sched_getaffinity(0)),
+        )
     try:
         deadline = time.monotonic() + START_SECONDS
         while not _answers(port):
@@ -43,8 +51,13 @@ def vllm_server(
             time.sleep(0.2)
         yield server.pid, f"http://127.0.0.1:{port}/v1"
     finally:
-        server.send_signal(signal.SIGTERM)
+        server.terminate()
         server.wait()
+
+
+def _begin(parent: int, cores: Collection[int]) -> None:
+    die_with(parent)
+    os.sched_setaffinity(0, cores)
 
 
 def _answers(port: int) -> bool:
