@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from monarch.actor import Actor, endpoint
@@ -95,6 +96,12 @@ async def test_every_process_sees_its_own_gpus_on_the_host_and_cores_that_were_p
     assert {said["CUDA_DEVICE_ORDER"] for said in (*trainer, *generator)} == {"PCI_BUS_ID"}
     assert (hub[0]["CUDA_VISIBLE_DEVICES"], hub[0]["cores"]) == ("", "0")
     assert generator[0]["cores"] == ",".join(map(str, sorted(os.sched_getaffinity(0))))
+
+
+async def test_a_message_that_comes_too_late_for_stopped_processes_is_no_death(tmp_path: Path) -> None:
+    async with hosts_of(HostSettings(), tmp_path) as hosts:
+        hosts._fault(SimpleNamespace(mesh_name="client", report=lambda: "undeliverable: actor stopped"))
+        await asyncio.sleep(0)
 
 
 async def test_a_job_is_asked_what_its_hosts_have_and_two_of_one_machine_are_one(

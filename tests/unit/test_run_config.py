@@ -393,10 +393,9 @@ def test_passes_are_padded_for_the_ranks_that_divide_them_and_to_few_lengths_und
     assert [TrainerSettings(**layout).token_multiple for layout in layouts] == [1, 4, 128, 384, 128]
 
 
-def test_the_processes_of_workers_with_an_endpoint_import_what_serves_it() -> None:
+def test_the_processes_of_workers_with_an_endpoint_import_what_serves_it(tiny_model_folder: Path) -> None:
     for endpoint, libraries in (("null", "rollout"), ("{}", "endpoint")):
-        overrides = ["--config", "configs/grpo/tiny.yaml", f"rollout.endpoint={endpoint}", "rollout.workers=2"]
-        config = load(RunConfig, overrides, prog="test", description="").config
+        config = run_config(GRPO, tiny_model_folder, f"rollout.endpoint={endpoint}", "rollout.workers=2")
         workers = [one for one in processes(config) if one.role == "rollout"]
         assert [one.libraries for one in workers] == [libraries, libraries]
         assert libraries in IMPORTS

@@ -166,6 +166,9 @@ class Hosts:
 
     def _fault(self, failure: Any) -> None:
         name = failure.mesh_name.rpartition("-")[0]  # Monarch adds a suffix to the name
+        if not name:  # this process's own client, with a message to processes that have been stopped or are watched
+            logger.warning("%s", failure.report())
+            return
         reasons = self._watches[name].fatal_reasons() if name in self._watches else []
         with contextlib.suppress(RuntimeError):  # the loop is closed: the death is reported after the run's end
             self._loop.call_soon_threadsafe(self._on_failure, name, "\n".join([failure.report(), *reasons]))
