@@ -53,7 +53,6 @@ SETTINGS = (
     "backlog.row_length=1024",
     "generator.max_context=256",
     "generator.max_running=256",
-    "rollout.workers=1",
 )
 ARMS: Mapping[str, tuple[str, ...]] = {
     "async": ("backlog.max_staleness=24",),
