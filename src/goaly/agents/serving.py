@@ -191,6 +191,11 @@ def _refuse_unknown(request: Any, has_idle_tools: bool) -> None:
     for name, neutral in refused_parameters(type(request)).items():
         if (value := getattr(request, name, neutral[0])) not in neutral:
             raise VLLMValidationError(f"{name}={value!r}: this endpoint has no such parameter", parameter=name)
+    if isinstance(request, CompletionRequest) and (request.logprobs or 0) > 1:
+        raise VLLMValidationError(
+            f"logprobs={request.logprobs}: must be 0 or 1; only sampled tokens have log-probs here",
+            parameter="logprobs",
+        )
     for name in ("response_format", "text"):
         form = getattr(request, name, None)
         form = getattr(form, "format", None) if name == "text" else form

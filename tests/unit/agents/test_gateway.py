@@ -108,6 +108,8 @@ async def test_completions_continue_texts_and_tokens(serve: Serve) -> None:
         assert first.choices[0].text == "q "
         tokens = [*served.session.turns[0].path_tokens()]
         await client.completions.create(model="m", prompt="aq " + "and ", max_tokens=2, logprobs=0)
+        with pytest.raises(openai.BadRequestError, match="logprobs=5: must be 0 or 1"):
+            await client.completions.create(model="m", prompt="x", logprobs=5)
         await client.completions.create(model="m", prompt=[*tokens, 7], max_tokens=2)
         assert [turn.parent and turn.parent.number for turn in served.session.turns] == [None, 0, 0]
         assert served.scripted.prompts[1][: len(tokens)] == tokens
