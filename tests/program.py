@@ -9,7 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from multiprocessing import forkserver, process, resource_tracker
 from pathlib import Path
 
@@ -27,12 +27,11 @@ class Program:
         errors: Path | None = None,
         variables: Mapping[str, str] | None = None,
         folder: Path | None = None,
-        cores: Collection[int] | None = None,
     ):
         """Its standard output and error go to files, or both to one. `variables` are all that it has."""
         streams = (str(output), str(errors or output))
         environment = dict(os.environ if variables is None else variables)
-        begin = (module, arguments, streams, environment, folder or Path.cwd(), cores or os.sched_getaffinity(0))
+        begin = (module, arguments, streams, environment, folder or Path.cwd())
         for stream in streams:
             Path(stream).write_bytes(b"")
         self._process = multiprocessing.get_context("forkserver").Process(target=_run, args=begin, daemon=True)
@@ -79,7 +78,6 @@ def _run(
     streams: tuple[str, str],
     environment: dict[str, str],
     folder: Path,
-    cores: Collection[int],
 ) -> None:
     """Be the program."""
     die_with(os.getppid())
@@ -92,7 +90,6 @@ def _run(
     os.environ.update(getattr(sys.modules.get("imported_once"), "SET", {}))
     os.environ.update(environment)
     os.chdir(folder)
-    os.sched_setaffinity(0, cores)
     sys.path.insert(0, str(folder))
     sys.argv = [module, *arguments]
     sys.orig_argv = [sys.executable, "-m", *sys.argv]

@@ -98,10 +98,13 @@ async def test_every_process_sees_its_own_gpus_on_the_host_and_cores_that_were_p
     assert generator[0]["cores"] == ",".join(map(str, sorted(os.sched_getaffinity(0))))
 
 
-async def test_a_message_that_comes_too_late_for_stopped_processes_is_no_death(tmp_path: Path) -> None:
+async def test_a_message_that_comes_too_late_for_stopped_processes_is_no_death(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with hosts_of(HostSettings(), tmp_path) as hosts:
         hosts._fault(SimpleNamespace(mesh_name="client", report=lambda: "undeliverable: actor stopped"))
         await asyncio.sleep(0)
+    assert "undeliverable: actor stopped" in caplog.text
 
 
 async def test_a_job_is_asked_what_its_hosts_have_and_two_of_one_machine_are_one(

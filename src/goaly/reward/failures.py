@@ -1,4 +1,4 @@
-"""What becomes of a response that gets no score, and how many there were.
+"""Failures of scoring: the reward of a response without a score, or the error that fails its group, and counts.
 
 Invariants
     RW-5  Errors become a reward of 0 only with `on_error=zero`, and at most `ERRORS_IN_A_ROW` of them in a row.

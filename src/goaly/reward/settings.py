@@ -22,7 +22,7 @@ class JudgeSettings(Settings):
         "Question:\n{question}\n\nReference answer:\n{answer}\n\nResponse:\n{response}\n\n"
         "How good is the response? Reply with one number from 0 (wrong) to 1 (right)."
     )
-    """What it is asked. `{question}` becomes the prompt's last message, `{answer}` its reference answer or nothing,
+    """The message to it. `{question}` becomes the prompt's last message, `{answer}` its reference answer or nothing,
     `{response}` what the policy wrote."""
     pattern: str = r"[-+]?\d+(?:\.\d+)?"
     """Regular expression of the score. The last match in the reply counts: its first group, or all of it."""

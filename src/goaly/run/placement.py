@@ -50,7 +50,7 @@ class Processes:
     group: int = 1
     """Ranks of a tensor-parallel group, which have consecutive numbers."""
     imports: str = ""
-    """Whose modules they import (`IMPORTS`, `FORKED`), if not those of their role."""
+    """The key of the modules that they import (`IMPORTS`, `FORKED`); empty: their role is."""
 
     @property
     def libraries(self) -> str:
