@@ -72,7 +72,7 @@ class Outcome(StrEnum):
     COMPLETE = "complete"
     """The policy ended its answer itself."""
     TRUNCATED = "truncated"
-    """The token limit ended it."""
+    """A limit ended it: of the answer's tokens, of its session, or of the context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +124,8 @@ class Group:
     prompt_id: str
     source: str
     samples: tuple[Trajectory, ...]
-    verifier_errors: int = 0
-    """Responses that got reward 0 because the verifier failed (`reward.on_error=zero`)."""
-    verifier_timeouts: int = 0
-    """Responses that got reward 0 because the verifier exceeded its time limit (`reward.on_time_limit=zero`)."""
-    malformed_calls: int = 0
-    """Malformed tool calls in chats."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What was counted in its episodes, by the name of the metric (`goaly.telemetry.counts`)."""
     _encoded: bytearray | None = field(default=None, init=False, repr=False, compare=False)
     """Its bytes, if it was made of some: the memory of its tensors."""
 

@@ -86,11 +86,11 @@ def test_a_group_pickles_whole():
         prompt_id="p1",
         source="addition",
         samples=(trajectory(),),
-        verifier_errors=2,
-        verifier_timeouts=3,
+        counts={"reward/verifier_errors": 2, "game/moves": 3},
     )
     copy = pickle.loads(pickle.dumps(group))
-    assert (copy.prompt_id, copy.source, copy.verifier_errors, copy.verifier_timeouts) == ("p1", "addition", 2, 3)
+    assert (copy.prompt_id, copy.source) == ("p1", "addition")
+    assert copy.counts == {"reward/verifier_errors": 2, "game/moves": 3}
     assert (copy.ticket, copy.samples[0].turns, copy.samples[0].outcome) == (4, group.samples[0].turns, "complete")
     assert all(torch.equal(copy.samples[0].tokens[key], group.samples[0].tokens[key]) for key in columns())
 

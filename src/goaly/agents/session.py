@@ -26,7 +26,7 @@ from goaly.agents.turn import Continuation, Record, RecordedTurn, RenderedPrompt
 from goaly.errors import EpisodeError
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.policy import Completion
+from goaly.rollout.policy import Completion, ContextFull
 from goaly.trajectory import Trajectory, reward_value
 
 PLAIN = "plain text"
@@ -39,7 +39,7 @@ class SessionEnd(StrEnum):
     COMPLETE = "complete"
     """The agent finished."""
     TRUNCATED = "truncated"
-    """The session reached its limit of turns or tokens."""
+    """Something was refused, because the session's turns or tokens were used up, or the context was full."""
     TIMED_OUT = "timed_out"
     """The time limit ended it."""
     ABANDONED = "abandoned"
@@ -95,8 +95,9 @@ class Session:
         self._environment = environment
         self._malformed_penalty = malformed_penalty
         self._log = log
+        self.exhausted = False
+        """Whether a request was refused for good: by the session's limits, or because the context was full."""
         self._under_way = 0
-        self._exhausted = False
         self._credits: list[float] = []
         self._continued: set[int] = set()
         self._by_key: dict[str, RecordedTurn] = {}
@@ -108,16 +109,19 @@ class Session:
         turns, limits = len(self.turns) + self._under_way + answers, self.limits
         self._check_open()
         if limits.turns is not None and turns > limits.turns:
-            self._exhausted = True
+            self.exhausted = True
             raise SessionExhausted(f"{self._where}: {turns} turns, the limit is {limits.turns}")
         if limits.tokens is not None and self.sampled_tokens >= limits.tokens:
-            self._exhausted = True
+            self.exhausted = True
             raise SessionExhausted(f"{self._where}: {self.sampled_tokens} sampled tokens, the limit is {limits.tokens}")
         if limits.parallel is not None and self._under_way + answers > limits.parallel:
             raise SessionBusy(f"{self._where}: at most {limits.parallel} answers can be sampled at the same time")
         self._under_way += answers
         try:
             yield
+        except ContextFull:
+            self.exhausted = True
+            raise
         finally:
             self._under_way -= answers
 
@@ -241,7 +245,7 @@ class Session:
         """Refuse further requests. Only the first call counts. A session that is complete, but was refused something by
         its limits, is truncated."""
         if self.ended is None:
-            self.ended = SessionEnd.TRUNCATED if how is SessionEnd.COMPLETE and self._exhausted else how
+            self.ended = SessionEnd.TRUNCATED if how is SessionEnd.COMPLETE and self.exhausted else how
             self._write({"kind": "end", "how": self.ended.value})
 
     def trajectories(self, reward: float | None = None) -> list[Trajectory]:
@@ -249,7 +253,7 @@ class Session:
         to the process rewards of the turns that it trains; None is the sum of what `add_reward` got.
 
         A turn that several leaves share is trained in the one that follows the first recorded turn at each fork
-        (SE-3)."""
+        (SE-3). All are truncated if the session is `exhausted`."""
         if reward is None and (reward := self.reward) is None:
             raise EpisodeError(f"{self._where}: no reward, neither by its agent nor by its episode")
         return [
@@ -260,6 +264,7 @@ class Session:
                 prompt_id=self._prompt_id,
                 sample_index=self._sample_index,
                 environment=self._environment,
+                truncated=self.exhausted,
             )
             for leaf in self.turns
             if leaf.number not in self._continued

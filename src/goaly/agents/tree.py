@@ -27,9 +27,10 @@ def trajectory_of(
     prompt_id: str,
     sample_index: int,
     environment: str,
+    truncated: bool,
 ) -> Trajectory:
     """The tokens from the root to this leaf. Only the turns of `own` are trained and get their process rewards (SE-3);
-    the reward sits on the last trained token."""
+    the reward sits on the last trained token. `truncated`: whether a limit ended its session."""
     path, own = leaf.path(), {turn.number: turn for turn in own_turns(leaf)}
     tokens_T = torch.tensor(leaf.path_tokens(), dtype=torch.int64)
     columns = {
@@ -66,7 +67,7 @@ def trajectory_of(
         sample_index=sample_index,
         turns=tuple(turns),
         environment=environment,
-        outcome=Outcome.TRUNCATED if leaf.finish is Finish.LENGTH else Outcome.COMPLETE,
+        outcome=Outcome.TRUNCATED if truncated or leaf.finish is Finish.LENGTH else Outcome.COMPLETE,
     )
 
 

@@ -327,6 +327,7 @@ class GroupQueue:
     def _end(self, end: Group | Dropped) -> Group | Dropped:
         del self._min_versions[end.ticket]
         if isinstance(end, Dropped):
+            self._statistics.count_dropped(end)
             self._drop(end)
         elif not self._statistics.count(end) and self._settings.dynamic_sampling:
             self._signal_error = self._signal_error or self._statistics.signal_error()
@@ -356,7 +357,7 @@ class GroupQueue:
             {
                 **self._distribution.metrics(),
                 **self._shares.metrics([group.source for group in groups]),
-                **self._statistics.take_unscored(),
+                **self._statistics.take_counts(),
                 "groups/no_signal_share": self._statistics.no_signal_share,
                 "groups/rejected_no_signal": float(self._ledger.reasons[f"{State.REJECTED}: {NO_SIGNAL}"]),
             }

@@ -1,4 +1,4 @@
-"""Statistics of all finished groups, trained or not: passes by source, groups without signal, unscored responses. Pure.
+"""Statistics of all finished groups, trained or not: passes by source, groups without signal, counts. Pure.
 
 Groups that dynamic sampling rejects count too: the trained groups alone would say little about the policy.
 
@@ -7,11 +7,12 @@ Invariants
           worth of finished groups, is above the limit.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed
 from goaly.prompts.curriculum import Passes
@@ -20,6 +21,8 @@ from goaly.reward.advantages import has_signal
 from goaly.trajectory import Group
 
 NO_SIGNAL = "no_signal"
+ALWAYS = ("agents/malformed_calls", "agents/sessions_truncated", "reward/verifier_errors", "reward/verifier_timeouts")
+"""Counts that are metrics of every step, also where they are 0."""
 RECENT_STEPS = 16
 """The share of groups without signal is taken over this many steps' worth of finished groups."""
 
@@ -31,22 +34,24 @@ class GroupStatistics:
         self._limit = settings.max_no_signal_share
         self._recent: deque[bool] = deque(maxlen=RECENT_STEPS * settings.groups_per_step)
         self._passes: dict[str, Passes] = {}
-        self._errors = self._timeouts = self._malformed = 0
+        self._counts: Counter[str] = Counter()
 
     def count(self, group: Group) -> bool:
         """Count a finished group, and return whether it has a signal."""
+        self._counts.update(group.counts)
         rewards = group.rewards
         before = self._passes.get(group.source, Passes(samples=0, passed=0))
         self._passes[group.source] = Passes(
             samples=before.samples + len(rewards),
             passed=before.passed + sum(reward >= PASS_REWARD for reward in rewards),
         )
-        self._errors += group.verifier_errors
-        self._timeouts += group.verifier_timeouts
-        self._malformed += group.malformed_calls
         signal = has_signal(rewards)
         self._recent.append(not signal)
         return signal
+
+    def count_dropped(self, dropped: Dropped) -> None:
+        """Count what happened in the episodes of a group that is not trained."""
+        self._counts.update(dropped.counts)
 
     def forget(self) -> None:
         """Forget which recent groups had a signal: what caused it may have been changed."""
@@ -72,27 +77,21 @@ class GroupStatistics:
         taken, self._passes = self._passes, {}
         return taken
 
-    def take_unscored(self) -> dict[str, float]:
-        """Metrics of the responses that got reward 0 without a score, and of malformed tool calls, since the last
-        call."""
-        taken = {"reward/verifier_errors": float(self._errors), "reward/verifier_timeouts": float(self._timeouts)}
-        taken["agents/malformed_calls"] = float(self._malformed)
-        self._errors = self._timeouts = self._malformed = 0
-        return taken
+    def take_counts(self) -> dict[str, float]:
+        """What was counted in episodes since the last call, as metrics."""
+        taken, self._counts = self._counts, Counter()
+        return {name: float(taken[name]) for name in sorted({*ALWAYS, *taken})}
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as plain values."""
         return {
             "recent": list(self._recent),
             "passes": {source: asdict(passes) for source, passes in self._passes.items()},
-            "errors": self._errors,
-            "timeouts": self._timeouts,
-            "malformed": self._malformed,
+            "counts": dict(self._counts),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         self._recent.extend(state["recent"])
         self._passes = {source: Passes(**passes) for source, passes in state["passes"].items()}
-        self._errors, self._timeouts = state["errors"], state["timeouts"]
-        self._malformed = state.get("malformed", 0)
+        self._counts = Counter(state["counts"])

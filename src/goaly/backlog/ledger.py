@@ -9,7 +9,8 @@ Invariants
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -45,16 +46,18 @@ class Dropped:
     state: State
     """REJECTED or FAILED."""
     why: str
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """As those of a group."""
 
     @classmethod
-    def rejected(cls, ticket: int, why: str) -> "Dropped":
+    def rejected(cls, ticket: int, why: str, counts: Mapping[str, int] | None = None) -> "Dropped":
         """The ticket is left out on purpose."""
-        return cls(ticket=ticket, state=State.REJECTED, why=why)
+        return cls(ticket=ticket, state=State.REJECTED, why=why, counts=counts or {})
 
     @classmethod
-    def failed(cls, ticket: int, why: str) -> "Dropped":
+    def failed(cls, ticket: int, why: str, counts: Mapping[str, int] | None = None) -> "Dropped":
         """Something broke."""
-        return cls(ticket=ticket, state=State.FAILED, why=why)
+        return cls(ticket=ticket, state=State.FAILED, why=why, counts=counts or {})
 
 
 _NEXT = {

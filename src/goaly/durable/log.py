@@ -27,7 +27,7 @@ from goaly.errors import CorruptLog
 from goaly.folder import put_file
 from goaly.tensor_file import Buffer
 
-FORMAT = 1
+FORMAT = 2
 """The version of the frames and of goaly's records in them."""
 HEADER = struct.Struct("<10sHIQQ")
 """Magic, format, number, size of the segment before, checksum."""

@@ -1,4 +1,4 @@
-"""An environment under time limits and retries, with counts of what went wrong.
+"""An environment under time limits and retries, which counts what happens in it as `environment/…`.
 
 Invariants
     EV-4  Only a request that had no effect, or may be made again (`Unsent`), is retried, and within its time limit.
@@ -7,7 +7,7 @@ Invariants
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from goaly.environments.protocol import (
@@ -21,6 +21,7 @@ from goaly.environments.protocol import (
     StepResult,
     Unsent,
 )
+from goaly.telemetry.counts import count
 
 T = TypeVar("T")
 
@@ -39,36 +40,12 @@ class EnvironmentLimits:
     """How often one call is made again; the pause before doubles each time, from 0.02 s."""
 
 
-@dataclass(slots=True, kw_only=True)
-class EnvironmentCounts:
-    """What happened in environments, by cause."""
-
-    resets: int = 0
-    steps: int = 0
-    """Steps that were taken."""
-    retries: int = 0
-    refused: int = 0
-    """Actions that the environment refused."""
-    timeouts: int = 0
-    deaths: int = 0
-    errors: int = 0
-    """Other failures."""
-    cancelled: int = 0
-
-    def metrics(self, prefix: str = "environment/") -> dict[str, float]:
-        """The counts as metrics."""
-        return {f"{prefix}{name}": float(count) for name, count in asdict(self).items()}
-
-
 class LimitedEnvironment:
-    """An environment that keeps limits. Several may share their counts."""
+    """An environment that keeps limits."""
 
-    def __init__(
-        self, environment: Environment, limits: EnvironmentLimits | None = None, counts: EnvironmentCounts | None = None
-    ):
+    def __init__(self, environment: Environment, limits: EnvironmentLimits | None = None):
         self._environment = environment
         self._limits = limits or EnvironmentLimits()
-        self.counts = counts or EnvironmentCounts()
         self._until = 0.0
         self._unknown = False
 
@@ -82,7 +59,7 @@ class LimitedEnvironment:
         self._until = asyncio.get_running_loop().time() + self._limits.episode_seconds
         observation = await self._limited("reset", lambda: self._environment.reset(task), self._limits.reset_seconds)
         self._unknown = False
-        self.counts.resets += 1
+        _count("resets")
         return observation
 
     async def step(self, action: Mapping[str, Any]) -> StepResult:
@@ -90,7 +67,7 @@ class LimitedEnvironment:
         if self._unknown:
             raise Disconnected("step: the state is unknown after a timeout or a cancellation; call reset first")
         result = await self._limited("step", lambda: self._environment.step(action), self._limits.step_seconds)
-        self.counts.steps += 1
+        _count("steps")
         return result
 
     async def close(self) -> None:
@@ -107,14 +84,14 @@ class LimitedEnvironment:
                 return await self._retried(call)
         except TimeoutError:
             self._unknown = True
-            self.counts.timeouts += 1
+            _count("timeouts")
             raise EnvironmentTimeout(f"{what}: exceeded {kind}_seconds={limit:g}") from None
         except asyncio.CancelledError:
             self._unknown = True
-            self.counts.cancelled += 1
+            _count("cancelled")
             raise
         except EnvironmentFailed as error:
-            self._count(error)
+            _count(_cause(error))
             raise
 
     async def _retried(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -122,16 +99,21 @@ class LimitedEnvironment:
             try:
                 return await call()
             except Unsent:  # EV-4
-                self.counts.retries += 1
+                _count("retries")
                 await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2**retry)
         return await call()
 
-    def _count(self, error: EnvironmentFailed) -> None:
-        if isinstance(error, ActionRefused):
-            self.counts.refused += 1
-        elif isinstance(error, EnvironmentTimeout):
-            self.counts.timeouts += 1
-        elif isinstance(error, EnvironmentDied):
-            self.counts.deaths += 1
-        else:
-            self.counts.errors += 1
+
+def _count(what: str) -> None:
+    count(f"environment/{what}")
+
+
+def _cause(error: EnvironmentFailed) -> str:
+    match error:
+        case ActionRefused():
+            return "refused"
+        case EnvironmentTimeout():
+            return "timeouts"
+        case EnvironmentDied():
+            return "deaths"
+    return "errors"

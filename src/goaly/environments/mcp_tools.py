@@ -1,7 +1,7 @@
 """The tools of an MCP server, over stdio or streamable HTTP: what an assistant's tool calls come to.
 
 A mistake of the policy is a message to the policy: a tool that does not exist, arguments that do not fit, a tool that
-fails or exceeds its time limit. Only a server that is gone fails the episode.
+fails or exceeds its time limit. These are counted as `tools/…`. Only a server that is gone fails the episode.
 
 Invariants
     MT-1  Each tool call gets exactly one tool message, in the order of the calls.
@@ -12,7 +12,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import anyio
@@ -26,38 +25,20 @@ from goaly.environments.process import Command, Elsewhere, ServerProcess
 from goaly.environments.protocol import Disconnected, EnvironmentFailed, EnvironmentTimeout
 from goaly.errors import first_error
 from goaly.prompts.prompt import Message
+from goaly.telemetry.counts import count
 
 _LOST = (mcp_types.CONNECTION_CLOSED,)
 """Codes of errors after which no call can succeed."""
 
 
-@dataclass(slots=True, kw_only=True)
-class ToolCounts:
-    """What tool calls came to, by cause. Several servers may share one."""
-
-    calls: int = 0
-    malformed: int = 0
-    """Calls whose arguments are not a JSON object."""
-    unknown: int = 0
-    """Calls of tools that the server does not have."""
-    failed: int = 0
-    """Calls that the tool or the server answered with an error, such as arguments that do not fit."""
-    timeouts: int = 0
-
-    def metrics(self, prefix: str = "tools/") -> dict[str, float]:
-        """The counts as metrics."""
-        return {f"{prefix}{name}": float(count) for name, count in asdict(self).items()}
-
-
 class McpTools:
     """A session at an MCP server. `start` makes one."""
 
-    def __init__(self, process: ServerProcess | Elsewhere, owned: bool, call_seconds: float, counts: ToolCounts):
+    def __init__(self, process: ServerProcess | Elsewhere, owned: bool, call_seconds: float):
         self._process = process
         self._owned = owned
         self.call_seconds = call_seconds
         """Time limit of a call."""
-        self.counts = counts
         self.tools: tuple[dict[str, Any], ...] = ()
         """The server's tools as an OpenAI request names them, for `Chat.say` and for prompts."""
         self._client: Client | None = None
@@ -73,7 +54,6 @@ class McpTools:
         path: str = "/mcp",
         call_seconds: float = 30.0,
         start_seconds: float = 60.0,
-        counts: ToolCounts | None = None,
     ) -> "McpTools":
         """A session at a server of its own, which this command starts, at a shared process, or at a URL without `path`.
 
@@ -82,7 +62,7 @@ class McpTools:
             process: ServerProcess | Elsewhere = await ServerProcess.start(server)
         else:
             process = Elsewhere(server) if isinstance(server, str) else server
-        tools = cls(process, isinstance(server, Command), call_seconds, counts or ToolCounts())
+        tools = cls(process, isinstance(server, Command), call_seconds)
         try:
             async with asyncio.timeout(start_seconds):
                 await tools._begin(path)
@@ -170,7 +150,7 @@ class McpTools:
                 await asyncio.gather(call, return_exceptions=True)
 
     async def _answer(self, call: Mapping[str, Any]) -> Message:
-        self.counts.calls += 1
+        count("tools/calls")
         function = call.get("function") or {}
         return Message(
             role="tool",
@@ -181,23 +161,23 @@ class McpTools:
     async def _result(self, name: Any, arguments: Any) -> str:
         known = [tool["function"]["name"] for tool in self.tools]
         if name not in known:
-            self.counts.unknown += 1
+            count("tools/unknown")
             return f"Error: there is no tool {name}; there are {', '.join(known)}"
         try:
             arguments = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
         except ValueError as error:
-            self.counts.malformed += 1
+            count("tools/malformed")
             return f"Error: the arguments of {name} are not JSON: {error}"
         if not isinstance(arguments, Mapping):
-            self.counts.malformed += 1
+            count("tools/malformed")
             return f"Error: the arguments of {name} must be a JSON object"
         try:
             return await self.call(name, arguments)
         except TimeoutError:
-            self.counts.timeouts += 1
+            count("tools/timeouts")
             return f"Error: {name} has not answered within {self.call_seconds:g} s"
         except ToolFailed as error:
-            self.counts.failed += 1
+            count("tools/failed")
             return f"Error: {error}"
 
 

@@ -91,6 +91,15 @@ EpisodeFunction = Callable[[Prompt, EpisodeContext], Coroutine[Any, Any, Traject
 """A script's `episode`. It may make several trajectories, of which each has the episode's reward."""
 
 
+def trajectories_of(made: Any) -> tuple[Trajectory, ...]:
+    """What an episode has returned, as a tuple; EpisodeError if it is no trajectory."""
+    trajectories = tuple(made) if isinstance(made, Sequence) else (made,)
+    if not trajectories or not all(isinstance(one, Trajectory) for one in trajectories):
+        kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in trajectories)) or "no trajectory"
+        raise EpisodeError(f"the episode returned {kinds}, must be a Trajectory or several")
+    return trajectories
+
+
 class Episode:
     """Records the turns of one sample, in order."""
 

@@ -4,11 +4,12 @@ Invariants
     RG-1  `run` reports its ticket exactly once: as a group, as rejected, or as failed, also when it is cancelled.
     RG-2  When one episode fails, the other episodes of its group and their requests are cancelled.
     RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (EL-1).
+    RG-4  An episode that raises because its session is exhausted is trained as far as it came, as truncated.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,15 +21,16 @@ from goaly.agents.session import Session, SessionEnd, SessionLimits
 from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
-from goaly.errors import EpisodeError, first_error
+from goaly.errors import cause_of, first_error
 from goaly.generate.request import Sampling, evaluation_seeds
 from goaly.generate.router import Router
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.episode import EpisodeContext, EpisodeFunction
+from goaly.rollout.episode import EpisodeContext, EpisodeFunction, trajectories_of
 from goaly.rollout.policy import ContextFull, Policy, PromptFillsContext
 from goaly.rollout.running import EpisodeTimeout, GroupProgress, GroupTimeout, RunningEpisode, RunningGroup, within
 from goaly.rollout.settings import RolloutSettings
+from goaly.telemetry.counts import count
 from goaly.telemetry.spans import span
 from goaly.trajectory import Group, Trajectory, episode_reward
 
@@ -98,24 +100,27 @@ class GroupRunner:
         """Run the episodes of a group and report how they ended."""
         rewards: tuple[float, ...] = ()
         failed = rejected = None
+        running = self._running[ticket.index] = self._trained_group(ticket)
         try:
-            group = await self._sample_group(ticket, prompt)
+            group = await self._sample_group(ticket, prompt, running)
             rewards = tuple(group.rewards)
             if not await self.report(group):
                 rejected = "it came too late, or has no signal"
         except asyncio.CancelledError:
-            await asyncio.shield(asyncio.ensure_future(self.report(Dropped.failed(ticket.index, CANCELLED))))  # RG-1
+            dropped = Dropped.failed(ticket.index, CANCELLED, running.counts)
+            await asyncio.shield(asyncio.ensure_future(self.report(dropped)))  # RG-1
             raise
         except ContextFull as error:
             rejected = f"{error.reason}: {error}"
-            await self.report(Dropped.rejected(ticket.index, error.reason))
+            await self.report(Dropped.rejected(ticket.index, error.reason, running.counts))
         except (EpisodeTimeout, GroupTimeout) as error:
             failed = f"{error.reason}: {error}"
-            await self.report(Dropped.failed(ticket.index, error.reason))
+            await self.report(Dropped.failed(ticket.index, error.reason, running.counts))
         except Exception as error:
             failed = f"prompt {prompt.id}: {type(error).__name__}: {error}"
-            await self.report(Dropped.failed(ticket.index, failed))
+            await self.report(Dropped.failed(ticket.index, failed, running.counts))
         finally:
+            del self._running[ticket.index]
             if self.session_files is not None:
                 for sample in range(self.group_size):
                     self.session_files.discard(_episode_name(str(ticket.index), sample))
@@ -152,32 +157,29 @@ class GroupRunner:
         )
         return list(await _all(group, reward))
 
-    async def _sample_group(self, ticket: Ticket, prompt: Prompt) -> Group:
-        name, min_version = str(ticket.index), ticket.min_version
-        seeds = f"{self.seed}/{name}" if self.settings.repeatable else None
-        group = self._group(self.group_size, name=name, sampling=self.sampling, min_version=min_version, seeds=seeds)
-        self._running[ticket.index] = group
+    async def _sample_group(self, ticket: Ticket, prompt: Prompt, running: RunningGroup) -> Group:
         try:
             async with asyncio.timeout(None) as limit:
-                episodes = await _all(group, partial(self._run_one, prompt, group_limit=limit))
+                episodes = await _all(running, partial(self._run_one, prompt, group_limit=limit))
         except Exception as error:
             if not limit.expired():
                 raise
             raise GroupTimeout(
                 f"the episodes of prompt {prompt.id} exceeded rollout.group_seconds={self.settings.group_seconds}; "
-                f"{group.done} of {self.group_size} were done"
+                f"{running.done} of {self.group_size} were done"
             ) from error
-        finally:
-            del self._running[ticket.index]
         return Group(
             ticket=ticket.index,
             prompt_id=prompt.id,
             source=prompt.source,
             samples=tuple(one for trajectories in episodes for one in trajectories),
-            verifier_errors=group.unscored("error"),
-            verifier_timeouts=group.unscored("timeout"),
-            malformed_calls=sum(episode.malformed_calls for episode in group.episodes),
+            counts=running.counts,
         )
+
+    def _trained_group(self, ticket: Ticket) -> RunningGroup:
+        name, min_version = str(ticket.index), ticket.min_version
+        seeds = f"{self.seed}/{name}" if self.settings.repeatable else None
+        return self._group(self.group_size, name=name, sampling=self.sampling, min_version=min_version, seeds=seeds)
 
     def _group(
         self,
@@ -247,14 +249,19 @@ class GroupRunner:
                     _endpoint=endpoint,
                 )
                 name = f"episode {running.sample_index} of prompt {prompt.id}"
-                made = await within(self.settings.episode_seconds, self.episode(prompt, context), name)
-            running.malformed_calls = session.malformed_calls
-        trajectories = tuple(made) if isinstance(made, Sequence) else (made,)
-        if not trajectories or not all(isinstance(one, Trajectory) for one in trajectories):
-            kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in trajectories)) or "no trajectory"
-            raise EpisodeError(f"the episode returned {kinds}, must be a Trajectory or several")
+                try:
+                    made = await within(self.settings.episode_seconds, self.episode(prompt, context), name)
+                except EpisodeTimeout:
+                    raise
+                except Exception as error:
+                    if not session.exhausted or not session.turns:
+                        raise
+                    logger.info("%s is trained as truncated: %s", name, cause_of(first_error(error)))
+                    made = session.trajectories(session.reward or 0.0)  # RG-4
         index = running.sample_index
-        return tuple(one if one.sample_index == index else replace(one, sample_index=index) for one in trajectories)
+        return tuple(
+            one if one.sample_index == index else replace(one, sample_index=index) for one in trajectories_of(made)
+        )
 
 
 def _episode_name(group: str, sample: int) -> str:
@@ -263,7 +270,7 @@ def _episode_name(group: str, sample: int) -> str:
 
 @contextmanager
 def _ended(session: Session) -> Iterator[None]:
-    """The block in which an episode runs; its session ends with it."""
+    """The block in which an episode runs; its session ends with it, and is counted."""
     try:
         yield
         session.end(SessionEnd.COMPLETE)
@@ -272,6 +279,9 @@ def _ended(session: Session) -> Iterator[None]:
         raise
     finally:
         session.end(SessionEnd.ABANDONED)
+        count("agents/malformed_calls", session.malformed_calls)
+        if session.ended is not SessionEnd.COMPLETE:
+            count(f"agents/sessions_{session.ended}")
 
 
 async def _all(group: RunningGroup, run: Callable[[RunningEpisode], Coroutine[Any, Any, T]]) -> tuple[T, ...]:

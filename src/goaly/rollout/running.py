@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from goaly.errors import EpisodeError
 from goaly.reward.failures import Unscored
 from goaly.rollout.policy import Policy
+from goaly.telemetry.counts import counting
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +59,8 @@ class RunningEpisode:
     sample_index: int
     _stage: str = field(default=WAITING, init=False)
     _judging: int = field(default=0, init=False)
-    malformed_calls: int = field(default=0, init=False)
-    """Malformed tool calls in its answers."""
-    unscored: Counter[str] = field(default_factory=Counter, init=False)
-    """The number of its responses that got reward 0 without a score, by cause."""
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+    """What was counted in it, by the name of the metric."""
 
     @property
     def doing(self) -> str:
@@ -76,11 +75,12 @@ class RunningEpisode:
     def under_way(self) -> Iterator[None]:
         """The block in which the episode runs; its policy ends with it."""
         self._stage = OWN_CODE
-        try:
-            yield
-            self._stage = DONE
-        finally:
-            self.policy.end()
+        with counting() as self.counts:
+            try:
+                yield
+                self._stage = DONE
+            finally:
+                self.policy.end()
 
     async def judged(self, score: Awaitable[float]) -> float:
         """Await the score of one of its responses."""
@@ -90,7 +90,7 @@ class RunningEpisode:
         finally:
             self._judging -= 1
         if isinstance(value, Unscored):
-            self.unscored[value.cause] += 1
+            self.counts[f"reward/verifier_{value.cause}s"] += 1
         return value
 
 
@@ -106,9 +106,13 @@ class RunningGroup:
         """The number of episodes that are done."""
         return sum(episode.doing == DONE for episode in self.episodes)
 
-    def unscored(self, cause: str) -> int:
-        """The number of responses that got reward 0 without a score, for this cause."""
-        return sum(episode.unscored[cause] for episode in self.episodes)
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was counted in the episodes."""
+        counts = Counter[str]()
+        for episode in self.episodes:
+            counts.update(episode.counts)
+        return dict(+counts)
 
     def progress(self) -> GroupProgress:
         """The progress of the episodes."""

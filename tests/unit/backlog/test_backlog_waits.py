@@ -128,6 +128,7 @@ async def test_batch_metrics_by_hand():
             "reward/pass_rate/test": 0.5,
             "reward/verifier_errors": 0.0,
             "agents/malformed_calls": 0.0,
+            "agents/sessions_truncated": 0.0,
             "reward/verifier_timeouts": 0.0,
             "length/mean": 4.0,
             "length/max": 5.0,
@@ -344,20 +345,22 @@ async def test_dynamic_sampling_rejects_a_group_without_signal_and_lets_another_
     assert (queue.counts()["trained"], queue.counts()["rejected"]) == (2, 1)
 
 
-async def test_a_step_counts_the_responses_that_no_verifier_scored_also_of_rejected_groups_and_each_once():
+async def test_a_step_has_the_sums_of_what_was_counted_also_in_groups_that_are_not_trained_and_each_once():
+    errors, moves = "reward/verifier_errors", "game/moves"
     queue = backlog(DYNAMIC)
-    silenced = replace(group(0, rewards=(0.0, 0.0)), verifier_errors=1, verifier_timeouts=2)
-    trained = [replace(group(1), verifier_errors=1), replace(group(2), verifier_timeouts=1)]
+    without_signal = replace(group(0, rewards=(0.0, 0.0)), counts={errors: 1, moves: 2})
+    dropped = [Dropped.failed(1, "broken", {moves: 5}), Dropped.rejected(2, "full", {errors: 3})]
+    trained = [replace(group(3), counts={errors: 1}), replace(group(4), counts={moves: 1})]
     counted = []
-    for of_step in ([silenced, *trained], [group(3, version=1), group(4, version=1)]):
+    for of_step in ([without_signal, *dropped, *trained], [group(5, version=1), group(6, version=1)]):
         for one in of_step:
             await queue.admit()
             queue.report(one)
         batch = await queue.next_batch()
         assert batch is not None
-        counted.append((batch.metrics["reward/verifier_errors"], batch.metrics["reward/verifier_timeouts"]))
+        counted.append({key: batch.metrics[key] for key in (errors, moves) if key in batch.metrics})
         queue.trained(batch.id, batch.id + 1)
-    assert counted == [(2.0, 3.0), (0.0, 0.0)]
+    assert counted == [{errors: 5.0, moves: 8.0}, {errors: 0.0}]
 
 
 async def test_without_dynamic_sampling_a_group_without_signal_is_trained():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from queues import now
 from trajectories import grouped, sampled
 
@@ -106,14 +107,25 @@ async def test_the_actor_ends_after_its_steps_and_divides_its_batches(tmp_path: 
 
 async def test_batches_that_were_not_trained_are_replayed_from_the_queue(tmp_path: Path) -> None:
     queue = await opened(tmp_path)
-    ticket = await queue.queue.admit()
-    assert ticket is not None
-    queue.queue.report(group(ticket))
-    batch = await call(queue, "next_batch")
-    found = await call(queue, "replayed", "reader", tmp_path, 0)
-    assert found is not None
-    assert (found[0].id, found[1]) == (batch.id, None)
+    given = []
+    for batch in range(3):
+        ticket = await queue.queue.admit()
+        assert ticket is not None
+        queue.queue.report(group(ticket))
+        await call(queue, "next_batch")
+        given.append(queue.queue.rows(batch, 0))
+        if batch == 0:
+            await call(queue, "trained", 0, 1)
+    for batch, rows in enumerate(given):
+        found = await call(queue, "replayed", "reader", tmp_path, 0)
+        assert found is not None
+        assert (found[0].id, found[1]) == (batch, None)
+        again = await call(queue, "rows", batch, 0)
+        assert torch.equal(again.rows["tokens"], rows.rows["tokens"])
+        with pytest.raises((ValueError, IndexError)):
+            await call(queue, "rows", batch, 1)
     assert await call(queue, "replayed", "reader", tmp_path, 0) is None
+    assert await call(queue, "replayed", "other", tmp_path, 3) is None
     await call(queue, "settle")
 
 

@@ -163,7 +163,7 @@ async def test_a_log_of_another_format_is_refused(folder: Path) -> None:
     await write(folder, [b"one"])
     path = folder / "000000.log"
     path.write_bytes(log.segment_header(0, 0, version=9) + path.read_bytes()[log.HEADER.size :])
-    with pytest.raises(CorruptLog, match="has format 9, this goaly reads format 1"):
+    with pytest.raises(CorruptLog, match="has format 9, this goaly reads format 2"):
         read(folder)
 
 

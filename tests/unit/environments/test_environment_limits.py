@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from goaly.environments.limits import EnvironmentCounts, EnvironmentLimits, LimitedEnvironment
+from goaly.environments.limits import EnvironmentLimits, LimitedEnvironment
 from goaly.environments.protocol import (
     ActionRefused,
     Disconnected,
@@ -17,6 +17,7 @@ from goaly.environments.protocol import (
     Unsent,
     stepped,
 )
+from goaly.telemetry.counts import count, counting
 
 
 class Scripted:
@@ -43,32 +44,31 @@ class Scripted:
         self.alive = False
 
 
-async def begun(*failures: Exception | None, counts: EnvironmentCounts | None = None, **limits) -> LimitedEnvironment:
-    environment = LimitedEnvironment(Scripted(*failures), EnvironmentLimits(**limits), counts)
+async def begun(*failures: Exception | None, **limits) -> LimitedEnvironment:
+    environment = LimitedEnvironment(Scripted(*failures), EnvironmentLimits(**limits))
     await environment.reset({"seed": 1})
     return environment
 
 
 async def test_only_what_may_be_sent_again_is_retried_and_only_so_often():
     """EV-4."""
-    environment = await begun(Unsent("full"), Unsent("full"))
-    assert (await environment.step({"a": 1})).observation == {"a": 1}
-    environment = await begun(*[Unsent("full")] * 9, retries=2, counts=environment.counts)
-    with pytest.raises(Unsent):
-        await environment.step({})
-    for failure in (EnvironmentFailed("broken"), EnvironmentDied("gone"), ActionRefused("no")):
-        environment = await begun(failure, counts=environment.counts)
-        with pytest.raises(type(failure)):
+    with counting() as counts:
+        environment = await begun(Unsent("full"), Unsent("full"))
+        assert (await environment.step({"a": 1})).observation == {"a": 1}
+        environment = await begun(*[Unsent("full")] * 9, retries=2)
+        with pytest.raises(Unsent):
             await environment.step({})
-    assert environment.counts.metrics() == {
+        for failure in (EnvironmentFailed("broken"), EnvironmentDied("gone"), ActionRefused("no")):
+            environment = await begun(failure)
+            with pytest.raises(type(failure)):
+                await environment.step({})
+    assert counts == {
         "environment/resets": 5,
         "environment/steps": 1,
         "environment/retries": 4,
         "environment/refused": 1,
-        "environment/timeouts": 0,
         "environment/deaths": 1,
         "environment/errors": 2,
-        "environment/cancelled": 0,
     }
 
 
@@ -86,21 +86,32 @@ async def test_a_step_and_an_episode_have_limits_and_retries_do_not_extend_them(
     await environment.reset({})
     assert (await environment.step({"a": 2})).observation == {"a": 2}
     environment = await begun(*[Unsent("full")] * 99, step_seconds=0.1, retries=90)
-    with pytest.raises(EnvironmentTimeout):
+    with counting() as counts, pytest.raises(EnvironmentTimeout):
         await environment.step({})
-    assert (environment.counts.timeouts, environment.counts.errors) == (1, 0)
+    assert counts.pop("environment/retries") > 1
+    assert counts == {"environment/timeouts": 1}
 
 
 async def test_an_environment_whose_step_was_cancelled_is_not_used_again():
     """EV-5."""
     environment = await begun(None)
-    step = asyncio.create_task(environment.step({}))
-    await asyncio.sleep(0)
-    step.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await step
+    with counting() as counts:
+        step = asyncio.create_task(environment.step({}))
+        await asyncio.sleep(0)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
     assert not environment.alive
-    assert environment.counts.cancelled == 1
+    assert counts == {"environment/cancelled": 1}, "also in a task of the episode"
+
+
+def test_what_is_counted_outside_of_an_episode_is_of_no_episode():
+    count("game/moves")
+    with counting() as outer:
+        with counting() as inner:
+            count("game/moves", 2)
+        count("game/moves")
+    assert (inner, outer) == ({"game/moves": 2}, {"game/moves": 1})
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from goaly.environments.http_function import HttpFunction
 from goaly.environments.limits import EnvironmentLimits, LimitedEnvironment
 from goaly.environments.process import Command, Server
 from goaly.environments.protocol import ActionRefused, EnvironmentDied, EnvironmentFailed, EnvironmentTimeout, Unsent
+from goaly.telemetry.counts import counting
 
 SERVERS = Path(__file__).parent / "servers"
 
@@ -23,28 +24,31 @@ def number(value):
 async def test_a_function_is_played_refuses_and_is_retried_only_if_it_may_be(tmp_path):
     """EV-4."""
     uvicorn = [sys.executable, "-m", "uvicorn", "counting:app", "--fd", "{fd}"]
-    async with Server(Command(arguments=uvicorn, folder=SERVERS, log=tmp_path / "log")) as server:
+    command = Command(arguments=uvicorn, folder=SERVERS, log=tmp_path / "log")
+    async with Server(command) as server:
         limits = EnvironmentLimits(step_seconds=0.5)
         safe = LimitedEnvironment(HttpFunction(server, "/play", idempotent=True), EnvironmentLimits())
         assert (await safe.reset({"start": 90})).content == 90
-        with pytest.raises(ActionRefused, match="must be an integer"):
-            await safe.step(number("x"))
-        result = await safe.step(number(4))
-        assert (result.observation, result.reward, result.done) == (94, 0.4, False)
-        result = await safe.step(number(503))
+        with counting() as counts:
+            with pytest.raises(ActionRefused, match="must be an integer"):
+                await safe.step(number("x"))
+            result = await safe.step(number(4))
+            assert (result.observation, result.reward, result.done) == (94, 0.4, False)
+            result = await safe.step(number(503))
         assert (result.observation, result.done) == (597, True)
-        assert (safe.counts.retries, safe.counts.refused, safe.counts.steps) == (2, 1, 2)
+        assert counts == {"environment/retries": 2, "environment/refused": 1, "environment/steps": 2}
         with pytest.raises(EnvironmentFailed, match="reward='much'"):
             await safe.step(number("nonsense"))
 
         once = LimitedEnvironment(HttpFunction(server, "/play"), limits)
         await once.reset({})
-        with pytest.raises(EnvironmentTimeout):
-            await once.step(number("wait"))
-        await once.reset({})
-        with pytest.raises(EnvironmentDied, match="exit code 9"):
-            await once.step(number("end"))
-        assert (once.counts.retries, once.counts.timeouts, once.counts.deaths) == (0, 1, 1)
+        with counting() as counts:
+            with pytest.raises(EnvironmentTimeout):
+                await once.step(number("wait"))
+            await once.reset({})
+            with pytest.raises(EnvironmentDied, match="exit code 9"):
+                await once.step(number("end"))
+        assert counts == {"environment/timeouts": 1, "environment/resets": 1, "environment/deaths": 1}
         with pytest.raises(EnvironmentDied):
             await safe.step(number(1))
         assert (await safe.reset({"start": 5})).content == 5, "a new episode starts a new process"
@@ -76,10 +80,10 @@ async def test_an_idempotent_step_is_sent_again_when_its_connection_breaks():
                 assert requests[1] == requests[2], "the same episode and step"
                 requests.pop()
             else:
-                with pytest.raises(EnvironmentFailed, match="the connection broke"):
+                with counting() as counts, pytest.raises(EnvironmentFailed, match="the connection broke"):
                     await environment.step({})
             await environment.close()
-    assert environment.counts.errors == 1
+    assert counts == {"environment/errors": 1}
 
 
 class DyingFirst:
@@ -108,16 +112,17 @@ async def test_an_episode_begins_in_the_process_that_takes_a_dying_ones_place(co
     async with Server(command("counting.py", "{port}")) as server:
         game: Any = HttpFunction(DyingFirst(server), "/play")  # type: ignore[bad-argument-type]
         environment = LimitedEnvironment(game)
-        assert (await environment.reset({"start": 3})).content == 3
-        assert environment.counts.retries == 1
+        with counting() as counts:
+            assert (await environment.reset({"start": 3})).content == 3
+        assert counts == {"environment/retries": 1, "environment/resets": 1}
         await environment.close()
 
 
 async def test_what_was_not_sent_is_retried():
     environment = LimitedEnvironment(HttpFunction("http://127.0.0.1:1"), EnvironmentLimits(retries=2))
-    with pytest.raises(Unsent, match="cannot connect"):
+    with counting() as counts, pytest.raises(Unsent, match="cannot connect"):
         await environment.reset({})
-    assert (environment.counts.retries, environment.counts.errors) == (2, 1)
+    assert counts == {"environment/retries": 2, "environment/errors": 1}
     await environment.close()
 
 

@@ -9,6 +9,7 @@ from goaly.environments.mcp_tools import McpTools
 from goaly.environments.process import ServerProcess
 from goaly.environments.protocol import Disconnected, EnvironmentDied
 from goaly.prompts.prompt import Message
+from goaly.telemetry.counts import counting
 
 
 def calls(*named: tuple[str, object]) -> Message:
@@ -34,7 +35,8 @@ async def test_each_call_gets_one_message_also_if_it_is_wrong_or_fails(command, 
         ("add", '{"a": "one", "b": 2}'),
         ("divide", '{"a": 1, "b": 0}'),
     )
-    answers = await tools.answer(message)
+    with counting() as counts:
+        answers = await tools.answer(message)
     assert [answer.role for answer in answers] == ["tool"] * 7
     assert [answer.tool_call_id for answer in answers] == [f"call_{i}" for i in range(7)]
     said = [answer.content for answer in answers]
@@ -46,8 +48,7 @@ async def test_each_call_gets_one_message_also_if_it_is_wrong_or_fails(command, 
     ):
         assert text.startswith("Error: ")
         assert part in text
-    counts = tools.counts
-    assert (counts.calls, counts.unknown, counts.malformed, counts.failed, counts.timeouts) == (7, 1, 2, 2, 0)
+    assert counts == {"tools/calls": 7, "tools/unknown": 1, "tools/malformed": 2, "tools/failed": 2}
 
     ends.watch(*map(int, (await tools.call("process_ids", {})).split()))
     assert tools.alive
@@ -70,12 +71,13 @@ async def test_a_slow_tool_is_a_message_and_a_server_that_hangs_does_not_count_a
     assert tools.alive
     os.kill(server, signal.SIGSTOP)
     tools.call_seconds = 0.2
-    slow = await tools.answer(calls(("add", '{"a": 1, "b": 2}'), ("divide", '{"a": 1, "b": 2}')))
+    with counting() as counts:
+        slow = await tools.answer(calls(("add", '{"a": 1, "b": 2}'), ("divide", '{"a": 1, "b": 2}')))
     assert [message.content for message in slow] == [
         "Error: add has not answered within 0.2 s",
         "Error: divide has not answered within 0.2 s",
     ]
-    assert tools.counts.timeouts == 3
+    assert counts == {"tools/calls": 2, "tools/timeouts": 2}
     assert not tools.alive
     await tools.close()
     assert ends.wait(0)

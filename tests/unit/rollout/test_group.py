@@ -178,7 +178,7 @@ async def test_a_group_counts_its_responses_that_got_zero_because_the_verifier_d
     queue = FakeQueue()
     await runner(FakeSampler(), queue, judged_twice, score=failing).run(TICKET, PROMPT)
     (group,) = queue.groups
-    assert (group.verifier_errors, group.verifier_timeouts) == (2, 1)
+    assert group.counts == {"reward/verifier_errors": 2, "reward/verifier_timeouts": 1}
 
 
 async def test_requests_carry_the_oldest_version_one_session_a_group_and_stay_within_the_context():
