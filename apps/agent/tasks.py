@@ -77,7 +77,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "calculator.jsonl", additions(20_000, Random("calculator")))
     _write(folder / "guessing.jsonl", games(5_000, Random("guessing")))
-    prompts = [{"id": f"game-{n}", "prompt": f"1-{LARGEST}?", "number": n} for n in range(1, LARGEST + 1)]
+    prompts = [{"id": f"game-{n}", "prompt": f"1-{LARGEST}?", "answer": str(n)} for n in range(1, LARGEST + 1)]
     _write(folder / "guessing_game.jsonl", prompts)
     _write(folder / "guessing_evaluation.jsonl", prompts)
 

@@ -3,7 +3,7 @@
     python -m apps.eval.main --config configs/eval/tiny.yaml path=runs/sft-tiny
 
 Generates with goaly's own engine in this process, or asks an API elsewhere (`endpoint.url`). With `agent.function` it
-scores the answers of an agent that uses the policy.
+scores an agent that uses the policy, or the episodes of a script.
 """
 
 import asyncio
@@ -30,18 +30,16 @@ if TYPE_CHECKING:
 async def evaluation(config: EvalConfig) -> "dict[str, list[Answered]]":
     """Try the problems of every set with the policy, and score the answers."""
     from apps.eval.policy import solver
-    from goaly.evaluation.result import solve_and_verify
+    from goaly.evaluation.result import attempted
     from goaly.evaluation.sets import ProblemSets
 
     sets = ProblemSets(config.evaluation, config.prompts).chosen()
     answered = {}
-    async with judge(config) as verify, solver(config) as (solve, sampled):
+    async with judge(config) as verify, solver(config, verify) as (solve, sampled):
         for one in sets:
             sampling = sampled(one.settings.sampled(config.sampling))
             samples = one.settings.samples_per_prompt
-            answered[one.name] = await solve_and_verify(
-                solve, one.prompts, verify, samples, sampling, seed=config.generator.seed
-            )
+            answered[one.name] = await attempted(solve, one.prompts, samples, sampling, config.generator.seed)
     return answered
 
 

@@ -1,4 +1,4 @@
-"""The ways to try a problem: by the engine of this process or an API elsewhere, by the policy alone or an agent."""
+"""The ways to try a problem: by the engine of this process or an API elsewhere, by the policy alone or an episode."""
 
 import asyncio
 import os
@@ -6,19 +6,22 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from itertools import count
+from typing import Any, cast
 
+from apps.agent.main import episode_of
 from apps.eval.config import EvalConfig, RemoteSettings
 from apps.eval.quiet import hushed
+from goaly.agents.chat_elsewhere import ChatElsewhere, NoTokens
 from goaly.agents.forwarder import Forwarder
-from goaly.dotted_path import function_at
+from goaly.agents.gateway import Endpoint
 from goaly.errors import ConfigError
-from goaly.evaluation.attempts import AgentsPolicy, Serve, by_agent, by_chat
-from goaly.evaluation.result import Solve, by_tokens
+from goaly.evaluation.attempts import Begun, Serve, by_chat, by_episode
+from goaly.evaluation.result import Attempt, Solve, Verifier, by_tokens
 from goaly.generate.engine_loop import EngineLoop
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import SamplingSettings
-from goaly.prompts.prompt import Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.episode import EpisodeContext
 from goaly.rollout.policy import Policy
 from goaly.rollout.settings import EndpointSettings
 
@@ -27,23 +30,23 @@ Sampled = Callable[[SamplingSettings], Sampling]
 
 
 @asynccontextmanager
-async def solver(config: EvalConfig) -> AsyncIterator[tuple[Solve, Sampled]]:
+async def solver(config: EvalConfig, verify: Verifier) -> AsyncIterator[tuple[Solve, Sampled]]:
     """How the problems of this evaluation are tried."""
     if config.endpoint is not None:
-        async with _elsewhere(config, config.endpoint) as solve:
+        async with _elsewhere(config, config.endpoint, verify) as solve:
             yield solve, lambda settings: Sampling.of(settings, ())  # the model's own stop tokens are known there
         return
     tokenizer = ChatTokenizer(config.model.path, config.chat)
     async with _engine(config) as loop:
         numbers = count()
         solve = by_tokens(
-            lambda tokens, sampling: loop.generate(f"sample-{next(numbers)}", tokens, sampling), tokenizer
+            lambda tokens, sampling: loop.generate(f"sample-{next(numbers)}", tokens, sampling), tokenizer, verify
         )
         sampled = partial(Sampling.of, stop_token_ids=tokenizer.stop_token_ids)
         if config.agent is None:
             yield solve, sampled
             return
-        async with _served(config, loop, tokenizer) as solve:
+        async with _served(config, loop, tokenizer, verify) as solve:
             yield solve, sampled
 
 
@@ -63,9 +66,12 @@ async def _engine(config: EvalConfig) -> AsyncIterator[EngineLoop]:
 
 
 @asynccontextmanager
-async def _served(config: EvalConfig, loop: EngineLoop, tokenizer: ChatTokenizer) -> AsyncIterator[Solve]:
-    """Attempts of the agent, for which this process serves the policy by HTTP, as a rollout worker does."""
+async def _served(
+    config: EvalConfig, loop: EngineLoop, tokenizer: ChatTokenizer, verify: Verifier
+) -> AsyncIterator[Solve]:
+    """Attempts by episodes, for which this process serves the policy as a rollout worker does, by HTTP too."""
     from goaly.agents.answers import AnswerParser
+    from goaly.agents.chat import Chat
     from goaly.agents.gateway import Gateway
     from goaly.agents.session import Session
 
@@ -75,48 +81,58 @@ async def _served(config: EvalConfig, loop: EngineLoop, tokenizer: ChatTokenizer
     numbers = count()
 
     @contextmanager
-    def serve(prompt: Prompt, sampling: Sampling, seeds: str) -> Iterator[AgentsPolicy]:
-        name = f"attempt-{next(numbers)}"
+    def serve(attempt: Attempt) -> Iterator[Begun]:
+        name, prompt, sampler = f"attempt-{next(numbers)}", attempt.prompt, _Sampler(loop)
         session = Session(tokenizer, prompt_id=prompt.id)
         policy = Policy(
-            sampler=_Sampler(loop),
+            sampler=sampler,
             name=name,
             session=name,
-            sampling=sampling,
+            sampling=attempt.sampling,
             min_version=0,
             max_context=max_context,
             decode=tokenizer.decode,
             evaluation=True,
-            seeds=seeds,
+            seeds=attempt.seeds,
         )
         with gateway.serve(session, policy, parser) as endpoint:
-            yield AgentsPolicy(
-                base_url=endpoint.base_url, api_key=endpoint.api_key, tokens=lambda: session.sampled_tokens
+            context = EpisodeContext(
+                policy=policy,
+                reward=verify,
+                prompt=prompt,
+                sample_index=attempt.index,
+                chat=Chat(policy, session, parser, prompt.tools),
+                tokenizer=tokenizer,
+                _endpoint=endpoint,
             )
+            yield Begun(context=context, tokens=lambda: sampler.tokens)
 
     try:
         with hushed():
             await asyncio.to_thread(parser.load)
             await gateway.start(parser)
-        yield _of_agent(config, serve)
+        yield _by_episode(config, serve)
     finally:
         await gateway.close()
 
 
 class _Sampler:
-    """The engine of this process, where a policy expects a router."""
+    """The engine of this process, where a policy expects a router. Counts the tokens of one attempt."""
 
     def __init__(self, loop: EngineLoop):
         self._loop = loop
+        self.tokens = 0
 
     async def generate(
         self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int = 0, session: str | None = None
     ) -> Sample:
-        return await self._loop.generate(request_id, tokens, sampling)
+        sample = await self._loop.generate(request_id, tokens, sampling)
+        self.tokens += len(sample.tokens)
+        return sample
 
 
 @asynccontextmanager
-async def _elsewhere(config: EvalConfig, endpoint: RemoteSettings) -> AsyncIterator[Solve]:
+async def _elsewhere(config: EvalConfig, endpoint: RemoteSettings, verify: Verifier) -> AsyncIterator[Solve]:
     """Attempts at the policy of an API elsewhere."""
     import openai
 
@@ -128,23 +144,34 @@ async def _elsewhere(config: EvalConfig, endpoint: RemoteSettings) -> AsyncItera
         except (openai.OpenAIError, IndexError) as error:
             raise ConfigError([f"endpoint.url={endpoint.url}: does not list its models: {error}"]) from error
         if config.agent is None:
-            yield by_chat(client, model, most=config.concurrency)
+            yield by_chat(client, model, verify, most=config.concurrency)
             return
         forwarder = Forwarder(endpoint.url, model, key)
         await forwarder.start()
 
         @contextmanager
-        def serve(prompt: Prompt, sampling: Sampling, seeds: str) -> Iterator[AgentsPolicy]:
-            with forwarder.serve(sampling, seeds) as way:
-                yield AgentsPolicy(base_url=way.base_url, api_key=way.api_key, tokens=lambda: way.tokens)
+        def serve(attempt: Attempt) -> Iterator[Begun]:
+            prompt, unknown = attempt.prompt, NoTokens()
+            with forwarder.serve(attempt.sampling, attempt.seeds) as way:
+                asking = client.with_options(base_url=way.base_url, api_key=way.api_key)
+                chat = cast(Any, ChatElsewhere(asking, prompt.id, prompt.tools))
+                context = EpisodeContext(
+                    policy=cast(Any, unknown),
+                    reward=verify,
+                    prompt=prompt,
+                    sample_index=attempt.index,
+                    chat=chat,
+                    tokenizer=cast(Any, unknown),
+                    _endpoint=Endpoint(base_url=way.base_url, api_key=way.api_key, session_id=prompt.id),
+                )
+                yield Begun(context=context, tokens=lambda: way.tokens)
 
         try:
-            yield _of_agent(config, serve)
+            yield _by_episode(config, serve)
         finally:
             await forwarder.close()
 
 
-def _of_agent(config: EvalConfig, serve: Serve) -> Solve:
+def _by_episode(config: EvalConfig, serve: Serve) -> Solve:
     assert config.agent is not None
-    agent = function_at(config.agent.function)
-    return by_agent(agent, serve, most=config.concurrency, seconds=config.episode_seconds)
+    return by_episode(episode_of(config.agent), serve, most=config.concurrency, seconds=config.episode_seconds)

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launched import LaunchedRun, alive
@@ -15,11 +16,9 @@ def launching(below: Path, model: Path) -> Iterator[Callable[..., LaunchedRun]]:
     """Start runs with folders below this one; whatever is left of them is killed at the end."""
     started: list[LaunchedRun] = []
 
-    def start(
-        *overrides: str, app: str = "grpo", module: str | None = None, resume: LaunchedRun | None = None
-    ) -> LaunchedRun:
+    def start(*overrides: str, resume: LaunchedRun | None = None, **facts: Any) -> LaunchedRun:
         folder = below / f"run{len(started)}" if resume is None else resume.folder
-        run = LaunchedRun(folder, model, *overrides, app=app, module=module, resume=resume is not None)
+        run = LaunchedRun(folder, model, *overrides, resume=resume is not None, **facts)
         started.append(run)
         return run
 

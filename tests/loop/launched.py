@@ -114,7 +114,8 @@ def left_within(look: Callable[[], Left], seconds: float) -> Left:
 class LaunchedRun:
     """`python -m apps.grpo.main`, or another app, on the tests' tiny model.
 
-    `module` runs in the app's place, with its own arguments first. `resume`: the run in the folder goes on.
+    `module` runs in the app's place, with its own arguments first; `config` takes the place of the app's, in `configs`.
+    `resume`: the run in the folder goes on.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class LaunchedRun:
         *overrides: str,
         app: str = "grpo",
         module: str | None = None,
+        config: str | None = None,
         arguments: Sequence[str] = (),
         resume: bool = False,
     ):
@@ -132,7 +134,12 @@ class LaunchedRun:
         if resume:
             settings = ["--resume", str(folder), *overrides]
         else:
-            settings = ["--config", f"configs/{app}/tiny.yaml", f"model.path={model}", f"run_dir={folder}"]
+            settings = [
+                "--config",
+                f"configs/{config or f'{app}/tiny.yaml'}",
+                f"model.path={model}",
+                f"run_dir={folder}",
+            ]
             settings += [*SMALL, *overrides]
         self.process = Program(
             module or f"apps.{app}.main",

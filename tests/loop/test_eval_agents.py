@@ -1,4 +1,4 @@
-"""Evaluations of an agent, and of a policy that an API elsewhere serves."""
+"""Evaluations of agents and episodes, and of a policy that an API elsewhere serves."""
 
 import asyncio
 import os
@@ -14,34 +14,66 @@ from apps.eval.config import EvalConfig, EvalGeneratorSettings, RemoteSettings
 from apps.eval.main import evaluation
 from goaly.agents.settings import AgentSettings
 from goaly.errors import RunFailed, first_error
-from goaly.evaluation.settings import EvaluationSettings
+from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
 from goaly.generate.settings import SamplingSettings
-from goaly.prompts.settings import ArithmeticSettings, PromptSettings
+from goaly.journal.__main__ import main as journal
+from goaly.prompts.settings import ArithmeticSettings, ChatSettings, PromptSettings
 from goaly.reward.settings import RewardSettings
+from tests.loop.conftest import launching
+from tests.loop.launched import START_SECONDS
+from tests.loop.memorized import write_memorized_model
 from tests.vllm_server import vllm_server
 
 KEY = "sesame"
 VARIABLE = "KEY_OF_THE_TEST"
-CONTEXT = 128
+CONTEXT = 256
+AGENTS = {
+    "apps.agent.calculator:with_openai": "sums",
+    "apps.agent.calculator:with_agents": "sums",
+    "apps.agent.own:episode": "sums",
+    "apps.agent.guessing:episode": "games",
+}
+"""All that ship, and what they are asked."""
 Rewards = dict[str, tuple[float | None, ...]]
 
 
 @pytest.fixture(scope="module")
-def vllm_url(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """vLLM's own server of the tiny model."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model that calls a tool and plays a game, with its questions beside it."""
+    folder = tmp_path_factory.mktemp("memorized") / "model"
+    write_memorized_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vllm_url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """vLLM's own server of this model."""
     options = ["--served-model-name", "tiny", "--api-key", KEY, "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
+    options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     options += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]  # starts sooner
-    with vllm_server(tiny_model_folder, tmp_path_factory.mktemp("vllm") / "server.log", *options) as (_, url):
+    with vllm_server(model, tmp_path_factory.mktemp("vllm") / "server.log", *options) as (_, url):
         yield url
 
 
 def config(**facts: Any) -> EvalConfig:
     """A small greedy evaluation."""
-    return EvalConfig(
-        prompts=PromptSettings(task="arithmetic", arithmetic=ArithmeticSettings(max_digits=3)),
-        evaluation=EvaluationSettings(prompts=12),
-        reward=RewardSettings(verifier="tests.loop.verifiers:share_of_digits", workers=1),
-        sampling=SamplingSettings(temperature=0.0, max_tokens=24),
+    asked: dict[str, Any] = {
+        "prompts": PromptSettings(task="arithmetic", arithmetic=ArithmeticSettings(max_digits=3)),
+        "evaluation": EvaluationSettings(prompts=12),
+        "reward": RewardSettings(verifier="tests.loop.verifiers:share_of_digits", workers=1),
+        "sampling": SamplingSettings(temperature=0.0, max_tokens=24),
+    }
+    return EvalConfig(**{**asked, **facts})
+
+
+def of_agent(function: str, folder: Path, **facts: Any) -> EvalConfig:
+    """A greedy evaluation of an agent that ships, with the questions beside this folder."""
+    files = (str(folder.with_name(f"{AGENTS[function]}.jsonl")),)
+    return config(
+        agent=AgentSettings(function=function),
+        evaluation=EvaluationSettings(sets={"all": EvaluationSet(files=files)}),
+        reward=RewardSettings(verifier="apps.agent.tasks:exact", workers=1),
+        sampling=SamplingSettings(temperature=0.0, max_tokens=96),
         **facts,
     )
 
@@ -61,32 +93,66 @@ def set_key() -> None:
 
 @pytest.fixture
 def evaluate() -> Iterator[Callable[[EvalConfig], Rewards]]:
-    """`rewards` in a process of its own, which has vLLM's engines."""
-    with ProcessPoolExecutor(1, get_context("forkserver"), set_key) as child:
-        yield lambda of: child.submit(rewards, of).result()
+    """`rewards` in other processes: one for those with an engine, one for those elsewhere. An agent's own server lives
+    as long as the event loop that started it, so each of them may evaluate the same agent once."""
+    here, there = (ProcessPoolExecutor(1, get_context("forkserver"), set_key) for _ in range(2))
+    with here, there:
+        yield lambda of: (here if of.endpoint is None else there).submit(rewards, of).result()
 
 
 @pytest.mark.timeout(900)  # starts vLLM twice
-def test_an_agent_and_a_policy_have_the_same_scores_at_vllms_own_server_as_from_the_folder(
-    vllm_url: str, tiny_model_folder: Path, evaluate: Callable[[EvalConfig], Rewards]
+def test_agents_episodes_and_a_policy_have_the_same_scores_at_vllms_own_server_as_from_the_folder(
+    vllm_url: str, model: Path, evaluate: Callable[[EvalConfig], Rewards]
 ) -> None:
     small = EvalGeneratorSettings(max_context=CONTEXT, max_running=16, kv_cache_gib=0.05)
-    here: dict[str, Any] = {"path": str(tiny_model_folder), "generator": small}
+    here: dict[str, Any] = {"path": str(model), "generator": small}
     there: dict[str, Any] = {"endpoint": RemoteSettings(url=vllm_url, key_variable=VARIABLE)}
-    agent = AgentSettings(function="tests.loop.asking_agent:twice")
+    asking = AgentSettings(function="tests.loop.asking_agent:twice")
     alone = evaluate(config(**here))
-    assert len(set(alone.values())) > 4
+    assert len(set(alone.values())) > 2
     assert evaluate(config(**there)) == alone
-    of_agent = evaluate(config(**here, agent=agent))
-    assert of_agent != alone
-    assert evaluate(config(**there, agent=agent)) == of_agent
+    of_asking = evaluate(config(**here, agent=asking))
+    assert of_asking != alone
+    assert evaluate(config(**there, agent=asking)) == of_asking
+    for function in AGENTS:
+        scores = evaluate(of_agent(function, model, **here, chat=ChatSettings(tool_parser="hermes")))
+        assert evaluate(of_agent(function, model, **there)) == scores, function
+        if function == "apps.agent.guessing:episode":
+            assert [problem for problem, (reward,) in scores.items() if reward is not None and reward < 1] == ["game-5"]
+            assert len(set(scores.values())) == 4, "each guess has a reward"
+        else:
+            assert scores == {"48+90=": (1.0,), "7+61=": (0.0,), "120+33=": (1.0,), "5+5=": (0.0,)}, function
 
     picky = evaluate(config(**there, agent=AgentSettings(function="tests.loop.asking_agent:of_other_numbers")))
-    assert picky == {problem: (0.0,) if "7" in problem else reward for problem, reward in of_agent.items()}
+    assert picky == {problem: (0.0,) if "7" in problem else reward for problem, reward in of_asking.items()}
     with pytest.raises(BaseExceptionGroup) as caught:
         evaluate(config(endpoint=RemoteSettings(url=vllm_url, key_variable=VARIABLE, model="gone")))
     assert isinstance(error := first_error(caught.value), RunFailed)
     assert "The model `gone` does not exist" in str(error)
+
+
+@pytest.mark.timeout(900)  # runs three programs
+def test_the_agents_that_ship_are_trained_by_their_programs(model: Path, tmp_path: Path) -> None:
+    sums = ["backlog.row_length=256", "generator.max_context=256", "sampling.max_tokens=96"]
+    games = [f"prompts.files=[{model.with_name('games.jsonl')}]", "backlog.groups_per_step=8", "backlog.window=8"]
+    games += ["evaluation.prompts=256", "evaluation.sets.game.samples_per_prompt=1"]
+    games += ["backlog.group_size=1", f"evaluation.sets.game.files=[{model.with_name('evaluation.jsonl')}]"]
+    with launching(tmp_path, model) as launch:
+        for module, config, *own in (
+            ("apps.agent.main", "calculator", *sums),
+            ("apps.agent.own", "calculator", *sums, "agent=null"),
+            ("apps.agent.guessing", "guessing_ppo", *games),
+        ):
+            run = launch("steps=1", *own, module=module, config=f"agent/{config}.yaml")
+            assert run.wait(START_SECONDS) == 0, run.text()
+            assert run.summary()["policy_version"] == 1
+            assert (run.summary()["failed"], run.summary()["rejected"]) == (0, 0), run.text()
+            assert journal(["export", str(run.folder)]) == 0
+            assert max(len(one["turns"]) for one in run.lines("rollouts.jsonl")) > 2, "a tool, or a hint"
+    (metrics,) = run.lines("metrics.jsonl")
+    assert metrics["reward/mean"] > 0
+    assert metrics["environment/resets"] == 8
+    assert metrics["environment/steps"] > 8
 
 
 def test_settings_of_an_evaluation_elsewhere_that_cannot_work_are_told(tiny_model_folder: Path) -> None:

@@ -136,9 +136,9 @@ class Forwarder:
         return json.dumps({**defaults, **given, "model": self._model}).encode()
 
 
-def parameters(sampling: Sampling, seed: int) -> dict[str, Any]:
-    """The parameters of a request to an API of OpenAI's kind. Those that only some servers know are left out where they
-    have no effect."""
+def parameters(sampling: Sampling, seed: int | None = None) -> dict[str, Any]:
+    """The parameters of a request to an API of OpenAI's kind, as far as it has any. Those that only some servers know
+    are left out where they have no effect."""
     named: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     named |= {"max_tokens": sampling.max_tokens, "seed": seed if sampling.seed is None else sampling.seed}
     for name, neutral in NEUTRAL.items():

@@ -1,4 +1,4 @@
-"""Evaluates a policy on a set of prompts: samples answers, verifies them, and computes the scores.
+"""Evaluates a policy on a set of prompts: has them tried, and computes the scores.
 
 pass@k is the probability that at least one of k samples is right. With c of n samples right, its unbiased estimate is
 `1 - C(n - c, k) / C(n, k)`; the same n samples serve every k up to n. avg@n is the mean reward.
@@ -27,17 +27,27 @@ Verifier = Callable[[Prompt, str], Awaitable[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What an attempt at a problem made."""
+    """What an attempt at a problem came to."""
 
-    text: str | None
-    """The answer; None if the attempt failed, which is reward 0."""
+    reward: float
     tokens: int | None
     """How many tokens the policy wrote for it; None if that is not known."""
 
 
-Solve = Callable[[Prompt, Sampling, str], Awaitable[Solution | None]]
-"""An attempt at a problem, with these parameters and with seeds whose names begin so; None if the prompt leaves no room
-for an answer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """An attempt at a problem."""
+
+    prompt: Prompt
+    index: int
+    """Counts the attempts at this problem, from 0."""
+    sampling: Sampling
+    seeds: str
+    """The first part of the names of its seeds."""
+
+
+Solve = Callable[[Attempt], Awaitable[Solution | None]]
+"""Tries a problem; None if the prompt leaves no room for an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,50 +212,44 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1 - comb(samples - right, k) / comb(samples, k)
 
 
-def by_tokens(sample: SampleFunction, tokenizer: ChatTokenizer) -> Solve:
+def by_tokens(sample: SampleFunction, tokenizer: ChatTokenizer, verify: Verifier) -> Solve:
     """Attempts of one answer each, by a function that samples tokens."""
 
-    async def solve(prompt: Prompt, sampling: Sampling, seeds: str) -> Solution | None:
+    async def solve(attempt: Attempt) -> Solution | None:
+        prompt = attempt.prompt
         tokens = tokenizer.render(prompt.messages, tools=prompt.tools)
         try:
-            answer = await sample(tokens, Sampling(seed=seed_of(f"{seeds}.0")).changed(sampling))
+            answer = await sample(tokens, Sampling(seed=seed_of(f"{attempt.seeds}.0")).changed(attempt.sampling))
         except PromptTooLong:
             return None
         written = answer.tokens.tolist()
-        return Solution(text=tokenizer.decode(written), tokens=len(written))
+        return Solution(reward=await verify(prompt, tokenizer.decode(written)), tokens=len(written))
 
     return solve
 
 
-async def solve_and_verify(
-    solve: Solve,
-    prompts: Sequence[Prompt],
-    verify: Verifier,
-    samples_per_prompt: int,
-    sampling: Sampling,
-    seed: int = 0,
+async def attempted(
+    solve: Solve, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: Sampling, seed: int = 0
 ) -> list[Answered]:
-    """Try every problem `samples_per_prompt` times, all at once, and verify each answer as it arrives.
+    """Try every problem `samples_per_prompt` times, all at once.
 
     Each attempt has seeds of its own, made of `seed`, unless `sampling` has one.
     """
 
-    async def one(prompt: Prompt, index: int) -> tuple[int | None, float] | None:
-        solution = await solve(prompt, sampling, f"{evaluation_seeds(seed, 0, prompt.id)}.{index}")
-        if solution is None:
-            return None
-        return solution.tokens, 0.0 if solution.text is None else await verify(prompt, solution.text)
+    async def one(prompt: Prompt, index: int) -> Solution | None:
+        seeds = f"{evaluation_seeds(seed, 0, prompt.id)}.{index}"
+        return await solve(Attempt(prompt=prompt, index=index, sampling=sampling, seeds=seeds))
 
     async with asyncio.TaskGroup() as tasks:
         asked = [[tasks.create_task(one(prompt, index)) for index in range(samples_per_prompt)] for prompt in prompts]
-    answers = [[task.result() for task in group] for group in asked]
+    found = [[task.result() for task in group] for group in asked]
     return [
         Answered(
             prompt=prompt,
-            lengths=tuple(answer[0] for answer in group if answer is not None and answer[0] is not None),
-            rewards=tuple(None if answer is None else answer[1] for answer in group),
+            lengths=tuple(one.tokens for one in solutions if one is not None and one.tokens is not None),
+            rewards=tuple(None if one is None else one.reward for one in solutions),
         )
-        for prompt, group in zip(prompts, answers, strict=True)
+        for prompt, solutions in zip(prompts, found, strict=True)
     ]
 
 

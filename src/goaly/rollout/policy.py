@@ -118,7 +118,7 @@ class Policy:
         `Episode.observed`, because `Episode.wrote` refuses it."""
         if self._ended:  # PO-3
             raise EpisodeError(f"episode {self.name} has ended and can't sample any more")
-        wanted = self.sampling.changed(sampling or Sampling()).changed(_sampling(changes))
+        wanted = self.sampling.changed(sampling or Sampling()).changed(sampling_of(changes))
         if trained and not self.evaluation:
             _refuse_another_distribution(wanted, self.sampling)
         if wanted != self.sampling:
@@ -173,7 +173,8 @@ REFUSED = {
 """Parameters of vLLM that have no effect here or do not exist, and what to use instead."""
 
 
-def _sampling(changes: dict[str, Any]) -> Sampling:
+def sampling_of(changes: dict[str, Any]) -> Sampling:
+    """These parameters; EpisodeError for one that does not exist, or has no effect."""
     known = sorted(parameter.name for parameter in fields(Sampling))
     unknown = {key: value for key, value in changes.items() if key not in known}
     if unknown:

@@ -140,7 +140,8 @@ class RunConfig(Settings):
         if self.trainer.minibatches > self.backlog.groups_per_step:
             most = at.backlog.groups_per_step
             yield f"{at.trainer.minibatches}: must be at most {most}, because groups are not split"
-        if self.agent is not None and self.rollout.endpoint is None:
+        agent = self.agent
+        if agent is not None and self.rollout.endpoint is None and not (agent.problems("") or agent.is_episode):
             yield f"{at}rollout.endpoint=null: must be a section, because the agent asks there; `{{}}` has the defaults"
         yield from self._device_problems(at)
         yield from self._prompt_problems(at)

@@ -16,9 +16,9 @@ from goaly.evaluation.result import (
     Answered,
     EvalResult,
     Evaluation,
+    attempted,
     by_tokens,
     pass_at_k,
-    solve_and_verify,
     summaries_by,
     summary,
 )
@@ -114,11 +114,11 @@ class Adder:
 async def test_an_evaluation_asks_every_prompt_and_judges_the_texts(tokenizer: ChatTokenizer) -> None:
     prompts = [addition(1, 2), addition(99, 1)]
     adder = Adder(tokenizer)
-    result = summary(await solve_and_verify(by_tokens(adder, tokenizer), prompts, right, 4, GREEDY))
+    result = summary(await attempted(by_tokens(adder, tokenizer, right), prompts, 4, GREEDY))
     assert len(set(adder.seeds)) == 8
     assert result.pass_at == {1: 0.75, 2: pytest.approx((1 + 5 / 6) / 2), 4: 1.0}
     by_digits = summaries_by(
-        await solve_and_verify(by_tokens(Adder(tokenizer), tokenizer), prompts, right, 4, GREEDY), "digits"
+        await attempted(by_tokens(Adder(tokenizer), tokenizer, right), prompts, 4, GREEDY), "digits"
     )
     assert {digits: found.pass_at_1 for digits, found in by_digits.items()} == {"1": 1.0, "2": 0.5}
     assert by_digits["1"].lengths is not None
@@ -133,9 +133,7 @@ async def test_a_prompt_that_is_too_long_counts_as_not_solved_and_the_record_say
             raise PromptTooLong("too long")
         return await adder(tokens, sampling)
 
-    answered = await solve_and_verify(
-        by_tokens(short_context, tokenizer), [addition(1, 2), addition(98, 1)], right, 2, GREEDY
-    )
+    answered = await attempted(by_tokens(short_context, tokenizer, right), [addition(1, 2), addition(98, 1)], 2, GREEDY)
     both, alone = summary(answered), summary(answered[1:])
     assert (both.pass_at_1, both.average, both.prompts, both.too_long) == (0.5, 0.5, 2, 1)
     assert both.lengths == summary(answered[:1]).lengths
@@ -163,7 +161,7 @@ async def test_a_failing_sampler_fails_the_evaluation(tokenizer: ChatTokenizer) 
         raise RuntimeError("engine gone")
 
     with pytest.raises(ExceptionGroup) as caught:
-        await solve_and_verify(by_tokens(broken, tokenizer), [addition(1, 2)], right, 1, GREEDY)
+        await attempted(by_tokens(broken, tokenizer, right), [addition(1, 2)], 1, GREEDY)
     assert caught.group_contains(RuntimeError, match="engine gone")
 
 

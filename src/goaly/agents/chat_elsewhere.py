@@ -1,0 +1,105 @@
+"""`context.chat` of an episode whose policy is behind an API elsewhere: messages go out, messages come back.
+
+No tokens are known there, so nothing of it can be trained. The trajectory at the end only has the episode's reward.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from goaly.agents.conversation import Conversation
+from goaly.agents.forwarder import parameters
+from goaly.errors import EpisodeError
+from goaly.generate.request import Sampling
+from goaly.prompts.prompt import ASSISTANT, Message
+from goaly.rollout.policy import sampling_of
+from goaly.trajectory import NO_VERSION, Outcome, Trajectory, reward_value, token_data
+
+if TYPE_CHECKING:
+    import openai
+
+MODEL = "policy"
+"""The endpoint puts the real name in its place."""
+
+
+class ChatElsewhere:
+    """Conversations of one episode with the policy, as `Chat` has them. A chat that extends an earlier one goes on."""
+
+    def __init__(self, client: "openai.AsyncOpenAI", prompt_id: str, tools: Sequence[Mapping[str, Any]] = ()):
+        """`client` asks the episode's endpoint, which adds the sampling parameters that a call does not name."""
+        self._client = client
+        self._prompt_id = prompt_id
+        self._tools = tools
+        self._said: list[Message] = []
+        self._leaves: set[bytes] = set()
+        self._credits = 0.0
+
+    async def say(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling: Sampling | None = None,
+        *,
+        trained: bool = True,
+        **changes: Any,
+    ) -> Message:
+        """The policy's answer to these messages; the arguments are those of `Chat.say`."""
+        tools = self._tools if tools is None else tools
+        asked: dict[str, Any] = {"messages": [message.as_dict() for message in messages]}
+        if tools:
+            asked["tools"] = tools
+        named = parameters((sampling or Sampling()).changed(sampling_of(changes)))
+        made = await self._client.chat.completions.create(model=MODEL, **asked, extra_body=named)
+        said = made.choices[0].message
+        calls = tuple(call.model_dump(include={"id", "type", "function"}) for call in said.tool_calls or ())
+        extra = said.model_extra or {}
+        reasoning = extra.get("reasoning_content") or extra.get("reasoning")
+        answer = Message(
+            role=ASSISTANT, content=said.content, reasoning_content=reasoning or None, tool_calls=calls or None
+        )
+        *earlier, ended = Conversation.of([*asked["messages"], answer.as_dict()], tools).digests()
+        self._leaves = (self._leaves - set(earlier)) | {ended}
+        self._said.append(answer)
+        return answer
+
+    def credited(self, answer: Message, reward: float) -> None:
+        """Give a process reward to the turn that returned this message."""
+        if not any(said is answer for said in self._said):
+            raise EpisodeError("a reward for a message that `say` has not returned")
+        self._credits += reward_value(reward, self._prompt_id)
+
+    def finish(self, reward: float | None = None) -> list[Trajectory]:
+        """A trajectory with the mean reward of those that a session would have: one for each chat that none extends."""
+        if reward is None:
+            raise EpisodeError(f"prompt {self._prompt_id}: no reward; an API elsewhere takes none from agents")
+        total = reward_value(reward, self._prompt_id) + self._credits / max(1, len(self._leaves))
+        columns = {
+            "tokens": torch.zeros(1, dtype=torch.int64),
+            "trained": torch.zeros(1, dtype=torch.bool),
+            "sampler_logprobs": torch.zeros(1),
+            "sampler_versions": torch.full((1,), NO_VERSION, dtype=torch.int32),
+            "rewards": torch.tensor([total]),
+        }
+        return [
+            Trajectory(
+                tokens=token_data(columns),
+                prompt_id=self._prompt_id,
+                sample_index=0,
+                turns=(),
+                environment="",
+                outcome=Outcome.COMPLETE,
+            )
+        ]
+
+
+class NoTokens:
+    """Stands where a policy and a tokenizer are, which an API elsewhere does not give."""
+
+    evaluation = True
+
+    def __getattr__(self, name: str) -> Any:
+        raise EpisodeError(
+            f"{name}: the policy is behind an API elsewhere, which takes messages and not tokens; use context.chat or "
+            "context.endpoint"
+        )

@@ -1,0 +1,107 @@
+"""Chats with a policy behind an API elsewhere: the same messages and rewards as with one whose tokens are known."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from served_policy import Scripted
+
+from goaly.agents.answers import AnswerParser
+from goaly.agents.chat import Chat
+from goaly.agents.chat_elsewhere import ChatElsewhere, NoTokens
+from goaly.agents.session import Session
+from goaly.errors import EpisodeError
+from goaly.generate.request import Sampling
+from goaly.prompts.prompt import Message
+from goaly.prompts.settings import ChatSettings
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.policy import Policy
+from goaly.trajectory import episode_reward
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def elsewhere(answer: Callable[[int], dict[str, Any]], *tools: Any) -> tuple[ChatElsewhere, list[dict[str, Any]]]:
+    """A chat whose API answers the nth request with this message, and what it was asked."""
+    asked: list[dict[str, Any]] = []
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", **answer(len(asked))}}
+        body = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        return httpx.Response(200, json=body)
+
+    http = httpx.AsyncClient(transport=httpx.MockTransport(reply))
+    client = openai.AsyncOpenAI(base_url="http://elsewhere/v1", api_key="key", http_client=http)
+    return ChatElsewhere(client, "q1", tools), asked
+
+
+def here(chat: ChatTokenizer) -> Chat:
+    """A chat with the policy that gives the same answers."""
+    policy = Policy(
+        sampler=Scripted(chat),  # type: ignore[bad-argument-type]
+        name="e",
+        session="s",
+        sampling=Sampling(max_tokens=100),
+        min_version=0,
+        max_context=4096,
+        decode=chat.decode,
+    )
+    return Chat(policy, Session(chat, prompt_id="q1"), AnswerParser(chat, ChatSettings()))
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+async def branching(chat: Any) -> float:
+    """The reward of an episode with a chat that goes on, a branch of it, and another chat."""
+    first = await chat.say([user("a")])
+    chat.credited(first, 0.5)
+    for hint in ("b", "c"):
+        chat.credited(await chat.say([user("a"), first, user(hint)]), 0.25)
+    alone = await chat.say([user("d")])
+    await chat.say([user("d"), alone, user("e")])
+    chat.credited(alone, -0.125)
+    return episode_reward(chat.finish(1.0))
+
+
+async def test_an_episode_has_the_same_reward_as_where_its_tokens_are_known(chats: dict[str, ChatTokenizer]) -> None:
+    there, _ = elsewhere(lambda number: {"content": f"answer {number}"})
+    assert await branching(there) == pytest.approx(1 + 0.875 / 3)
+    assert await branching(here(chats["chatml"])) == pytest.approx(1 + 0.875 / 3)
+
+
+async def test_calls_reasoning_and_what_a_call_changes_are_sent_and_read() -> None:
+    said: dict[str, Any] = {"content": None, "tool_calls": [CALL], "reasoning": "hm"}
+    chat, asked = elsewhere(lambda number: said if number == 1 else {"content": "2"}, TOOL)
+    answer = await chat.say([user("a")], temperature=0.0, max_tokens=3)
+    assert (answer.content, answer.tool_calls, answer.reasoning_content) == (None, (CALL,), "hm")
+    await chat.say([user("a"), answer, Message(role="tool", content="2", tool_call_id="call_1")], tools=[])
+    assert asked[0] == {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [TOOL],
+        "temperature": 0.0,
+        "max_tokens": 3,
+    }
+    assert "tools" not in asked[1]
+    assert asked[1]["messages"][1]["tool_calls"] == [CALL]
+
+
+async def test_what_an_api_elsewhere_cannot_do_is_told() -> None:
+    chat, _ = elsewhere(lambda number: {"content": "x"})
+    with pytest.raises(EpisodeError, match="a reward for a message that `say` has not returned"):
+        chat.credited(Message(role="assistant", content="x"), 1.0)
+    with pytest.raises(EpisodeError, match="q1: no reward; an API elsewhere takes none from agents"):
+        chat.finish()
+    with pytest.raises(EpisodeError, match=r"temperatur=1.0: no such parameter"):
+        await chat.say([user("a")], temperatur=1.0)
+    for name in ("sample", "encode"):
+        with pytest.raises(EpisodeError, match=f"{name}: the policy is behind an API elsewhere"):
+            getattr(NoTokens(), name)
+    assert NoTokens().evaluation
