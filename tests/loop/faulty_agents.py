@@ -29,6 +29,8 @@ from goaly.trajectory import Trajectory
 from tests.loop.agent_over_http import agent
 
 SERVERS = Path(__file__).parents[1] / "unit/environments/servers"
+GOING_ON = "going-on"
+"""The folder of an agent that lives on under the death of its worker."""
 STREAMING = "streaming"
 """The file that says that a client has the beginning of a stream, and waits."""
 
@@ -98,11 +100,42 @@ async def worker_dies(folder: Path, question: str, endpoint: Endpoint) -> str:
         return answer
 
 
+async def worker_dies_under_an_agent_that_goes_on(folder: Path, question: str, endpoint: Endpoint) -> str:
+    """The answer of an agent that lives on while its worker is replaced, and asks the next one."""
+    agent = folder / GOING_ON
+    if not agent.exists():  # in the first worker
+        agent.mkdir()
+        arguments = [sys.executable, str(Path(__file__).with_name("agent_process.py")), question, "goes-on", str(agent)]
+        variables = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key}
+        with (folder / "logs" / "going-on.log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *arguments, env=os.environ | variables, stdout=log, stderr=log, start_new_session=True
+            )
+        (agent / "process").write_text(str(process.pid))
+    await _end_of(int((agent / "process").read_text()))
+    return (agent / "answer").read_text()
+
+
+async def _end_of(process: int) -> None:
+    ended = asyncio.Event()
+    try:
+        descriptor = os.pidfd_open(process)
+    except ProcessLookupError:
+        return
+    asyncio.get_running_loop().add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+
+
 FAULTS: dict[str, Callable[[Path, str, Endpoint], Awaitable[str]]] = {
     "1.0": agent_dies,
     "2.0": agent_dies_once,
     "3.0": environment_dies,
     "4.0": tool_server_hangs,
+    "5.0": worker_dies_under_an_agent_that_goes_on,
     "6.0": worker_dies,
 }
 """By the name of their episode: ticket and sample."""

@@ -13,6 +13,7 @@ from goaly.trajectory import Group, Trajectory
 
 pytestmark = pytest.mark.timeout(900)
 STEPS = 6
+RESTS = "going-on/rests"
 STREAMING = "streaming"
 
 
@@ -26,12 +27,15 @@ def test_whatever_dies_under_agents_every_task_ends_once_and_no_token_is_trained
     run = launch(*overrides, module="tests.loop.faulty_agents")
     seen: set[int] = set()
 
-    def not_streaming() -> set[str]:
+    def not_ready() -> set[str]:
         seen.update(run.processes())
-        return set() if (run.folder / STREAMING).exists() or run.process.poll() is not None else {STREAMING}
+        if run.process.poll() is not None:
+            return set()
+        return {name for name in (STREAMING, RESTS) if not (run.folder / name).exists()}
 
-    assert left_within(not_streaming, START_SECONDS) == set(), run.text()
+    assert left_within(not_ready, START_SECONDS) == set(), run.text()
     run.kill("rollout-0")
+    (run.folder / RESTS).with_name("rest").open("w").close()  # the agent asks before the next worker serves
     run.wait_for_text("rollout-0-1 serves in its place", START_SECONDS)
     seen |= set(run.processes())
     run.kill("generator")
@@ -54,8 +58,12 @@ def test_whatever_dies_under_agents_every_task_ends_once_and_no_token_is_trained
         if isinstance(group, Group)
         for those in group.episodes
     }
-    trajectories = {name: len(those) for name, those in episodes.items() if name in ("1.0", "2.0", "3.0", "4.0", "6.0")}
-    assert trajectories == {"2.0": 2, "4.0": 1, "6.0": 1}  # an agent that begins again begins a branch
+    faulty = [f"{ticket}.0" for ticket in range(1, 7)]
+    trajectories = {name: len(those) for name, those in episodes.items() if name in faulty}
+    assert trajectories == {"2.0": 2, "4.0": 1, "5.0": 1, "6.0": 1}  # an agent that begins again begins a branch
+    (whole,) = episodes["5.0"]
+    trained = whole.tokens["trained"].int()
+    assert int((trained.diff() == 1).sum()) == 4  # the turns of an agent that lived on, two of each worker
     for those in episodes.values():
         assert_no_token_is_trained_twice(those)
     assert not (run.folder / "sessions").exists()

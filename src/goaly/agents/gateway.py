@@ -5,6 +5,7 @@ It runs on the worker's event loop, in front of the worker's router. The API key
 Invariants
     GW-1  A request reaches the session of its key and no other. An unknown key gets 401.
     GW-2  Every error has the format of the API that was called.
+    GW-3  A request to a session of an earlier worker waits until the session goes on here.
 """
 
 import asyncio
@@ -13,12 +14,14 @@ import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 
 from goaly.agents.answers import AnswerParser
+from goaly.agents.listeners import listener_of, listening, port_of
 from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, error_response
 from goaly.agents.served import EXCHANGE, Exchange, ServedSession
 from goaly.agents.session import Session
@@ -38,6 +41,8 @@ SAMPLED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/mess
 REWARDED = "/reward"
 EVERYWHERE = ("0.0.0.0", "::")
 """Addresses at which agents on other machines reach a worker by its host's name."""
+REOPEN_SECONDS = 60.0
+"""Longest wait of a request for its session to go on in this worker. Its group may have ended meanwhile."""
 MOST_DIGITS = 18
 """Of a number in a header."""
 MOST_BODY_BYTES = 64 << 20
@@ -68,7 +73,7 @@ class Door(Protocol):
         """Whether requests can be answered."""
         ...
 
-    def check(self, key: str) -> None:
+    async def check(self, key: str) -> None:
         """Raise a Refusal with status 401 if nobody has this key."""
         ...
 
@@ -80,9 +85,10 @@ class Door(Protocol):
 class HttpServer:
     """Serves the APIs to those whom a door lets in."""
 
-    def __init__(self, host: str, port: int, folder: str, max_context: int, door: Door):
-        """`folder` is the policy's model folder; port 0 lets the system choose."""
-        self._address = host, port
+    def __init__(self, host: str, listen: Callable[[], socket.socket], folder: str, max_context: int, door: Door):
+        """`listen` gives the socket, which listens at `host`; `folder` is the policy's model folder."""
+        self._host = host
+        self._listen = listen
         self._folder = folder
         self._max_context = max_context
         self._door = door
@@ -93,9 +99,7 @@ class HttpServer:
     def listen(self) -> socket.socket:
         """Take the port, if it is not taken; OSError if another process has it. Clients that connect wait."""
         if self._listener is None:
-            host, port = self._address
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family)
+            host, self._listener = self._host, self._listen()
             name = socket.gethostname() if host in EVERYWHERE else f"[{host}]" if ":" in host else host
             self.url = f"http://{name}:{self._listener.getsockname()[1]}/v1"
         return self._listener
@@ -119,14 +123,24 @@ class Gateway:
     is_open = True
 
     def __init__(
-        self, settings: EndpointSettings, worker: int, folder: str, max_context: int, files: SessionFiles | None = None
+        self,
+        settings: EndpointSettings,
+        worker: int,
+        folder: str,
+        max_context: int,
+        files: SessionFiles | None = None,
+        listener: str | None = None,
     ):
         """`worker` counts the run's rollout workers; `folder` is the policy's model folder. `files` makes keys that
-        the next worker knows, too."""
-        port = settings.port and settings.port + worker
-        self._http = HttpServer(settings.host, port, folder, max_context, self)
+        the next worker knows, too, and `listener` names the socket that it takes over (`Listeners`)."""
+        own = partial(listening, settings.host, port_of(settings, worker))
+        listen = own if listener is None else partial(listener_of, listener)
+        self._http = HttpServer(settings.host, listen, folder, max_context, self)
         self._files = files
         self._sessions: dict[str, ServedSession] = {}
+        begun = set() if files is None else files.begun()
+        self._awaited = {key: asyncio.Event() for key in begun}
+        """Set when the session of this key, which an earlier worker had, goes on here."""
 
     async def start(self, parser: AnswerParser) -> None:
         """Import the APIs, which takes seconds, and serve them. `parser` reads the answers of all sessions."""
@@ -137,14 +151,20 @@ class Gateway:
         """Let agents with the endpoint's key reach this session, until the block ends."""
         key = secrets.token_hex(24) if self._files is None else self._files.api_key(policy.name)
         served = self._sessions[key] = ServedSession(session=session, policy=policy, parser=parser)
+        if (awaited := self._awaited.pop(key, None)) is not None:
+            awaited.set()
         try:
             yield Endpoint(base_url=self._http.url, api_key=key, session_id=served.id)
         finally:
             del self._sessions[key]
             served.close()
 
-    def check(self, key: str) -> None:
-        """Raise a Refusal if no open session has this key."""
+    async def check(self, key: str) -> None:
+        """Raise a Refusal if no open session has this key; wait for one that is about to go on here (GW-3)."""
+        if (awaited := self._awaited.get(key)) is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(awaited.wait(), REOPEN_SECONDS)
+            self._awaited.pop(key, None)
         self.session(key)
 
     def session(self, key: str, path: str = "", body: bytes = b"") -> ServedSession:
@@ -207,7 +227,7 @@ class _Doorkeeper:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         key = key_of(headers)
         try:
-            self._door.check(key)
+            await self._door.check(key)
             body = await _body(receive)
             served = self._door.session(key, path, body)
             is_call = path in SAMPLED or path.endswith(REWARDED)

@@ -12,12 +12,14 @@ import json
 import secrets
 from collections import deque
 from collections.abc import Collection
+from functools import partial
 from http import HTTPStatus
 from itertools import count
 from typing import Any
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import HttpServer
+from goaly.agents.listeners import listening
 from goaly.agents.refusals import Refusal
 from goaly.agents.served import ServedSession
 from goaly.agents.session import Session
@@ -48,7 +50,7 @@ class PublicGateway:
         """Without `tokens` every client is served. `sampling` has the parameters that a request does not name."""
         self.is_open = False
         """Whether the sampler answers; what asks before waits."""
-        self._http = HttpServer(host, port, str(chat.folder), max_context, self)
+        self._http = HttpServer(host, partial(listening, host, port), str(chat.folder), max_context, self)
         self._tokens = [token.encode() for token in tokens]
         self._chat = chat
         self._parser = parser
@@ -76,7 +78,7 @@ class PublicGateway:
         """Stop serving; requests under way are cancelled."""
         await self._http.close()
 
-    def check(self, key: str) -> None:
+    async def check(self, key: str) -> None:
         """Raise a Refusal if there are tokens and this is none of them (PG-1)."""
         given = key.encode()
         known = [secrets.compare_digest(given, token) for token in self._tokens]  # all, so that its time tells nothing

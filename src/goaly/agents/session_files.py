@@ -1,6 +1,6 @@
 """The records of sessions under way, on disk: a worker that takes over a group goes on with its sessions.
 
-`RUN/sessions/TICKET.SAMPLE.jsonl` has the records of one session, from its first request to the end of its group.
+`RUN/sessions/TICKET.SAMPLE.jsonl` has the records of one session, from its beginning to the end of its group.
 
 Invariants
     KS-1  A session that goes on in another worker has all turns, rewards and keys of the first. The same requests, sent
@@ -33,6 +33,15 @@ class SessionFiles:
     def api_key(self, name: str) -> str:
         """The API key of the session with this name, the same in each worker."""
         return blake2b(name.encode(), key=self._secret, digest_size=24).hexdigest()
+
+    def begun(self) -> set[str]:
+        """The API keys of the sessions that have begun, and whose groups have not ended."""
+        return {self.api_key(path.stem) for path in self._folder.glob("*.jsonl")}
+
+    def begin(self, name: str) -> list[Record]:
+        """What an earlier worker has recorded of the session with this name, which begins here."""
+        (self._folder / f"{name}.jsonl").touch()
+        return self.records(name)
 
     def records(self, name: str) -> list[Record]:
         """What an earlier worker has recorded of the session with this name."""

@@ -219,7 +219,7 @@ class GroupRunner:
             log=partial(files.write, name) if is_recorded else None,
         )
         if is_recorded:
-            session.replay(files.records(name))
+            session.replay(files.begin(name))
             running.policy.go_on_after(len(session.turns))
         return session
 

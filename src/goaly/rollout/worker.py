@@ -89,6 +89,7 @@ class RolloutWorker(Actor):
         max_context: int,
         first_replica: int = 0,
         sessions: Path | None = None,
+        listener: str | None = None,
         seed: int = 0,
     ):
         """`episode` comes from `pickled`. `rewards` is the hub's actor, or the settings of verifier processes of this
@@ -97,7 +98,8 @@ class RolloutWorker(Actor):
 
         `max_context` is the limit on prompt and answer together: the smaller of the generator's and a packed row's.
         Among replicas of equal load the router prefers `first_replica`; each worker should have a different one, which
-        also decides its port. `sessions` is the folder of the run's sessions that are reached by HTTP.
+        also decides its port. `sessions` is the folder of the run's sessions that are reached by HTTP, and `listener`
+        the name of the socket that the controller keeps for them.
         """
         self._chat = ChatTokenizer(tokenizer, chat)
         self._parser = AnswerParser(self._chat, chat)
@@ -114,7 +116,7 @@ class RolloutWorker(Actor):
             from goaly.agents.gateway import Gateway  # imports starlette
 
             files = None if sessions is None else SessionFiles(sessions)
-            self._gateway = Gateway(settings.endpoint, first_replica, tokenizer, max_context, files)
+            self._gateway = Gateway(settings.endpoint, first_replica, tokenizer, max_context, files, listener)
         self._runner = GroupRunner(
             name=name,
             episode=cloudpickle.loads(episode),

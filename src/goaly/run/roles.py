@@ -1,7 +1,7 @@
 """Spawns the actors of a run: those of the hub once, those of the other roles again when they are replaced."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,14 +55,17 @@ class Roles:
         places: Mapping[str, Placed],
         episode: bytes,
         sessions: Path,
+        listeners: Sequence[str] = (),
     ):
-        """Spawns all planned processes, and the actors of the hub. `sessions` is for `SessionFiles`."""
+        """Spawns all planned processes, and the actors of the hub. `sessions` is for `SessionFiles`; `listeners` names
+        the workers' sockets, if the controller keeps them."""
         self._config = config
         self._hosts = hosts
         self._planned = planned
         self._places = places
         self._episode = episode
         self._sessions = sessions
+        self._listeners = listeners
         for name in planned:
             self.mesh(name)
         self.hub = Replaceable("hub", self.new_hub("hub"))
@@ -126,6 +129,7 @@ class Roles:
             max_context=config.max_context,
             first_replica=index,
             sessions=self._sessions,
+            listener=self._listeners[index] if self._listeners else None,
             seed=config.generator.seed,
         )
 

@@ -43,6 +43,7 @@ class RolloutStage:
         GR-1  A group or an evaluation whose worker dies runs again, with the same prompt, unless its ticket has ended,
               or is given out again because its hub died.
         GR-2  A group under which workers have died `POISON_DEATHS` times fails: it may be what kills them.
+        GR-3  With `fixed`, a group runs again on its first worker or the one in its place: its agents know the address.
     """
 
     def __init__(
@@ -50,12 +51,15 @@ class RolloutStage:
         workers: Sequence[Replaceable[RolloutWorker]],
         say: Callable[[str], None] = logger.info,
         backlog: BacklogStage | None = None,
+        *,
+        fixed: bool = False,
     ):
         """An evaluation that takes long is reported to `say`, as a line of text. Without a `backlog` every ticket is
-        running."""
+        running. `fixed` decides by the ticket which worker runs a group (GR-3), and otherwise the least busy one."""
         self.workers = tuple(workers)
         self._say = say
         self._backlog = backlog
+        self._fixed = fixed
         self._replicas: Mapping[str, Generator] = {}
         self._announcements: set[asyncio.Task[None]] = set()
         self._running = [0] * len(self.workers)
@@ -75,7 +79,7 @@ class RolloutStage:
         await ask("rollout.replicas", worker.replicas.call_one(self._replicas))
 
     async def group(self, ticket: Ticket, prompt: Prompt) -> None:
-        """Run the group's episodes on the least busy worker, which reports the group to the queue."""
+        """Run the group's episodes on a worker, which reports the group to the queue."""
         backlog = self._backlog
         hub = "" if backlog is None else backlog.hub_of(ticket.index)
 
@@ -85,7 +89,7 @@ class RolloutStage:
             return await ask("rollout.run_group", worker.run_group.call_one(ticket, prompt))
 
         for _ in range(POISON_DEATHS):
-            index = self._least_busy()
+            index = ticket.index % len(self.workers) if self._fixed else self._least_busy()
             group = self._groups[ticket.index] = index, prompt
             try:
                 self._judge(await self._run_on(index, run))

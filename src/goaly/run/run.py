@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from goaly.agents.listeners import Listeners
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.group_queue import Wait
 from goaly.errors import RunFailed
@@ -42,6 +43,8 @@ class Run:
     reference: ReferenceStage | None = None
     critic: CriticStage | None = None
     generators: GeneratorService
+    listeners: Listeners | None = None
+    """Of the workers' endpoints, if all workers are on this host."""
     checkpoints: RunCheckpoints
     tasks: asyncio.TaskGroup
     """Owns what the run does beside the script."""

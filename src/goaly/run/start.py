@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from goaly.actors import ask
+from goaly.agents.listeners import Listeners
 from goaly.agents.session_files import SESSIONS_FOLDER, forget_sessions
 from goaly.config.schema import plain
 from goaly.durable.checkpoint import Checkpoints
@@ -121,7 +122,10 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     places = placed(config, await hosts.cluster())  # fails before any process is spawned if something does not fit
     sessions = (run.run_dir / SESSIONS_FOLDER).absolute()
     forget_sessions(sessions)
-    roles = Roles(config, hosts, planned, places, episode, sessions)
+    endpoint = config.rollout.endpoint
+    if endpoint is not None and config.hosts.job == "local":
+        run.listeners = Listeners(endpoint, config.rollout.workers)
+    roles = Roles(config, hosts, planned, places, episode, sessions, run.listeners.names if run.listeners else ())
 
     trainer, reference, critic = await asyncio.gather(roles.trainer(), roles.reference(), roles.critic())
 
@@ -140,7 +144,9 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     if critic is not None:
         run.critic = CriticStage(Replaceable("critic", critic), run.say)
     workers = {f"rollout-{index}": await roles.rollout(index) for index in range(config.rollout.workers)}
-    run.rollouts = RolloutStage([Replaceable(*one) for one in workers.items()], run.say, run.backlog)
+    run.rollouts = RolloutStage(
+        [Replaceable(*one) for one in workers.items()], run.say, run.backlog, fixed=endpoint is not None
+    )
     run.generators = GeneratorService(
         replicas=config.generator.replicas,
         spawn=roles.generator,
@@ -293,6 +299,8 @@ async def _save_policy(run: Run, status: str) -> None:
 async def _take_down(run: Run, hosts: Hosts, status: str) -> None:
     run.progress.note("stopping")
     withdraw(run.run_dir)
+    if run.listeners is not None:
+        run.listeners.close()
     for first in ("rollouts", "backlog"):  # the workers' cancelled groups are accounted for first
         await _close(first, getattr(run, first, None))
     others = ("trainer", "reference", "critic", "generators")

@@ -6,18 +6,22 @@ import re
 import shutil
 from asyncio.subprocess import PIPE
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx
 import openai
 import pytest
 from agent_sessions import TOOLS
-from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, wrote
+from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, serving, write_model, wrote
 
+from goaly.agents.answers import AnswerParser
+from goaly.agents.gateway import Gateway
 from goaly.agents.session import SessionLimits
 from goaly.agents.session_files import SessionFiles, forget_sessions
+from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.settings import EndpointSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}
@@ -289,6 +293,42 @@ async def test_a_session_goes_on_in_the_next_worker(serve: Serve, tmp_path: Path
             one.tokens["tokens"].tolist() for one in whole.trajectories()
         ]
         assert sum(one.reward for one in trajectories) == sum(one.reward for one in whole.trajectories())
+
+
+async def test_a_request_to_the_next_worker_waits_for_its_session_and_no_other_does(
+    chats: dict[str, ChatTokenizer], tmp_path: Path
+) -> None:  # GW-3
+    chat = chats["qwen3"]
+    write_model(chat.folder)
+    parser = AnswerParser(chat, ChatSettings(tool_parser="hermes", reasoning_parser="qwen3"))
+    parser.load()
+    files = SessionFiles(tmp_path / "sessions")
+    files.begin("7.0")
+    files.begin("8.0")
+    gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096, SessionFiles(tmp_path / "sessions"))
+    await gateway.start(parser)
+    url, waits = gateway._http.url, asyncio.Event()
+
+    class Awaited(asyncio.Event):
+        async def wait(self) -> Literal[True]:
+            waits.set()
+            return await super().wait()
+
+    gateway._awaited[files.api_key("7.0")] = Awaited()
+    try:
+        async with openai.AsyncOpenAI(base_url=url, api_key=files.api_key("9.0"), max_retries=0) as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.models.list()
+        async with openai.AsyncOpenAI(base_url=url, api_key=files.api_key("7.0"), max_retries=0) as client:
+            asked = asyncio.create_task(client.chat.completions.create(model="m", messages=[QUESTION]))
+            await waits.wait()
+            with serving(gateway, chat, parser, wrote("here", "x"), files=files):
+                assert (await asked).choices[0].message.content.strip() == "here"
+            with pytest.raises(openai.AuthenticationError):  # its session has ended here
+                await client.models.list()
+        assert list(gateway._awaited) == [files.api_key("8.0")]
+    finally:
+        await gateway.close()
 
 
 def without_ids(text: str) -> str:

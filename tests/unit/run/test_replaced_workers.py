@@ -73,13 +73,13 @@ PROMPT = Prompt(id="q", source="sums", messages=())
 class Rollouts:
     """Two workers, of which those named in `deadly` never answer; each may be replaced by one of the same kind."""
 
-    def __init__(self, backlog: Backlog, deadly: str = "rollout-0 "):
+    def __init__(self, backlog: Backlog, deadly: str = "rollout-0 ", *, fixed: bool = False):
         self.spawned: dict[str, Worker] = {}
         self.may_replace = asyncio.Event()
         self.may_replace.set()
         self._deadly = deadly
         workers = [Replaceable(name, self.spawn(name)) for name in ("rollout-0", "rollout-1")]
-        self.stage = RolloutStage(workers, backlog=backlog)
+        self.stage = RolloutStage(workers, backlog=backlog, fixed=fixed)
         self.keeping = [
             asyncio.ensure_future(
                 worker.keep(
@@ -128,6 +128,21 @@ async def test_the_groups_of_a_worker_that_dies_run_elsewhere_unless_they_were_r
     assert new.tables == [{"generator-0": "replica"}]  # it has the routing table when it serves
     await rollouts.stage.group(Ticket(index=1, min_version=0), PROMPT)
     assert new.ran == [1]
+    rollouts.close()
+
+
+async def test_a_group_whose_agents_know_its_worker_waits_for_the_one_in_its_place() -> None:  # GR-3
+    rollouts = Rollouts(Backlog(), deadly="rollout-1 ", fixed=True)
+    await turns()
+    for ticket in (0, 2, 4):
+        await rollouts.stage.group(Ticket(index=ticket, min_version=0), PROMPT)
+    assert rollouts.spawned["rollout-0"].ran == [0, 2, 4]
+    group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=3, min_version=0), PROMPT))
+    await turns()
+    rollouts.stage.workers[1].lost("rollout-1", "process 7 ended")
+    await asyncio.wait_for(group, 5)
+    assert rollouts.spawned["rollout-1-1"].ran == [3]
+    assert rollouts.spawned["rollout-0"].ran == [0, 2, 4]
     rollouts.close()
 
 

@@ -1,0 +1,91 @@
+"""The listening sockets of the rollout workers' endpoints, which the controller keeps open.
+
+Invariants
+    LS-1  A worker that takes the place of a dead one has its address. Clients that connect in between wait for it.
+    LS-2  Only processes of this user get a socket, and nothing is left of one when the controller ends, however it
+          ends.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+import struct
+
+from goaly.errors import ConfigError
+from goaly.rollout.settings import EndpointSettings
+
+CREDENTIALS = struct.Struct("3i")
+"""Of the process at the other end of a Unix socket: its number, its user and its group."""
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens; OSError if another process has the port, which 0 lets the system choose."""
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def port_of(settings: EndpointSettings, worker: int) -> int:
+    """The port of this worker of the run."""
+    return settings.port and settings.port + worker
+
+
+class Listeners:
+    """The socket of each worker's endpoint. Workers on this host take theirs by its name."""
+
+    def __init__(self, settings: EndpointSettings, workers: int):
+        """Listens at all ports; ConfigError if another process has one."""
+        self._loop = asyncio.get_running_loop()
+        self._sockets: list[socket.socket] = []
+        self.names: list[str] = []
+        """As `listener_of` takes them, in the order of the workers."""
+        try:
+            for worker in range(workers):
+                self._keep(self._listening(settings, port_of(settings, worker)))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop listening. Workers that still live have their sockets yet."""
+        for each in self._sockets:
+            self._loop.remove_reader(each)
+            each.close()
+        self._sockets.clear()
+
+    @staticmethod
+    def _listening(settings: EndpointSettings, port: int) -> socket.socket:
+        try:
+            return listening(settings.host, port)
+        except OSError as error:
+            raise ConfigError(
+                [f"rollout.endpoint: cannot listen at {settings.host}, port {port}: {error.strerror or error}"]
+            ) from error
+
+    def _keep(self, kept: socket.socket) -> None:
+        name = f"\0goaly-{secrets.token_hex(16)}"  # in Linux's abstract namespace: no file is left
+        door = socket.socket(socket.AF_UNIX)
+        self._sockets += [kept, door]
+        door.bind(name)
+        door.listen()
+        door.setblocking(False)
+        self._loop.add_reader(door, _hand_out, kept, door)
+        self.names.append(name)
+
+
+def listener_of(name: str) -> socket.socket:
+    """The socket that the controller keeps under this name; PermissionError if its user is another (LS-2)."""
+    with socket.socket(socket.AF_UNIX) as door:
+        door.connect(name)
+        _, given, _, _ = socket.recv_fds(door, 1, 1)
+    if not given:
+        raise PermissionError("another user's run keeps this socket")
+    return socket.socket(fileno=given[0])
+
+
+def _hand_out(kept: socket.socket, door: socket.socket) -> None:
+    client, _ = door.accept()
+    with client:
+        peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        _, user, _ = CREDENTIALS.unpack(peer)
+        if user == os.getuid():  # LS-2
+            socket.send_fds(client, [b"\0"], [kept.fileno()])

@@ -1,0 +1,86 @@
+"""The controller keeps the sockets of the endpoints, so that workers can die and clients only wait."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from goaly.agents.listeners import Listeners, listener_of, listening
+from goaly.errors import ConfigError
+from goaly.rollout.settings import EndpointSettings
+
+pytestmark = pytest.mark.asyncio
+
+WORKER = """
+import sys
+from goaly.agents.listeners import listener_of
+
+with listener_of(sys.argv[1].replace("@", "\\0")) as listener:
+    client, _ = listener.accept()
+    client.sendall(sys.argv[2].encode())
+"""
+
+
+async def worker(listeners: Listeners, answer: str) -> asyncio.subprocess.Process:
+    """A process that takes a socket, answers one client, and ends."""
+    name = listeners.names[0].replace("\0", "@")
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER, name, answer)
+
+
+async def test_clients_wait_for_the_next_worker_at_the_same_address() -> None:  # LS-1
+    listeners = Listeners(EndpointSettings(), 2)
+    address, other = addresses(listeners)
+    assert address != other
+    for answer in ("first", "second"):
+        reader, writer = await asyncio.open_connection(*address)  # nobody accepts it yet
+        process = await worker(listeners, answer)
+        assert (await reader.read()).decode() == answer
+        writer.close()
+        assert await process.wait() == 0
+    listeners.close()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(*address)
+    with pytest.raises(ConnectionRefusedError):
+        listener_of(listeners.names[0])
+
+
+async def test_a_port_that_another_process_has_is_named_and_no_other_stays_taken() -> None:
+    with listening("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    with listening("127.0.0.1", port + 1), pytest.raises(ConfigError, match=f"rollout.endpoint.*port {port + 1}"):
+        Listeners(EndpointSettings(port=port), 2)
+    listening("127.0.0.1", port).close()
+
+
+async def test_another_user_gets_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:  # LS-2
+    listeners = Listeners(EndpointSettings(), 1)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(PermissionError):
+        await asyncio.to_thread(listener_of, listeners.names[0])
+    listeners.close()
+
+
+async def test_the_address_is_free_when_the_controller_was_killed() -> None:  # LS-2
+    code = (
+        "import asyncio, os, signal\n"
+        "from goaly.agents.listeners import Listeners\n"
+        "from goaly.rollout.settings import EndpointSettings\n"
+        "async def main():\n"
+        "    listeners = Listeners(EndpointSettings(), 1)\n"
+        "    print(listeners._sockets[0].getsockname()[1], listeners.names[0][1:], flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())"
+    )
+    told = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True)
+    port, name = told.stdout.split()
+    listening("127.0.0.1", int(port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        listener_of(f"\0{name}")
+
+
+def addresses(listeners: Listeners) -> list[tuple[str, int]]:
+    """Where the workers listen."""
+    return [each.getsockname() for each in listeners._sockets if each.family == socket.AF_INET]
