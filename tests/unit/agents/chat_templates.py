@@ -1,8 +1,13 @@
-"""Chat templates in the style of published ones, a tokenizer for all of them, and what a policy writes under each."""
+"""Chat templates in the style of published ones, a tokenizer for all of them, and what a policy writes under each.
+
+`GOALY_CHAT_TEMPLATES` names a folder of published ones that are tested, too: files like `qwen3-8b.jinja`, which begin
+with the name of the family that writes answers as they do.
+"""
 
 import json
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +146,11 @@ FAMILIES = {
         Family("qwen3", QWEN3, ("<|im_end|>", "<|endoftext|>"), qwen3, calls=2, reasons=True, appends_only=False),
     )
 }
+
+for file in (
+    sorted(Path(os.environ["GOALY_CHAT_TEMPLATES"]).glob("*.jinja")) if "GOALY_CHAT_TEMPLATES" in os.environ else ()
+):
+    FAMILIES[file.stem] = replace(FAMILIES[file.stem.partition("-")[0]], name=file.stem, template=file.read_text())
 
 
 def write_tokenizer(folder: Path, stops: tuple[str, ...]) -> None:
