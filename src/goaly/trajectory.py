@@ -182,7 +182,11 @@ class Group:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles one buffer; pickling each sample's tensors takes ten times as long."""
-        return Group.decoded, (bytearray(self.encoded()),)
+        return _decoded, (bytearray(self.encoded()),)
+
+
+def _decoded(encoded: bytearray) -> Group:  # cloudpickle pickles the code of a class method, which takes milliseconds
+    return Group.decoded(encoded)
 
 
 _GROUP_FACTS = tuple(one.name for one in fields(Group) if one.init and one.name != "samples")

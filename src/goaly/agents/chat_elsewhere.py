@@ -58,7 +58,7 @@ class ChatElsewhere:
         answer = Message(
             role=ASSISTANT, content=said.content, reasoning_content=reasoning or None, tool_calls=calls or None
         )
-        *earlier, ended = Conversation.of([*asked["messages"], answer.as_dict()], tools).digests()
+        *earlier, ended = Conversation.of([*asked["messages"], answer.as_dict()], tools).digests
         self._leaves = (self._leaves - set(earlier)) | {ended}
         self._said.append(answer)
         return answer

@@ -6,8 +6,9 @@ Invariants
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -16,7 +17,7 @@ from goaly.prompts.prompt import ASSISTANT, Message
 _NAMED = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Conversation:
     """Everything that a chat template renders for a request."""
 
@@ -39,16 +40,14 @@ class Conversation:
             template_args=dict(template_args or {}),
         )
 
-    def digests(self) -> Iterator[bytes]:
+    @cached_property
+    def digests(self) -> tuple[bytes, ...]:
         """A digest of the conversation up to each message: equal for equal ones with equal tools (CV-1)."""
-        digest = blake2b(_json([self.tools, self.template_args]), digest_size=16)
-        for message in self.messages:
-            digest.update(_json(_compared(message)))
-            yield digest.digest()
+        return self._digests((), self.messages)
 
     def followed_by(self, *messages: Message) -> "Conversation":
         """The conversation with these messages at its end."""
-        return replace(self, messages=(*self.messages, *messages))
+        return self._with((*self.messages, *messages), self._digests(self.digests, messages))
 
     def extended(self, request: "Conversation") -> "Conversation | None":
         """The request with this conversation's messages for its first ones, which have the same digests; None if the
@@ -56,7 +55,20 @@ class Conversation:
         for recorded, sent in zip(self.messages, request.messages, strict=False):
             if sent.reasoning_content and sent.reasoning_content != recorded.reasoning_content:
                 return None
-        return replace(request, messages=(*self.messages, *request.messages[len(self.messages) :]))  # CV-1
+        return request._with((*self.messages, *request.messages[len(self.messages) :]), request.digests)  # CV-1
+
+    def _digests(self, known: tuple[bytes, ...], messages: Sequence[Message]) -> tuple[bytes, ...]:
+        """The known digests, and those up to each of these messages, which follow."""
+        digests = list(known)
+        for message in messages:
+            before = digests[-1] if digests else _json([self.tools, self.template_args])
+            digests.append(blake2b(before + _json(_compared(message)), digest_size=16).digest())
+        return tuple(digests)
+
+    def _with(self, messages: tuple[Message, ...], digests: tuple[bytes, ...]) -> "Conversation":
+        made = replace(self, messages=messages)
+        made.__dict__["digests"] = digests
+        return made
 
 
 def canonical(message: Mapping[str, Any]) -> Message:

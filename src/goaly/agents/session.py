@@ -214,7 +214,8 @@ class Session:
             malformed=malformed,
         )
         self._add(turn)
-        self._write(turn.record())
+        if self._log is not None:
+            self._log(turn.record())
         return turn
 
     @property
@@ -288,7 +289,7 @@ class Session:
     def _deepest(self, request: Conversation) -> tuple[RecordedTurn | None, Conversation]:
         """The turn with the longest conversation that begins the request, and the request with its messages. Of several
         the first one that needs no reasoning put back, or else the first."""
-        digests = list(request.digests())
+        digests = request.digests
         for at in reversed(range(len(digests))):
             if request.messages[at].role == ASSISTANT:
                 equal = [
@@ -316,8 +317,7 @@ class Session:
             self._continued.add(turn.parent.number)
         if turn.key is not None:
             self._by_key[turn.key] = turn
-        *_, digest = turn.conversation.digests()
-        self._by_conversation.setdefault(digest, []).append(turn)
+        self._by_conversation.setdefault(turn.conversation.digests[-1], []).append(turn)
 
     def _reward(self, record: Record) -> None:
         self._add_reward(record)

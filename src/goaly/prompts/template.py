@@ -47,6 +47,8 @@ class ChatTemplate:
         self._templates: dict[str, Template] = {
             name: environment.from_string(source) for name, source in self._sources.items()
         }
+        for template in self._templates.values():  # each rendering copies them, and jinja's chain of maps slowly
+            template.globals = dict(template.globals)
 
     def render(
         self,

@@ -7,7 +7,7 @@ from goaly.agents.conversation import Conversation, canonical
 
 
 def last_digest(*messages, tools=()):
-    return list(Conversation.of(messages, tools).digests())[-1]
+    return Conversation.of(messages, tools).digests[-1]
 
 
 @pytest.mark.parametrize(
