@@ -37,9 +37,10 @@ async def episode(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
     """Play the game about the number that the prompt's answer is."""
     from goaly.prompts.prompt import Message
 
+    assert prompt.answer is not None, "the number of the game"
     said, found = list(prompt.messages), 0.0
     async with games().lease(prompt.source) as game:
-        await game.reset({"number": int(prompt.answer or 0), "largest": LARGEST})
+        await game.reset({"number": int(prompt.answer), "largest": LARGEST})
         for _ in range(GUESSES):
             guess = await context.chat.say(said)
             if not (guess.content or "").isdecimal():
