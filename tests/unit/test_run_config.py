@@ -14,6 +14,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.reward.advantages import ESTIMATORS
+from goaly.rollout.settings import EndpointSettings, RolloutSettings
 from goaly.run.config import RunConfig
 from goaly.run.fork_server import FORKED
 from goaly.run.placement import IMPORTS, processes
@@ -391,6 +392,14 @@ def test_choices_that_cannot_be_replayed_are_told_before_anything_starts(tiny_mo
 def test_passes_are_padded_for_the_ranks_that_divide_them_and_to_few_lengths_under_tensor_parallelism() -> None:
     layouts = ({"fsdp": 4}, {"cp": 2}, {"tp": 2}, {"tp": 3}, {"tp": 2, "cp": 2})
     assert [TrainerSettings(**layout).token_multiple for layout in layouts] == [1, 4, 128, 384, 128]
+
+
+def test_each_worker_of_an_endpoint_has_a_port_that_there_is() -> None:
+    settings = RolloutSettings(workers=4, endpoint=EndpointSettings(port=65533))
+    assert settings.problems("rollout.") == [
+        "rollout.endpoint: port=65533 must be at most 65532, so that each worker has its own"
+    ]
+    assert RolloutSettings(workers=4, endpoint=EndpointSettings(port=65532)).problems("") == []
 
 
 def test_the_processes_of_workers_with_an_endpoint_import_what_serves_it(tiny_model_folder: Path) -> None:

@@ -5,7 +5,7 @@ It runs on the worker's event loop, in front of the worker's router. The API key
 Invariants
     GW-1  A request reaches the session of its key and no other. An unknown key gets 401.
     GW-2  Every error has the format of the API that was called.
-    GW-3  A request to a session of an earlier worker waits until the session goes on here.
+    GW-3  A request to a session of an earlier worker waits until the session goes on here, or is told to ask again.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -42,7 +42,7 @@ REWARDED = "/reward"
 EVERYWHERE = ("0.0.0.0", "::")
 """Addresses at which agents on other machines reach a worker by its host's name."""
 REOPEN_SECONDS = 60.0
-"""Longest wait of a request for its session to go on in this worker. Its group may have ended meanwhile."""
+"""Longest wait of a request for its session to go on in this worker; SDKs repeat it then."""
 MOST_DIGITS = 18
 """Of a number in a header."""
 MOST_BODY_BYTES = 64 << 20
@@ -162,9 +162,11 @@ class Gateway:
     async def check(self, key: str) -> None:
         """Raise a Refusal if no open session has this key; wait for one that is about to go on here (GW-3)."""
         if (awaited := self._awaited.get(key)) is not None:
-            with suppress(TimeoutError):
+            try:
                 await asyncio.wait_for(awaited.wait(), REOPEN_SECONDS)
-            self._awaited.pop(key, None)
+            except TimeoutError:
+                not_yet = "the session of this key does not go on yet; ask again"
+                raise Refusal(not_yet, HTTPStatus.SERVICE_UNAVAILABLE, "session_not_ready") from None
         self.session(key)
 
     def session(self, key: str, path: str = "", body: bytes = b"") -> ServedSession:

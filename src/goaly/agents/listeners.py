@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import struct
+from contextlib import suppress
 
 from goaly.errors import ConfigError
 from goaly.rollout.settings import EndpointSettings
@@ -46,7 +47,7 @@ class Listeners:
             raise
 
     def close(self) -> None:
-        """Stop listening. Workers that still live have their sockets yet."""
+        """Stop listening. Workers that still live keep theirs."""
         for each in self._sockets:
             self._loop.remove_reader(each)
             each.close()
@@ -73,18 +74,18 @@ class Listeners:
 
 
 def listener_of(name: str) -> socket.socket:
-    """The socket that the controller keeps under this name; PermissionError if its user is another (LS-2)."""
+    """The socket that the controller keeps under this name; PermissionError if it gives none."""
     with socket.socket(socket.AF_UNIX) as door:
         door.connect(name)
         _, given, _, _ = socket.recv_fds(door, 1, 1)
     if not given:
-        raise PermissionError("another user's run keeps this socket")
+        raise PermissionError("the controller has ended, or is another user's")
+    os.set_inheritable(given[0], False)  # LS-2: a child would keep the port
     return socket.socket(fileno=given[0])
 
 
 def _hand_out(kept: socket.socket, door: socket.socket) -> None:
-    client, _ = door.accept()
-    with client:
+    with suppress(OSError), door.accept()[0] as client:  # a worker that was killed while it waited
         peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
         _, user, _ = CREDENTIALS.unpack(peer)
         if user == os.getuid():  # LS-2

@@ -1,11 +1,14 @@
 """How many processes run episodes, how many episodes each runs at once, and for how long."""
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from goaly.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
+from goaly.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Settings
+
+LAST_PORT = 65535
 
 
 class SessionSettings(Settings):
@@ -27,7 +30,7 @@ class EndpointSettings(Settings):
 
     host: str = "127.0.0.1"
     """Address that it listens on. Keep loopback unless agents run on other machines: traffic is not encrypted."""
-    port: Annotated[int, Ge(0), Le(65535)] = 0
+    port: Annotated[int, Ge(0), Le(LAST_PORT)] = 0
     """Port of the first worker, the next worker has the next one; 0 lets the system choose."""
 
 
@@ -59,3 +62,8 @@ class RolloutSettings(Settings):
     endpoint: EndpointSettings | None = None
     """Serve the policy to agents by HTTP: `context.endpoint` has the address and the key. `{}` is enough; null serves
     nothing. It takes a worker 600 MB and some seconds at its start."""
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        if self.endpoint is not None and self.endpoint.port + self.workers - 1 > LAST_PORT:
+            last = LAST_PORT + 1 - self.workers
+            yield f"{at}endpoint: port={self.endpoint.port} must be at most {last}, so that each worker has its own"

@@ -43,7 +43,7 @@ class RolloutStage:
         GR-1  A group or an evaluation whose worker dies runs again, with the same prompt, unless its ticket has ended,
               or is given out again because its hub died.
         GR-2  A group under which workers have died `POISON_DEATHS` times fails: it may be what kills them.
-        GR-3  With `fixed`, a group runs again on its first worker or the one in its place: its agents know the address.
+        GR-3  With `fixed`, a group runs again on its first worker or the one in its place, also with the next hub.
     """
 
     def __init__(
@@ -55,11 +55,13 @@ class RolloutStage:
         fixed: bool = False,
     ):
         """An evaluation that takes long is reported to `say`, as a line of text. Without a `backlog` every ticket is
-        running. `fixed` decides by the ticket which worker runs a group (GR-3), and otherwise the least busy one."""
+        running. `fixed` is for groups whose agents know the address of their worker (GR-3)."""
         self.workers = tuple(workers)
         self._say = say
         self._backlog = backlog
         self._fixed = fixed
+        self._homes: dict[int, int] = {}
+        """The worker on which each group began, with `fixed`, by ticket."""
         self._replicas: Mapping[str, Generator] = {}
         self._announcements: set[asyncio.Task[None]] = set()
         self._running = [0] * len(self.workers)
@@ -89,20 +91,24 @@ class RolloutStage:
             return await ask("rollout.run_group", worker.run_group.call_one(ticket, prompt))
 
         for _ in range(POISON_DEATHS):
-            index = ticket.index % len(self.workers) if self._fixed else self._least_busy()
+            index = self._home(ticket.index)
             group = self._groups[ticket.index] = index, prompt
             try:
-                self._judge(await self._run_on(index, run))
+                summary = await self._run_on(index, run)
+                self._homes.pop(ticket.index, None)
+                self._judge(summary)
                 return
             except Lost:
                 if backlog is not None and not await backlog.is_running(ticket.index, hub):
                     return  # GR-1
             except asyncio.CancelledError:
+                self._homes.pop(ticket.index, None)
                 self._cancel_later(self.workers[index], ticket.index, hub)
                 raise
             finally:
                 if self._groups.get(ticket.index) is group:  # or the next hub has given the ticket out again
                     del self._groups[ticket.index]
+        self._homes.pop(ticket.index, None)
         if backlog is not None:
             backlog.drop(ticket.index, hub, POISONED)  # GR-2
         self._judge(GroupSummary(ticket=ticket.index, prompt_id=prompt.id, failed=POISONED))
@@ -216,6 +222,14 @@ class RolloutStage:
         self._announcements.discard(telling)
         if not telling.cancelled() and (error := telling.exception()) is not None:  # the run ends
             logger.info("%s: %s", telling.get_name(), error)
+
+    def _home(self, ticket: int) -> int:
+        """The worker that runs this group next: the least busy one, or the one on which it began (GR-3)."""
+        if not self._fixed:
+            return self._least_busy()
+        if ticket not in self._homes:
+            self._homes[ticket] = self._least_busy()
+        return self._homes[ticket]
 
     def _least_busy(self) -> int:
         return min(range(len(self.workers)), key=lambda index: (not self.workers[index].serves, self._running[index]))

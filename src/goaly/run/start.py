@@ -125,6 +125,7 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     endpoint = config.rollout.endpoint
     if endpoint is not None and config.hosts.job == "local":
         run.listeners = Listeners(endpoint, config.rollout.workers)
+    has_address = endpoint is not None and (run.listeners is not None or endpoint.port != 0)
     roles = Roles(config, hosts, planned, places, episode, sessions, run.listeners.names if run.listeners else ())
 
     trainer, reference, critic = await asyncio.gather(roles.trainer(), roles.reference(), roles.critic())
@@ -144,9 +145,7 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     if critic is not None:
         run.critic = CriticStage(Replaceable("critic", critic), run.say)
     workers = {f"rollout-{index}": await roles.rollout(index) for index in range(config.rollout.workers)}
-    run.rollouts = RolloutStage(
-        [Replaceable(*one) for one in workers.items()], run.say, run.backlog, fixed=endpoint is not None
-    )
+    run.rollouts = RolloutStage([Replaceable(*one) for one in workers.items()], run.say, run.backlog, fixed=has_address)
     run.generators = GeneratorService(
         replicas=config.generator.replicas,
         spawn=roles.generator,

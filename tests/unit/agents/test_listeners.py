@@ -84,3 +84,17 @@ async def test_the_address_is_free_when_the_controller_was_killed() -> None:  # 
 def addresses(listeners: Listeners) -> list[tuple[str, int]]:
     """Where the workers listen."""
     return [each.getsockname() for each in listeners._sockets if each.family == socket.AF_INET]
+
+
+async def test_a_worker_that_dies_while_it_waits_harms_nobody() -> None:
+    listeners = Listeners(EndpointSettings(), 1)
+    reports: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context))
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.connect(listeners.names[0])
+    taken = await asyncio.to_thread(listener_of, listeners.names[0])
+    assert not taken.get_inheritable()  # LS-2
+    taken.close()
+    listeners.close()
+    assert reports == []

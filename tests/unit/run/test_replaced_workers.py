@@ -1,4 +1,4 @@
-"""Rollout workers that die: their groups run elsewhere, and their replacements know the replicas."""
+"""Rollout workers that die: their groups run again, and their replacements know the replicas."""
 
 import asyncio
 from types import SimpleNamespace
@@ -134,15 +134,35 @@ async def test_the_groups_of_a_worker_that_dies_run_elsewhere_unless_they_were_r
 async def test_a_group_whose_agents_know_its_worker_waits_for_the_one_in_its_place() -> None:  # GR-3
     rollouts = Rollouts(Backlog(), deadly="rollout-1 ", fixed=True)
     await turns()
-    for ticket in (0, 2, 4):
-        await rollouts.stage.group(Ticket(index=ticket, min_version=0), PROMPT)
-    assert rollouts.spawned["rollout-0"].ran == [0, 2, 4]
-    group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=3, min_version=0), PROMPT))
+    rollouts.stage._running[0] = 9
+    group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=6, min_version=0), PROMPT))
     await turns()
+    rollouts.stage._running[0] = 0
+    rollouts.may_replace.clear()
     rollouts.stage.workers[1].lost("rollout-1", "process 7 ended")
+    await turns()
+    await rollouts.stage.group(Ticket(index=7, min_version=0), PROMPT)  # does not wait
+    rollouts.may_replace.set()
     await asyncio.wait_for(group, 5)
-    assert rollouts.spawned["rollout-1-1"].ran == [3]
-    assert rollouts.spawned["rollout-0"].ran == [0, 2, 4]
+    assert rollouts.spawned["rollout-1-1"].ran == [6]
+    assert rollouts.spawned["rollout-0"].ran == [7]
+    assert rollouts.stage._homes == {}
+    rollouts.close()
+
+
+async def test_a_group_whose_agents_know_its_worker_returns_to_it_with_the_next_hub() -> None:  # GR-3
+    backlog = Backlog()
+    rollouts = Rollouts(backlog, deadly="rollout-1 ", fixed=True)
+    await turns()
+    rollouts.stage._running[0] = 9
+    group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=6, min_version=0), PROMPT))
+    await turns()
+    rollouts.stage._running[0] = 0
+    backlog.hub = "hub-1"
+    rollouts.stage.workers[1].lost("rollout-1", "the hub died")
+    await asyncio.wait_for(group, 5)
+    await asyncio.wait_for(rollouts.stage.group(Ticket(index=6, min_version=0), PROMPT), 5)
+    assert rollouts.spawned["rollout-1-1"].ran == [6]
     rollouts.close()
 
 
