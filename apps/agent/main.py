@@ -25,11 +25,13 @@ if TYPE_CHECKING:  # `--help` does not wait for torch
 
 
 async def episode(agent: Callable[..., Awaitable[str]], prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
-    """Let the agent answer, and score its answer."""
+    """Let the agent answer, and score its answer, unless the agent has sent a reward itself."""
     question = [message.as_dict() for message in prompt.messages]
     answer = await agent(question, base_url=context.endpoint.base_url, api_key=context.endpoint.api_key)
     if not isinstance(answer, str):
         raise TypeError(f"the agent returned {type(answer).__name__}, must be its answer as a text")
+    if context.chat.has_reward:
+        return context.chat.finish()
     score = await context.reward(prompt, answer)
     return context.chat.finish(score)
 

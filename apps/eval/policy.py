@@ -95,7 +95,7 @@ async def _served(
             evaluation=True,
             seeds=attempt.seeds,
         )
-        with gateway.serve(session, policy, parser) as endpoint:
+        with _ending(policy), gateway.serve(session, policy, parser) as endpoint:
             context = EpisodeContext(
                 policy=policy,
                 reward=verify,
@@ -114,6 +114,15 @@ async def _served(
         yield _by_episode(config, serve)
     finally:
         await gateway.close()
+
+
+@contextmanager
+def _ending(policy: Policy) -> Iterator[None]:
+    """The block in which an episode may sample."""
+    try:
+        yield
+    finally:
+        policy.end()
 
 
 class _Sampler:

@@ -1,5 +1,6 @@
 """The serving app as a user starts it: real clients, tokens, deaths of its processes, and a run that it follows."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -14,7 +15,12 @@ import pytest
 from launched import END_SECONDS, REWARDED, START_SECONDS, LaunchedRun, alive, gone_within, left_within, spawned
 from server_process import ServerProcess
 
+from apps.eval.config import EvalConfig, RemoteSettings
+from apps.eval.main import evaluation
+from goaly.agents.settings import AgentSettings
 from goaly.errors import ConfigError
+from goaly.evaluation.settings import EvaluationSettings
+from goaly.reward.settings import RewardSettings
 from goaly.run.offered_store import STORE_FILE
 from goaly.run.serve_config import ServeConfig
 
@@ -102,6 +108,16 @@ def test_a_server_follows_its_run_through_the_death_of_the_hub_and_of_the_run(
         assert left_within(lambda: [0] if logprob() == before else [], START_SECONDS) == []
 
     assert_changes()
+    asked = EvalConfig(
+        endpoint=RemoteSettings(url=server.url()),
+        agent=AgentSettings(function="tests.loop.asking_agent:twice"),
+        evaluation=EvaluationSettings(prompts=8),
+        reward=RewardSettings(verifier="tests.loop.verifiers:share_of_digits", workers=1),
+    )
+    (answered,) = asyncio.run(evaluation(asked)).values()  # an agent is evaluated while its policy is trained
+    assert [reward is not None for one in answered for reward in one.rewards] == [True] * 8
+    assert sum(sum(one.lengths) for one in answered) >= 16
+
     run.kill("hub")
     run.wait_for_text("hub-1 serves in its place", START_SECONDS)
     run.wait_for_steps(run.steps() + 2)

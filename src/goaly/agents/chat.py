@@ -55,6 +55,11 @@ class Chat:
             raise EpisodeError("a reward for a message that `say` has not returned")
         self.session.credit([turn], reward)
 
+    @property
+    def has_reward(self) -> bool:
+        """Whether the agent has sent a reward for the episode to the endpoint."""
+        return self.session.reward is not None
+
     def finish(self, reward: float | None = None) -> list[Trajectory]:
         """The trajectories of all that was said, each with this reward, in addition to process rewards; None is the
         reward that the agent sent to the endpoint."""

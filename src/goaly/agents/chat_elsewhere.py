@@ -3,6 +3,7 @@
 No tokens are known there, so nothing of it can be trained. The trajectory at the end only has the episode's reward.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ class ChatElsewhere:
         self._prompt_id = prompt_id
         self._tools = tools
         self._said: list[Message] = []
-        self._leaves: set[bytes] = set()
+        self._leaves: Counter[bytes] = Counter()
         self._credits = 0.0
 
     async def say(
@@ -59,7 +60,11 @@ class ChatElsewhere:
             role=ASSISTANT, content=said.content, reasoning_content=reasoning or None, tool_calls=calls or None
         )
         *earlier, ended = Conversation.of([*asked["messages"], answer.as_dict()], tools).digests
-        self._leaves = (self._leaves - set(earlier)) | {ended}
+        begun = [digest for digest in earlier if self._leaves[digest] > 0]
+        if begun or trained:
+            self._leaves[ended] += 1
+        if begun:
+            self._leaves[begun[-1]] -= 1
         self._said.append(answer)
         return answer
 
@@ -69,11 +74,13 @@ class ChatElsewhere:
             raise EpisodeError("a reward for a message that `say` has not returned")
         self._credits += reward_value(reward, self._prompt_id)
 
+    has_reward = False
+
     def finish(self, reward: float | None = None) -> list[Trajectory]:
         """A trajectory with the mean reward of those that a session would have: one for each chat that none extends."""
         if reward is None:
             raise EpisodeError(f"prompt {self._prompt_id}: no reward; an API elsewhere takes none from agents")
-        total = reward_value(reward, self._prompt_id) + self._credits / max(1, len(self._leaves))
+        total = reward_value(reward, self._prompt_id) + self._credits / max(1, self._leaves.total())
         columns = {
             "tokens": torch.zeros(1, dtype=torch.int64),
             "trained": torch.zeros(1, dtype=torch.bool),

@@ -55,7 +55,9 @@ class Conversation:
         for recorded, sent in zip(self.messages, request.messages, strict=False):
             if sent.reasoning_content and sent.reasoning_content != recorded.reasoning_content:
                 return None
-        return request._with((*self.messages, *request.messages[len(self.messages) :]), request.digests)  # CV-1
+        known = len(self.messages)
+        digests = (*self.digests, *request.digests[known:])  # equal to the request's, and kept once
+        return request._with((*self.messages, *request.messages[known:]), digests)  # CV-1
 
     def _digests(self, known: tuple[bytes, ...], messages: Sequence[Message]) -> tuple[bytes, ...]:
         """The known digests, and those up to each of these messages, which follow."""

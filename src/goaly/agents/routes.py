@@ -33,6 +33,10 @@ from goaly.agents.serving import MODEL, Serving
 _LARGEST = torch.finfo(torch.float32).max
 
 
+OWN = "own"
+"""In place of a session's id: the session of the API key. Agents that know only the key send their reward there."""
+
+
 class RewardRequest(BaseModel):
     """A reward for the session's episode."""
 
@@ -102,7 +106,7 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
     async def reward(session_id: str, request: RewardRequest) -> Response:
         served, call = EXCHANGE.get().served, EXCHANGE.get().call
         turns = [] if request.response_id is None else served.answered(request.response_id)
-        if session_id != served.id:
+        if session_id not in (served.id, OWN):
             unknown = f"session_id={session_id}: the API key is that of session {served.id}"
             raise Refusal(unknown, HTTPStatus.NOT_FOUND, "unknown_session")
         if request.response_id is not None and not turns:

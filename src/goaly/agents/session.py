@@ -21,7 +21,7 @@ from typing import Any
 
 from goaly.agents.bridge import bridge
 from goaly.agents.conversation import Conversation
-from goaly.agents.tree import trajectory_of
+from goaly.agents.tree import own_turns, trajectory_of
 from goaly.agents.turn import Continuation, Record, RecordedTurn, RenderedPrompt
 from goaly.errors import EpisodeError
 from goaly.prompts.prompt import ASSISTANT, Message
@@ -31,6 +31,8 @@ from goaly.trajectory import Trajectory, reward_value
 
 PLAIN = "plain text"
 """The role of prompts without messages. No chat has it."""
+
+LIMITS, CONTEXT = "limits", "context"
 
 
 class SessionEnd(StrEnum):
@@ -95,8 +97,8 @@ class Session:
         self._environment = environment
         self._malformed_penalty = malformed_penalty
         self._log = log
-        self.exhausted = False
-        """Whether a request was refused for good: by the session's limits, or because the context was full."""
+        self._refused: set[str] = set()
+        """What refuses requests: its limits, or a context that was full for the last one."""
         self._under_way = 0
         self._credits: list[float] = []
         self._continued: set[int] = set()
@@ -109,10 +111,11 @@ class Session:
         turns, limits = len(self.turns) + self._under_way + answers, self.limits
         self._check_open()
         if limits.turns is not None and turns > limits.turns:
-            self.exhausted = True
+            if turns - answers >= limits.turns:
+                self._refuse(LIMITS)
             raise SessionExhausted(f"{self._where}: {turns} turns, the limit is {limits.turns}")
         if limits.tokens is not None and self.sampled_tokens >= limits.tokens:
-            self.exhausted = True
+            self._refuse(LIMITS)
             raise SessionExhausted(f"{self._where}: {self.sampled_tokens} sampled tokens, the limit is {limits.tokens}")
         if limits.parallel is not None and self._under_way + answers > limits.parallel:
             raise SessionBusy(f"{self._where}: at most {limits.parallel} answers can be sampled at the same time")
@@ -120,7 +123,7 @@ class Session:
         try:
             yield
         except ContextFull:
-            self.exhausted = True
+            self._refuse(CONTEXT)
             raise
         finally:
             self._under_way -= answers
@@ -219,6 +222,11 @@ class Session:
         return turn
 
     @property
+    def exhausted(self) -> bool:
+        """Whether its limits have refused a request, or a full context has refused the last one."""
+        return bool(self._refused)
+
+    @property
     def malformed_calls(self) -> int:
         """The number of malformed tool calls in its answers."""
         return sum(turn.malformed for turn in self.turns)
@@ -254,7 +262,8 @@ class Session:
         to the process rewards of the turns that it trains; None is the sum of what `add_reward` got.
 
         A turn that several leaves share is trained in the one that follows the first recorded turn at each fork
-        (SE-3). All are truncated if the session is `exhausted`."""
+        (SE-3). A leaf that trains nothing and has no reward of its own, such as a judge's, is left out, unless there is
+        no other. All are truncated if the session is `exhausted`."""
         if reward is None and (reward := self.reward) is None:
             raise EpisodeError(f"{self._where}: no reward, neither by its agent nor by its episode")
         return [
@@ -267,8 +276,7 @@ class Session:
                 environment=self._environment,
                 truncated=self.exhausted,
             )
-            for leaf in self.turns
-            if leaf.number not in self._continued
+            for leaf in self._leaves()
         ]
 
     def replay(self, records: Iterable[Record]) -> "Session":
@@ -280,11 +288,20 @@ class Session:
                     self._add(RecordedTurn.of(record, len(self.turns), parent, self._is_first(parent)))
                 case "credit" | "reward":
                     self._add_reward(record)
+                case "refused":
+                    self._refused.add(record["by"])
                 case "end":
                     self.ended = SessionEnd(record["how"])
                 case other:
-                    raise ValueError(f"kind={other!r}: a session's records are of kind turn, credit, reward and end")
+                    raise ValueError(f"kind={other!r}: must be turn, credit, reward, refused or end")
         return self
+
+    def _leaves(self) -> list[RecordedTurn]:
+        leaves = [turn for turn in self.turns if turn.number not in self._continued]
+        counted = [
+            leaf for leaf in leaves if any(turn.trained or self._credits[turn.number] for turn in own_turns(leaf))
+        ]
+        return counted or leaves
 
     def _deepest(self, request: Conversation) -> tuple[RecordedTurn | None, Conversation]:
         """The turn with the longest conversation that begins the request, and the request with its messages. Of several
@@ -311,6 +328,7 @@ class Session:
 
     def _add(self, turn: RecordedTurn) -> None:
         self.turns.append(turn)
+        self._refused.discard(CONTEXT)  # a shorter chat had room
         self._credits.append(-self._malformed_penalty * turn.malformed)
         self.sampled_tokens += len(turn.tokens)
         if turn.parent is not None:
@@ -318,6 +336,11 @@ class Session:
         if turn.key is not None:
             self._by_key[turn.key] = turn
         self._by_conversation.setdefault(turn.conversation.digests[-1], []).append(turn)
+
+    def _refuse(self, by: str) -> None:
+        if by not in self._refused:
+            self._refused.add(by)
+            self._write({"kind": "refused", "by": by})
 
     def _reward(self, record: Record) -> None:
         self._add_reward(record)

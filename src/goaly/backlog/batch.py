@@ -268,7 +268,7 @@ def batch_metrics(policy_version: int, groups: Sequence[Group]) -> dict[str, flo
 
 
 def _truncated(sample: Trajectory) -> bool:
-    """Whether the token limit ended it."""
+    """Whether a limit ended it."""
     return sample.outcome is Outcome.TRUNCATED
 
 

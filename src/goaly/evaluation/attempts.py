@@ -4,15 +4,16 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from goaly.agents.forwarder import parameters
 from goaly.errors import RunFailed, cause_of, first_error
 from goaly.evaluation.result import Attempt, Solution, Solve, Verifier
 from goaly.generate.request import seed_of
+from goaly.prompts.prompt import Prompt
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction, trajectories_of
-from goaly.rollout.policy import PromptFillsContext
+from goaly.rollout.policy import ContextFull, PromptFillsContext
 from goaly.rollout.running import within
 from goaly.trajectory import episode_reward
 
@@ -39,8 +40,8 @@ Serve = Callable[[Attempt], AbstractContextManager[Begun]]
 
 
 def by_episode(episode: EpisodeFunction, serve: Serve, *, most: int, seconds: float | None) -> Solve:
-    """Attempts of a script's episode, at most so many at once. One that raises, or takes longer than this, has
-    failed."""
+    """Attempts of a script's episode, at most so many at once. One that raises, or takes longer than this, has failed;
+    the evaluation ends if its verifier does."""
     places = asyncio.Semaphore(most)
     failures = 0
 
@@ -49,15 +50,27 @@ def by_episode(episode: EpisodeFunction, serve: Serve, *, most: int, seconds: fl
         prompt = attempt.prompt
         async with places:  # unblocked by the end of other attempts
             with serve(attempt) as begun:
+                unjudged: list[Exception] = []
+
+                async def judge(prompt: Prompt, response: str) -> float:
+                    try:
+                        return await begun.context.reward(prompt, response)
+                    except Exception as error:
+                        unjudged.append(error)
+                        raise
+
+                context = replace(begun.context, reward=judge)
                 try:
-                    made = await within(seconds, episode(prompt, begun.context), f"an attempt at prompt {prompt.id}")
+                    made = await within(seconds, episode(prompt, context), f"an attempt at prompt {prompt.id}")
                     reward = episode_reward(trajectories_of(made))
                     failures = 0
                 except Exception as error:
                     if isinstance(error, PromptFillsContext):
                         return None
+                    if unjudged:
+                        raise unjudged[0] from error
                     reward, why = 0.0, cause_of(first_error(error))
-                    failures += 1
+                    failures += not isinstance(error, ContextFull)
                     logger.warning("an evaluation counts reward 0: prompt %s: %s", prompt.id, why)
                     if failures >= FAILURES_IN_A_ROW:
                         raise RunFailed(f"{failures} attempts failed in a row; the last: {why}") from error

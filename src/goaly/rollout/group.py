@@ -4,7 +4,8 @@ Invariants
     RG-1  `run` reports its ticket exactly once: as a group, as rejected, or as failed, also when it is cancelled.
     RG-2  When one episode fails, the other episodes of its group and their requests are cancelled.
     RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (EL-1).
-    RG-4  An episode that raises because its session is exhausted is trained as far as it came, as truncated.
+    RG-4  An episode that raises after its session was exhausted is trained as far as it came, as truncated, unless its
+          verifier or its environment failed.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from goaly.agents.session import Session, SessionEnd, SessionLimits
 from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
+from goaly.environments.protocol import EnvironmentFailed
 from goaly.errors import cause_of, first_error
 from goaly.generate.request import Sampling, evaluation_seeds
 from goaly.generate.router import Router
@@ -229,9 +231,15 @@ class GroupRunner:
     async def _run_one(
         self, prompt: Prompt, running: RunningEpisode, group_limit: asyncio.Timeout | None = None
     ) -> tuple[Trajectory, ...]:
+        is_judged = True
+
         async def judge(prompt: Prompt, response: str) -> float:
+            nonlocal is_judged
             with span("reward", prompt=prompt.id):
-                return await running.judged(self.score(prompt, response))
+                is_judged = False
+                reward = await running.judged(self.score(prompt, response))
+                is_judged = True
+                return reward
 
         async with self._places:  # Unblocked by the end of other episodes.
             seconds = self.settings.group_seconds
@@ -254,9 +262,10 @@ class GroupRunner:
                 except EpisodeTimeout:
                     raise
                 except Exception as error:
-                    if not session.exhausted or not session.turns:
+                    cause = first_error(error)
+                    if not (session.exhausted and session.turns and is_judged) or isinstance(cause, EnvironmentFailed):
                         raise
-                    logger.info("%s is trained as truncated: %s", name, cause_of(first_error(error)))
+                    logger.info("%s is trained as truncated: %s", name, cause_of(cause))
                     made = session.trajectories(session.reward or 0.0)  # RG-4
         index = running.sample_index
         return tuple(

@@ -11,7 +11,6 @@ Invariants
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -186,24 +185,23 @@ def sampling_of(changes: dict[str, Any]) -> Sampling:
 
 def _refuse_impossible_values(wanted: Sampling) -> None:
     """Raise ImpossibleSampling for values that the section `sampling` refuses; vLLM silently changes some of them."""
-    try:
-        problems = _known_problems(wanted)
-    except TypeError:  # a list or a dict among the values
-        problems = _problems(wanted)
-    if problems:
-        raise ImpossibleSampling("; ".join(problems))
-
-
-def _problems(wanted: Sampling) -> list[str]:
     from goaly.config.check import check  # imports pydantic
 
+    shown = repr(wanted)
+    if shown in _POSSIBLE:
+        return
     given = {key.name: value for key in fields(SamplingSettings) if (value := getattr(wanted, key.name)) is not None}
     given.setdefault("max_tokens", max(1, wanted.min_tokens or 0))
-    return check(SamplingSettings, given)[1]
+    if problems := check(SamplingSettings, given)[1]:
+        raise ImpossibleSampling("; ".join(problems))
+    if len(_POSSIBLE) >= MOST_POSSIBLE:
+        _POSSIBLE.clear()
+    _POSSIBLE.add(shown)
 
 
-_known_problems = lru_cache(maxsize=256)(_problems)
-"""Episodes ask with the same few values in each turn, and to check them takes as long as to render a chat."""
+_POSSIBLE: set[str] = set()
+"""Values that can work. Episodes ask with the same few in each turn, and to check them takes as long as a rendering."""
+MOST_POSSIBLE = 256
 
 
 def _refuse_another_distribution(wanted: Sampling, run: Sampling) -> None:  # PO-4

@@ -9,12 +9,15 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import pytest_asyncio
 from served_policy import Served, serving
 
 from apps.agent import calculator, own, tasks
 from apps.agent.calculator import with_agents, with_openai
+from apps.agent.main import episode
 from goaly.agents.answers import AnswerParser
 from goaly.agents.chat import Chat
 from goaly.agents.gateway import Gateway
@@ -73,6 +76,45 @@ async def test_an_agent_calls_the_tool_and_its_chat_is_one_trajectory(serve: Ser
         context = chat.decode(trajectory.tokens["tokens"].tolist(), False)
         assert context.startswith("<|system|>add<|end|><|user|>48+90=<|end|><|assistant|><tool_call>")
         assert context.endswith("<|tool|>138<|end|><|assistant|>138<|end|>")
+
+
+@one_loop
+async def test_a_runner_of_the_responses_api_calls_its_tool(serve: Serve, chat: ChatTokenizer):
+    import agents
+
+    @agents.function_tool
+    def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        return str(a + b)
+
+    agents.set_tracing_disabled(True)
+    with serve(CALL, "138") as served:
+        async with openai.AsyncOpenAI(**address(served)) as client:
+            model = agents.OpenAIResponsesModel(model="policy", openai_client=client)
+            agent = agents.Agent(name="calculator", model=model, tools=[add])
+            made = await agents.Runner.run(agent, "48+90=")
+        (trajectory,) = served.session.trajectories(1.0)
+    assert made.final_output == "138"
+    sampled = trajectory.tokens["tokens"][trajectory.tokens["trained"]].tolist()
+    assert chat.decode(sampled, False).replace("<|end|>", "|") == f"{CALL}|138|"
+
+
+@one_loop
+async def test_an_agent_that_sends_a_reward_is_not_scored_by_the_verifier(serve: Serve, parser: AnswerParser):
+    async def agent(messages: Any, *, base_url: str, api_key: str) -> str:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            made = await client.chat.completions.create(model="policy", messages=messages)
+        url = f"{base_url.removesuffix('/v1')}/sessions/own/reward"
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {api_key}"}) as http:
+            (await http.post(url, json={"reward": 0.625})).raise_for_status()
+        return made.choices[0].message.content or ""
+
+    prompt = Prompt(id="q", source="s", messages=(Message(**QUESTION[0]),), answer="138")
+    with serve("138") as served:
+        chat = Chat(served.policy, served.session, parser)
+        context: Any = SimpleNamespace(chat=chat, endpoint=served.endpoint)
+        (trajectory,) = await episode(agent, prompt, context)
+    assert trajectory.reward == 0.625
 
 
 @one_loop

@@ -105,3 +105,35 @@ async def test_what_an_api_elsewhere_cannot_do_is_told() -> None:
         with pytest.raises(EpisodeError, match=f"{name}: the policy is behind an API elsewhere"):
             getattr(NoTokens(), name)
     assert NoTokens().evaluation
+
+
+async def test_equal_chats_are_counted_each(chats: dict[str, ChatTokenizer]) -> None:
+    async def twice(chat: Any) -> float:
+        for _ in range(2):
+            chat.credited(await chat.say([user("a")]), 0.5)
+        return episode_reward(chat.finish(1.0))
+
+    there, _ = elsewhere(lambda number: {"content": "x"})
+    assert await twice(there) == await twice(here(chats["chatml"])) == 1.5
+
+
+async def test_a_policy_that_judges_itself_gets_that_reward_and_its_judgement_is_not_trained(
+    chats: dict[str, ChatTokenizer],
+) -> None:
+    async def judged(chat: Any) -> tuple[float, int]:
+        answer = await chat.say([user("a")])
+        chat.credited(answer, 0.5)
+        verdict = await chat.say([user(f"is {answer.content} right?")], trained=False, temperature=0.0)
+        made = chat.finish(float(verdict.content == "answer 2"))
+        return episode_reward(made), len(made)
+
+    there, asked = elsewhere(lambda number: {"content": f"answer {number}"})
+    assert await judged(there) == await judged(here(chats["chatml"])) == (1.5, 1)
+    assert asked[1]["temperature"] == 0.0
+
+
+async def test_an_episode_that_trains_nothing_has_a_trajectory_all_the_same(chats: dict[str, ChatTokenizer]) -> None:
+    chat = here(chats["chatml"])
+    await chat.say([user("a")], trained=False)
+    (alone,) = chat.finish(1.0)
+    assert (alone.trained_tokens, alone.reward) == (0, 1.0)

@@ -248,8 +248,13 @@ async def test_rewards_come_over_http_for_a_turn_or_for_the_episode(serve: Serve
         made = await of_openai(served).chat.completions.create(model="m", messages=[QUESTION])
         url = f"{served.endpoint.root_url}/sessions/{served.endpoint.session_id}/reward"
         async with httpx.AsyncClient(headers={"x-api-key": served.endpoint.api_key}) as client:
-            for reward in ({"reward": 0.5, "response_id": made.id}, {"reward": 1.0}, {"reward": 0.25}):
-                assert (await client.post(url, json=reward)).status_code == 204
+            own = f"{served.endpoint.root_url}/sessions/own/reward"
+            for at, reward in (
+                (url, {"reward": 0.5, "response_id": made.id}),
+                (url, {"reward": 1.0}),
+                (own, {"reward": 0.25}),
+            ):
+                assert (await client.post(at, json=reward)).status_code == 204
             assert (await client.post(url, json={"reward": 1.0, "response_id": "x"})).status_code == 404
             assert (await client.post(f"{url[:-10]}other/reward", json={"reward": 1.0})).status_code == 404
             for wrong in ("NaN", "1e39"):
@@ -331,6 +336,30 @@ async def test_a_request_to_the_next_worker_waits_for_its_session_and_no_other_d
         await gateway.close()
 
 
+async def test_a_request_whose_session_does_not_go_on_in_time_is_told_to_ask_again(
+    chats: dict[str, ChatTokenizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # GW-3
+    monkeypatch.setattr("goaly.agents.gateway.REOPEN_SECONDS", 0.05)
+    chat = chats["qwen3"]
+    write_model(chat.folder)
+    parser = AnswerParser(chat, ChatSettings(tool_parser="hermes", reasoning_parser="qwen3"))
+    parser.load()
+    files = SessionFiles(tmp_path / "sessions")
+    files.begin("7.0")
+    gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096, files)
+    await gateway.start(parser)
+    facts = {"base_url": gateway._http.url, "api_key": files.api_key("7.0")}
+    try:
+        async with openai.AsyncOpenAI(**facts, max_retries=0) as client:
+            with pytest.raises(openai.InternalServerError, match="ask again"):
+                await client.models.list()
+            with serving(gateway, chat, parser, wrote("here", "x"), files=files):
+                made = await client.chat.completions.create(model="m", messages=[QUESTION])
+        assert made.choices[0].message.content.strip() == "here"
+    finally:
+        await gateway.close()
+
+
 def without_ids(text: str) -> str:
     """A function call has a random id in each attempt that samples it."""
     return re.sub(r'"(chatcmpl-|fc_)[^"]*"', "", text)
@@ -353,3 +382,17 @@ async def test_every_worker_makes_the_same_keys_and_no_other_run_does(tmp_path: 
     assert (tmp_path / "run" / "secret").stat().st_mode & 0o77 == 0
     forget_sessions(tmp_path / "run")  # KS-2
     assert not (tmp_path / "run").exists()
+
+
+async def test_a_client_that_forbids_calls_gets_text_and_one_that_wants_a_single_call_gets_the_first(
+    serve: Serve,
+) -> None:
+    other = {**CALL, "function": {"name": "search", "arguments": "{}"}}
+    with serve(wrote("", "x", CALL), wrote("", "x", CALL, other)) as served:
+        client = of_openai(served)
+        asked: Any = {"model": "m", "messages": [QUESTION], "tools": TOOLS}
+        forbidden = await client.chat.completions.create(**asked, tool_choice="none")
+        single = await client.chat.completions.create(**asked, parallel_tool_calls=False)
+    assert forbidden.choices[0].message.tool_calls is None
+    assert "<tool_call>" in forbidden.choices[0].message.content
+    assert [call.function.name for call in single.choices[0].message.tool_calls] == ["add"]

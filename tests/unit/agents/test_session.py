@@ -8,6 +8,7 @@ from chat_templates import FAMILIES, chat_of
 from goaly.agents.session import SessionBusy, SessionEnd, SessionExhausted, SessionLimits
 from goaly.errors import EpisodeError
 from goaly.generate.request import Finish
+from goaly.rollout.policy import ContextFull
 from goaly.trajectory import EXPERT_CHOICES, Outcome
 
 
@@ -332,3 +333,26 @@ def test_messages_that_render_as_nothing_are_the_clients_error(tmp_path):
     a = Agent(chat_of("{% for m in messages %}{{ m.content }}{% endfor %}", [], tmp_path / "own"), FAMILIES["chatml"])
     with pytest.raises(ValueError, match="empty"):
         a.session.extend([])
+
+
+def test_what_was_refused_is_known_to_a_replayed_session_until_a_shorter_chat_succeeds(agent):  # SE-4
+    one = agent(limits=SessionLimits(turns=2))
+    one.say([user("a")], assistant("b"))
+    with pytest.raises(ContextFull), one.session.sampling():
+        raise ContextFull("full")
+    assert one.session.exhausted
+    assert one.replayed().exhausted
+    one.say([user("c")], assistant("d"))
+    assert not one.session.exhausted
+    assert not one.replayed().exhausted
+    with pytest.raises(SessionExhausted), one.session.sampling():
+        pass
+    assert one.session.exhausted
+    assert one.replayed().trajectories(1.0)[0].outcome == "truncated"
+
+
+def test_more_answers_at_once_than_are_left_do_not_use_the_session_up(agent):
+    one = agent(limits=SessionLimits(turns=2))
+    with pytest.raises(SessionExhausted), one.session.sampling(answers=3):
+        pass
+    assert not one.session.exhausted

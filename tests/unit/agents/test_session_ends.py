@@ -2,29 +2,39 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from agent_sessions import TOOLS
 from served_policy import Scripted
 
 from apps.agent.main import episode as of_agent
 from goaly.agents.answers import AnswerParser
-from goaly.agents.gateway import Gateway
+from goaly.agents.gateway import Endpoint, Gateway
+from goaly.agents.session import SessionBusy, SessionExhausted
+from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped
+from goaly.environments.protocol import EnvironmentDied
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.reward.verifier_process import VerifierError
 from goaly.rollout.episode import EpisodeContext
 from goaly.rollout.group import GroupRunner
+from goaly.rollout.policy import ContextFull
 from goaly.rollout.settings import EndpointSettings, RolloutSettings, SessionSettings
 from goaly.trajectory import Group, Trajectory
 
 PROMPT = Prompt(id="q1", source="s", messages=(Message(role="user", content="2+3?"),), answer="5")
 LIMITED = SessionSettings(turns=2)
+TICKET = Ticket(index=4, min_version=0)
 
 
 class Runs:
@@ -32,28 +42,36 @@ class Runs:
 
     def __init__(self, chat: ChatTokenizer):
         self.chat = chat
+        self.score = _share_of_digits
         self.end: Group | Dropped | None = None
 
-    async def group(self, episode: Any, max_context: int = 4096, gateway: Gateway | None = None, **limits: Any) -> Any:
-        """The end of a group of these episodes."""
-        parser = AnswerParser(self.chat, ChatSettings())
-        runner = GroupRunner(
+    def runner(
+        self, episode: Any, max_context: int = 4096, gateway: Any = None, files: Any = None, **limits: Any
+    ) -> Any:
+        """Runs groups of these episodes."""
+        self.sampler, self.parser = Scripted(self.chat), AnswerParser(self.chat, ChatSettings())
+        return GroupRunner(
             name="rollout-0",
             episode=episode,
             settings=RolloutSettings(**limits),
-            sampler=Scripted(self.chat),  # type: ignore[bad-argument-type]
+            sampler=self.sampler,  # type: ignore[bad-argument-type]
             report=self._report,
-            score=_share_of_digits,
+            score=self.score,
             chat=self.chat,
-            parser=parser,
+            parser=self.parser,
             sampling=Sampling(max_tokens=60, temperature=1.0),
             group_size=2,
             max_context=max_context,
             gateway=gateway,
+            session_files=files,
         )
-        if gateway is not None:
-            await asyncio.to_thread(parser.load)
-        await runner.run(Ticket(index=4, min_version=0), PROMPT)
+
+    async def group(self, episode: Any, max_context: int = 4096, prompt: Prompt = PROMPT, **facts: Any) -> Any:
+        """The end of a group of these episodes."""
+        runner = self.runner(episode, max_context, **facts)
+        if isinstance(facts.get("gateway"), Gateway):
+            await asyncio.to_thread(self.parser.load)
+        self.summary = await runner.run(TICKET, prompt)
         return self.end
 
     async def _report(self, end: Group | Dropped) -> bool:
@@ -80,11 +98,24 @@ async def going_on(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
             context.chat.credited(answer, 0.25 * (1 + context.sample_index))
 
 
-@pytest.mark.parametrize("limit", [{"session": LIMITED}, {"session": SessionSettings(tokens=20)}, {"max_context": 80}])
-async def test_an_episode_that_its_limits_end_is_trained_as_far_as_it_came(runs: Runs, limit: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("limit", "answers"),
+    [({"session": LIMITED}, 4), ({"session": SessionSettings(tokens=20)}, 6), ({"max_context": 80}, 4)],
+)
+async def test_an_episode_that_its_limits_end_is_trained_as_far_as_it_came(
+    runs: Runs, limit: dict[str, Any], answers: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """RG-4."""
+    caplog.set_level("INFO", "goaly.rollout.group")
     group = await runs.group(going_on, **limit)
     assert isinstance(group, Group), group
+    told = [record.getMessage() for record in caplog.records]
+    assert sorted(text.partition(": ")[0] for text in told) == [
+        f"episode {sample} of prompt q1 is trained as truncated" for sample in (0, 1)
+    ]
+    for sample, text in enumerate(sorted(told)):
+        assert "context" in text or f"session of prompt q1/{sample}: " in text
+    assert len(runs.sampler.prompts) == answers
     assert group.rewards == [0.25, 0.5]
     assert {sample.outcome for sample in group.samples} == {"truncated"}
     assert all(sample.trained_tokens > 0 and len(sample.turns) > 2 for sample in group.samples)
@@ -136,8 +167,44 @@ async def test_other_errors_of_an_episode_fail_its_group_also_where_it_was_trunc
     end = await runs.group(wrong)
     assert (end.state, end.why) == ("failed", "prompt q1: ValueError: a mistake of its own")
     assert end.counts == {"agents/sessions_abandoned": 2}
+    assert runs.summary.rewards == ()
     end = await runs.group(going_on, max_context=4)
     assert (end.state, end.why) == ("rejected", "prompt_too_long")
+    assert end.counts == {"agents/sessions_abandoned": 2}
+
+
+@pytest.mark.parametrize("error", [VerifierError("it is down"), EnvironmentDied("it was killed")])
+async def test_what_the_verifier_and_the_environment_fail_at_fails_the_group_of_a_truncated_session(
+    runs: Runs, error: Exception
+) -> None:
+    """RG-4."""
+
+    async def fails(prompt: Prompt, context: EpisodeContext) -> Any:
+        try:
+            await going_on(prompt, context)
+        except SessionExhausted:
+            if isinstance(error, EnvironmentDied):
+                raise error from None
+            await context.reward(prompt, "")
+
+    async def score(prompt: Prompt, response: str) -> float:
+        raise error
+
+    runs.score = score
+    end = await runs.group(fails, session=LIMITED)
+    assert (end.state, end.why) == ("failed", f"prompt q1: {type(error).__name__}: {error}")
+
+
+async def test_an_agent_that_begins_a_shorter_chat_where_the_context_was_full_is_complete(runs: Runs) -> None:
+    async def compacts(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
+        with pytest.raises(ContextFull):
+            await going_on(prompt, context)
+        await context.chat.say([Message(role="user", content="in short")])
+        return context.chat.finish(1.0)
+
+    group = await runs.group(compacts, max_context=80)
+    assert {sample.outcome for sample in group.samples} == {"complete"}
+    assert group.counts == {}
 
 
 async def test_an_episode_that_goes_on_after_a_refusal_is_truncated_too(runs: Runs) -> None:
@@ -162,3 +229,115 @@ async def test_a_session_that_runs_out_of_time_is_counted_and_its_siblings_are_a
     assert (end.state, end.why) == ("failed", "episode_timeout")
     assert sum(end.counts.values()) == 2
     assert end.counts["agents/sessions_timed_out"] >= 1
+
+
+async def test_an_answer_that_was_scored_before_the_limits_ended_its_episode_is_trained(runs: Runs) -> None:
+    """RG-4."""
+
+    async def scored(prompt: Prompt, context: EpisodeContext) -> Any:
+        assert await context.reward(prompt, "12") == 1.0
+        return await going_on(prompt, context)
+
+    group = await runs.group(scored, session=LIMITED)
+    assert group.rewards == [0.25, 0.5]
+
+
+async def test_sessions_that_were_under_way_are_counted_in_a_group_that_is_cancelled(runs: Runs) -> None:
+    begun = asyncio.Event()
+
+    async def waits(prompt: Prompt, context: EpisodeContext) -> Any:
+        begun.set()
+        await asyncio.Event().wait()
+
+    group = asyncio.create_task(runs.runner(waits).run(TICKET, PROMPT))
+    await begun.wait()
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await group
+    assert isinstance(runs.end, Dropped)
+    assert runs.end.counts == {"agents/sessions_abandoned": 2}
+
+
+async def test_an_episode_chats_with_the_tools_of_its_prompt_and_pays_for_malformed_calls(
+    chats: dict[str, ChatTokenizer],
+) -> None:
+    runs = Runs(chats["hermes"])
+
+    async def calls(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
+        session = context.chat.session
+        await context.chat.say(prompt.messages)
+        asked = session.extend([Message(role="user", content="again").as_dict()])
+        completion = await context.policy.sample(asked.prompt)
+        session.record(asked, completion, {"content": "x"}, malformed=2)
+        with session.sampling(), pytest.raises(SessionBusy), session.sampling():
+            pass
+        return context.chat.finish(1.0)
+
+    tools = replace(PROMPT, tools=TOOLS)
+    group = await runs.group(calls, prompt=tools, session=SessionSettings(malformed_penalty=0.25, parallel=1))
+    assert "search" in runs.chat.decode(runs.sampler.prompts[0])
+    assert group.rewards == [0.75, 0.75]
+    assert [(one.prompt_id, one.sample_index) for one in group.samples] == [("q1", at) for at in (0, 0, 1, 1)]
+    assert group.counts == {"agents/malformed_calls": 4}
+
+
+async def test_the_records_of_a_group_under_way_are_kept_for_the_next_worker_and_then_deleted(
+    runs: Runs, tmp_path: Path
+) -> None:  # KS-1
+    files, both_asked, going_on = SessionFiles(tmp_path), asyncio.Event(), asyncio.Event()
+    asked: list[int] = []
+
+    def records() -> set[str]:
+        return {path.name for path in tmp_path.glob("*.jsonl")}
+
+    async def asks(prompt: Prompt, context: EpisodeContext) -> Any:
+        """As the endpoint does, whose requests have keys."""
+        session = context.chat.session
+        if session.turn_of("first") is None:
+            place = session.extend([prompt.messages[0].as_dict()])
+            completion = await context.policy.sample(place.prompt)
+            session.record(place, completion, {"content": "x"}, key="first")
+        asked.append(context.policy._requests)
+        if len(asked) == 2:
+            both_asked.set()
+        await going_on.wait()
+        return context.chat.finish(1.0)
+
+    dead = asyncio.create_task(runs.runner(asks, files=files).run(TICKET, PROMPT))
+    await both_asked.wait()
+    assert records() == {"4.0.jsonl", "4.1.jsonl"}
+    kept = {name: (tmp_path / name).read_bytes() for name in records()}
+    dead.cancel()
+    await asyncio.wait([dead])
+    assert records() == set()
+    for name, content in kept.items():  # as the death of its process leaves it
+        (tmp_path / name).write_bytes(content)
+    going_on.set()
+    group = await runs.group(asks, files=files)
+    assert runs.sampler.prompts == []
+    assert asked[2:] == asked[:2]
+    assert [one.sample_index for one in group.samples] == [0, 1]
+    assert records() == set()
+    assert await runs.runner(asks, files=files).evaluate(PROMPT, 1) == [1.0]
+    assert records() == set()
+
+
+async def test_an_episode_is_reached_where_its_gateway_serves_its_session(runs: Runs) -> None:
+    class Served:
+        """Stands where the gateway is."""
+
+        def serve(self, session: Any, policy: Any, parser: Any) -> Any:
+            return nullcontext(Endpoint(base_url=session._prompt_id, api_key=policy.name, session_id=str(id(parser))))
+
+    found: list[Endpoint] = []
+
+    async def looks(prompt: Prompt, context: EpisodeContext) -> Any:
+        found.append(context.endpoint)
+        await context.chat.say(prompt.messages)
+        return context.chat.finish(1.0)
+
+    assert isinstance(await runs.group(looks, gateway=Served()), Group)
+    assert [(each.base_url, each.api_key) for each in found] == [("q1", "4.0"), ("q1", "4.1")]
+    assert {each.session_id for each in found} == {str(id(runs.parser))}
+    end = await runs.group(looks)
+    assert "set rollout.endpoint={} in the run's settings" in end.why

@@ -171,3 +171,11 @@ async def test_an_unknown_parameter_is_refused_with_what_to_use_instead(key, why
     with pytest.raises(EpisodeError) as error:
         await policy(Recorder()).sample([9], **{key: 1})
     assert str(error.value).startswith(f"{key}=1: {why}")
+
+
+async def test_a_value_of_a_wrong_type_is_refused_also_after_an_equal_one_that_is_right():
+    one = policy(Recorder())
+    await one.sample([9], max_tokens=8, stop_token_ids=())
+    with pytest.raises(EpisodeError, match=r"max_tokens=8\.0: must be an integer"):
+        await one.sample([9], max_tokens=8.0, stop_token_ids=())
+    await one.sample([9], max_tokens=8, stop_token_ids=())
