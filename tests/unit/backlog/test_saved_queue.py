@@ -11,6 +11,7 @@ from trajectories import grouped, sampled
 from goaly.backlog import waits
 from goaly.backlog.distribution import LengthDistribution
 from goaly.backlog.group_queue import GroupQueue
+from goaly.backlog.group_statistics import GroupStatistics
 from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
 from goaly.backlog.waits import QueueWaits
@@ -77,6 +78,7 @@ async def test_a_dropped_ticket_holds_no_measured_step_back() -> None:
     queue = queue_of(SETTINGS)
     await admit(queue, 3)
     queue.report(Dropped.failed(0, "broken"))
+    assert [queue.state(ticket).value for ticket in (0, 1)] == ["failed", "running"]
     complete(queue, 1, 4)
     complete(queue, 2, 5)
     metrics = (await now(queue.next_batch())).metrics
@@ -119,3 +121,10 @@ def test_each_wait_for_a_batch_is_a_span(monkeypatch: pytest.MonkeyPatch) -> Non
         ("queue_wait", 5_000_000_000, 9_000_000_000, {"ticket": 0}),
         ("queue_wait", 6_000_000_000, 9_000_000_000, {"ticket": 1}),
     ]
+
+
+def test_what_was_counted_in_episodes_outlives_the_hub() -> None:
+    first, loaded = (GroupStatistics(SETTINGS) for _ in range(2))
+    first.count_dropped(Dropped.failed(0, "broken", {"tools/timeouts": 2}))
+    loaded.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert loaded.take_counts()["tools/timeouts"] == 2.0
