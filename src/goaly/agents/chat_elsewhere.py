@@ -32,8 +32,10 @@ class ChatElsewhere:
         self._client = client
         self._prompt_id = prompt_id
         self._tools = tools
-        self._said: list[Message] = []
+        self._said: list[tuple[Message, bytes]] = []
         self._leaves: Counter[bytes] = Counter()
+        self._uncounted: set[bytes] = set()
+        """Chats that train nothing and have no reward: a session makes no trajectory of them."""
         self._credits = 0.0
 
     async def say(
@@ -63,15 +65,21 @@ class ChatElsewhere:
         begun = [digest for digest in earlier if self._leaves[digest] > 0]
         if begun or trained:
             self._leaves[ended] += 1
+        else:
+            self._uncounted.add(ended)
         if begun:
             self._leaves[begun[-1]] -= 1
-        self._said.append(answer)
+        self._said.append((answer, ended))
         return answer
 
     def credited(self, answer: Message, reward: float) -> None:
         """Give a process reward to the turn that returned this message."""
-        if not any(said is answer for said in self._said):
+        ended = next((ended for said, ended in self._said if said is answer), None)
+        if ended is None:
             raise EpisodeError("a reward for a message that `say` has not returned")
+        if ended in self._uncounted:
+            self._uncounted.remove(ended)
+            self._leaves[ended] += 1
         self._credits += reward_value(reward, self._prompt_id)
 
     has_reward = False

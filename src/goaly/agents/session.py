@@ -32,7 +32,7 @@ from goaly.trajectory import Trajectory, reward_value
 PLAIN = "plain text"
 """The role of prompts without messages. No chat has it."""
 
-LIMITS, CONTEXT = "limits", "context"
+LIMITS, LAST = "limits", "last"
 
 
 class SessionEnd(StrEnum):
@@ -41,7 +41,7 @@ class SessionEnd(StrEnum):
     COMPLETE = "complete"
     """The agent finished."""
     TRUNCATED = "truncated"
-    """Something was refused, because the session's turns or tokens were used up, or the context was full."""
+    """It was exhausted: its turns or tokens were used up, or the context was full for the last request."""
     TIMED_OUT = "timed_out"
     """The time limit ended it."""
     ABANDONED = "abandoned"
@@ -98,7 +98,7 @@ class Session:
         self._malformed_penalty = malformed_penalty
         self._log = log
         self._refused: set[str] = set()
-        """What refuses requests: its limits, or a context that was full for the last one."""
+        """LIMITS if they have refused a request for good, LAST if the last one was refused."""
         self._under_way = 0
         self._credits: list[float] = []
         self._continued: set[int] = set()
@@ -111,8 +111,7 @@ class Session:
         turns, limits = len(self.turns) + self._under_way + answers, self.limits
         self._check_open()
         if limits.turns is not None and turns > limits.turns:
-            if turns - answers >= limits.turns:
-                self._refuse(LIMITS)
+            self._refuse(LIMITS if len(self.turns) >= limits.turns else LAST)
             raise SessionExhausted(f"{self._where}: {turns} turns, the limit is {limits.turns}")
         if limits.tokens is not None and self.sampled_tokens >= limits.tokens:
             self._refuse(LIMITS)
@@ -123,7 +122,7 @@ class Session:
         try:
             yield
         except ContextFull:
-            self._refuse(CONTEXT)
+            self._refuse(LAST)
             raise
         finally:
             self._under_way -= answers
@@ -223,7 +222,7 @@ class Session:
 
     @property
     def exhausted(self) -> bool:
-        """Whether its limits have refused a request, or a full context has refused the last one."""
+        """Whether its limits have refused a request for good, or they or a full context the last one."""
         return bool(self._refused)
 
     @property
@@ -328,7 +327,8 @@ class Session:
 
     def _add(self, turn: RecordedTurn) -> None:
         self.turns.append(turn)
-        self._refused.discard(CONTEXT)  # a shorter chat had room
+        if turn.trained:  # such as the first of a shorter chat
+            self._refused.discard(LAST)
         self._credits.append(-self._malformed_penalty * turn.malformed)
         self.sampled_tokens += len(turn.tokens)
         if turn.parent is not None:

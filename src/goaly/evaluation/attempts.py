@@ -65,12 +65,13 @@ def by_episode(episode: EpisodeFunction, serve: Serve, *, most: int, seconds: fl
                     reward = episode_reward(trajectories_of(made))
                     failures = 0
                 except Exception as error:
-                    if isinstance(error, PromptFillsContext):
+                    cause = first_error(error)
+                    if isinstance(cause, PromptFillsContext):
                         return None
                     if unjudged:
-                        raise unjudged[0] from error
-                    reward, why = 0.0, cause_of(first_error(error))
-                    failures += not isinstance(error, ContextFull)
+                        raise unjudged[0] from None
+                    reward, why = 0.0, cause_of(cause)
+                    failures += not isinstance(cause, ContextFull)
                     logger.warning("an evaluation counts reward 0: prompt %s: %s", prompt.id, why)
                     if failures >= FAILURES_IN_A_ROW:
                         raise RunFailed(f"{failures} attempts failed in a row; the last: {why}") from error

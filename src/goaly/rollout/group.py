@@ -231,15 +231,15 @@ class GroupRunner:
     async def _run_one(
         self, prompt: Prompt, running: RunningEpisode, group_limit: asyncio.Timeout | None = None
     ) -> tuple[Trajectory, ...]:
-        is_judged = True
+        unjudged: list[Exception] = []
 
         async def judge(prompt: Prompt, response: str) -> float:
-            nonlocal is_judged
             with span("reward", prompt=prompt.id):
-                is_judged = False
-                reward = await running.judged(self.score(prompt, response))
-                is_judged = True
-                return reward
+                try:
+                    return await running.judged(self.score(prompt, response))
+                except Exception as error:
+                    unjudged.append(error)
+                    raise
 
         async with self._places:  # Unblocked by the end of other episodes.
             seconds = self.settings.group_seconds
@@ -263,7 +263,7 @@ class GroupRunner:
                     raise
                 except Exception as error:
                     cause = first_error(error)
-                    if not (session.exhausted and session.turns and is_judged) or isinstance(cause, EnvironmentFailed):
+                    if not (session.exhausted and session.turns) or unjudged or isinstance(cause, EnvironmentFailed):
                         raise
                     logger.info("%s is trained as truncated: %s", name, cause_of(cause))
                     made = session.trajectories(session.reward or 0.0)  # RG-4

@@ -100,6 +100,8 @@ class RolloutStage:
                 return
             except Lost:
                 if backlog is not None and not await backlog.is_running(ticket.index, hub):
+                    if backlog.hub == hub:
+                        self._homes.pop(ticket.index, None)
                     return  # GR-1
             except asyncio.CancelledError:
                 self._homes.pop(ticket.index, None)

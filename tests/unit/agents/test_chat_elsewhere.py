@@ -132,6 +132,18 @@ async def test_a_policy_that_judges_itself_gets_that_reward_and_its_judgement_is
     assert asked[1]["temperature"] == 0.0
 
 
+async def test_an_untrained_answer_counts_where_it_is_credited(chats: dict[str, ChatTokenizer]) -> None:
+    async def judged(chat: Any) -> float:
+        await chat.say([user("a")])
+        verdict = await chat.say([user("b")], trained=False)
+        for _ in range(2):
+            chat.credited(verdict, 0.25)
+        return episode_reward(chat.finish(1.0))
+
+    there, _ = elsewhere(lambda number: {"content": "x"})
+    assert await judged(there) == await judged(here(chats["chatml"])) == 1.25
+
+
 async def test_an_episode_that_trains_nothing_has_a_trajectory_all_the_same(chats: dict[str, ChatTokenizer]) -> None:
     chat = here(chats["chatml"])
     await chat.say([user("a")], trained=False)

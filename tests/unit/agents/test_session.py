@@ -1,5 +1,7 @@
 """What continues a session's tree, what branches, and where each token is trained: one case for each kind."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from agent_sessions import TOOLS, Agent, assistant, system, tool, user
@@ -351,8 +353,20 @@ def test_what_was_refused_is_known_to_a_replayed_session_until_a_shorter_chat_su
     assert one.replayed().trajectories(1.0)[0].outcome == "truncated"
 
 
-def test_more_answers_at_once_than_are_left_do_not_use_the_session_up(agent):
+def test_more_answers_at_once_than_are_left_use_the_session_up_until_fewer_are_asked_for(agent):
     one = agent(limits=SessionLimits(turns=2))
     with pytest.raises(SessionExhausted), one.session.sampling(answers=3):
         pass
+    assert one.session.exhausted
+    one.say([user("c")], assistant("d"))
     assert not one.session.exhausted
+
+
+def test_a_judgement_does_not_hide_that_the_last_answer_was_refused(agent):
+    one = agent()
+    one.say([user("a")], assistant("b"))
+    with pytest.raises(ContextFull), one.session.sampling():
+        raise ContextFull("full")
+    asked = one.session.extend([user("is b right?")])
+    one.session.record(asked, replace(one.completion(asked.prompt, [60]), trained=False), assistant("yes"))
+    assert [each.outcome for each in one.session.trajectories(1.0)] == ["truncated"]

@@ -195,6 +195,30 @@ async def test_what_the_verifier_and_the_environment_fail_at_fails_the_group_of_
     assert (end.state, end.why) == ("failed", f"prompt q1: {type(error).__name__}: {error}")
 
 
+async def test_a_verifier_that_fails_beside_others_fails_the_group_of_a_truncated_session(runs: Runs) -> None:
+    """RG-4."""
+
+    async def asks_twice(prompt: Prompt, context: EpisodeContext) -> Any:
+        with pytest.raises(SessionExhausted):
+            await going_on(prompt, context)
+        failed, _ = await asyncio.gather(
+            context.reward(prompt, "broken"), context.reward(prompt, "12"), return_exceptions=True
+        )
+        assert isinstance(failed, VerifierError)
+        raise failed
+
+    async def score(prompt: Prompt, response: str) -> float:
+        await asyncio.sleep(0)
+        if response == "broken":
+            await asyncio.sleep(0)
+            raise VerifierError("it is down")
+        return 1.0
+
+    runs.score = score
+    end = await runs.group(asks_twice, session=LIMITED)
+    assert (end.state, end.why) == ("failed", "prompt q1: VerifierError: it is down")
+
+
 async def test_an_agent_that_begins_a_shorter_chat_where_the_context_was_full_is_complete(runs: Runs) -> None:
     async def compacts(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
         with pytest.raises(ContextFull):

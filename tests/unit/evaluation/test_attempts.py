@@ -51,7 +51,7 @@ async def test_episodes_that_fail_in_a_row_end_the_evaluation_and_those_without_
         raise ValueError("a mistake of its own")
 
     async def fills(prompt: Prompt, context: EpisodeContext) -> Any:
-        raise ContextFull("full")
+        raise ExceptionGroup("of two chats", [ContextFull("full"), ContextFull("full")])
 
     async def too_long(prompt: Prompt, context: EpisodeContext) -> Any:
         raise PromptFillsContext("too long")
