@@ -42,7 +42,7 @@ def test_a_run_that_replays_choices_of_experts_can_be_trained_again(tmp_path: Pa
         assert all(sample.tokens["expert_choices"].shape == (len(sample), 3, 2) for sample in group.samples)
     steps = run.lines("metrics.jsonl")
     assert [step["policy_version"] for step in steps] == list(range(1, STEPS + 1))
-    assert 0 < steps[0]["experts/rerouted"] < 0.05  # by rounding; later the policy is another one, too
+    assert steps[0]["experts/rerouted"] < 0.05  # by rounding, on some machines none; later the policy differs
     assert steps[0]["sampler_kl"] < 1e-3
     assert steps[0]["kl_reference"] == 0  # the reference is the same model yet
-    assert all(0 < step["experts/rerouted"] < 0.5 for step in steps)
+    assert all(0 < step["experts/rerouted"] < 0.5 for step in steps[1:])
