@@ -23,6 +23,7 @@ from goaly.generate.settings import SamplingSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.episode import EpisodeContext
 from goaly.rollout.policy import Policy
+from goaly.rollout.running import RunningEpisode
 from goaly.rollout.settings import EndpointSettings
 
 Sampled = Callable[[SamplingSettings], Sampling]
@@ -95,7 +96,8 @@ async def _served(
             evaluation=True,
             seeds=attempt.seeds,
         )
-        with _ending(policy), gateway.serve(session, policy, parser) as endpoint:
+        running = RunningEpisode(policy, attempt.index)
+        with running.under_way(), gateway.serve(session, policy, parser) as endpoint:
             context = EpisodeContext(
                 policy=policy,
                 reward=verify,
@@ -114,15 +116,6 @@ async def _served(
         yield _by_episode(config, serve)
     finally:
         await gateway.close()
-
-
-@contextmanager
-def _ending(policy: Policy) -> Iterator[None]:
-    """The block in which an episode may sample."""
-    try:
-        yield
-    finally:
-        policy.end()
 
 
 class _Sampler:

@@ -125,7 +125,7 @@ class Group:
     source: str
     samples: tuple[Trajectory, ...]
     counts: Mapping[str, int] = field(default_factory=dict)
-    """What was counted in its episodes, by the name of the metric (`goaly.telemetry.counts`)."""
+    """Counts of events in its episodes, by the name of the metric (`goaly.telemetry.counts`)."""
     _encoded: bytearray | None = field(default=None, init=False, repr=False, compare=False)
     """Its bytes, if it was made of some: the memory of its tensors."""
 

@@ -39,12 +39,16 @@ class Listeners:
         self._sockets: list[socket.socket] = []
         self.names: list[str] = []
         """As `listener_of` takes them, in the order of the workers."""
-        try:
-            for worker in range(workers):
-                self._keep(self._listening(settings, port_of(settings, worker)))
-        except BaseException:
-            self.close()
-            raise
+        for worker in range(workers):
+            port = port_of(settings, worker)
+            try:
+                self._keep(listening(settings.host, port))
+            except OSError as error:
+                self.close()
+                why = error.strerror or error
+                raise ConfigError(
+                    [f"rollout.endpoint: cannot listen at {settings.host}, port {port}: {why}"]
+                ) from error
 
     def close(self) -> None:
         """Stop listening. Workers that still live keep theirs."""
@@ -52,15 +56,6 @@ class Listeners:
             self._loop.remove_reader(each)
             each.close()
         self._sockets.clear()
-
-    @staticmethod
-    def _listening(settings: EndpointSettings, port: int) -> socket.socket:
-        try:
-            return listening(settings.host, port)
-        except OSError as error:
-            raise ConfigError(
-                [f"rollout.endpoint: cannot listen at {settings.host}, port {port}: {error.strerror or error}"]
-            ) from error
 
     def _keep(self, kept: socket.socket) -> None:
         name = f"\0goaly-{secrets.token_hex(16)}"  # in Linux's abstract namespace: no file is left

@@ -39,7 +39,7 @@ class SessionFiles:
         return {self.api_key(path.stem) for path in self._folder.glob("*.jsonl")}
 
     def begin(self, name: str) -> list[Record]:
-        """What an earlier worker has recorded of the session with this name, which begins here."""
+        """Begin the session with this name, and return its records of an earlier worker."""
         (self._folder / f"{name}.jsonl").touch()
         return self.records(name)
 

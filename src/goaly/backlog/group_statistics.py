@@ -78,7 +78,7 @@ class GroupStatistics:
         return taken
 
     def take_counts(self) -> dict[str, float]:
-        """What was counted in episodes since the last call, as metrics."""
+        """The counts of episodes since the last call, as metrics."""
         taken, self._counts = self._counts, Counter()
         return {name: float(taken[name]) for name in sorted({*ALWAYS, *taken})}
 

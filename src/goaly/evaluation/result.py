@@ -27,7 +27,7 @@ Verifier = Callable[[Prompt, str], Awaitable[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What an attempt at a problem came to."""
+    """The result of an attempt at a problem."""
 
     reward: float
     tokens: int | None

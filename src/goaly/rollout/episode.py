@@ -92,7 +92,7 @@ EpisodeFunction = Callable[[Prompt, EpisodeContext], Coroutine[Any, Any, Traject
 
 
 def trajectories_of(made: Any) -> tuple[Trajectory, ...]:
-    """What an episode has returned, as a tuple; EpisodeError if it is no trajectory."""
+    """The trajectories that an episode has returned; EpisodeError if it returned something else."""
     trajectories = tuple(made) if isinstance(made, Sequence) else (made,)
     if not trajectories or not all(isinstance(one, Trajectory) for one in trajectories):
         kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in trajectories)) or "no trajectory"

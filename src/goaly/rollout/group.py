@@ -231,15 +231,9 @@ class GroupRunner:
     async def _run_one(
         self, prompt: Prompt, running: RunningEpisode, group_limit: asyncio.Timeout | None = None
     ) -> tuple[Trajectory, ...]:
-        unjudged: list[Exception] = []
-
         async def judge(prompt: Prompt, response: str) -> float:
             with span("reward", prompt=prompt.id):
-                try:
-                    return await running.judged(self.score(prompt, response))
-                except Exception as error:
-                    unjudged.append(error)
-                    raise
+                return await running.judged(self.score(prompt, response))
 
         async with self._places:  # Unblocked by the end of other episodes.
             seconds = self.settings.group_seconds
@@ -263,7 +257,8 @@ class GroupRunner:
                     raise
                 except Exception as error:
                     cause = first_error(error)
-                    if not (session.exhausted and session.turns) or unjudged or isinstance(cause, EnvironmentFailed):
+                    has_broken = running.is_unjudged or isinstance(cause, EnvironmentFailed)
+                    if has_broken or not (session.exhausted and session.turns):
                         raise
                     logger.info("%s is trained as truncated: %s", name, cause_of(cause))
                     made = session.trajectories(session.reward or 0.0)  # RG-4

@@ -59,8 +59,10 @@ class RunningEpisode:
     sample_index: int
     _stage: str = field(default=WAITING, init=False)
     _judging: int = field(default=0, init=False)
+    is_unjudged: bool = field(default=False, init=False)
+    """Whether the verifier of one of its responses failed."""
     counts: Counter[str] = field(default_factory=Counter, init=False)
-    """What was counted in it, by the name of the metric."""
+    """Counts of events in it, by the name of the metric."""
 
     @property
     def doing(self) -> str:
@@ -87,6 +89,9 @@ class RunningEpisode:
         self._judging += 1
         try:
             value = await score  # Unblocked by the verifier or its time limit.
+        except Exception:
+            self.is_unjudged = True
+            raise
         finally:
             self._judging -= 1
         if isinstance(value, Unscored):
@@ -108,7 +113,7 @@ class RunningGroup:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was counted in the episodes."""
+        """The sums of its episodes' counts."""
         counts = Counter[str]()
         for episode in self.episodes:
             counts.update(episode.counts)

@@ -84,6 +84,14 @@ class RolloutStage:
         """Run the group's episodes on a worker, which reports the group to the queue."""
         backlog = self._backlog
         hub = "" if backlog is None else backlog.hub_of(ticket.index)
+        try:
+            await self._run_group(ticket, prompt, hub)
+        finally:
+            if backlog is None or backlog.hub == hub:  # or the next hub gives the ticket out again
+                self._homes.pop(ticket.index, None)
+
+    async def _run_group(self, ticket: Ticket, prompt: Prompt, hub: str) -> None:
+        backlog = self._backlog
 
         async def run(worker: RolloutWorker) -> GroupSummary:
             if backlog is not None and backlog.hub != hub:
@@ -94,23 +102,17 @@ class RolloutStage:
             index = self._home(ticket.index)
             group = self._groups[ticket.index] = index, prompt
             try:
-                summary = await self._run_on(index, run)
-                self._homes.pop(ticket.index, None)
-                self._judge(summary)
+                self._judge(await self._run_on(index, run))
                 return
             except Lost:
                 if backlog is not None and not await backlog.is_running(ticket.index, hub):
-                    if backlog.hub == hub:
-                        self._homes.pop(ticket.index, None)
                     return  # GR-1
             except asyncio.CancelledError:
-                self._homes.pop(ticket.index, None)
                 self._cancel_later(self.workers[index], ticket.index, hub)
                 raise
             finally:
                 if self._groups.get(ticket.index) is group:  # or the next hub has given the ticket out again
                     del self._groups[ticket.index]
-        self._homes.pop(ticket.index, None)
         if backlog is not None:
             backlog.drop(ticket.index, hub, POISONED)  # GR-2
         self._judge(GroupSummary(ticket=ticket.index, prompt_id=prompt.id, failed=POISONED))

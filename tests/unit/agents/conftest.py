@@ -1,19 +1,14 @@
 """The chat tokenizers of all families, and sessions that use them."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
 from agent_sessions import Agent
 from chat_templates import FAMILIES, chat_of
-from served_policy import Serve, serving, write_model
+from served_policy import Serve, serving, started
 
-from goaly.agents.answers import AnswerParser
-from goaly.agents.gateway import Gateway
-from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.settings import EndpointSettings
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +28,5 @@ def agent(chats: dict[str, ChatTokenizer]) -> Callable[..., Agent]:
 async def serve(chats: dict[str, ChatTokenizer]) -> AsyncIterator[Serve]:
     """Serves sessions of the template that has calls and reasoning."""
     chat = chats["qwen3"]
-    write_model(chat.folder)
-    parser = AnswerParser(chat, ChatSettings(tool_parser="hermes", reasoning_parser="qwen3"))
-    await asyncio.to_thread(parser.load)
-    gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096)
-    await gateway.start(parser)
-    yield lambda *texts, **facts: serving(gateway, chat, parser, *texts, **facts)
-    await gateway.close()
+    async with started(chat) as (gateway, parser):
+        yield lambda *texts, **facts: serving(gateway, chat, parser, *texts, **facts)

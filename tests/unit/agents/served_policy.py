@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from goaly.agents.served import Call
 from goaly.agents.session import Session, SessionLimits
 from goaly.agents.session_files import SessionFiles
 from goaly.generate.request import Finish, Sample, Sampling
+from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Policy
+from goaly.rollout.settings import EndpointSettings
 
 MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 120, "hidden_size": 8}
 MODEL |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 1}
@@ -81,6 +83,29 @@ Serve = Callable[..., AbstractContextManager[Served]]
 QUESTION: Any = {"role": "user", "content": "2+3?"}
 
 
+def policy_of(chat: ChatTokenizer, sampler: Any, **changes: Any) -> Policy:
+    """The policy of the episode 7.0, whose answers come from this sampler."""
+    facts: dict[str, Any] = {"name": "7.0", "session": "7", "sampling": Sampling(max_tokens=200, temperature=1.0)}
+    facts |= {"min_version": 0, "max_context": 4096}
+    return Policy(sampler=sampler, decode=chat.decode, **{**facts, **changes})
+
+
+@asynccontextmanager
+async def started(
+    chat: ChatTokenizer, files: SessionFiles | None = None
+) -> AsyncIterator[tuple[Gateway, AnswerParser]]:
+    """A gateway of a policy with calls and reasoning, and the parser of its answers."""
+    write_model(chat.folder)
+    parser = AnswerParser(chat, ChatSettings(tool_parser="hermes", reasoning_parser="qwen3"))
+    await asyncio.to_thread(parser.load)
+    gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096, files)
+    await gateway.start(parser)
+    try:
+        yield gateway, parser
+    finally:
+        await gateway.close()
+
+
 @contextmanager
 def serving(
     gateway: Gateway,
@@ -94,16 +119,7 @@ def serving(
 ) -> Iterator[Served]:
     """A session of a policy that gives these answers."""
     scripted = Scripted(chat, *texts)
-    policy = Policy(
-        sampler=scripted,  # type: ignore[bad-argument-type]
-        name="7.0",
-        session="7",
-        sampling=Sampling(max_tokens=200, temperature=1.0),
-        min_version=0,
-        max_context=max_context,
-        decode=chat.decode,
-        evaluation=evaluation,
-    )
+    policy = policy_of(chat, scripted, max_context=max_context, evaluation=evaluation)
     session = Session(chat, prompt_id="q1", limits=limits, log=files and partial(files.write, policy.name))
     session.replay([] if files is None else files.records(policy.name))
     with gateway.serve(session, policy, parser) as endpoint:

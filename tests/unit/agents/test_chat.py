@@ -8,6 +8,7 @@ import pytest
 import torch
 from agent_sessions import TOOLS, Agent
 from chat_templates import hermes
+from served_policy import policy_of
 
 from goaly.agents.answers import AnswerParser, starts_of_calls
 from goaly.agents.chat import Chat
@@ -17,7 +18,6 @@ from goaly.generate.request import Finish, Sample, Sampling
 from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.policy import Policy
 
 CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}
 
@@ -46,15 +46,7 @@ def chat_with(
 ) -> Any:
     """A chat with a policy that gives these answers, and its sampler."""
     sampler = Sampler(chat, *answers)
-    policy = Policy(
-        sampler=sampler,  # type: ignore[bad-argument-type]
-        name="e",
-        session="s",
-        sampling=Sampling(max_tokens=100),
-        min_version=0,
-        max_context=4096,
-        decode=chat.decode,
-    )
+    policy = policy_of(chat, sampler, name="e", session="s", sampling=Sampling(max_tokens=100))
     session = Session(chat, prompt_id="q1", limits=limits, malformed_penalty=malformed_penalty)
     parser = AnswerParser(chat, ChatSettings(**parsers))
     parser.load()

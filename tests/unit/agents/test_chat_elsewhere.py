@@ -7,18 +7,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served_policy import Scripted
+from served_policy import Scripted, policy_of
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.chat import Chat
 from goaly.agents.chat_elsewhere import ChatElsewhere, NoTokens
 from goaly.agents.session import Session
 from goaly.errors import EpisodeError
-from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.policy import Policy
 from goaly.trajectory import episode_reward
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -42,16 +40,7 @@ def elsewhere(answer: Callable[[int], dict[str, Any]], *tools: Any) -> tuple[Cha
 
 def here(chat: ChatTokenizer) -> Chat:
     """A chat with the policy that gives the same answers."""
-    policy = Policy(
-        sampler=Scripted(chat),  # type: ignore[bad-argument-type]
-        name="e",
-        session="s",
-        sampling=Sampling(max_tokens=100),
-        min_version=0,
-        max_context=4096,
-        decode=chat.decode,
-    )
-    return Chat(policy, Session(chat, prompt_id="q1"), AnswerParser(chat, ChatSettings()))
+    return Chat(policy_of(chat, Scripted(chat)), Session(chat, prompt_id="q1"), AnswerParser(chat, ChatSettings()))
 
 
 def user(text: str) -> Message:

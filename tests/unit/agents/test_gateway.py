@@ -13,15 +13,11 @@ import httpx
 import openai
 import pytest
 from agent_sessions import TOOLS
-from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, serving, write_model, wrote
+from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, serving, started, wrote
 
-from goaly.agents.answers import AnswerParser
-from goaly.agents.gateway import Gateway
 from goaly.agents.session import SessionLimits
 from goaly.agents.session_files import SessionFiles, forget_sessions
-from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.settings import EndpointSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}
@@ -303,61 +299,46 @@ async def test_a_session_goes_on_in_the_next_worker(serve: Serve, tmp_path: Path
 async def test_a_request_to_the_next_worker_waits_for_its_session_and_no_other_does(
     chats: dict[str, ChatTokenizer], tmp_path: Path
 ) -> None:  # GW-3
-    chat = chats["qwen3"]
-    write_model(chat.folder)
-    parser = AnswerParser(chat, ChatSettings(tool_parser="hermes", reasoning_parser="qwen3"))
-    parser.load()
     files = SessionFiles(tmp_path / "sessions")
     files.begin("7.0")
     files.begin("8.0")
-    gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096, SessionFiles(tmp_path / "sessions"))
-    await gateway.start(parser)
-    url, waits = gateway._http.url, asyncio.Event()
+    waits = asyncio.Event()
 
     class Awaited(asyncio.Event):
         async def wait(self) -> Literal[True]:
             waits.set()
             return await super().wait()
 
-    gateway._awaited[files.api_key("7.0")] = Awaited()
-    try:
+    async with started(chats["qwen3"], SessionFiles(tmp_path / "sessions")) as (gateway, parser):
+        gateway._awaited[files.api_key("7.0")] = Awaited()
+        url = gateway._http.url
         async with openai.AsyncOpenAI(base_url=url, api_key=files.api_key("9.0"), max_retries=0) as stranger:
             with pytest.raises(openai.AuthenticationError):
                 await stranger.models.list()
         async with openai.AsyncOpenAI(base_url=url, api_key=files.api_key("7.0"), max_retries=0) as client:
             asked = asyncio.create_task(client.chat.completions.create(model="m", messages=[QUESTION]))
             await waits.wait()
-            with serving(gateway, chat, parser, wrote("here", "x"), files=files):
+            with serving(gateway, chats["qwen3"], parser, wrote("here", "x"), files=files):
                 assert (await asked).choices[0].message.content.strip() == "here"
             with pytest.raises(openai.AuthenticationError):  # its session has ended here
                 await client.models.list()
         assert list(gateway._awaited) == [files.api_key("8.0")]
-    finally:
-        await gateway.close()
 
 
 async def test_a_request_whose_session_does_not_go_on_in_time_is_told_to_ask_again(
     chats: dict[str, ChatTokenizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # GW-3
     monkeypatch.setattr("goaly.agents.gateway.REOPEN_SECONDS", 0.05)
-    chat = chats["qwen3"]
-    write_model(chat.folder)
-    parser = AnswerParser(chat, ChatSettings(tool_parser="hermes", reasoning_parser="qwen3"))
-    parser.load()
     files = SessionFiles(tmp_path / "sessions")
     files.begin("7.0")
-    gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096, files)
-    await gateway.start(parser)
-    facts = {"base_url": gateway._http.url, "api_key": files.api_key("7.0")}
-    try:
+    async with started(chats["qwen3"], files) as (gateway, parser):
+        facts: Any = {"base_url": gateway._http.url, "api_key": files.api_key("7.0")}
         async with openai.AsyncOpenAI(**facts, max_retries=0) as client:
             with pytest.raises(openai.InternalServerError, match="ask again"):
                 await client.models.list()
-            with serving(gateway, chat, parser, wrote("here", "x"), files=files):
+            with serving(gateway, chats["qwen3"], parser, wrote("here", "x"), files=files):
                 made = await client.chat.completions.create(model="m", messages=[QUESTION])
         assert made.choices[0].message.content.strip() == "here"
-    finally:
-        await gateway.close()
 
 
 def without_ids(text: str) -> str:
