@@ -54,6 +54,16 @@ def import_ahead(modules: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
+def frozen() -> Iterator[None]:
+    """Keep what is frozen so, also if a library wants to unfreeze it: each later collection would scan all modules."""
+    unfreeze, gc.unfreeze = gc.unfreeze, lambda: None
+    try:
+        yield
+    finally:
+        gc.unfreeze = unfreeze
+
+
+@contextlib.contextmanager
 def without_the_compiler() -> Iterator[None]:
     """Import modules whose decorators would load torch's compiler, which costs a process 1.7 s of CPU, without it.
 

@@ -3,6 +3,8 @@
 The key-value cache is small, and prompts span several of its blocks, so that preemption and prefix caching happen.
 """
 
+import atexit
+import gc
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -149,6 +151,21 @@ def refuse_twice_the_same_name() -> str:
     finally:
         steps(engine)
     return "not refused"
+
+
+def frozen_around_the_end(folder: Path) -> list[int]:
+    """How many objects the collector leaves alone beside an engine, after the handlers of this process's exit, and
+    after the engine is closed."""
+    from goaly.generate.engine import Engine
+
+    engine = Engine(
+        GeneratorSettings(max_running=8, max_context=512, kv_cache_gib=0.005), ModelSettings(path=str(folder))
+    )
+    counts = [gc.get_freeze_count()]
+    atexit._run_exitfuncs()
+    counts.append(gc.get_freeze_count())
+    engine.close()
+    return [*counts, gc.get_freeze_count()]
 
 
 def flip(which: int) -> tuple[bool, list[Sample]]:

@@ -20,6 +20,7 @@ from tests.actors.engines_in_child import (
     cancel_midway,
     count_preemptions,
     flip,
+    frozen_around_the_end,
     native_updates,
     native_with,
     parameters_of,
@@ -278,6 +279,13 @@ def test_cancelling_gives_what_was_sampled_and_leaves_the_others_alone(there):
 
 def test_a_name_that_is_under_way_is_refused(there):
     assert "request_id='same'" in there(refuse_twice_the_same_name)
+
+
+def test_the_end_of_an_engine_lets_no_collection_scan_the_imported_modules(folders):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as child:
+        before, *after = child.submit(frozen_around_the_end, folders[0]).result(timeout=150)
+    assert before > 500_000
+    assert min(after) > 0.99 * before
 
 
 def test_the_engine_decodes_with_parameters_that_were_flipped(there, expected):

@@ -45,6 +45,7 @@ from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import architecture, prepare_torchtitan, read_config, versioned_tensors
 from goaly.models.vllm_naming import vllm_naming, without_padding
+from goaly.process import frozen
 from goaly.weights.placement import Naming
 
 FINISHES = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
@@ -167,6 +168,7 @@ class Engine:
         )
         self._vllm = LLMEngine.from_engine_args(arguments)
         self._core = cast(Any, self._vllm.engine_core)  # its class in one process has more than the declared one
+        self._core._finalizer.atexit = False  # the end of the process releases everything; vLLM would collect first
         self._scheduler = self._core.engine_core.scheduler
         self._supported_tasks = self._vllm.get_supported_tasks()
         self._vocabulary = self._vllm.model_config.get_vocab_size()
@@ -271,7 +273,8 @@ class Engine:
 
     def close(self) -> None:
         """Release the model, the cache and vLLM's process groups."""
-        self._vllm.engine_core.shutdown()
+        with frozen():
+            self._vllm.engine_core.shutdown()
 
     def _add(self, request: _Running) -> None:
         salt = f"version {self.version}" if self._settings.on_update == "keep" else None  # EN-2
