@@ -1,5 +1,6 @@
 """Fixtures that more than one stage's tests use."""
 
+import atexit
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -52,6 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[SHARED] = server.name
 
 
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IS_WORKER:
+    atexit.register(os._exit, 0)  # the last to run; what would follow, the end of each module, takes seconds
 gc.disable()  # while all test files and their libraries are imported: it takes a quarter less time
 
 
@@ -63,7 +67,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     """Free them all at the end: triton reports what it finds left as leaked."""
-    gc.unfreeze()
+    if not IS_WORKER:
+        gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,10 +1,11 @@
 """vLLM's own OpenAI server on CPUs, which tests and benchmarks compare goaly with."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
@@ -14,7 +15,9 @@ import httpx
 
 from goaly.reward.child import die_with
 from goaly.run.process_agent import lasting_port
+from tests.program import Program
 
+SERVER = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 600
 """On a busy machine it takes minutes to start."""
 VARIABLES = {
@@ -32,27 +35,47 @@ def vllm_server(
     """The process id and the base URL of a server that answers; it ends with the block, or with this process. It may
     use these cores, or those of this process."""
     port = lasting_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32"]
-    command += ["--generation-config", "vllm", "--disable-log-stats", *options]
     with log.open("wb") as output:
         server = subprocess.Popen(
-            command,
+            [sys.executable, "-m", SERVER, *_arguments(model, port, options)],
             env={**os.environ, **VARIABLES},
             stdout=output,
             stderr=subprocess.STDOUT,
             preexec_fn=partial(_begin, os.getpid(), cores or os.sched_getaffinity(0)),
         )
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while not _answers(port):
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"vLLM's server did not start:\n{log.read_text()}")
-            time.sleep(0.2)
-        yield server.pid, f"http://127.0.0.1:{port}/v1"
+        yield server.pid, _url(port, server.poll, log)
     finally:
         server.terminate()
         server.wait()
+
+
+@contextmanager
+def forked_vllm_server(model: Path, log: Path, *options: str) -> Iterator[str]:
+    """The base URL of a server that answers, which need not import its libraries; it ends with the block."""
+    port = lasting_port()
+    variables = {**os.environ, **VARIABLES, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    server = Program(SERVER, *_arguments(model, port, options), output=log, variables=variables)
+    try:
+        yield _url(port, server.poll, log)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait()
+
+
+def _arguments(model: Path, port: int, options: Sequence[str]) -> list[str]:
+    arguments = ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    return [*arguments, "--dtype", "float32", "--generation-config", "vllm", "--disable-log-stats", *options]
+
+
+def _url(port: int, poll: Callable[[], int | None], log: Path) -> str:
+    """The base URL of a server, once it answers."""
+    deadline = time.monotonic() + START_SECONDS
+    while not _answers(port):
+        if poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"vLLM's server did not start:\n{log.read_text()}")
+        time.sleep(0.2)
+    return f"http://127.0.0.1:{port}/v1"
 
 
 def _begin(parent: int, cores: Collection[int]) -> None:

@@ -22,7 +22,7 @@ from goaly.reward.settings import RewardSettings
 from tests.loop.conftest import launching
 from tests.loop.launched import START_SECONDS
 from tests.loop.memorized import write_memorized_model
-from tests.vllm_server import vllm_server
+from tests.vllm_server import forked_vllm_server
 
 KEY = "sesame"
 VARIABLE = "KEY_OF_THE_TEST"
@@ -51,7 +51,7 @@ def vllm_url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     options = ["--served-model-name", "tiny", "--api-key", KEY, "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
     options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     options += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]  # starts sooner
-    with vllm_server(model, tmp_path_factory.mktemp("vllm") / "server.log", *options) as (_, url):
+    with forked_vllm_server(model, tmp_path_factory.mktemp("vllm") / "server.log", *options) as url:
         yield url
 
 
