@@ -167,9 +167,16 @@ def write_tokenizer(folder: Path, stops: tuple[str, ...]) -> None:
     (folder / "generation_config.json").write_text(json.dumps(ids))
 
 
+MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 120, "hidden_size": 8}
+MODEL |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 1}
+MODEL |= {"intermediate_size": 8, "max_position_embeddings": 4096}
+"""What vLLM reads of a model beside its tokenizer."""
+
+
 def chat_of(template: str, stops: tuple[str, ...], folder: Path) -> ChatTokenizer:
     """The chat tokenizer with this template, whose files are written into the folder."""
     folder.mkdir(exist_ok=True)
     write_tokenizer(folder, stops)
+    (folder / "config.json").write_text(json.dumps(MODEL))
     (folder / "own.jinja").write_text("{{ '' }}" + template)  # the file's last line break would be rendered otherwise
     return ChatTokenizer(folder, ChatSettings(template_file=str(folder / "own.jinja")))

@@ -1,11 +1,9 @@
 """A gateway, and sessions behind it whose policy answers what a test has told it to."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -23,10 +21,6 @@ from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Policy
 from goaly.rollout.settings import EndpointSettings
-
-MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 120, "hidden_size": 8}
-MODEL |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 1}
-MODEL |= {"intermediate_size": 8, "max_position_embeddings": 4096}
 
 
 class Scripted:
@@ -95,7 +89,6 @@ async def started(
     chat: ChatTokenizer, files: SessionFiles | None = None
 ) -> AsyncIterator[tuple[Gateway, AnswerParser]]:
     """A gateway of a policy with calls and reasoning, and the parser of its answers."""
-    write_model(chat.folder)
     parser = AnswerParser(chat, ChatSettings(tool_parser="hermes", reasoning_parser="qwen3"))
     await asyncio.to_thread(parser.load)
     gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096, files)
@@ -124,11 +117,6 @@ def serving(
     session.replay([] if files is None else files.records(policy.name))
     with gateway.serve(session, policy, parser) as endpoint:
         yield Served(gateway, endpoint, session, policy, scripted)
-
-
-def write_model(folder: Path) -> None:
-    """The files beside a tokenizer that vLLM's serving code reads."""
-    (folder / "config.json").write_text(json.dumps(MODEL))
 
 
 def of_openai(served: Served, **facts: Any) -> openai.AsyncOpenAI:

@@ -21,7 +21,7 @@ import schemathesis
 from chat_templates import FAMILIES, chat_of
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import Case, GenerationMode
-from served_policy import Served, serving, write_model
+from served_policy import Served, serving
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Gateway
@@ -56,7 +56,6 @@ async def endpoint(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[An
     """A gateway, the tokenizer of its policy, and the parser."""
     family = FAMILIES["qwen3"]
     chat = chat_of(family.template, family.stops, tmp_path_factory.mktemp("storm") / "qwen3")
-    write_model(chat.folder)
     parser = AnswerParser(chat, ChatSettings(tool_parser="hermes", reasoning_parser="qwen3"))
     await asyncio.to_thread(parser.load)
     gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096)

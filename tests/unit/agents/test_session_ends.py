@@ -125,9 +125,6 @@ async def test_an_episode_that_its_limits_end_is_trained_as_far_as_it_came(
 async def test_an_agent_that_the_endpoint_refuses_more_is_trained_as_far_as_it_came(runs: Runs) -> None:
     """RG-4."""
     chat = runs.chat
-    from served_policy import write_model
-
-    write_model(chat.folder)
     gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096)
     await gateway.start(AnswerParser(chat, ChatSettings()))
 
