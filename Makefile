@@ -17,11 +17,13 @@ UV_OVERRIDES := $(wildcard constraints/$(EXTRA)-overrides.txt)
 
 install: $(INSTALLED)
 
+# The import compiles the libraries once; a run's or the tests' processes would each do it, all at the same time.
 $(INSTALLED): pyproject.toml constraints/$(EXTRA).txt $(UV_OVERRIDES)
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check uv==0.13.8
 	$(UV_SOURCES) $(VENV)/bin/uv pip install --quiet --python $(RUN) --constraint constraints/$(EXTRA).txt \
 		$(if $(UV_OVERRIDES),--overrides $(UV_OVERRIDES)) --editable '.[$(EXTRA),dev]'
+	$(RUN) -c "import tests.imported_once, os; os._exit(0)" 2> /dev/null
 	touch $@
 
 # The warm start does nothing when it is done already.
@@ -64,8 +66,9 @@ $(OPENENV)/.installed: constraints/openenv.txt constraints/openenv-overrides.txt
 		--overrides constraints/openenv-overrides.txt openenv
 	touch $@
 
+# Three workers keep two cores busy: tests wait for processes, timeouts and clients.
 test: $(INSTALLED) $(OPENENV)/.installed
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 # A slow lane of an hour; with SETTINGS="--minutes 20" it stops after that time, and goes on at the next call.
 mutants: $(INSTALLED)
