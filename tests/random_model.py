@@ -1,5 +1,6 @@
 """Tiny models of random weights and their tokenizer, as Hugging Face writes them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,14 @@ CHARACTERS = list("0123456789+-*=|,.:;?! abcdefgh")
 VOCABULARY = [PAD, EOS, *CHARACTERS]
 
 
-def write_tiny_tokenizer(folder: Path) -> None:
+def write_tiny_tokenizer(folder: Path, characters: Sequence[str] = CHARACTERS) -> None:
     """Save a tokenizer of one token a character, 32 in all, in Hugging Face's files."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=PAD))
+    tokenizer = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate((PAD, EOS, *characters))}, unk_token=PAD)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)

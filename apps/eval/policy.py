@@ -57,7 +57,13 @@ async def _engine(config: EvalConfig) -> AsyncIterator[EngineLoop]:
     with hushed():
         from goaly.generate.engine import Engine
 
-        engine = await asyncio.to_thread(Engine, config.generator, config.model, seed=config.generator.seed)
+        engine = await asyncio.to_thread(
+            Engine,
+            config.generator,
+            config.model,
+            seed=config.generator.seed,
+            reasoning_parser=config.chat.reasoning_parser,
+        )
     loop = EngineLoop(engine, config.generator, lambda: 0)
     try:
         yield loop

@@ -5,6 +5,8 @@ The key-value cache is small, and prompts span several of its blocks, so that pr
 
 import atexit
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -75,12 +77,12 @@ def sample_all(which: str, prompts: list[list[int]], *samplings: Sampling) -> li
     return [samples[str(number)] for number in range(len(prompts))]
 
 
-def update_while_sampling(mode: str) -> tuple[list[Sample], list[Sample]]:
+def update_while_sampling(mode: str, **changes: Any) -> tuple[list[Sample], list[Sample]]:
     """Samples over which the weights of folder 1 came as version 5 after some steps, and samples begun after that."""
     engine = engines.torchtitan
     engine._settings = replace(engines.settings, on_update=mode)
     engine.apply(partial(engines.load, 0, 4))
-    sampling = Sampling(max_tokens=40)
+    sampling = Sampling(max_tokens=40, **changes)
     for number, prompt in enumerate(PROMPTS):
         engine.add(str(number), prompt, sampling)
     samples = steps(engine, None if mode == "drain" else 20)
@@ -139,6 +141,35 @@ def count_preemptions(requests: int, sampling: Sampling) -> tuple[int, list[Samp
     samples = sample_all("torchtitan", [PROMPTS[n % 6] for n in range(requests)], sampling)
     scheduler._preempt_request = preempt
     return len(preempted), samples
+
+
+@contextmanager
+def grammars_of(folder: Path, reasoning_parser: str | None = None) -> Iterator[None]:
+    """Grammars of this folder's tokenizer."""
+    from goaly.generate.grammars import Grammars
+
+    engine = engines.torchtitan
+    manager = engine._core.engine_core.structured_output_manager
+    whole, engine._grammars = engine._grammars, Grammars(engine._core, folder, reasoning_parser)
+    kept = {name: getattr(manager, name, None) for name in ("backend", "reasoner_cls", "tokenizer")}
+    manager.backend = None
+    try:
+        yield
+    finally:
+        engine._grammars = whole
+        vars(manager).update(kept)
+
+
+def refusal_by_grammars_of(folder: Path, sampling: Sampling, reasoning_parser: str | None = None) -> str:
+    """Why the engine refuses such a request with such a tokenizer."""
+    with grammars_of(folder, reasoning_parser):
+        return refusal_of(sampling)
+
+
+def sample_after_reasoning(folder: Path, prompts: list[list[int]], sampling: Sampling) -> list[Sample]:
+    """A sample of each prompt, where a form begins after reasoning."""
+    with grammars_of(folder, "qwen3"):
+        return sample_all("torchtitan", prompts, sampling)
 
 
 def refuse_twice_the_same_name() -> str:

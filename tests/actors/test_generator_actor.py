@@ -2,17 +2,18 @@
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from loop.launched import descendants, held_memory
-from random_model import native_tensors, write_random_model
+from random_model import VOCABULARY, native_tensors, write_random_model
 from spawned import spawn
 
 from goaly.errors import ReplicaLost
-from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.request import Finish, InvalidRequest, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.weights.settings import WeightSettings
@@ -114,6 +115,12 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     samples = await asyncio.gather(*(ask(replica, f"{n}") for replica in (one, leader) for n in range(8)))
     assert [sample.tokens.tolist() for sample in samples] == [greedy[1]] * 16
     assert {int(version) for sample in samples for version in sample.versions} == {1}
+
+    formed = Sampling(max_tokens=8, structured_outputs={"choice": ["cab"]}, stop_token_ids=(1,))
+    for replica in (one, leader):  # GM-1
+        assert VOCABULARY[(await ask(replica, "formed", formed)).tokens[0]] == "c"
+        with pytest.raises(InvalidRequest, match="structured_outputs"):
+            await ask(replica, "of no form", replace(formed, structured_outputs={"regex": "("}))
 
     held = [asyncio.ensure_future(ask(replica, "held back", min_version=3)) for replica in (one, leader)]
     await publish(0, 2)

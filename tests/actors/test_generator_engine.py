@@ -1,6 +1,7 @@
 """vLLM's engine with torchtitan's definition inside, against plain transformers. A child process holds the engines."""
 
 import multiprocessing
+import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_model import VOCABULARY, write_random_model
+from random_model import VOCABULARY, write_random_model, write_tiny_tokenizer
 
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import NEUTRAL
@@ -24,8 +25,10 @@ from tests.actors.engines_in_child import (
     native_updates,
     native_with,
     parameters_of,
+    refusal_by_grammars_of,
     refusal_of,
     refuse_twice_the_same_name,
+    sample_after_reasoning,
     sample_all,
     start_engines,
     update_while_sampling,
@@ -122,6 +125,84 @@ def test_only_named_stop_tokens_end_an_answer_and_they_are_part_of_it(there):
         assert not set(sample.tokens[:-1].tolist()) & {5, 6}
 
 
+FORMS = [
+    ({"regex": "a[bc]{2,4}="}, "a[bc]{2,4}="),
+    ({"choice": ["cab", "bad face"]}, "cab|bad face"),
+    ({"json": {"type": "integer"}}, "-?(0|[1-9][0-9]*)"),
+    ({"grammar": 'root ::= "b" root | "c"'}, "b*c"),
+]
+
+
+def test_answers_follow_their_forms_beside_others_that_have_none(there):  # GM-1
+    free = Sampling(max_tokens=60, seed=3)
+    alone = there(sample_all, "torchtitan", PROMPTS, free)
+    for form, pattern in FORMS:
+        formed = Sampling(max_tokens=60, structured_outputs=form, stop_token_ids=(6,))
+        samples = there(sample_all, "torchtitan", PROMPTS, formed, free)
+        for sample in samples[::2]:
+            *written, last = sample.tokens.tolist()
+            if sample.finish is Finish.STOP:  # the form decides when, and the request which token
+                assert last == 6
+                assert re.fullmatch(pattern, text_of(written)), form
+            assert len(sample.logprobs) == len(sample.tokens)
+        assert any(sample.finish is Finish.STOP for sample in samples[::2]), form
+        assert [one.tokens.tolist() for one in samples[1::2]] == [one.tokens.tolist() for one in alone[1::2]]
+
+
+def test_log_probs_of_an_answer_with_a_form_are_over_the_tokens_that_it_allows(there):
+    sampling = Sampling(max_tokens=60, structured_outputs={"regex": "abc"}, stop_token_ids=(6,))
+    (sample,) = there(sample_all, "torchtitan", PROMPTS[:1], sampling)
+    assert text_of(sample.tokens.tolist()[:-1]) == "abc"
+    assert sample.logprobs.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep"])
+def test_a_form_goes_on_over_an_update(there, mode):
+    form = {"structured_outputs": {"regex": "(a[bc]){20}"}, "stop_token_ids": (6,)}
+    samples, later = there(partial(update_while_sampling, mode, **form))
+    for sample in (*samples, *later):
+        assert re.fullmatch("(a[bc]){20}", text_of(sample.tokens.tolist()))
+    assert all({4, 5} == set(sample.versions.tolist()) for sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        ({"regex": "("}, "regex"),
+        ({"json": "no schema"}, "JSON"),
+        ({"grammar": "root ::= unknown"}, "grammar"),
+        ({"shape": "round"}, "shape"),
+        ({"regex": "a", "choice": ["b"]}, "one kind"),
+        ({"choice": []}, "empty"),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_refused(there, form, why):  # GM-1
+    refusal = there(refusal_of, Sampling(structured_outputs=form, stop_token_ids=(6,)))
+    assert "structured_outputs=" in refusal
+    assert why in refusal
+
+
+def test_a_form_without_a_tokenizer_or_the_tokens_of_reasoning_or_a_stop_token_is_refused(there, tiny_model_folder):
+    formed = Sampling(structured_outputs={"json_object": True}, stop_token_ids=(6,))
+    assert "nowhere" in there(refusal_by_grammars_of, Path("/nowhere"), formed)
+    assert "think" in there(refusal_by_grammars_of, tiny_model_folder, formed, "deepseek_r1")
+    assert "to end the answer" in there(refusal_of, replace(formed, stop_token_ids=()))
+
+
+def test_a_form_begins_after_the_reasoning(there, tmp_path):
+    thinks, thought = len(VOCABULARY) - 2, len(VOCABULARY) - 1
+    write_tiny_tokenizer(tmp_path, [*VOCABULARY[2:-2], "<think>", "</think>"])
+    sampling = Sampling(max_tokens=300, structured_outputs={"regex": "abc"}, stop_token_ids=(6,), seed=3)
+    samples = there(sample_after_reasoning, tmp_path, [[*prompt, thinks] for prompt in PROMPTS], sampling)
+    ended = [tokens for sample in samples if thought in (tokens := sample.tokens.tolist())]
+    assert ended
+    for tokens in ended:
+        answer = tokens[tokens.index(thought) + 1 :]
+        assert text_of(answer)[:3] == "abc"[: len(answer)]
+    (at_once,) = there(sample_after_reasoning, tmp_path, [[*PROMPTS[0], thinks, thought]], sampling)
+    assert text_of(at_once.tokens.tolist()[:-1]) == "abc"
+
+
 def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it_and_changes_nothing_before(there, expected):
     wholes = [sample.tokens.tolist() for sample in there(sample_all, "torchtitan", PROMPTS, GREEDY)]
     stop = text_of(wholes[0][10:12])
@@ -175,7 +256,7 @@ def test_vllm_is_asked_for_every_parameter_and_for_nothing_where_none_is_set(the
     }
     asked = there(parameters_of, Sampling(**given))
     lists = {"allowed_token_ids": [3, 4, 5], "stop_token_ids": [5]}
-    assert asked == {**given, **lists, "ignore_eos": True}
+    assert asked == {**given, **lists, "structured_outputs": None, "ignore_eos": True}
     unset = there(parameters_of, Sampling(max_tokens=9))
     assert unset == {**NEUTRAL, "max_tokens": 9, "stop_token_ids": [], "seed": None, "ignore_eos": True}
 

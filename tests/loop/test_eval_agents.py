@@ -114,6 +114,12 @@ def test_agents_episodes_and_a_policy_have_the_same_scores_at_vllms_own_server_a
     of_asking = evaluate(config(**here, agent=asking))
     assert of_asking != alone
     assert evaluate(config(**there, agent=asking)) == of_asking
+    formed: dict[str, Any] = {"agent": AgentSettings(function="tests.loop.asking_agent:in_forms")}
+    formed |= {"chat": ChatSettings(tool_parser="hermes"), "sampling": SamplingSettings(temperature=0.0, max_tokens=96)}
+    of_forms = evaluate(config(**here, **formed))
+    assert {round(reward or 0, 2) for (reward,) in of_forms.values()} == {0.75, 0.43}, "some calls are whole"
+    del formed["chat"]  # the server there has its own
+    assert evaluate(config(**there, **formed)) == of_forms
     for function in AGENTS:
         scores = evaluate(of_agent(function, model, **here, chat=ChatSettings(tool_parser="hermes")))
         assert evaluate(of_agent(function, model, **there)) == scores, function

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -70,6 +71,15 @@ def test_clients_with_a_token_are_served_through_the_death_of_a_generator(
     with anthropic.Anthropic(base_url=root, api_key="first") as claude:
         message = claude.messages.create(model="any", max_tokens=8, messages=[QUESTION], extra_body={"temperature": 0})
         assert message.content[0].text == chat.choices[0].message.content
+
+    formed: Any = {"extra_body": {"structured_outputs": {"regex": "a[bc]{2}=[0-9]"}}, "max_tokens": 8}
+    for ask in (client.chat.completions.create, other.chat.completions.create):
+        answer = ask(model="any", messages=[QUESTION], **formed).choices[0]
+        assert re.fullmatch("a[bc]{2}=[0-9]", answer.message.content or "")
+        assert answer.finish_reason == "stop"
+    formed["extra_body"] = {"structured_outputs": {"regex": "("}}
+    with pytest.raises(openai.BadRequestError, match="structured_outputs"):
+        client.chat.completions.create(model="any", messages=[QUESTION], **formed)
 
     with pytest.raises(openai.AuthenticationError, match="is not one of this server's tokens"):
         openai.OpenAI(base_url=url, api_key="third").models.list()

@@ -14,6 +14,11 @@ from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Completion
 
+ToolChoice = str | Mapping[str, Any]
+"""As in OpenAI's chats: `auto`, `none`, `required`, or the one tool that must be called."""
+
+FREE = (None, "auto", "none")
+"""Choices of tools that force no call."""
 _CALL = re.compile("call|tool|tc_")
 
 
@@ -55,16 +60,15 @@ class AnswerParser:
         completion: Completion,
         tools: Sequence[Mapping[str, Any]] = (),
         *,
-        calls: bool = True,
+        choice: ToolChoice = "auto",
         one_call: bool = False,
     ) -> Message:
         """The assistant's message in this answer, without the stop string that ended it; `tools` are those that it was
-        told of. With `calls=False` tool calls stay in the text, with `one_call` the first one is kept."""
+        told of. With `choice="none"` tool calls stay in the text, with `one_call` the first one is kept."""
         text = self.text(completion, skip_special_tokens=self._parser is None)
         if self._parser is None:
             return Message(role=ASSISTANT, content=text)
-        choice = "auto" if calls and tools else "none"
-        request = self._request(messages=[], tools=list(tools) or None, tool_choice=choice)
+        request = self._request(messages=[], tools=list(tools) or None, tool_choice=choice if tools else "none")
         parser = self._parser(self._tokenizer, request.tools)
         tokens = self._written(completion)
         reasoning, content, parsed = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=tokens)
@@ -79,6 +83,14 @@ class AnswerParser:
         return Message(
             role=ASSISTANT, content=content, reasoning_content=reasoning or None, tool_calls=tuple(found) or None
         )
+
+    def structured_outputs(self, request: Any) -> dict[str, Any] | None:
+        """What the answer to this request of an API must follow, as in `Sampling`: the form that it asks for, or that
+        of the tool calls that it forces; None if nothing."""
+        if getattr(request, "tool_choice", None) not in FREE:
+            request = self._parser(self._tokenizer, request.tools).adjust_request(request.model_copy())
+        form = request.extract_structured_outputs()
+        return None if form is None else {key: value for key, value in vars(form).items() if value not in (None, False)}
 
     def malformed_calls(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """The number of calls in an answer that are none: text that begins as a call does but cannot be read, calls of

@@ -6,6 +6,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from goaly.agents.session import SessionBusy, SessionExhausted
+from goaly.generate.request import InvalidRequest
 from goaly.rollout.policy import ContextFull, ImpossibleSampling
 
 HEALTH = "/health"
@@ -41,7 +42,7 @@ def as_refusal(error: Exception) -> Exception:
     match error:
         case ContextFull():
             return Refusal(str(error), HTTPStatus.BAD_REQUEST, "context_length_exceeded")
-        case ImpossibleSampling():
+        case ImpossibleSampling() | InvalidRequest():
             return Refusal(str(error), HTTPStatus.BAD_REQUEST, "invalid_request")
         case SessionExhausted():
             return Refusal(str(error), HTTPStatus.BAD_REQUEST, "session_exhausted")

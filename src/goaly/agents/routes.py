@@ -24,6 +24,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, Respons
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelList
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+from vllm.exceptions import VLLMClientError
 
 from goaly.agents.published import KEYS, OpenAIErrorResponse, answers, published
 from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, error_response
@@ -127,6 +128,7 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
         ValueError,
         TypeError,
         OverflowError,
+        VLLMClientError,
         Exception,
     ):
         api.exception_handler(kind)(_error)

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from http import HTTPStatus
 from typing import Any
 
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answers import AnswerParser, ToolChoice
 from goaly.agents.refusals import Refusal
 from goaly.agents.session import Session
 from goaly.agents.turn import Continuation, RecordedTurn
@@ -64,10 +64,11 @@ class Ask:
     answers: int = 1
     plain: bool = False
     """Whether the answer is only text, and continues a text."""
-    calls: bool = True
-    """Whether tool calls are read; False leaves them in the text."""
+    choice: ToolChoice = "auto"
     one_call: bool = False
     """Whether all tool calls but the first are dropped from each answer."""
+    structured_outputs: Mapping[str, Any] | None = None
+    """What the answers must follow, as in `Sampling`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -193,11 +194,13 @@ class ServedSession:
     async def _sampled(self, call: Call, ask: Ask) -> list[RecordedTurn]:
         known = self.recorded(call)  # fewer than it asks for, if a worker died between two records
         with self.session.sampling(ask.answers - len(known)):
-            wanted = list(_seeded(self._sampling(ask.given), ask.answers))[len(known) :]
+            wanted = list(_seeded(self._sampling(ask), ask.answers))[len(known) :]
+            trained = ask.structured_outputs is None
             try:
                 async with asyncio.TaskGroup() as samples:
                     sampled = [
-                        samples.create_task(self.policy.sample(ask.continuation.prompt, each)) for each in wanted
+                        samples.create_task(self.policy.sample(ask.continuation.prompt, each, trained=trained))
+                        for each in wanted
                     ]
             except BaseExceptionGroup as errors:
                 raise first_error(errors) from errors
@@ -209,14 +212,15 @@ class ServedSession:
         if ask.plain:
             message = Message(role=ASSISTANT, content=self.parser.text(completion))
         else:
-            message = self.parser.message(completion, ask.tools, calls=ask.calls, one_call=ask.one_call)
-        malformed = self.parser.malformed_calls(message, ask.tools) if ask.calls else 0
+            message = self.parser.message(completion, ask.tools, choice=ask.choice, one_call=ask.one_call)
+        malformed = self.parser.malformed_calls(message, ask.tools) if ask.choice != "none" else 0
         key = f"{call.key}/{number}"
         return self.session.record(ask.continuation, completion, message.as_dict(), key, malformed=malformed)
 
-    def _sampling(self, given: Mapping[str, Any]) -> Sampling:
-        """The sampling that a client asks for. Trained answers keep the run's distribution, and no answer may exceed
-        the session's tokens."""
+    def _sampling(self, ask: Ask) -> Sampling:
+        """The sampling that a client asks for. Answers keep the run's distribution unless they are evaluated, but for
+        the form that they must have, and none may exceed the session's tokens."""
+        given = ask.given
         kept = dict(given)
         if not self.policy.evaluation:
             run, asked = self.policy.sampling.distribution, Sampling(**given).distribution
@@ -227,7 +231,7 @@ class ServedSession:
         if limit is not None:
             left = max(1, limit - self.session.sampled_tokens)  # a parallel answer may have taken the rest
             kept["max_tokens"] = min(left, kept.get("max_tokens") or self.policy.sampling.max_tokens or left)
-        return Sampling(**kept)
+        return Sampling(**kept, structured_outputs=ask.structured_outputs)
 
 
 def _seeded(sampling: Sampling, answers: int) -> Iterator[Sampling]:

@@ -9,11 +9,15 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+from openai.types.responses.tool_choice_function import ToolChoiceFunction
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall, FunctionCall
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionNamedToolChoiceParam,
+    ChatCompletionRequest,
+)
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -31,6 +35,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tool_parsers import ToolParser
 
+from goaly.agents.answers import ToolChoice
 from goaly.agents.refusals import as_refusal
 from goaly.agents.served import EXCHANGE, Ask
 from goaly.agents.session import SessionBusy, SessionExhausted
@@ -53,7 +58,6 @@ NEUTRAL_REQUEST: Mapping[str, tuple[Any, ...]] = {
     "max_tool_calls": (None,),
     "prompt": (None,),
     "prompt_logprobs": (None,),
-    "structured_outputs": (None,),
     "suffix": (None,),
     "thinking_token_budget": (None,),
     "top_logprobs": (None, 0),
@@ -154,8 +158,9 @@ class _SessionRenderer(OnlineRenderer):
             tools=tools,
             given=_given(request),
             answers=getattr(request, "n", 1) or 1,
-            calls=request.tool_choice != "none",
+            choice=_choice(request),
             one_call=request.parallel_tool_calls is False,
+            structured_outputs=exchange.served.parser.structured_outputs(request),
         )
         return [], [tokens_input(list(continuation.prompt))]
 
@@ -169,7 +174,12 @@ class _SessionRenderer(OnlineRenderer):
             raise VLLMValidationError("prompt: must be one text or one list of token ids", parameter="prompt")
         continuation = exchange.served.session.extend_text(prompt_input)
         exchange.ask = Ask(
-            continuation=continuation, tools=(), given=_given(request), answers=request.n or 1, plain=True
+            continuation=continuation,
+            tools=(),
+            given=_given(request),
+            answers=request.n or 1,
+            plain=True,
+            structured_outputs=exchange.served.parser.structured_outputs(request),
         )
         return [tokens_input(list(continuation.prompt))]
 
@@ -196,21 +206,23 @@ def _refuse_unknown(request: Any, has_idle_tools: bool) -> None:
             f"logprobs={request.logprobs}: must be 0 or 1; only sampled tokens have log-probs here",
             parameter="logprobs",
         )
-    for name in ("response_format", "text"):
-        form = getattr(request, name, None)
-        form = getattr(form, "format", None) if name == "text" else form
-        if form is not None and form.type != "text":
-            raise VLLMValidationError(
-                f"{name}={form.type}: must be text; a grammar changes the distribution of tokens", parameter=name
-            )
     if has_idle_tools:
         raise VLLMValidationError("tools: set chat.tool_parser, which reads the calls in answers", parameter="tools")
-    choice = getattr(request, "tool_choice", None)
-    if choice not in (None, "auto", "none"):
-        raise VLLMValidationError(
-            f"tool_choice={choice!r}: must be auto or none; a forced call changes the distribution of tokens",
-            parameter="tool_choice",
-        )
+
+
+def _choice(request: Any) -> ToolChoice:
+    """The tool choice of a request, of either API of OpenAI's."""
+    match request.tool_choice:
+        case None | "auto" | "none" | "required" as choice:
+            return choice or "auto"
+        case ChatCompletionNamedToolChoiceParam() as named:
+            return named.model_dump()
+        case ToolChoiceFunction(name=name):
+            return {"type": "function", "function": {"name": name}}
+        case other:
+            raise VLLMValidationError(
+                f"tool_choice={other!r}: must be auto, none, required or a function", parameter="tool_choice"
+            )
 
 
 _PROMPT_IS_TEXT = (CompletionRequest, "prompt")

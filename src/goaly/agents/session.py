@@ -231,6 +231,11 @@ class Session:
         return sum(turn.malformed for turn in self.turns)
 
     @property
+    def untrained_turns(self) -> int:
+        """The number of its answers that cannot be trained."""
+        return sum(not turn.trained for turn in self.turns)
+
+    @property
     def keys(self) -> list[str]:
         """The keys of its turns and rewards."""
         return [key for key in (*self._by_key, *self.rewarded) if key is not None]

@@ -9,21 +9,15 @@ Invariants
     EN-2  No KV block that was cached under other weights is reused after a weight update, in any mode. With `keep`,
           only running requests keep their blocks.
     EN-3  A request that is running at an update continues with the tokens it has: none is lost or drawn again.
-    EN-4  No named shared memory or semaphore outlives the start of the engines, so a killed run leaks none: a name that
-          other ranks need is unlinked once they have opened it.
 """
 
-import glob
-import multiprocessing
 import os
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -40,8 +34,19 @@ from vllm.v1.sample import sampler
 
 from goaly.errors import ConfigError
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceRecorder
-from goaly.generate.request import Finish, Sample, Sampling, StopStrings, check_prompt, decoder, duplicate_request
+from goaly.generate.grammars import Grammars
+from goaly.generate.request import (
+    Finish,
+    InvalidRequest,
+    Sample,
+    Sampling,
+    StopStrings,
+    check_prompt,
+    decoder,
+    duplicate_request,
+)
 from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings
+from goaly.generate.unnamed import leave_no_named_shared_memory, unname_semaphores
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import architecture, prepare_torchtitan, read_config, versioned_tensors
 from goaly.models.vllm_naming import vllm_naming, without_padding
@@ -101,9 +106,10 @@ class Engine:
         seed: int = 0,
         records_choices: bool = False,
         lora: LoraSettings | None = None,
+        reasoning_parser: str | None = None,
     ):
         """With `records_choices`, samples have the experts that were chosen for their tokens. With `lora`, the weights
-        that are applied are those of adapters."""
+        that are applied are those of adapters. A grammar begins after the reasoning that vLLM's parser finds."""
         on_cuda = torch.cuda.is_available()
         self._shape = architecture(read_config(model.path))
         waits = self._shape.experts and settings.engine == "torchtitan" and not _multiplies_experts_at_once(model.dtype)
@@ -136,11 +142,11 @@ class Engine:
             if lora is not None:
                 additional[vllm_model.LORA] = vars(lora)
             overrides["additional_config"] = additional
-        _unname_semaphores()
+        unname_semaphores()
         if not on_cuda:
             sampler.batched_count_greater_than = _rank_of_sample  # vLLM would spend seconds on compiling its own
         if settings.tp > 1:
-            _leave_no_named_shared_memory()
+            leave_no_named_shared_memory()
         whole = settings.max_context
         arguments = EngineArgs(
             model=str(model.path),
@@ -170,6 +176,7 @@ class Engine:
         self._core = cast(Any, self._vllm.engine_core)  # its class in one process has more than the declared one
         self._core._finalizer.atexit = False  # the end of the process releases everything; vLLM would collect first
         self._scheduler = self._core.engine_core.scheduler
+        self._grammars = Grammars(self._core, Path(model.path), reasoning_parser)
         self._supported_tasks = self._vllm.get_supported_tasks()
         self._vocabulary = self._vllm.model_config.get_vocab_size()
         self._recorder = ChoiceRecorder(self._scheduler, self._model().choices) if records_choices else None
@@ -287,9 +294,12 @@ class Engine:
                 supported_tasks=self._supported_tasks,
             )
         except (VLLMClientError, TypeError) as error:  # the request's own error; neither is a ValueError
-            raise ValueError(f"request {request.name}: {request.sampling}: {error}") from error
+            raise InvalidRequest(f"request {request.name}: {request.sampling}: {error}") from error
         inputs.assign_request_id(core_request)
-        self._core.add_request(core_request)
+        if request.sampling.structured_outputs:
+            self._grammars.add(core_request, request.sampling.structured_outputs)
+        else:
+            self._core.add_request(core_request)
         if self._recorder is not None:
             self._recorder.begin(core_request.request_id)
         self._requests[core_request.request_id] = request
@@ -322,6 +332,7 @@ class Engine:
 def _parameters(sampling: Sampling) -> SamplingParams:
     """The request's parameters for vLLM, without stop strings: vLLM's front end finds those, which is not used here."""
     distribution = sampling.distribution
+    del distribution["structured_outputs"]  # vLLM would ask for its tokenizer; `Grammars` has one
     if distribution["allowed_token_ids"] is not None:
         distribution["allowed_token_ids"] = list(sampling.allowed_token_ids or ())  # a tuple breaks the engine's step
     return SamplingParams(
@@ -344,55 +355,3 @@ def _multiplies_experts_at_once(dtype: str) -> bool:
     """Whether this GPU's matrix product of experts reads itself how many rows each has. Others wait for these numbers,
     so they cannot be part of a CUDA graph."""
     return dtype == "bfloat16" and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-
-
-def _unname_semaphores() -> None:
-    """Before an engine's start: give vLLM and its progress bars locks without names (EN-4).
-
-    Under the start method "spawn", which Monarch's processes have, a lock keeps its name until its process ends well.
-    """
-    from tqdm.std import TqdmDefaultWriteLock
-    from vllm.v1.executor import uniproc_executor
-
-    nameless = multiprocessing.get_context("fork")
-    uniproc_executor.Lock = nameless.Lock
-    if not hasattr(TqdmDefaultWriteLock, "mp_lock"):
-        TqdmDefaultWriteLock.mp_lock = nameless.RLock()
-
-
-def _leave_no_named_shared_memory() -> None:
-    """Before an engine's start: let no shared memory of vLLM's ranks keep a name (EN-4).
-
-    vLLM's CPU ranks use one constant name by default: two replicas on a host would share it, and a killed run would
-    leak it. They get unique names, which are unlinked at once. Message queues would keep their names until the end of
-    the start, and are not made: the rare objects that ranks exchange go through the process group.
-    """
-    from vllm.distributed import parallel_state
-    from vllm.distributed.device_communicators import cpu_communicator
-
-    shared = cpu_communicator._CPUSHMDistributed
-    if getattr(shared, "named_by_goaly", False):
-        return
-    open_all = shared._init_cpu_shm
-
-    def unique_name(communicator: Any) -> str:
-        name = getattr(communicator, "goaly_name", None)
-        if name is None:
-            box = [f"goaly-{uuid.uuid4().hex}"]
-            dist.broadcast_object_list(box, src=communicator.ranks[0], group=communicator.device_group)
-            name = communicator.goaly_name = box[0]
-        return name
-
-    def open_and_unlink(self: Any) -> int:
-        handle = open_all(self)  # ends with a barrier: every rank holds every segment open
-        for path in Path("/dev/shm").glob(f"*{glob.escape(self.group_name)}*"):
-            path.unlink(missing_ok=True)
-        return handle
-
-    make_group: Any = parallel_state.init_model_parallel_group
-    parallel_state.init_model_parallel_group = lambda *arguments, **options: make_group(
-        *arguments, **{**options, "use_message_queue_broadcaster": False}
-    )
-    shared.make_group_name = staticmethod(unique_name)
-    shared._init_cpu_shm = open_and_unlink
-    shared.named_by_goaly = True

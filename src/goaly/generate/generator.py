@@ -52,15 +52,21 @@ class Generator(Actor):
         weights: WeightSettings | None = None,
         records_choices: bool = False,
         lora: LoraSettings | None = None,
+        reasoning_parser: str | None = None,
     ):
         """Without a `store` the weights of the model folder are never updated. With `records_choices`, samples have the
-        experts that were chosen for their tokens. With `lora`, the store has adapters of these settings."""
+        experts that were chosen for their tokens. With `lora`, the store has adapters of these settings. A grammar
+        begins after the reasoning that vLLM's parser finds."""
         self._settings = settings
         self._model = model
         self._store = store
         self._replica = replica
         self._weight_settings = weights or WeightSettings()
-        self._options: dict[str, Any] = {"records_choices": records_choices, "lora": lora}
+        self._options: dict[str, Any] = {
+            "records_choices": records_choices,
+            "lora": lora,
+            "reasoning_parser": reasoning_parser,
+        }
         self._rank = 0
         self._engine: Engine | None = None
         self._engine_loop: EngineLoop | None = None

@@ -63,6 +63,9 @@ class Sampling:
     """Added to the logits of these tokens. `{}` overrides the run's sampling with none."""
     allowed_token_ids: Sequence[int] | None = None
     """The only tokens that can be drawn. `()` overrides the run's sampling with all tokens."""
+    structured_outputs: Mapping[str, Any] | None = None
+    """What the answer's text must follow: one of `json`, `json_object`, `regex`, `choice`, `grammar` and
+    `structural_tag`, as in vLLM's `StructuredOutputsParams`."""
     stop: str | Sequence[str] | None = None
     """Texts that end the answer, searched for in its whole text, special tokens included. The tokens of such a text
     stay in the answer. The last one stays whole even if the text ends inside it (ST-1)."""
@@ -112,14 +115,18 @@ def evaluation_seeds(seed: int, policy_version: int, prompt_id: str) -> str:
     return f"{seed}/evaluation/{policy_version}/{prompt_id}"
 
 
-class PromptTooLong(ValueError):
+class InvalidRequest(ValueError):
+    """A request that no generator can serve."""
+
+
+class PromptTooLong(InvalidRequest):
     """A prompt leaves no room for an answer in the generator's context."""
 
 
 def check_prompt(request_id: str, prompt: list[int], *, vocabulary: int, max_context: int) -> None:
-    """Raise PromptTooLong if the prompt leaves no room for an answer, and ValueError if it is invalid otherwise."""
+    """Raise PromptTooLong if the prompt leaves no room for an answer, and InvalidRequest if it is invalid otherwise."""
     if not prompt:
-        raise ValueError(f"request {request_id}: the prompt is empty, must have at least one token")
+        raise InvalidRequest(f"request {request_id}: the prompt is empty, must have at least one token")
     if len(prompt) >= max_context:
         raise PromptTooLong(
             f"request {request_id}: the prompt has {len(prompt)} tokens, must have fewer than "
@@ -128,10 +135,10 @@ def check_prompt(request_id: str, prompt: list[int], *, vocabulary: int, max_con
     try:
         ids = array("q", prompt)
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"request {request_id}: the prompt's token ids must be integers: {error}") from None
+        raise InvalidRequest(f"request {request_id}: the prompt's token ids must be integers: {error}") from None
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocabulary:
-            raise ValueError(
+            raise InvalidRequest(
                 f"request {request_id}: token id {token} at position {ids.index(token)} of the prompt is not in the "
                 f"model's vocabulary, must be at least 0 and below {vocabulary}"
             )

@@ -119,6 +119,7 @@ NEUTRAL: Mapping[str, Any] = {
     "repetition_penalty": 1.0,
     "logit_bias": None,
     "allowed_token_ids": None,
+    "structured_outputs": None,
 }
 """The parameters that change the distribution of tokens, each with the value that keeps the model's distribution. All
 others only decide where an answer ends, or the random draw."""

@@ -284,6 +284,7 @@ def _ended(session: Session) -> Iterator[None]:
     finally:
         session.end(SessionEnd.ABANDONED)
         count("agents/malformed_calls", session.malformed_calls)
+        count("agents/untrained_turns", session.untrained_turns)
         if session.ended is not SessionEnd.COMPLETE:
             count(f"agents/sessions_{session.ended}")
 

@@ -131,8 +131,8 @@ async def test_each_of_several_answers_is_a_sample_of_its_own(serve: Serve) -> N
     ("change", "code"),
     [
         ({"messages": "no list"}, "invalid_request"),
-        ({"tool_choice": "required", "tools": TOOLS}, "BadRequestError"),
-        ({"response_format": {"type": "json_object"}}, "BadRequestError"),
+        ({"tool_choice": "required"}, "BadRequestError"),
+        ({"response_format": {"type": "json_schema"}}, "BadRequestError"),
         ({"top_logprobs": 3, "logprobs": True}, "BadRequestError"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -23,6 +23,7 @@ CHANGES = {
     "repetition_penalty": 1.1,
     "logit_bias": {7: -100.0},
     "allowed_token_ids": (3, 4),
+    "structured_outputs": {"regex": "a+"},
 }
 """Every parameter that changes the distribution, with a value that does."""
 

@@ -1,0 +1,158 @@
+"""Requests that force a form on the answer: a schema, or a call of a tool."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from agent_sessions import TOOLS
+from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, wrote
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+from goaly.agents.answers import AnswerParser
+from goaly.generate.request import Finish
+from goaly.prompts.settings import ChatSettings
+from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.policy import Completion
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+ANSWER = wrote('{"sum": 5}', "hm")
+TOOL = TOOLS[0]["function"]["name"]
+CALL = {"id": "", "type": "function", "function": {"name": TOOL, "arguments": json.dumps({"a": 2, "b": 3})}}
+CALLED = wrote("", "hm", CALL)
+
+
+def asked(served: Served) -> Any:
+    """What the policy was asked for, in the only request."""
+    (sampling,) = served.scripted.asked
+    assert sampling.temperature == 1.0
+    return sampling.structured_outputs
+
+
+def of_one_tool(served: Served, name: str, arguments: str) -> None:
+    """The recorded turn calls this tool, and is not trained."""
+    (turn,) = served.session.turns
+    (call,) = turn.message["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (TOOL, {"a": 2, "b": 3})
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (name, json.loads(arguments))
+    assert (turn.trained, served.session.untrained_turns, turn.malformed) == (False, 1, 0)
+
+
+async def test_an_answer_of_a_form_is_context_and_what_comes_after_it_is_trained(serve: Serve) -> None:
+    with serve(CALLED, wrote("it is 5", "so")) as served:
+        client = of_openai(served)
+        said: list[Any] = [QUESTION]
+        made = await client.chat.completions.create(model="m", messages=said, tools=TOOLS, tool_choice="required")
+        assert asked(served).keys() == {"structural_tag"}
+        (call,) = list(made.choices[0].message.tool_calls or ())
+        said += [made.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+        await client.chat.completions.create(model="m", messages=said, tools=TOOLS)
+        first, second = served.session.turns
+        assert (first.trained, second.trained, second.parent) == (False, True, first)
+        assert served.scripted.asked[1].structured_outputs is None
+        (trajectory,) = served.session.trajectories(1.0)
+        assert trajectory.tokens["trained"].sum() == len(second.tokens)
+
+
+async def test_each_api_asks_for_a_form_in_its_own_words(serve: Serve) -> None:
+    with serve(ANSWER) as served:
+        made = await of_openai(served).chat.completions.create(
+            model="m", messages=[QUESTION], response_format={"type": "json_object"}
+        )
+        assert json.loads(made.choices[0].message.content or "") == {"sum": 5}
+        assert asked(served) == {"json_object": True}
+    with serve(ANSWER) as served:
+        form: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+        await of_openai(served).chat.completions.create(model="m", messages=[QUESTION], response_format=form)
+        assert asked(served) == {"json": SCHEMA}
+    with serve(ANSWER) as served:
+        schema: Any = {"format": {"type": "json_schema", "name": "sum", "schema": SCHEMA}}
+        answer = await of_openai(served).responses.create(model="m", input=[QUESTION], text=schema)
+        assert json.loads(answer.output_text) == {"sum": 5}
+        assert asked(served) == {"json": SCHEMA}
+    with serve("yes") as served:
+        choice: Any = {"structured_outputs": {"choice": ["yes", "no"]}}
+        text = await of_openai(served).completions.create(model="m", prompt="a", extra_body=choice)
+        assert text.choices[0].text == "yes"
+        assert asked(served) == {"choice": ["yes", "no"]}
+        assert not served.session.turns[0].trained
+    with serve("any") as served:
+        free: Any = {"type": "text"}
+        await of_openai(served).chat.completions.create(model="m", messages=[QUESTION], response_format=free)
+        assert asked(served) is None
+        assert served.session.turns[0].trained
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_some_tool_must_be_called(serve: Serve, streams: bool) -> None:
+    facts: Any = {"model": "m", "messages": [QUESTION], "tools": TOOLS, "tool_choice": "required"}
+    with serve(CALLED) as served:
+        client = of_openai(served)
+        if streams:
+            async with client.chat.completions.stream(**facts) as stream:
+                made: Any = await stream.get_final_completion()
+        else:
+            made = await client.chat.completions.create(**facts)
+        (call,) = made.choices[0].message.tool_calls
+        of_one_tool(served, call.function.name, call.function.arguments)
+        assert made.choices[0].finish_reason == "tool_calls"
+        assert all(tool["function"]["name"] in asked(served)["structural_tag"] for tool in TOOLS)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_one_tool_must_be_called(serve: Serve, streams: bool) -> None:
+    one = {"type": "function", "function": {"name": TOOL}}
+    facts: Any = {"model": "m", "messages": [QUESTION], "tools": TOOLS, "tool_choice": one}
+    with serve(CALLED) as served:
+        client = of_openai(served)
+        if streams:
+            async with client.chat.completions.stream(**facts) as stream:
+                made: Any = await stream.get_final_completion()
+        else:
+            made = await client.chat.completions.create(**facts)
+        (call,) = made.choices[0].message.tool_calls
+        of_one_tool(served, call.function.name, call.function.arguments)
+        assert "add" in asked(served)["structural_tag"]
+        assert "search" not in asked(served)["structural_tag"]
+
+
+async def test_responses_and_anthropics_messages_force_calls_too(serve: Serve) -> None:
+    tools: Any = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
+    choices: list[Any] = ["required", {"type": "function", "name": TOOL}]
+    for choice in choices:
+        with serve(CALLED) as served:
+            made = await of_openai(served).responses.create(
+                model="m", input=[QUESTION], tools=tools, tool_choice=choice
+            )
+            (call,) = [item for item in made.output if item.type == "function_call"]
+            of_one_tool(served, call.name, call.arguments)
+    theirs: Any = [{"name": TOOL, "input_schema": {"type": "object", "properties": {}}}]
+    choices = [{"type": "any"}, {"type": "tool", "name": TOOL}]
+    for choice in choices:
+        with serve(CALLED) as served:
+            facts: Any = {"model": "m", "max_tokens": 100, "messages": [QUESTION], "tools": theirs}
+            answer = await of_anthropic(served).messages.create(**facts, tool_choice=choice)
+            (block,) = [block for block in answer.content if block.type == "tool_use"]
+            of_one_tool(served, block.name, json.dumps(block.input))
+
+
+async def test_parsers_whose_calls_are_forced_as_json_read_it(chats: dict[str, ChatTokenizer]) -> None:
+    chat = chats["qwen3"]
+    parser = AnswerParser(chat, ChatSettings(tool_parser="xlam"))
+    parser.load()
+    one = {"type": "function", "function": {"name": TOOL}}
+    texts = {"required": '[{"name": "add", "parameters": {"a": 2}}]', "one": '{"a": 2}'}
+    for choice, text in (("required", texts["required"]), (one, texts["one"])):
+        request = ChatCompletionRequest(messages=[QUESTION], tools=TOOLS, tool_choice=choice)
+        form = parser.structured_outputs(request)
+        assert form is not None
+        assert form.keys() == {"json"}
+        assert request.structured_outputs is None, "the request itself is as it was"
+        written = torch.tensor([*chat.encode(text), chat.stop_token_ids[0]])
+        columns = {"tokens": written, "logprobs": torch.zeros(len(written)), "versions": torch.zeros(len(written))}
+        completion = Completion(prompt=(), **columns, finish=Finish.STOP, text=text)
+        answer = parser.message(completion, TOOLS, choice=choice)
+        (call,) = list(answer.tool_calls or ())
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (TOOL, {"a": 2})
+        assert parser.malformed_calls(answer, TOOLS) == 0
