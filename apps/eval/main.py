@@ -97,9 +97,6 @@ def main(loaded: Loaded[EvalConfig]) -> int:
     if loaded.dry_run:
         sys.stdout.write(to_yaml(config))
         return 0
-    import torch
-
-    torch.set_num_threads(config.generator.threads)
     started = time.monotonic()
     try:
         answered = asyncio.run(evaluation(config))

@@ -6,6 +6,7 @@ The key-value cache is small, and prompts span several of its blocks, so that pr
 import atexit
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -182,6 +183,23 @@ def refuse_twice_the_same_name() -> str:
     finally:
         steps(engine)
     return "not refused"
+
+
+def sampled_in_another_thread(folder: Path, threads: int) -> tuple[list[int], list[int]]:
+    """A greedy answer of an engine of so many threads, which one thread has built and this one steps, and with how many
+    each of them computes."""
+    from goaly.generate.engine import Engine
+
+    settings = GeneratorSettings(max_running=8, max_context=512, kv_cache_gib=0.005, threads=threads)
+    with ThreadPoolExecutor(1) as builder:
+        engine = builder.submit(Engine, settings, ModelSettings(path=str(folder))).result()
+        counts = [builder.submit(torch.get_num_threads).result()]
+    engine.enter_thread()
+    counts.append(torch.get_num_threads())
+    engine.add("one", PROMPTS[0], GREEDY)
+    sample = steps(engine)["one"]
+    engine.close()
+    return sample.tokens.tolist(), counts
 
 
 def frozen_around_the_end(folder: Path) -> list[int]:

@@ -30,6 +30,7 @@ from tests.actors.engines_in_child import (
     refuse_twice_the_same_name,
     sample_after_reasoning,
     sample_all,
+    sampled_in_another_thread,
     start_engines,
     update_while_sampling,
 )
@@ -360,6 +361,14 @@ def test_cancelling_gives_what_was_sampled_and_leaves_the_others_alone(there):
 
 def test_a_name_that_is_under_way_is_refused(there):
     assert "request_id='same'" in there(refuse_twice_the_same_name)
+
+
+def test_each_thread_of_an_engine_computes_with_the_threads_of_its_settings(folders):
+    """The tests' processes have OMP_NUM_THREADS=1."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as child:
+        one, two = (child.submit(sampled_in_another_thread, folders[0], n).result(timeout=150) for n in (1, 2))
+    assert one[0] == two[0]
+    assert (one[1], two[1]) == ([1, 1], [2, 2])
 
 
 def test_the_end_of_an_engine_lets_no_collection_scan_the_imported_modules(folders):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import set_num_threads  # by this name: vLLM replaces the other by a function that does nothing
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -111,6 +112,7 @@ class Engine:
         """With `records_choices`, samples have the experts that were chosen for their tokens. With `lora`, the weights
         that are applied are those of adapters. A grammar begins after the reasoning that vLLM's parser finds."""
         on_cuda = torch.cuda.is_available()
+        set_num_threads(settings.threads)
         self._shape = architecture(read_config(model.path))
         waits = self._shape.experts and settings.engine == "torchtitan" and not _multiplies_experts_at_once(model.dtype)
         self._has_adapters = lora is not None
@@ -187,7 +189,8 @@ class Engine:
         return len(self._requests)
 
     def enter_thread(self) -> None:
-        """Prepare the calling thread for other calls: each thread has its own current CUDA device."""
+        """Prepare the calling thread for other calls: each has its own current CUDA device and number of threads."""
+        set_num_threads(self._settings.threads)
         if self._device() == "cuda":
             torch.cuda.set_device(self._vllm.model_executor.driver_worker.worker.device)
 
