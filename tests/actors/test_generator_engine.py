@@ -13,7 +13,7 @@ import pytest
 import torch
 from random_model import VOCABULARY, write_random_model, write_tiny_tokenizer
 
-from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.request import Finish, InvalidRequest, Sample, Sampling
 from goaly.generate.settings import NEUTRAL
 from tests.actors.engines_in_child import (
     GREEDY,
@@ -175,12 +175,34 @@ def test_a_form_goes_on_over_an_update(there, mode):
         ({"shape": "round"}, "shape"),
         ({"regex": "a", "choice": ["b"]}, "one kind"),
         ({"choice": []}, "empty"),
+        ({"json_object": False}, "True"),
     ],
 )
 def test_a_form_that_cannot_be_followed_is_refused(there, form, why):  # GM-1
     refusal = there(refusal_of, Sampling(structured_outputs=form, stop_token_ids=(6,)))
     assert "structured_outputs=" in refusal
     assert why in refusal
+
+
+DEAD_ENDS = [{"regex": "[^\\s\\S]"}, {"grammar": 'root ::= root "a"'}, {"json": {"$ref": "#"}}]
+
+
+def test_a_form_that_leaves_no_token_fails_alone(there):  # GM-1
+    free = Sampling(max_tokens=20, seed=3)
+    for form in DEAD_ENDS:
+        dead = Sampling(max_tokens=20, structured_outputs=form, stop_token_ids=(6,))
+        failed, sample = there(sample_all, "torchtitan", PROMPTS[:2], dead, free)
+        assert isinstance(failed, InvalidRequest), form
+        assert "no token can be drawn" in str(failed)
+        assert len(sample.tokens) == 20
+
+
+def test_a_form_is_taken_or_refused_whatever_was_asked_before(there, tiny_model_folder):  # GM-2
+    multiple = Sampling(
+        max_tokens=20, structured_outputs={"json": {"type": "integer", "multipleOf": 3}}, stop_token_ids=(6,)
+    )
+    assert "structured_outputs=" in there(refusal_by_grammars_of, tiny_model_folder, multiple)
+    assert "structured_outputs=" in there(refusal_of, multiple)
 
 
 def test_a_form_without_a_tokenizer_or_the_tokens_of_reasoning_or_a_stop_token_is_refused(there, tiny_model_folder):

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from goaly.generate.request import AT_ONCE
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -68,10 +69,10 @@ class AnswerParser:
         text = self.text(completion, skip_special_tokens=self._parser is None)
         if self._parser is None:
             return Message(role=ASSISTANT, content=text)
-        request = self._request(messages=[], tools=list(tools) or None, tool_choice=choice if tools else "none")
-        parser = self._parser(self._tokenizer, request.tools)
-        tokens = self._written(completion)
-        reasoning, content, parsed = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=tokens)
+        choice = choice if tools else "none"
+        reasoning, content, parsed = self._parsed(text, completion, tools, choice)
+        if choice not in FREE and not parsed and content is None:  # vLLM drops a forced call that is not whole
+            reasoning, content, _ = self._parsed(text, completion, tools, "none")
         found = [
             {
                 "id": call.id or f"call_{secrets.token_hex(12)}",
@@ -84,28 +85,46 @@ class AnswerParser:
             role=ASSISTANT, content=content, reasoning_content=reasoning or None, tool_calls=tuple(found) or None
         )
 
-    def structured_outputs(self, request: Any) -> dict[str, Any] | None:
+    def structured_outputs(self, request: Any, *, at_once: bool = False) -> dict[str, Any] | None:
         """What the answer to this request of an API must follow, as in `Sampling`: the form that it asks for, or that
-        of the tool calls that it forces; None if nothing."""
+        of the tool calls that it forces; None if nothing. `at_once`: no reasoning comes before it."""
+        from vllm.sampling_params import check_json_nesting
+
         if getattr(request, "tool_choice", None) not in FREE:
             request = self._parser(self._tokenizer, request.tools).adjust_request(request.model_copy())
         form = request.extract_structured_outputs()
-        return None if form is None else {key: value for key, value in vars(form).items() if value not in (None, False)}
+        if form is None:
+            return None
+        check_json_nesting(form.json)  # its pickle would fail
+        check_json_nesting(form.structural_tag, structural_tag=True)
+        named = {key: value for key, value in vars(form).items() if value is not None and key[0] != "_"}
+        kept = {key: value for key, value in named.items() if value is not False or key == "json_object"}
+        return {**kept, AT_ONCE: True} if at_once else kept
 
-    def malformed_calls(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> int:
+    def malformed_calls(
+        self, message: Message, tools: Sequence[Mapping[str, Any]] = (), choice: ToolChoice = "auto"
+    ) -> int:
         """The number of calls in an answer that are none: text that begins as a call does but cannot be read, calls of
-        unknown tools, and calls whose arguments are no JSON object."""
+        unknown tools, calls whose arguments are no JSON object, and the call that `choice` forces if there is none."""
         if not self.reads_calls or not tools:
             return 0
         known = {tool["function"]["name"] for tool in tools}
         calls = [call["function"] for call in message.tool_calls or ()]
         wrong = sum(call["name"] not in known or not _is_object(call["arguments"]) for call in calls)
-        return wrong + any(start in (message.content or "") for start in self._starts)
+        is_broken = any(start in (message.content or "") for start in self._starts)
+        return wrong + (is_broken or (choice not in FREE and not calls))
 
     def text(self, completion: Completion, *, skip_special_tokens: bool = True) -> str:
         """The text of the answer without the stop token or the stop string that ended it."""
         text = self._chat.decode(self._written(completion), skip_special_tokens=skip_special_tokens)
         return text if completion.stop is None else text[: text.rfind(completion.stop)]
+
+    def _parsed(
+        self, text: str, completion: Completion, tools: Sequence[Mapping[str, Any]], choice: ToolChoice
+    ) -> tuple[Any, Any, Any]:
+        request = self._request(messages=[], tools=list(tools) or None, tool_choice=choice)
+        parser, tokens = self._parser(self._tokenizer, request.tools), self._written(completion)
+        return parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=tokens)
 
     def _written(self, completion: Completion) -> list[int]:
         """The tokens of the answer without the stop token."""

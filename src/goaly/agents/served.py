@@ -213,7 +213,7 @@ class ServedSession:
             message = Message(role=ASSISTANT, content=self.parser.text(completion))
         else:
             message = self.parser.message(completion, ask.tools, choice=ask.choice, one_call=ask.one_call)
-        malformed = self.parser.malformed_calls(message, ask.tools) if ask.choice != "none" else 0
+        malformed = self.parser.malformed_calls(message, ask.tools, ask.choice) if ask.choice != "none" else 0
         key = f"{call.key}/{number}"
         return self.session.record(ask.continuation, completion, message.as_dict(), key, malformed=malformed)
 

@@ -35,7 +35,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tool_parsers import ToolParser
 
-from goaly.agents.answers import ToolChoice
+from goaly.agents.answers import FREE, ToolChoice
 from goaly.agents.refusals import as_refusal
 from goaly.agents.served import EXCHANGE, Ask
 from goaly.agents.session import SessionBusy, SessionExhausted
@@ -179,7 +179,7 @@ class _SessionRenderer(OnlineRenderer):
             given=_given(request),
             answers=request.n or 1,
             plain=True,
-            structured_outputs=exchange.served.parser.structured_outputs(request),
+            structured_outputs=exchange.served.parser.structured_outputs(request, at_once=True),
         )
         return [tokens_input(list(continuation.prompt))]
 
@@ -211,7 +211,11 @@ def _refuse_unknown(request: Any, has_idle_tools: bool) -> None:
 
 
 def _choice(request: Any) -> ToolChoice:
-    """The tool choice of a request, of either API of OpenAI's."""
+    """The tool choice of a request, of any API."""
+    if request.tool_choice not in FREE and not request.tools:
+        raise VLLMValidationError(
+            f"tool_choice={request.tool_choice!r}: must be auto or none without tools", parameter="tool_choice"
+        )
     match request.tool_choice:
         case None | "auto" | "none" | "required" as choice:
             return choice or "auto"

@@ -27,6 +27,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.config import StructuredOutputsConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
@@ -35,7 +36,7 @@ from vllm.v1.sample import sampler
 
 from goaly.errors import ConfigError
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceRecorder
-from goaly.generate.grammars import Grammars
+from goaly.generate.grammars import BACKEND, Grammars, unfollowed
 from goaly.generate.request import (
     Finish,
     InvalidRequest,
@@ -149,6 +150,7 @@ class Engine:
             sampler.batched_count_greater_than = _rank_of_sample  # vLLM would spend seconds on compiling its own
         if settings.tp > 1:
             leave_no_named_shared_memory()
+            os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # one rank could take longer, another less (GM-2)
         whole = settings.max_context
         arguments = EngineArgs(
             model=str(model.path),
@@ -171,6 +173,7 @@ class Engine:
             enforce_eager=not self._records_graphs,
             logprobs_mode="processed_logprobs",
             async_scheduling=False,  # EN-1
+            structured_outputs_config=StructuredOutputsConfig(backend=BACKEND),
             disable_log_stats=True,
             **overrides,
         )
@@ -222,12 +225,20 @@ class Engine:
         self._core.abort_requests(keys)
         return [(request.name, request.sample(Finish.CANCELLED)) for request in map(self._forget, keys)]
 
-    def step(self) -> list[tuple[str, Sample]]:
-        """Compute one step; the samples that it ended, by request name."""
+    def step(self) -> list[tuple[str, Sample | InvalidRequest]]:
+        """Compute one step; the samples that it ended, by request name, and the errors of requests (GM-1)."""
         # Read from vLLM's core: its front end would add text and nested records to each token, which nobody here needs.
-        ended, stopped = [], []
-        for output in self._core.get_output().outputs:
+        ended: list[tuple[str, Sample | InvalidRequest]] = []
+        stopped = []
+        outputs = self._core.get_output().outputs
+        if not outputs and not self._scheduler.running:
+            self._grammars.wait()
+        for output in outputs:
             request = self._requests[output.request_id]
+            if output.finish_reason is FinishReason.ERROR:
+                self._forget(output.request_id)
+                ended.append((request.name, unfollowed(request.sampling.structured_outputs)))
+                continue
             request.wrote(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), self.version)  # EN-1
             finish = None if output.finish_reason is None else FINISHES[output.finish_reason]
             stop = None if finish is Finish.STOP else request.stopped_by(output.new_token_ids)

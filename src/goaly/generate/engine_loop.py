@@ -276,7 +276,7 @@ class EngineLoop:
             self._stats.busy_seconds += time.perf_counter() - started
             self._stats.steps += 1
             if ended:
-                self._stats.tokens += sum(len(sample.tokens) for _, sample in ended)
+                self._stats.tokens += sum(len(sample.tokens) for _, sample in ended if isinstance(sample, Sample))
                 self._post(self._end, ended)
         return True
 

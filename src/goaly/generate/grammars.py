@@ -1,10 +1,12 @@
 """Grammars that answers follow, in an engine of vLLM's that starts without a tokenizer: vLLM's structured outputs.
 
 Invariants
-    GM-1  What cannot be compiled is the request's own error: it fails alone, before it starts, on every rank.
+    GM-1  A form that cannot be compiled, or that leaves no token to draw, is its request's own error: it fails alone.
+    GM-2  All replicas, and all ranks of one, take and refuse the same forms, whatever they were asked before.
 """
 
 from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +15,15 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine import EngineCoreRequest
 
-from goaly.generate.request import InvalidRequest
+from goaly.generate.request import AT_ONCE, InvalidRequest
+
+BACKEND = "xgrammar"
+"""With "auto" vLLM would use the one that the first request needs, for all others too (GM-2)."""
+
+
+def unfollowed(asked: Mapping[str, Any] | None) -> InvalidRequest:
+    """The error of a request that vLLM has ended."""
+    return InvalidRequest(f"structured_outputs={asked}: cannot be compiled, or no token can be drawn that follows it")
 
 
 class Grammars:
@@ -25,6 +35,7 @@ class Grammars:
         self._folder = folder
         self._reasoning_parser = reasoning_parser
         self._tokenizer: Any = None
+        self._compiling: set[Future[Any]] = set()
 
     def add(self, request: EngineCoreRequest, asked: Mapping[str, Any]) -> None:
         """Start this request, whose answer follows these `Sampling.structured_outputs` until one of its stop tokens;
@@ -37,21 +48,31 @@ class Grammars:
         try:
             if self._tokenizer is None:
                 self._load()
-            parameters.structured_outputs = StructuredOutputsParams(**asked)
+            form = dict(asked)
+            request.reasoning_ended = form.pop(AT_ONCE, None)
+            parameters.structured_outputs = StructuredOutputsParams(**form)
             parameters._validate_structured_outputs(
                 config.model_config, config.structured_outputs_config, self._tokenizer
             )
             self._core.add_request(request)
         except Exception as error:  # whatever readers of tokenizers and compilers of grammars raise
             raise InvalidRequest(f"structured_outputs={asked}: {error}") from error
-        made = self._core.engine_core.scheduler.requests[request.request_id].structured_output_request.grammar
+        started = self._core.engine_core.scheduler.requests[request.request_id].structured_output_request
+        made = started.grammar
         if isinstance(made, Exception):
             self._core.abort_requests([request.request_id])
             raise InvalidRequest(f"structured_outputs={asked}: {made}") from made
+        if isinstance(started._grammar, Future):
+            self._compiling.add(started._grammar)
+
+    def wait(self) -> None:
+        """Wait until a grammar is compiled, if one is being: nothing else is under way."""
+        if self._compiling:
+            _, self._compiling = wait(self._compiling, return_when=FIRST_COMPLETED)
 
     def _load(self) -> None:
         manager = self._core.engine_core.structured_output_manager
-        manager._use_async_grammar_compilation = False  # GM-1
+        manager.executor = ThreadPoolExecutor(1)  # for one rank; several compile in the step's thread, all alike (GM-2)
         manager.tokenizer = get_tokenizer(str(self._folder))
         if self._reasoning_parser is not None:
             manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(self._reasoning_parser)

@@ -65,7 +65,8 @@ class Sampling:
     """The only tokens that can be drawn. `()` overrides the run's sampling with all tokens."""
     structured_outputs: Mapping[str, Any] | None = None
     """What the answer's text must follow: one of `json`, `json_object`, `regex`, `choice`, `grammar` and
-    `structural_tag`, as in vLLM's `StructuredOutputsParams`."""
+    `structural_tag`, as in vLLM's `StructuredOutputsParams`. With a reasoning parser it begins after the reasoning,
+    unless there is none: `at_once=True`."""
     stop: str | Sequence[str] | None = None
     """Texts that end the answer, searched for in its whole text, special tokens included. The tokens of such a text
     stay in the answer. The last one stays whole even if the text ends inside it (ST-1)."""
@@ -113,6 +114,10 @@ def seed_of(name: str) -> int:
 def evaluation_seeds(seed: int, policy_version: int, prompt_id: str) -> str:
     """The start of the names of an evaluation's requests with this prompt: their seeds are the same each time."""
     return f"{seed}/evaluation/{policy_version}/{prompt_id}"
+
+
+AT_ONCE = "at_once"
+"""The key of structured outputs that do not wait for the end of reasoning."""
 
 
 class InvalidRequest(ValueError):

@@ -23,7 +23,7 @@ from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
 from goaly.environments.protocol import EnvironmentFailed
-from goaly.errors import cause_of, first_error
+from goaly.errors import EpisodeError, cause_of, first_error
 from goaly.generate.request import Sampling, evaluation_seeds
 from goaly.generate.router import Router
 from goaly.prompts.prompt import Prompt
@@ -170,13 +170,19 @@ class GroupRunner:
                 f"the episodes of prompt {prompt.id} exceeded rollout.group_seconds={self.settings.group_seconds}; "
                 f"{running.done} of {self.group_size} were done"
             ) from error
-        return Group(
+        group = Group(
             ticket=ticket.index,
             prompt_id=prompt.id,
             source=prompt.source,
             samples=tuple(one for trajectories in episodes for one in trajectories),
             counts=running.counts,
         )
+        if not any(group.trained_tokens):
+            raise EpisodeError(
+                "no token of its episodes can be trained: all answers followed a grammar (response_format, a forced "
+                "tool_choice), or were sampled with trained=False"
+            )
+        return group
 
     def _trained_group(self, ticket: Ticket) -> RunningGroup:
         name, min_version = str(ticket.index), ticket.min_version

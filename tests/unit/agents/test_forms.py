@@ -1,8 +1,11 @@
 """Requests that force a form on the answer: a schema, or a call of a tool."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 import torch
 from agent_sessions import TOOLS
@@ -75,7 +78,7 @@ async def test_each_api_asks_for_a_form_in_its_own_words(serve: Serve) -> None:
         choice: Any = {"structured_outputs": {"choice": ["yes", "no"]}}
         text = await of_openai(served).completions.create(model="m", prompt="a", extra_body=choice)
         assert text.choices[0].text == "yes"
-        assert asked(served) == {"choice": ["yes", "no"]}
+        assert asked(served) == {"choice": ["yes", "no"], "at_once": True}
         assert not served.session.turns[0].trained
     with serve("any") as served:
         free: Any = {"type": "text"}
@@ -137,6 +140,29 @@ async def test_responses_and_anthropics_messages_force_calls_too(serve: Serve) -
             of_one_tool(served, block.name, json.dumps(block.input))
 
 
+async def test_a_form_that_is_too_deep_is_the_clients_error_and_none_is_left_to_the_engine(serve: Serve) -> None:
+    deep: Any = {}
+    for _ in range(500):
+        deep = {"a": deep}
+    facts: Any = {"model": "m", "messages": [QUESTION]}
+    with serve() as served:
+        with pytest.raises(openai.BadRequestError, match="nested too deeply"):
+            await of_openai(served).chat.completions.create(**facts, extra_body={"structured_outputs": {"json": deep}})
+        assert served.scripted.asked == []
+    with serve() as served:
+        none: Any = {"structured_outputs": {"json_object": False}}
+        await of_openai(served).chat.completions.create(**facts, extra_body=none)
+        assert asked(served) == {"json_object": False}, "which refuses it"
+
+
+async def test_a_call_of_no_tool_is_the_clients_error(serve: Serve) -> None:
+    with serve() as served:
+        forced: Any = {"type": "any"}
+        with pytest.raises(anthropic.BadRequestError, match="without tools"):
+            await of_anthropic(served).messages.create(model="m", max_tokens=9, messages=[QUESTION], tool_choice=forced)
+        assert served.scripted.asked == []
+
+
 async def test_parsers_whose_calls_are_forced_as_json_read_it(chats: dict[str, ChatTokenizer]) -> None:
     chat = chats["qwen3"]
     parser = AnswerParser(chat, ChatSettings(tool_parser="xlam"))
@@ -155,4 +181,8 @@ async def test_parsers_whose_calls_are_forced_as_json_read_it(chats: dict[str, C
         answer = parser.message(completion, TOOLS, choice=choice)
         (call,) = list(answer.tool_calls or ())
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (TOOL, {"a": 2})
-        assert parser.malformed_calls(answer, TOOLS) == 0
+        assert parser.malformed_calls(answer, TOOLS, choice) == 0
+        cut = replace(completion, tokens=written[:5])
+        answer = parser.message(cut, TOOLS, choice="required")
+        assert (answer.tool_calls, answer.content) == (None, chat.decode(written[:5]))
+        assert parser.malformed_calls(answer, TOOLS, "required") == 1

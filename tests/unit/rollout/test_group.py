@@ -154,6 +154,17 @@ async def test_an_episode_without_a_trajectory_fails_its_group():
     )
 
 
+async def test_a_group_of_which_nothing_can_be_trained_fails():
+    async def judges(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        episode = Episode(prompt, context.render(prompt))
+        said = await context.policy.sample(episode.tokens, trained=False, temperature=0.5)
+        episode.observed(said.tokens.tolist())
+        return episode.finish(1.0)
+
+    summary = await runner(FakeSampler(), FakeQueue(), judges).run(TICKET, PROMPT)
+    assert "no token of its episodes can be trained" in (summary.failed or "")
+
+
 async def test_a_group_is_all_samples_of_its_prompt_and_goes_to_the_queue():
     sampler, queue = FakeSampler(), FakeQueue()
     summary = await runner(sampler, queue).run(TICKET, PROMPT)
@@ -173,7 +184,9 @@ async def test_a_group_counts_its_responses_that_got_zero_because_the_verifier_d
 
     async def judged_twice(prompt: Prompt, context: EpisodeContext) -> Trajectory:
         first = await context.reward(prompt, "")
-        return Episode(prompt, context.render(prompt)).finish(first + await context.reward(prompt, ""))
+        episode = Episode(prompt, context.render(prompt))
+        episode.wrote(await context.policy.sample(episode.tokens))
+        return episode.finish(first + await context.reward(prompt, ""))
 
     queue = FakeQueue()
     await runner(FakeSampler(), queue, judged_twice, score=failing).run(TICKET, PROMPT)
@@ -375,12 +388,13 @@ async def test_an_episode_encodes_texts_and_continues_its_chat_with_the_prompts_
         episode.observed(context.encode("?"))
         chat = [*prompt.messages, Message(role="tool", content="d")]
         episode.observed(context.render_more(chat, episode.tokens))
-        return episode.observed(context.render_more(chat, episode.tokens, as_recorded=True)).finish(0.0)
+        episode.observed(context.render_more(chat, episode.tokens, as_recorded=True))
+        return episode.wrote(await context.policy.sample(episode.tokens)).finish(0.0)
 
     queue = FakeQueue()
     prompt = replace(PROMPT, tools=({"name": "add"},))
     await runner(FakeSampler(), queue, converse, group_size=1).run(TICKET, prompt)
-    assert bytes(queue.groups[0].samples[0].tokens["tokens"].tolist()) == b"abcT?d51d81R"
+    assert bytes(queue.groups[0].samples[0].tokens["tokens"].tolist()) == b"abcT?d51d81Rok"
 
 
 def test_settings_that_cannot_work_are_listed_with_their_keys():
