@@ -302,6 +302,16 @@ async def test_an_episode_chats_with_the_tools_of_its_prompt_and_pays_for_malfor
     assert group.counts == {"agents/malformed_calls": 4}
 
 
+async def test_answers_that_are_context_only_are_counted(runs: Runs) -> None:
+    async def asks_a_judge(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
+        said = await context.chat.say(prompt.messages)
+        await context.chat.say([*prompt.messages, said, Message(role="user", content="again")], trained=False)
+        return context.chat.finish(1.0)
+
+    group = await runs.group(asks_a_judge)
+    assert group.counts == {"agents/untrained_turns": 2}
+
+
 async def test_the_records_of_a_group_under_way_are_kept_for_the_next_worker_and_then_deleted(
     runs: Runs, tmp_path: Path
 ) -> None:  # KS-1
