@@ -86,8 +86,8 @@ class AnswerParser:
         )
 
     def structured_outputs(self, request: Any, *, at_once: bool = False) -> dict[str, Any] | None:
-        """What the answer to this request of an API must follow, as in `Sampling`: the form that it asks for, or that
-        of the tool calls that it forces; None if nothing. `at_once`: no reasoning comes before it."""
+        """The form that the answer to this request of an API must have, as in `Sampling`: the one that it asks for, or
+        that of the tool calls that it forces; None if any will do. `at_once`: no reasoning comes before it."""
         from vllm.sampling_params import check_json_nesting
 
         if getattr(request, "tool_choice", None) not in FREE:

@@ -68,7 +68,7 @@ class Ask:
     one_call: bool = False
     """Whether all tool calls but the first are dropped from each answer."""
     structured_outputs: Mapping[str, Any] | None = None
-    """What the answers must follow, as in `Sampling`."""
+    """The form that the answers must have, as in `Sampling`."""
 
 
 @dataclass(slots=True, eq=False)

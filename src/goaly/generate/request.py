@@ -64,7 +64,7 @@ class Sampling:
     allowed_token_ids: Sequence[int] | None = None
     """The only tokens that can be drawn. `()` overrides the run's sampling with all tokens."""
     structured_outputs: Mapping[str, Any] | None = None
-    """What the answer's text must follow: one of `json`, `json_object`, `regex`, `choice`, `grammar` and
+    """The form of the answer's text: one of `json`, `json_object`, `regex`, `choice`, `grammar` and
     `structural_tag`, as in vLLM's `StructuredOutputsParams`. With a reasoning parser it begins after the reasoning,
     unless there is none: `at_once=True`."""
     stop: str | Sequence[str] | None = None

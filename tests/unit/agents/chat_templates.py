@@ -170,7 +170,7 @@ def write_tokenizer(folder: Path, stops: tuple[str, ...]) -> None:
 MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 120, "hidden_size": 8}
 MODEL |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 1}
 MODEL |= {"intermediate_size": 8, "max_position_embeddings": 4096}
-"""What vLLM reads of a model beside its tokenizer."""
+"""The file that vLLM reads of a model beside its tokenizer."""
 
 
 def chat_of(template: str, stops: tuple[str, ...], folder: Path) -> ChatTokenizer:

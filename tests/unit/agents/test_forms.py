@@ -27,10 +27,19 @@ CALLED = wrote("", "hm", CALL)
 
 
 def asked(served: Served) -> Any:
-    """What the policy was asked for, in the only request."""
+    """The form that the policy was asked for, in the only request."""
     (sampling,) = served.scripted.asked
     assert sampling.temperature == 1.0
     return sampling.structured_outputs
+
+
+async def completed(served: Served, facts: dict[str, Any], streams: bool) -> Any:
+    """The chat completion, of a stream or not."""
+    chats = of_openai(served).chat.completions
+    if not streams:
+        return await chats.create(**facts)
+    async with chats.stream(**facts) as stream:
+        return await stream.get_final_completion()
 
 
 def of_one_tool(served: Served, name: str, arguments: str) -> None:
@@ -91,12 +100,7 @@ async def test_each_api_asks_for_a_form_in_its_own_words(serve: Serve) -> None:
 async def test_some_tool_must_be_called(serve: Serve, streams: bool) -> None:
     facts: Any = {"model": "m", "messages": [QUESTION], "tools": TOOLS, "tool_choice": "required"}
     with serve(CALLED) as served:
-        client = of_openai(served)
-        if streams:
-            async with client.chat.completions.stream(**facts) as stream:
-                made: Any = await stream.get_final_completion()
-        else:
-            made = await client.chat.completions.create(**facts)
+        made = await completed(served, facts, streams)
         (call,) = made.choices[0].message.tool_calls
         of_one_tool(served, call.function.name, call.function.arguments)
         assert made.choices[0].finish_reason == "tool_calls"
@@ -108,12 +112,7 @@ async def test_one_tool_must_be_called(serve: Serve, streams: bool) -> None:
     one = {"type": "function", "function": {"name": TOOL}}
     facts: Any = {"model": "m", "messages": [QUESTION], "tools": TOOLS, "tool_choice": one}
     with serve(CALLED) as served:
-        client = of_openai(served)
-        if streams:
-            async with client.chat.completions.stream(**facts) as stream:
-                made: Any = await stream.get_final_completion()
-        else:
-            made = await client.chat.completions.create(**facts)
+        made = await completed(served, facts, streams)
         (call,) = made.choices[0].message.tool_calls
         of_one_tool(served, call.function.name, call.function.arguments)
         assert "add" in asked(served)["structural_tag"]
