@@ -31,6 +31,7 @@ multiprocessing.set_forkserver_preload(["imported_once"])
 forkserver.set_forkserver_preload = lambda modules: None  # a dry run and goaly.parity ask for fewer
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 """That server does not get `sys.path`."""
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 FIRST = (
     "test_parity",
     "test_parallel",
@@ -45,7 +46,7 @@ FIRST = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let the processes of all tests be forks of one that imports each library once."""
-    if not hasattr(config, "workerinput"):  # a worker uses that of the process that started it
+    if not IS_WORKER:  # a worker uses that of the process that started it
         folder = tempfile.TemporaryDirectory(prefix="fork-server-")
         server = ForkServer(1, Path(folder.name) / "fork_server.log")
         config.add_cleanup(folder.cleanup)
@@ -53,7 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[SHARED] = server.name
 
 
-IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
     atexit.register(os._exit, 0)  # the last to run; what would follow, the end of each module, takes seconds
 gc.disable()  # while all test files and their libraries are imported: it takes a quarter less time

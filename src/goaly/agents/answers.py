@@ -88,25 +88,28 @@ class AnswerParser:
     def structured_outputs(self, request: Any, *, at_once: bool = False) -> dict[str, Any] | None:
         """The form that the answer to this request of an API must have, as in `Sampling`: the one that it asks for, or
         that of the tool calls that it forces; None if any will do. `at_once`: no reasoning comes before it."""
-        from vllm.sampling_params import check_json_nesting
-
         if getattr(request, "tool_choice", None) not in FREE:
             request = self._parser(self._tokenizer, request.tools).adjust_request(request.model_copy())
         form = request.extract_structured_outputs()
         if form is None:
             return None
+        from vllm.sampling_params import check_json_nesting
+
         check_json_nesting(form.json)  # its pickle would fail
         check_json_nesting(form.structural_tag, structural_tag=True)
-        named = {key: value for key, value in vars(form).items() if value is not None and key[0] != "_"}
-        kept = {key: value for key, value in named.items() if value is not False or key == "json_object"}
-        return {**kept, AT_ONCE: True} if at_once else kept
+        asked = {
+            key: value
+            for key, value in vars(form).items()
+            if value is not None and (value is not False or key == "json_object")  # which the engine refuses
+        }
+        return {**asked, AT_ONCE: True} if at_once else asked
 
     def malformed_calls(
         self, message: Message, tools: Sequence[Mapping[str, Any]] = (), choice: ToolChoice = "auto"
     ) -> int:
         """The number of calls in an answer that are none: text that begins as a call does but cannot be read, calls of
         unknown tools, calls whose arguments are no JSON object, and the call that `choice` forces if there is none."""
-        if not self.reads_calls or not tools:
+        if not self.reads_calls or not tools or choice == "none":
             return 0
         known = {tool["function"]["name"] for tool in tools}
         calls = [call["function"] for call in message.tool_calls or ()]

@@ -213,15 +213,14 @@ class ServedSession:
             message = Message(role=ASSISTANT, content=self.parser.text(completion))
         else:
             message = self.parser.message(completion, ask.tools, choice=ask.choice, one_call=ask.one_call)
-        malformed = self.parser.malformed_calls(message, ask.tools, ask.choice) if ask.choice != "none" else 0
+        malformed = self.parser.malformed_calls(message, ask.tools, ask.choice)
         key = f"{call.key}/{number}"
         return self.session.record(ask.continuation, completion, message.as_dict(), key, malformed=malformed)
 
     def _sampling(self, ask: Ask) -> Sampling:
         """The sampling that a client asks for. Answers keep the run's distribution unless they are evaluated, but for
         the form that they must have, and none may exceed the session's tokens."""
-        given = ask.given
-        kept = dict(given)
+        given, kept = ask.given, dict(ask.given)
         if not self.policy.evaluation:
             run, asked = self.policy.sampling.distribution, Sampling(**given).distribution
             changed = {key for key in NEUTRAL if key in given and asked[key] != run[key]}

@@ -36,7 +36,7 @@ from vllm.v1.sample import sampler
 
 from goaly.errors import ConfigError
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceRecorder
-from goaly.generate.grammars import BACKEND, Grammars, unfollowed
+from goaly.generate.grammars import BACKEND, ENDED, Grammars, refused
 from goaly.generate.request import (
     Finish,
     InvalidRequest,
@@ -237,7 +237,7 @@ class Engine:
             request = self._requests[output.request_id]
             if output.finish_reason is FinishReason.ERROR:
                 self._forget(output.request_id)
-                ended.append((request.name, unfollowed(request.sampling.structured_outputs)))
+                ended.append((request.name, refused(request.sampling.structured_outputs, ENDED)))
                 continue
             request.wrote(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), self.version)  # EN-1
             finish = None if output.finish_reason is None else FINISHES[output.finish_reason]

@@ -21,9 +21,13 @@ BACKEND = "xgrammar"
 """With "auto" vLLM would use the one that the first request needs, for all others too (GM-2)."""
 
 
-def unfollowed(asked: Mapping[str, Any] | None) -> InvalidRequest:
-    """The error of a request that vLLM has ended."""
-    return InvalidRequest(f"structured_outputs={asked}: cannot be compiled, or no token can be drawn that follows it")
+ENDED = "cannot be compiled, or no token can be drawn that follows it"
+"""Why vLLM ends a request."""
+
+
+def refused(asked: Mapping[str, Any] | None, why: object) -> InvalidRequest:
+    """The error of a request for this form."""
+    return InvalidRequest(f"structured_outputs={asked}: {why}")
 
 
 class Grammars:
@@ -56,12 +60,12 @@ class Grammars:
             )
             self._core.add_request(request)
         except Exception as error:  # whatever readers of tokenizers and compilers of grammars raise
-            raise InvalidRequest(f"structured_outputs={asked}: {error}") from error
+            raise refused(asked, error) from error
         started = self._core.engine_core.scheduler.requests[request.request_id].structured_output_request
         made = started.grammar
         if isinstance(made, Exception):
             self._core.abort_requests([request.request_id])
-            raise InvalidRequest(f"structured_outputs={asked}: {made}") from made
+            raise refused(asked, made) from made
         if isinstance(started._grammar, Future):
             self._compiling.add(started._grammar)
 

@@ -140,8 +140,15 @@ class Roles:
         mesh = self.mesh(first, name) if config.generator.tp == 1 else await self._joined(first, name)
         hub = await self.hub.present()
         served = (config.generator, config.model, hub.store, replica, config.weights)
-        options = {"records_choices": config.moe.replays, "lora": config.trainer.lora}
-        return spawn(mesh, name, Generator, *served, **options, reasoning_parser=config.chat.reasoning_parser)
+        return spawn(
+            mesh,
+            name,
+            Generator,
+            *served,
+            records_choices=config.moe.replays,
+            lora=config.trainer.lora,
+            reasoning_parser=config.chat.reasoning_parser,
+        )
 
     def count(self, planned: str) -> int:
         """The number of processes of a role."""

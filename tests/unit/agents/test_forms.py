@@ -42,8 +42,8 @@ async def completed(served: Served, facts: dict[str, Any], streams: bool) -> Any
         return await stream.get_final_completion()
 
 
-def of_one_tool(served: Served, name: str, arguments: str) -> None:
-    """The recorded turn calls this tool, and is not trained."""
+def assert_called(served: Served, name: str, arguments: str) -> None:
+    """The client got the call of the only turn, which is of the forced tool and not trained."""
     (turn,) = served.session.turns
     (call,) = turn.message["tool_calls"]
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (TOOL, {"a": 2, "b": 3})
@@ -102,7 +102,7 @@ async def test_some_tool_must_be_called(serve: Serve, streams: bool) -> None:
     with serve(CALLED) as served:
         made = await completed(served, facts, streams)
         (call,) = made.choices[0].message.tool_calls
-        of_one_tool(served, call.function.name, call.function.arguments)
+        assert_called(served, call.function.name, call.function.arguments)
         assert made.choices[0].finish_reason == "tool_calls"
         assert all(tool["function"]["name"] in asked(served)["structural_tag"] for tool in TOOLS)
 
@@ -114,7 +114,7 @@ async def test_one_tool_must_be_called(serve: Serve, streams: bool) -> None:
     with serve(CALLED) as served:
         made = await completed(served, facts, streams)
         (call,) = made.choices[0].message.tool_calls
-        of_one_tool(served, call.function.name, call.function.arguments)
+        assert_called(served, call.function.name, call.function.arguments)
         assert "add" in asked(served)["structural_tag"]
         assert "search" not in asked(served)["structural_tag"]
 
@@ -128,7 +128,7 @@ async def test_responses_and_anthropics_messages_force_calls_too(serve: Serve) -
                 model="m", input=[QUESTION], tools=tools, tool_choice=choice
             )
             (call,) = [item for item in made.output if item.type == "function_call"]
-            of_one_tool(served, call.name, call.arguments)
+            assert_called(served, call.name, call.arguments)
     theirs: Any = [{"name": TOOL, "input_schema": {"type": "object", "properties": {}}}]
     choices = [{"type": "any"}, {"type": "tool", "name": TOOL}]
     for choice in choices:
@@ -136,7 +136,7 @@ async def test_responses_and_anthropics_messages_force_calls_too(serve: Serve) -
             facts: Any = {"model": "m", "max_tokens": 100, "messages": [QUESTION], "tools": theirs}
             answer = await of_anthropic(served).messages.create(**facts, tool_choice=choice)
             (block,) = [block for block in answer.content if block.type == "tool_use"]
-            of_one_tool(served, block.name, json.dumps(block.input))
+            assert_called(served, block.name, json.dumps(block.input))
 
 
 async def test_a_form_that_is_too_deep_is_the_clients_error_and_none_is_left_to_the_engine(serve: Serve) -> None:
