@@ -15,6 +15,9 @@ from pathlib import Path
 
 from goaly.reward.child import die_with
 
+SEMAPHORES = "program-"
+"""Semaphores of a program, and of its children by multiprocessing, have names that begin so, and with its pid."""
+
 
 class Program:
     """A program that runs. It ends with this process, at the latest."""
@@ -99,6 +102,7 @@ def _run(
     multiprocessing.set_start_method(None, force=True)  # as in a process that multiprocessing has not started
     process._parent_process = None
     process.current_process()._config["daemon"] = False
+    process.current_process()._config["semprefix"] = f"/{SEMAPHORES}{os.getpid()}-"
     process.current_process().name = "MainProcess"
     resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
     runpy.run_module(module, run_name="__main__", alter_sys=True)

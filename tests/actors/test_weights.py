@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
 from goaly.weights.subscriber import Subscriber
+from tests.program import ended
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the spawned processes can't import this file
 
@@ -394,12 +394,8 @@ async def test_what_rank_0_waited_for_stays_for_its_peers_while_the_trainer_runs
 
 
 def test_the_example_runs_and_its_columns_are_the_trainers_rows(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "weights.py"
-    said = tmp_path / "said"
-    with said.open("w") as stdout:  # not a pipe, which processes that are about to end would hold open
-        subprocess.run(
-            [sys.executable, str(example)], stdout=stdout, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True
-        )
+    ran = ended("tests.actors.example_of_forks", below=tmp_path, seconds=120)
+    assert ran.returncode == 0, ran.stderr
     whole = torch.arange(24.0).reshape(4, 6) + 300
     for rank, columns in enumerate(whole.chunk(2, 1)):
-        assert f"reader rank {rank} has version 2: {columns.tolist()}" in said.read_text()
+        assert f"reader rank {rank} has version 2: {columns.tolist()}" in ran.stdout

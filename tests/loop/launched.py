@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -10,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.program import Program, ended
+from tests.program import SEMAPHORES, Program, ended
 
 Left = TypeVar("Left", set[str], list[int])
 
@@ -19,6 +20,8 @@ START_SECONDS = 300.0
 """A run that has not begun, or replaced a replica, by then hangs: some ten times what a quiet machine needs."""
 END_SECONDS = 60.0
 """A run that has not ended by then, or a process that is still there, is left behind: some ten times what it needs."""
+OF_PROGRAM = re.compile(rf"sem\.{SEMAPHORES}(\d+)-")
+"""Python keeps the name of a semaphore that nobody uses until its process ends."""
 REWARDED = "reward.verifier=tests.loop.verifiers:share_of_digits"
 """Rewards that differ, so that every step changes the policy."""
 SMALL = [
@@ -95,7 +98,8 @@ def held_memory(pids: Iterable[int]) -> set[str]:
 def orphaned_memory() -> set[str]:
     """The names in /dev/shm that nobody uses: left behind by a process that has ended."""
     named = set(os.listdir("/dev/shm"))
-    return named - held_memory(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    named -= held_memory(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    return {name for name in named if not ((program := OF_PROGRAM.match(name)) and alive(int(program[1])))}
 
 
 def orphaned_within(before: set[str], seconds: float = END_SECONDS) -> set[str]:
