@@ -20,6 +20,7 @@ from goaly.evaluation.result import Attempt, Solve, Verifier, by_tokens
 from goaly.generate.engine_loop import EngineLoop
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import SamplingSettings
+from goaly.generate.streamed_answer import OnPart
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.episode import EpisodeContext
 from goaly.rollout.policy import Policy
@@ -132,9 +133,15 @@ class _Sampler:
         self.tokens = 0
 
     async def generate(
-        self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int = 0, session: str | None = None
+        self,
+        request_id: str,
+        tokens: list[int],
+        sampling: Sampling,
+        min_version: int = 0,
+        session: str | None = None,
+        on_part: OnPart | None = None,
     ) -> Sample:
-        sample = await self._loop.generate(request_id, tokens, sampling)
+        sample = await self._loop.generate(request_id, tokens, sampling, on_part=on_part)
         self.tokens += len(sample.tokens)
         return sample
 

@@ -11,6 +11,7 @@
     ├── Lost               a process of a role died during a call, which can be made again (run/replaceable.py)
     ├── ParityError        trainer and sampler gave a token different log-probs; names the token and the operation
     ├── PoisonRequest      replicas keep dying while they run this request; it is not retried
+    ├── AnswerBroken       a replica died in the middle of a streamed answer that cannot go on elsewhere
     └── RunFailed          a failure ended the run; names the actor, the endpoint and the cause
 
 They cross actor boundaries, so all of them pickle.
@@ -58,6 +59,10 @@ class ReplicaLost(GoalyError):
 
 class PoisonRequest(GoalyError):
     """Replicas keep dying while they run this request. It is not retried."""
+
+
+class AnswerBroken(GoalyError):
+    """A replica died after a caller had the beginning of its answer, which cannot go on elsewhere."""
 
 
 class ParityError(GoalyError):

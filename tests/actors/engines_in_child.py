@@ -97,6 +97,29 @@ def update_while_sampling(mode: str, **changes: Any) -> tuple[list[Sample], list
     return [samples[name] for name in names], [samples[f"later {name}"] for name in names]
 
 
+def stream_over_an_update() -> tuple[Sample, list[Any], set[str]]:
+    """A sample over which new weights came, its parts, and the requests that had parts."""
+    engine = engines.torchtitan
+    engine.apply(partial(engines.load, 0, 4))
+    engine.add("streamed", PROMPTS[0], Sampling(max_tokens=20, seed=1), streams=True)
+    engine.add("beside it", PROMPTS[1], Sampling(max_tokens=30))
+    ended, parts = {}, []
+    while engine.running:
+        ended |= dict(engine.step())
+        parts += engine.parts()
+        if len(parts) == 10:
+            engine.apply(partial(engines.load, 1, 5))
+    engine.apply(partial(engines.load, 0, 0))
+    return ended["streamed"], [part for _, part in parts], {name for name, _ in parts}
+
+
+def sample_rest(begun: list[int], sampling: Sampling) -> Sample:
+    """The rest of an answer that another replica began."""
+    engine = engines.torchtitan
+    engine.add("rest", PROMPTS[0] + begun, sampling, written=len(begun))
+    return steps(engine)["rest"]
+
+
 def parameters_of(sampling: Sampling) -> dict[str, Any]:
     """What vLLM is asked for."""
     engine = engines.torchtitan

@@ -30,8 +30,10 @@ from tests.actors.engines_in_child import (
     refuse_twice_the_same_name,
     sample_after_reasoning,
     sample_all,
+    sample_rest,
     sampled_in_another_thread,
     start_engines,
+    stream_over_an_update,
     update_while_sampling,
 )
 
@@ -124,6 +126,26 @@ def test_only_named_stop_tokens_end_an_answer_and_they_are_part_of_it(there):
         assert sample.finish is Finish.STOP
         assert int(sample.tokens[-1]) in (5, 6)
         assert not set(sample.tokens[:-1].tolist()) & {5, 6}
+
+
+def test_a_streamed_answer_has_all_its_tokens_in_parts_but_those_of_the_last_step_also_over_an_update(there):  # PT-1
+    sample, parts, streamed = there(stream_over_an_update)
+    assert streamed == {"streamed"}
+    assert [len(part.tokens) for part in parts] == [1] * 19
+    assert [part.tokens[0] for part in parts] == sample.tokens[:-1].tolist()
+    assert torch.tensor([part.logprobs[0] for part in parts]).equal(sample.logprobs[:-1])
+    assert [part.versions[0] for part in parts] == sample.versions[:-1].tolist()
+    assert sample.versions.tolist() == [4] * 10 + [5] * 10
+
+
+def test_an_answer_that_goes_on_after_its_beginning_is_the_same_and_ends_at_the_same_stop_string(there):  # PT-2
+    (whole,) = there(sample_all, "torchtitan", PROMPTS[:1], GREEDY)
+    tokens = whole.tokens.tolist()
+    stop = text_of(tokens[8:12])
+    length = length_with(tokens, stop)
+    assert length is not None
+    rest = there(sample_rest, tokens[: length - 2], replace(GREEDY, stop=stop))
+    assert (rest.tokens.tolist(), rest.stop) == (tokens[length - 2 : length], stop)
 
 
 FORMS = [

@@ -1,7 +1,8 @@
 """How requests travel from a client to a replica, and samples back.
 
 A message between actors costs either side about half a millisecond, as much as a dozen tokens. So the requests of one
-turn of the client's event loop leave in one message, and the samples that end in one step of the engine come in one.
+turn of the client's event loop leave in one message, and the samples that end in one step of the engine come in one,
+together with the parts that this step added to streamed answers.
 
 A replica's death does not tell which of its requests caused it, and a request that kills engines (a poison request)
 must neither kill one replica after another nor fail the requests beside it. So each request counts the deaths of
@@ -30,6 +31,7 @@ from monarch.actor import Channel, Port, PortReceiver
 
 from goaly.errors import ReplicaLost, root_cause
 from goaly.generate.request import Request, Sample, Sampling, settle
+from goaly.generate.streamed_answer import OnPart, Part
 from goaly.liveness import this_process
 from goaly.process import vital_task
 
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
 SUSPECT_DEATHS = 2
 POISON_DEATHS = 3
 
-Results = list[tuple[str, Sample | Exception | None]]
-"""Request ids, each with its sample or its error. None tells a suspect that its turn has come."""
+Results = list[tuple[str, Part | Sample | Exception | None]]
+"""Request ids, each with a part of its answer, its sample or its error. None tells a suspect that its turn has come."""
 
 
 class Connection:
@@ -51,6 +53,7 @@ class Connection:
         self._replica = replica
         self._name = uuid.uuid4().hex[:12]
         self._futures: dict[str, asyncio.Future[Any]] = {}
+        self._streams: dict[str, OnPart] = {}
         self._unsent: list[Request] = []
         self._ended: Exception | None = None
         port, samples = Channel[Results].open()
@@ -60,14 +63,24 @@ class Connection:
         )
 
     def submit(
-        self, request_id: str, prompt: list[int], sampling: Sampling, min_version: int = 0
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: Sampling,
+        min_version: int = 0,
+        on_part: OnPart | None = None,
+        written: int = 0,
     ) -> asyncio.Future[Sample]:
-        """The replica's answer to this prompt, sampled under weights of at least `min_version`."""
+        """The replica's answer to this prompt, sampled under weights of at least `min_version`. `on_part` gets its parts
+        before; `written` is as in `Request`."""
         future = self._expect(request_id)
         if self._ended is None:
             if not self._unsent:
                 asyncio.get_running_loop().call_soon(self._send)
-            self._unsent.append(Request(self._sent(request_id), prompt, sampling, min_version))
+            sent, streams = self._sent(request_id), on_part is not None
+            self._unsent.append(Request(sent, prompt, sampling, min_version, streams, written))
+            if on_part is not None:
+                self._streams[request_id] = on_part
         return future
 
     def wait_turn(self, request_id: str) -> asyncio.Future[None]:
@@ -80,6 +93,7 @@ class Connection:
     def cancel(self, request_id: str) -> None:
         """Cancel a request, here and at the replica. Unknown and ended requests are ignored."""
         future = self._futures.pop(request_id, None)
+        self._streams.pop(request_id, None)
         if future is None:
             return
         future.cancel()
@@ -118,6 +132,7 @@ class Connection:
         try:
             self._replica.submit.broadcast(self._name, [request])
         except Exception as error:
+            self._streams.pop(own_name(request.request_id), None)
             settle(self._futures.pop(own_name(request.request_id)), error)  # LI-1
 
     async def _connect(self, port: Port[Results]) -> None:
@@ -138,8 +153,12 @@ class Connection:
                 future = self._futures.get(request_id)
                 if future is None:
                     continue  # cancelled
+                if isinstance(result, Part):
+                    self._streams[request_id](result)
+                    continue
                 if result is not None:  # a suspect's turn lasts until `submit` or `cancel`
                     del self._futures[request_id]
+                    self._streams.pop(request_id, None)
                 settle(future, result)
 
     def _sent(self, request_id: str) -> str:
@@ -152,7 +171,7 @@ class Connection:
         self._replica.disconnect.broadcast(self._name, sent)  # LI-2; a dead replica ignores it
 
     def _end_all(self, error: Exception | None) -> None:
-        futures, self._futures, self._unsent = self._futures, {}, []
+        futures, self._futures, self._unsent, self._streams = self._futures, {}, [], {}
         for future in futures.values():
             if error is None:
                 future.cancel()
@@ -185,7 +204,7 @@ class Clients:
         """Send nothing more to this client."""
         self._ports.pop(client, None)
 
-    def deliver(self, client: str, request_id: str, result: Sample | Exception | None) -> None:
+    def deliver(self, client: str, request_id: str, result: Part | Sample | Exception | None) -> None:
         """Send a result, or None for a suspect's turn, in one message with the others of this event loop turn."""
         results = self._unsent.setdefault(client, [])
         if not results:

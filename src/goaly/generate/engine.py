@@ -48,6 +48,7 @@ from goaly.generate.request import (
     duplicate_request,
 )
 from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings
+from goaly.generate.streamed_answer import Part
 from goaly.generate.unnamed import leave_no_named_shared_memory, unname_semaphores
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import architecture, prepare_torchtitan, read_config, versioned_tensors
@@ -79,6 +80,10 @@ class _Running:
     """The experts chosen for its tokens, once it has ended; None: they are not recorded."""
     stops: StopStrings | None = None
     """Searches the answer for the request's stop strings; None: it has none."""
+    streams: bool = False
+    """Whether `Engine.parts` gives its tokens."""
+    given: int = 0
+    """The number of tokens that `Engine.parts` has given."""
 
     def wrote(self, tokens: list[int], logprobs: list[float], version: int) -> None:
         """Add the tokens that a step sampled."""
@@ -124,6 +129,7 @@ class Engine:
         """The policy version of the weights that the next step uses."""
         self._requests: dict[str, _Running] = {}
         self._names: dict[str, str] = {}
+        self._streamed: set[str] = set()
         overrides: dict[str, Any] = {"compilation_config": {}}
         if on_cuda:
             overrides["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -210,14 +216,19 @@ class Engine:
         """Raise ValueError if this prompt cannot be served. May be called from any thread."""
         check_prompt(name, prompt, vocabulary=self._vocabulary, max_context=self._settings.max_context)
 
-    def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
-        """Start a request. Raises ValueError if it cannot be served."""
+    def add(self, name: str, prompt: list[int], sampling: Sampling, *, streams: bool = False, written: int = 0) -> None:
+        """Start a request. With `streams`, `parts` has its tokens. The last `written` tokens of the prompt are the
+        beginning of its answer. Raises ValueError if it cannot be served."""
         if name in self._names:
             raise duplicate_request(name)
         stops = None
         if sampling.stop:
-            stops = StopStrings(sampling.stop, decoder(str(self._model_folder)), prompt, sampling.min_tokens or 0)
-        self._add(_Running(name, prompt, sampling, stops=stops))
+            before, begun = prompt[: len(prompt) - written], prompt[len(prompt) - written :]
+            fewest = (sampling.min_tokens or 0) + written
+            stops = StopStrings(sampling.stop, decoder(str(self._model_folder)), before, fewest)
+            for token in begun:
+                stops.wrote(token)
+        self._add(_Running(name, prompt, sampling, stops=stops, streams=streams))
 
     def cancel(self, names: list[str]) -> list[tuple[str, Sample]]:
         """End these requests and return their samples so far. Names of ended requests are ignored."""
@@ -252,6 +263,16 @@ class Engine:
         if stopped:
             self._core.abort_requests(stopped)  # the same on every rank: all ranks sample the same tokens
         return ended
+
+    def parts(self) -> list[tuple[str, Part]]:
+        """The new tokens of streamed requests that have not ended, by request name."""
+        parts = []
+        for request in map(self._requests.__getitem__, self._streamed):
+            if (at := request.given) < len(request.tokens):
+                request.given = len(request.tokens)
+                part = Part(request.tokens[at:], request.logprobs[at:], request.versions[at:])
+                parts.append((request.name, part))
+        return parts
 
     def apply(self, fill: Callable[[], int]) -> int:
         """Overwrite the weights by `fill`, which returns their version. The next step decodes with that version."""
@@ -318,10 +339,13 @@ class Engine:
             self._recorder.begin(core_request.request_id)
         self._requests[core_request.request_id] = request
         self._names[request.name] = core_request.request_id
+        if request.streams:
+            self._streamed.add(core_request.request_id)
 
     def _forget(self, key: str) -> _Running:
         request = self._requests.pop(key)
         del self._names[request.name]
+        self._streamed.discard(key)
         if self._recorder is not None:
             request.choices = self._recorder.take(key)
         return request

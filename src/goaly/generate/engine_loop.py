@@ -6,6 +6,7 @@ others by a `RankLink`. Only the thread touches the engine once it runs.
 Invariants
     LO-1  Every rank's engine gets the same commands in the same order: rank 0 broadcasts a round before it acts on it.
     LO-2  Every submitted request ends once: with a sample, with its own error, or, after `stop`, with `ReplicaLost`.
+          A streamed one gets its parts before that, those of one step together (PT-1).
     LO-3  A failure of the engine, or of a link between ranks, ends the process at once (PR-1), on every rank.
     CO-1  A request reaches the engine only when the weights are at least of the version that the request asks for.
     CO-2  In mode `drain`, weights are applied when no request is running, and no request starts before that.
@@ -29,13 +30,14 @@ import torch.distributed as dist
 from goaly.errors import ReplicaLost
 from goaly.generate.request import Finish, GeneratorStats, Request, Sample, Sampling, duplicate_request, settle
 from goaly.generate.settings import GeneratorSettings
+from goaly.generate.streamed_answer import OnPart, Part
 from goaly.process import give_up
 
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine
 
-Deliver = Callable[[str, Sample | Exception], None]
-"""Takes a request's sample or its error, in the event loop."""
+Deliver = Callable[[str, Part | Sample | Exception], None]
+"""Takes a request's parts, if it is streamed, and then its sample or its error, in the event loop."""
 
 NO_TIMEOUT = timedelta(days=3650)
 """An idle replica waits for hours. When a peer dies, the closed connection ends the wait, or the service does: it kills
@@ -187,7 +189,8 @@ class EngineLoop:
         return self._requests
 
     def submit(self, request: Request, deliver: Deliver) -> None:
-        """Start a request. `deliver` is called once, with its sample or its error."""
+        """Start a request. `deliver` is called once, with its sample or its error, and before that with the parts of a
+        streamed one."""
         name = request.request_id
         try:
             if self._closed is not None:
@@ -201,10 +204,19 @@ class EngineLoop:
         self._requests[name] = deliver
         self._command(request)
 
-    async def generate(self, name: str, prompt: list[int], sampling: Sampling, *, min_version: int = 0) -> Sample:
-        """The sample of this request. Cancelling the call cancels the request."""
+    async def generate(
+        self, name: str, prompt: list[int], sampling: Sampling, *, min_version: int = 0, on_part: OnPart | None = None
+    ) -> Sample:
+        """The sample of this request; `on_part` gets its parts before. Cancelling the call cancels the request."""
         future: asyncio.Future[Sample] = self._events.create_future()
-        self.submit(Request(name, prompt, sampling, min_version), lambda _, result: settle(future, result))
+
+        def deliver(_: str, result: Part | Sample | Exception) -> None:
+            if not isinstance(result, Part):
+                settle(future, result)
+            elif on_part is not None:
+                on_part(result)
+
+        self.submit(Request(name, prompt, sampling, min_version, on_part is not None), deliver)
         try:
             return await future  # a step, a cancel or `stop` unblocks it (LO-2)
         except asyncio.CancelledError:
@@ -263,13 +275,14 @@ class EngineLoop:
                     return False
                 case Apply():
                     self._apply()
-                case Request(name, prompt, sampling):
+                case Request(name, prompt, sampling, _, streams, written):
                     try:
-                        self._engine.add(name, prompt, sampling)
+                        streams = streams and not self._follows  # rank 0 sends
+                        self._engine.add(name, prompt, sampling, streams=streams, written=written)
                     except ValueError as error:  # the request's own error: it fails alone
-                        self._post(self._end, [(name, error)])
+                        self._post(self._deliver, [(name, error)])
                 case Cancel(names):
-                    self._post(self._end, self._engine.cancel(list(names)))
+                    self._post(self._deliver, self._engine.cancel(list(names)))
         if self._engine.running:
             started = time.perf_counter()
             ended = self._engine.step()
@@ -277,7 +290,8 @@ class EngineLoop:
             self._stats.steps += 1
             if ended:
                 self._stats.tokens += sum(len(sample.tokens) for _, sample in ended if isinstance(sample, Sample))
-                self._post(self._end, ended)
+            if results := [*self._engine.parts(), *ended]:
+                self._post(self._deliver, results)
         return True
 
     def _lead(self) -> list[Command]:
@@ -287,7 +301,7 @@ class EngineLoop:
         if self._link is not None:
             self._link.send(commands)  # LO-1
         if never_started:
-            self._post(self._end, [(name, Sample.of([], [], [], Finish.CANCELLED)) for name in never_started])
+            self._post(self._deliver, [(name, Sample.of([], [], [], Finish.CANCELLED)) for name in never_started])
         return commands
 
     def _apply(self) -> None:
@@ -300,9 +314,9 @@ class EngineLoop:
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
         self._events.call_soon_threadsafe(callback, *arguments)
 
-    def _end(self, results: list[tuple[str, Sample | Exception]]) -> None:
+    def _deliver(self, results: list[tuple[str, Part | Sample | Exception]]) -> None:
         for name, result in results:
-            deliver = self._requests.pop(name, None)
+            deliver = self._requests.get(name) if isinstance(result, Part) else self._requests.pop(name, None)
             if deliver is not None:
                 deliver(name, result)
 

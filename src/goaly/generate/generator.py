@@ -27,6 +27,7 @@ from goaly.generate.connection import Clients, Quarantine, Results, client_of, o
 from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.generate.request import GeneratorStats, Request, Sample
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
+from goaly.generate.streamed_answer import Part
 from goaly.generate.weight_follower import WeightFollower
 from goaly.liveness import ExitWatch, ProcessMark, this_host
 from goaly.models.settings import LoraSettings, ModelSettings
@@ -213,8 +214,10 @@ class Generator(Actor):
             raise ReplicaLost("the generator has not started")
         return self._engine_loop
 
-    def _deliver(self, client: str, started_ns: int, request_id: str, result: Sample | Exception) -> None:
-        self._quarantine.leave(request_id)
+    def _deliver(self, client: str, started_ns: int, request_id: str, result: Part | Sample | Exception) -> None:
         self._clients.deliver(client, request_id, result)
+        if isinstance(result, Part):
+            return
+        self._quarantine.leave(request_id)
         noted = {"tokens": len(result.tokens)} if isinstance(result, Sample) else {"error": type(result).__name__}
         spans.record("generation", started_ns, time.time_ns(), request=own_name(request_id), **noted)

@@ -162,6 +162,10 @@ class Request:
     prompt: list[int]
     sampling: Sampling
     min_version: int
+    streams: bool = False
+    """Whether the client gets the answer's parts while it is sampled (`streamed_answer.py`)."""
+    written: int = 0
+    """So many of the prompt's last tokens are the beginning of the answer, which another replica wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ Each process that samples has a router, so that requests travel from there to a 
 
 Invariants
     RO-1  When a replica dies, the router retries its unanswered requests at other replicas; their callers do not
-          notice. Only a request under which replicas keep dying fails, alone (`connection.py`).
+          notice. Only a request under which replicas keep dying fails, alone (`connection.py`). A streamed answer goes
+          on after the tokens that its caller has, or fails if it cannot (PT-2).
     RO-2  While no replica serves, requests wait; they do not fail. The service's next announcement ends the wait, or a
           new connection to a living replica (RO-7).
     RO-3  When a caller is cancelled, its request is cancelled at the replica too. So is a request that is retried
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING
 from goaly.errors import PoisonRequest, ReplicaLost
 from goaly.generate.connection import POISON_DEATHS, SUSPECT_DEATHS, Connection
 from goaly.generate.request import Sample, Sampling
+from goaly.generate.streamed_answer import OnPart, StreamedAnswer
 from goaly.process import give_up
 
 if TYPE_CHECKING:
@@ -74,14 +76,22 @@ class Router:
             self._open(name)
 
     async def generate(
-        self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int = 0, session: str | None = None
+        self,
+        request_id: str,
+        tokens: list[int],
+        sampling: Sampling,
+        min_version: int = 0,
+        session: str | None = None,
+        on_part: OnPart | None = None,
     ) -> Sample:
-        """The sample of this request, drawn by one of the replicas."""
+        """The sample of this request, drawn by one of the replicas. `on_part` gets its parts before."""
+        answer = None if on_part is None else StreamedAnswer(request_id, on_part)
         deaths: set[str] = set()
         attempt = 0
         while True:
             replica = await self._choose(session)
             connection = replica.connection
+            asked = (tokens, sampling, min_version) if answer is None else answer.rest(tokens, sampling, min_version)
             call_id = request_id if attempt == 0 else f"{request_id}.{attempt}"
             submitted = False
             replica.requests.add(call_id)
@@ -89,9 +99,9 @@ class Router:
                 if len(deaths) >= SUSPECT_DEATHS:
                     await connection.wait_turn(call_id)
                 submitted = True
-                sample = await connection.submit(call_id, tokens, sampling, min_version)
+                sample = await connection.submit(call_id, *asked)
                 self._breaks.pop(replica.name, None)
-                return sample
+                return sample if answer is None else answer.ended_by(sample)
             except asyncio.CancelledError:
                 task = asyncio.current_task()  # a lost replica's connection cancels its futures, but not the task
                 if not replica.lost or (task is not None and task.cancelling()):

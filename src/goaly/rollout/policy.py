@@ -18,6 +18,7 @@ from torch import Tensor
 from goaly.errors import EpisodeError
 from goaly.generate.request import Finish, Sample, Sampling, seed_of
 from goaly.generate.settings import SamplingSettings
+from goaly.generate.streamed_answer import OnPart
 from goaly.telemetry.spans import span
 
 
@@ -66,9 +67,15 @@ class TokenSampler(Protocol):
     """Answers requests, as a `Router` does."""
 
     async def generate(
-        self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int = 0, session: str | None = None
+        self,
+        request_id: str,
+        tokens: list[int],
+        sampling: Sampling,
+        min_version: int = 0,
+        session: str | None = None,
+        on_part: OnPart | None = None,
     ) -> Sample:
-        """The sample of this request."""
+        """The sample of this request; `on_part` gets its parts before."""
         ...
 
 
@@ -109,13 +116,20 @@ class Policy:
         self._ended = True
 
     async def sample(
-        self, prompt_tokens: Sequence[int], sampling: Sampling | None = None, *, trained: bool = True, **changes: Any
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        trained: bool = True,
+        on_part: OnPart | None = None,
+        **changes: Any,
     ) -> Completion:
         """One continuation of these tokens, sampled with the run's settings, overridden by those of the call.
 
         `sample(tokens, max_tokens=8, stop=["\\n"])` changes only these two; the keys are the fields of `Sampling`. With
         `trained=False` a call may also change the distribution, such as `temperature=0`; record its completion with
-        `Episode.observed`, because `Episode.wrote` refuses it."""
+        `Episode.observed`, because `Episode.wrote` refuses it. `on_part` gets the tokens while they are sampled, up to
+        those of the last step."""
         if self._ended:  # PO-3
             raise EpisodeError(f"episode {self.name} has ended and can't sample any more")
         wanted = self.sampling.changed(sampling or Sampling()).changed(sampling_of(changes))
@@ -142,7 +156,7 @@ class Policy:
         try:
             with span("generation", request=request_id, prompt_tokens=len(prompt)) as generation:
                 sample = await self.sampler.generate(
-                    request_id, list(prompt), replace(wanted, **limits), self.min_version, self.session
+                    request_id, list(prompt), replace(wanted, **limits), self.min_version, self.session, on_part
                 )
                 generation.note(tokens=len(sample.tokens))
         finally:

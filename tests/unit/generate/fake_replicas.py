@@ -11,6 +11,7 @@ from goaly.errors import ReplicaLost
 from goaly.generate.connection import Quarantine
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
+from goaly.generate.streamed_answer import OnPart
 
 SAMPLING = Sampling(max_tokens=4)
 POISON = "poison"
@@ -24,6 +25,17 @@ class Handle:
 
 
 @dataclass
+class Stream:
+    """A streamed request: the test gives its parts, and its end."""
+
+    prompt: list[int]
+    sampling: Sampling
+    on_part: OnPart
+    written: int
+    future: asyncio.Future[Any]
+
+
+@dataclass
 class Replica:
     """A replica: answers with its own name; holds requests while `gate` is closed; dies of poison."""
 
@@ -34,6 +46,7 @@ class Replica:
     quarantine: Quarantine = field(default_factory=Quarantine)
     error: Exception | None = None
     connections: list["FakeConnection"] = field(default_factory=list)
+    streams: dict[str, Stream] = field(default_factory=dict)
     alive: bool = True
 
     def __post_init__(self) -> None:
@@ -60,9 +73,20 @@ class FakeConnection:
             self.replica.quarantine.enter(request_id, lambda: future.done() or future.set_result(None))
         return future
 
-    def submit(self, request_id: str, tokens: list[int], sampling: Sampling, min_version: int) -> asyncio.Future[str]:
+    def submit(
+        self,
+        request_id: str,
+        tokens: list[int],
+        sampling: Sampling,
+        min_version: int,
+        on_part: OnPart | None = None,
+        written: int = 0,
+    ) -> asyncio.Future[Any]:
         future = self._expect(request_id)
         self.replica.seen.append(request_id)
+        if on_part is not None:
+            self.replica.streams[request_id] = Stream(tokens, sampling, on_part, written, future)
+            return future
         if request_id.startswith(POISON):
             asyncio.get_running_loop().call_soon(self.replica.die)
         else:

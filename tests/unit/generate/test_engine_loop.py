@@ -12,6 +12,7 @@ from goaly.errors import ReplicaLost
 from goaly.generate.engine_loop import Command, EngineLoop
 from goaly.generate.request import Finish, Request, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
+from goaly.generate.streamed_answer import Part
 
 SETTINGS = GeneratorSettings(on_update="keep", max_running=1000)
 
@@ -24,6 +25,7 @@ class CountingEngine:
         self.breaks = False
         self.threads: list[str] = []
         self._written: dict[str, list[int]] = {}
+        self._streamed: set[str] = set()
         self._wanted: dict[str, int] = {}
 
     @property
@@ -40,11 +42,16 @@ class CountingEngine:
         if 99 in prompt:
             raise ValueError(f"request {name}: token id 99")
 
-    def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
+    def add(self, name: str, prompt: list[int], sampling: Sampling, *, streams: bool, written: int) -> None:
         if (sampling.top_p or 0) > 1:
             raise ValueError(f"request {name}: top_p={sampling.top_p}")
         self._written[name] = []
         self._wanted[name] = sampling.max_tokens
+        if streams:
+            self._streamed.add(name)
+
+    def parts(self) -> list[tuple[str, Part]]:
+        return [(name, Part([7], [0.0], [self.version])) for name in self._streamed & self._written.keys()]
 
     def cancel(self, names: list[str]) -> list[tuple[str, Sample]]:
         return [(name, self._end(name, Finish.CANCELLED)) for name in names if name in self._written]
@@ -103,6 +110,28 @@ async def test_a_request_for_newer_weights_sees_no_older_ones(loop):
     assert not held.done()
     await loop.apply(2)
     assert (await held).versions.tolist() == [2] * 5
+
+
+@pytest.mark.timeout(20)
+async def test_the_parts_of_a_streamed_answer_come_while_it_is_sampled_and_none_after_its_end(loop):
+    """PT-1, LO-2"""
+    parts: list[Part] = []
+    came = asyncio.Event()
+
+    def take(part: Part) -> None:
+        parts.append(part)
+        came.set()
+
+    streamed = asyncio.ensure_future(loop.generate("streamed", [1], ENDLESS, on_part=take))
+    await came.wait()
+    assert not streamed.done()
+    await loop.apply(1)
+    await ask(loop, "beside it")
+    loop.cancel(["streamed"])
+    sample = await streamed
+    await ask(loop, "after it")
+    assert [version for part in parts for version in part.versions] == sample.versions.tolist()
+    assert set(sample.versions.tolist()) == {0, 1}
 
 
 @pytest.mark.timeout(20)

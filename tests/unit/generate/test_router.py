@@ -1,10 +1,14 @@
 """The router: where requests go, and where they go on when a replica or a connection is lost."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from goaly.errors import AnswerBroken
 from goaly.generate import router as routing
+from goaly.generate.request import Finish, Sample, Sampling, seed_of
+from goaly.generate.streamed_answer import Part
 from tests.unit.generate.fake_replicas import Fleet, announce, ask, one_and_two, settled
 
 
@@ -235,3 +239,46 @@ async def test_an_application_error_reaches_the_caller_and_is_not_retried() -> N
     with pytest.raises(ValueError, match="bad request"):
         await ask(router)
     assert len(one.seen) + len(two.seen) == 1  # RO-4
+
+
+async def test_a_streamed_answer_goes_on_at_another_replica_after_the_tokens_that_its_caller_has() -> None:
+    """PT-2"""
+    router, one, two = one_and_two()
+    announce(router, ["one"])
+    parts: list[Part] = []
+    asked = Sampling(max_tokens=8, min_tokens=2, seed=5, stop=("!",))
+    task = asyncio.create_task(router.generate("r", [1, 2], asked, 3, None, parts.append))
+    await settled()
+    one.streams["r"].on_part(Part([7], [-0.5], [3]))
+    one.streams["r"].on_part(Part([8, 9], [-0.25, -1.0], [3, 4]))
+    announce(router, ["two"])
+    await settled()
+    rest = two.streams["r.1"]
+    assert (rest.prompt, rest.written) == ([1, 2, 7, 8, 9], 3)
+    assert rest.sampling == Sampling(max_tokens=5, min_tokens=0, seed=seed_of("5.3"), stop=("!",))
+    rest.on_part(Part([10], [-2.0], [4]))
+    rest.future.set_result(Sample.of([10, 11], [-2.0, -4.0], [4, 5], Finish.STOP, "!"))
+    sample = await task
+    assert sample.tokens.tolist() == [7, 8, 9, 10, 11]
+    assert sample.logprobs.tolist() == [-0.5, -0.25, -1.0, -2.0, -4.0]
+    assert sample.versions.tolist() == [3, 3, 4, 4, 5]
+    assert (sample.finish, sample.stop) == (Finish.STOP, "!")
+    assert [token for part in parts for token in part.tokens] == [7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("form", [{"structured_outputs": {"regex": "a*"}}, {"presence_penalty": 1.0}])
+async def test_a_streamed_answer_whose_rest_would_have_another_distribution_fails(form: dict[str, Any]) -> None:
+    """PT-2"""
+    router, one, two = one_and_two()
+    announce(router, ["one"])
+    asked = Sampling(max_tokens=8, **form)
+    task = asyncio.create_task(router.generate("r", [1], asked, 0, None, lambda part: None))
+    untouched = asyncio.create_task(router.generate("s", [1], asked, 0, None, lambda part: None))
+    await settled()
+    one.streams["r"].on_part(Part([7], [-0.5], [3]))
+    announce(router, ["two"])
+    with pytest.raises(AnswerBroken, match="died after 1 tokens of a streamed answer"):
+        await task
+    assert list(two.streams) == ["s.1"]
+    two.streams["s.1"].future.set_result(Sample.of([9], [0.0], [0], Finish.STOP))
+    assert (await untouched).tokens.tolist() == [9]

@@ -1,0 +1,89 @@
+"""The parts of an answer that a caller gets while it is sampled, and how such an answer goes on at another replica.
+
+Invariants
+    PT-1  The parts of an answer are its tokens in their order, each once, with its log-probability and version, and
+          without the tokens of the last step: those come with the sample, which has all of them.
+    PT-2  A part that a caller has is never taken back. If its replica dies, another one continues from it; an answer
+          for which that would change the distribution fails with `AnswerBroken`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from goaly.errors import AnswerBroken
+from goaly.generate.request import Sample, Sampling, seed_of
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tokens that one step of the engine added to an answer."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+
+OnPart = Callable[[Part], None]
+"""Takes the next part of an answer, in the event loop. Must not raise."""
+
+
+@dataclass(slots=True, eq=False)
+class StreamedAnswer:
+    """The parts of one request's answer so far, over all replicas that wrote them."""
+
+    request_id: str
+    on_part: OnPart
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    _begun: int = 0
+    """The number of tokens that the replicas before the present one wrote."""
+
+    def rest(self, prompt: list[int], sampling: Sampling, min_version: int) -> tuple[Any, ...]:
+        """The arguments with which a `Connection` asks for what is missing, after the request's name. AnswerBroken if
+        the missing tokens would have another distribution."""
+        self._begun = len(self.tokens)
+        return [*prompt, *self.tokens], self._limited(sampling), min_version, self._take, self._begun
+
+    def ended_by(self, sample: Sample) -> Sample:
+        """The whole answer; `sample` has what was missing."""
+        at = self._begun
+        if not at:
+            return sample
+        if sample.choices is not None:  # those of the beginning died with its replica
+            raise self._broken("the run replays the choices of experts")
+        return Sample.of(
+            self.tokens[:at] + sample.tokens.tolist(),
+            self.logprobs[:at] + sample.logprobs.tolist(),
+            self.versions[:at] + sample.versions.tolist(),
+            sample.finish,
+            sample.stop,
+        )
+
+    def _take(self, part: Part) -> None:
+        self.tokens += part.tokens
+        self.logprobs += part.logprobs
+        self.versions += part.versions
+        self.on_part(part)
+
+    def _limited(self, sampling: Sampling) -> Sampling:
+        written = len(self.tokens)
+        if not written:
+            return sampling
+        if sampling.structured_outputs or sampling.presence_penalty or sampling.frequency_penalty:
+            raise self._broken("a grammar or a penalty depends on the tokens before")
+        changes: dict[str, Any] = {}
+        if sampling.max_tokens is not None:
+            changes["max_tokens"] = sampling.max_tokens - written
+        if sampling.min_tokens is not None:
+            changes["min_tokens"] = max(0, sampling.min_tokens - written)
+        if sampling.seed is not None:  # with the same one, the draws of the beginning would be repeated
+            changes["seed"] = seed_of(f"{sampling.seed}.{written}")
+        return replace(sampling, **changes)
+
+    def _broken(self, why: str) -> AnswerBroken:
+        return AnswerBroken(
+            f"request {self.request_id}: its generator died after {len(self.tokens)} tokens of a streamed answer, "
+            f"which cannot go on elsewhere: {why}; ask again"
+        )
