@@ -1,11 +1,17 @@
-"""How much of a bare engine's speed is left when requests come through the generator actor.
+"""How much of a bare engine's speed is left when requests come through the generator actor, and what vLLM's own model
+would reach.
 
-    python -m bench.generate [--requests N] [--model FOLDER] [--json FILE]
+    python -m bench.generate [--streams N ...] [--rounds N] [--model FOLDER] [--json FILE] [--markdown FILE]
 
-The same requests of heavy-tailed length, all there at once, each writing exactly its number of tokens, on one thread of
-one core: sent from this process through the actor, as in a run (`actor`); given directly to the same engine, in the
-same process, while the actor rests (`bare`); and given directly to vLLM around its own model (`native`). The sides take
-turns. `ratio` is actor / bare, `native_ratio` is actor / native, each the median over the rounds.
+A stream sends its next request when its last answer is there, as an episode does. Answers have heavy-tailed lengths.
+One thread of one core generates, and the streams are on another core. Sides take turns:
+
+    actor    the streams send their requests through the generator actor, as in a run
+    bare     the same engine in the same process gets the same requests directly, while the actor rests
+    native   vLLM's engine around its own model gets the same requests directly
+
+`ratio` is actor / bare in tokens per second, `definition` is bare / native: what torchtitan's definition of the model
+costs inside vLLM. Both are medians over the rounds.
 """
 
 import argparse
@@ -15,27 +21,33 @@ import os
 import random
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from monarch.actor import Actor, concurrent_endpoint, endpoint, this_host
 from rich.console import Console
 from rich.table import Table
 
+from bench.machine import Machine
 from goaly.generate.connection import Connection
 from goaly.generate.generator import Generator
 from goaly.generate.request import Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import write_tiny_model
+from goaly.models.tiny import TinyModel, write_tiny_model
 
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine
 
-ROUNDS = 5
 MAX_TOKENS = 384
+STREAMS = (1, 16, 256)
+REQUESTS = {1: 24, 16: 192}
+"""Requests of a round, by the number of streams; with others, four for each stream."""
+SIZES = {"dense": TinyModel(), "experts": TinyModel(experts=8)}
+BARS = {"ratio": 0.95, "definition": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,25 +68,24 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What was measured."""
+class Load:
+    """What was measured with one model and number of streams."""
 
-    requests: int
+    model: str
+    streams: int
     tokens: int
     rounds: list[Round]
 
     def numbers(self) -> dict[str, float]:
-        """Tokens per second and ratios, by name, for the table and the file."""
+        """Tokens per second and ratios, by name."""
         sides = {
             side: self.tokens / median(getattr(one, side) for one in self.rounds)
             for side in ("actor", "bare", "native")
         }
         return {
-            "requests": self.requests,
-            "tokens": self.tokens,
-            **{f"{side}_tokens_per_second": speed for side, speed in sides.items()},
+            **sides,
             "ratio": median(one.bare / one.actor for one in self.rounds),
-            "native_ratio": median(one.native / one.actor for one in self.rounds),
+            "definition": median(one.native / one.bare for one in self.rounds),
         }
 
 
@@ -92,7 +103,7 @@ def heavy_tailed(count: int) -> list[Request]:
 
 def settings(engine: str) -> GeneratorSettings:
     """The same for every side."""
-    return GeneratorSettings(engine=engine, max_running=128, max_context=512, kv_cache_gib=0.5)
+    return GeneratorSettings(engine=engine, max_running=max(STREAMS), max_context=512, kv_cache_gib=0.5)
 
 
 def _one_thread() -> None:
@@ -107,10 +118,10 @@ class Measured(Generator):
     """A generator whose engine can also be timed without the actor around it."""
 
     @concurrent_endpoint
-    async def bare_seconds(self, requests: list[Request]) -> float:
+    async def bare_seconds(self, requests: list[Request], streams: int) -> float:
         """The time that the engine alone takes; the actor's own thread sleeps meanwhile."""
         engine = cast("Engine", self._started_loop()._engine)
-        return await asyncio.to_thread(bare_seconds, engine, requests)
+        return await asyncio.to_thread(bare_seconds, engine, requests, streams)
 
 
 class Native(Actor):
@@ -122,93 +133,153 @@ class Native(Actor):
         self._engine = Engine(settings("native"), model)
 
     @endpoint
-    def bare_seconds(self, requests: list[Request]) -> float:
+    def bare_seconds(self, requests: list[Request], streams: int) -> float:
         """The time that the engine takes."""
-        return bare_seconds(self._engine, requests)
+        return bare_seconds(self._engine, requests, streams)
 
 
-def bare_seconds(engine: "Engine", requests: list[Request]) -> float:
+def bare_seconds(engine: "Engine", requests: list[Request], streams: int) -> float:
     """How long vLLM's engine takes to end all requests: nothing of ours runs."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
     vllm = engine._vllm
+    waiting = iter(enumerate(requests))
+
+    def begin(count: int) -> None:
+        for _, (number, request) in zip(range(count), waiting, strict=False):
+            parameters = SamplingParams(
+                max_tokens=request.tokens,
+                ignore_eos=True,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            vllm.add_request(str(number), tokens_input(request.prompt), parameters)
+
     started = time.perf_counter()
-    for number, request in enumerate(requests):
-        parameters = SamplingParams(
-            max_tokens=request.tokens,
-            ignore_eos=True,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        vllm.add_request(str(number), tokens_input(request.prompt), parameters)
+    begin(streams)
     written = 0
     while vllm.has_unfinished_requests():
-        written += sum(len(output.outputs[0].token_ids) for output in vllm.step())
+        ended = vllm.step()
+        written += sum(len(output.outputs[0].token_ids) for output in ended)
+        begin(len(ended))
     seconds = time.perf_counter() - started
     assert written == sum(request.tokens for request in requests)
     return seconds
 
 
-async def measure(folder: Path, count: int) -> Result:
-    """Run the sides in turns."""
-    requests, model = heavy_tailed(count), ModelSettings(path=str(folder))
+async def through_the_actor(connection: Connection, requests: list[Request], streams: int, label: str) -> float:
+    """How long the streams take to get all answers."""
+    waiting = iter(enumerate(requests))
+
+    async def stream(waiting: Iterator[tuple[int, Request]]) -> int:
+        written = 0
+        for number, request in waiting:
+            sampling = Sampling(max_tokens=request.tokens)
+            written += len((await connection.submit(f"{label} {number}", request.prompt, sampling)).tokens)
+        return written
+
+    started = time.perf_counter()
+    written = await asyncio.gather(*(stream(waiting) for _ in range(streams)))
+    seconds = time.perf_counter() - started
+    assert sum(written) == sum(request.tokens for request in requests)
+    return seconds
+
+
+async def measure(name: str, folder: Path, streams: Sequence[int], rounds: int) -> list[Load]:
+    """The loads of one model: its sides in turns."""
+    model = ModelSettings(path=str(folder))
     procs = [this_host().spawn_procs(per_host={"procs": 1}, bootstrap=_one_thread) for _ in range(2)]
     generator = procs[0].spawn("generator", Measured, settings("torchtitan"), model)
     native = procs[1].spawn("native", Native, model)
     await generator.start.call_one()
     connection = Connection(generator)
-
-    async def through_the_actor(batch: list[Request], label: str) -> float:
-        started = time.perf_counter()
-        samples = await asyncio.gather(
-            *(
-                connection.submit(f"{label} {number}", request.prompt, Sampling(max_tokens=request.tokens))
-                for number, request in enumerate(batch)
+    warm_up = heavy_tailed(64)
+    await through_the_actor(connection, warm_up, 64, "warm-up")
+    await generator.bare_seconds.call_one(warm_up, 64)
+    await native.bare_seconds.call_one(warm_up, 64)
+    loads = []
+    for count in streams:
+        requests = heavy_tailed(REQUESTS.get(count, 4 * count))
+        measured = [
+            Round(
+                bare=await generator.bare_seconds.call_one(requests, count),
+                actor=await through_the_actor(connection, requests, count, f"{count} {turn}"),
+                native=await native.bare_seconds.call_one(requests, count),
             )
-        )
-        seconds = time.perf_counter() - started
-        assert sum(len(sample.tokens) for sample in samples) == sum(request.tokens for request in batch)
-        return seconds
-
-    warm_up = requests[:64]
-    await through_the_actor(warm_up, "warm-up")
-    await native.bare_seconds.call_one(warm_up)
-    rounds = [
-        Round(
-            bare=await generator.bare_seconds.call_one(requests),
-            actor=await through_the_actor(requests, str(turn)),
-            native=await native.bare_seconds.call_one(requests),
-        )
-        for turn in range(ROUNDS)
-    ]
+            for turn in range(rounds)
+        ]
+        tokens = sum(request.tokens for request in requests)
+        loads.append(Load(model=name, streams=count, tokens=tokens, rounds=measured))
     connection.close()
     await generator.close.call_one()
     await asyncio.gather(*(mesh.stop() for mesh in procs))
-    return Result(requests=count, tokens=sum(request.tokens for request in requests), rounds=rounds)
+    return loads
+
+
+def rows(loads: Sequence[Load]) -> list[list[str]]:
+    """The cells of the table."""
+    found = []
+    for load in loads:
+        numbers = load.numbers()
+        speeds = [f"{numbers[side]:,.0f}" for side in ("actor", "bare", "native")]
+        found.append([load.model, str(load.streams), *speeds, *(f"{numbers[name]:.3f}" for name in BARS)])
+    return found
+
+
+COLUMNS = ("model", "streams", "actor tok/s", "bare tok/s", "native tok/s", *BARS)
+
+
+def markdown(loads: Sequence[Load], machine: Machine) -> str:
+    """The page of the results."""
+    bars = " and ".join(f"{bar} for `{name}`" for name, bar in BARS.items())
+    return "\n".join(
+        [
+            "# Generation",
+            "",
+            "    python -m bench.generate --json docs/results/generate.json --markdown docs/results/generate.md",
+            "",
+            (__doc__ or "").split("\n\n", 2)[2].strip(),
+            "",
+            f"The bars are {bars}. Rounds: {len(loads[0].rounds)}. Machine at the start: {machine}.",
+            "",
+            f"| {' | '.join(COLUMNS)} |",
+            f"|{'---|' * len(COLUMNS)}",
+            *(f"| {' | '.join(row)} |" for row in rows(loads)),
+            "",
+        ]
+    )
 
 
 def main() -> None:
-    """Measure, print a table, write the file."""
+    """Measure, print a table, write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=512)
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder; a tiny random model if not given")
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder; two tiny random models if not given")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--markdown", type=Path, help="write the page of the results to this file")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.model is None:
-            write_tiny_model(folder)
-        result = asyncio.run(measure(arguments.model or Path(folder), arguments.requests))
-    numbers = result.numbers()
-    table = Table("", "value", title="generation, one thread")
-    for name, value in numbers.items():
-        table.add_row(name, f"{value:,.3f}" if "ratio" in name else f"{value:,.0f}")
+    machine = Machine.now()
+    loads: list[Load] = []
+    with tempfile.TemporaryDirectory() as made:
+        models = {name: write_tiny_model(Path(made) / name, size) for name, size in SIZES.items()}
+        if arguments.model is not None:
+            models = {arguments.model.name: arguments.model}
+        for name, folder in models.items():
+            loads += asyncio.run(measure(name, folder, arguments.streams, arguments.rounds))
+    table = Table(*COLUMNS, title="generation, one thread")
+    for row in rows(loads):
+        table.add_row(*row)
     Console().print(table)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(numbers, indent=2) + "\n")
+        found: list[dict[str, Any]] = [{**asdict(load), **load.numbers()} for load in loads]
+        arguments.json.write_text(json.dumps({"machine": machine.record(), "loads": found}, indent=2) + "\n")
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(markdown(loads, machine))
 
 
 if __name__ == "__main__":

@@ -135,6 +135,11 @@ class TorchtitanForCausalLM(torch.nn.Module):
         config = spec.model
         shape = architecture(read_config(folder))
         _fill_in_heads(config, shape)
+        on_cpu = vllm_config.device_config.device.type == "cpu"
+        if on_cpu and self.numerics == "fast" and vllm_config.model_config.dtype == torch.float32:
+            from goaly.generate.cpu_kernels import use_fused_kernels
+
+            use_fused_kernels(config)
         self._layers = shape.layers
         untied: Any = copy.copy(config)
         untied.enable_weight_tying = False  # or each layer would need the embedding, too
