@@ -5,18 +5,29 @@ import os
 import signal
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from monarch.actor import Actor, Port, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint
 from spawned import spawn
 
 from goaly.errors import ReplicaLost
-from goaly.generate.connection import Clients, Connection, own_name
+from goaly.generate.clients import Clients
+from goaly.generate.connection import (
+    Connection,
+    Door,
+    Isolate,
+    Leave,
+    Submit,
+    ToReplica,
+    Withdraw,
+    client_of,
+    own_name,
+)
 from goaly.generate.request import Finish, Request, Sample, Sampling
 from goaly.generate.router import Router
-from goaly.liveness import ProcessMark
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -28,37 +39,44 @@ HELD = 99
 class Echo(Actor):
     """Answers a request with its prompt, and an empty one with an error; counts messages."""
 
-    def __init__(self) -> None:
-        self._clients = Clients()
+    def __init__(self, takes_lines: bool = True) -> None:
+        self._clients = Clients(self._told)
+        self._takes_lines = takes_lines
         self._messages: list[list[str]] = []
         self._names: list[str] = []
+        self._held: list[str] = []
         self._cancelled: list[str] = []
         self._connected = 0
         self._broken = asyncio.Event()
         self._changed = asyncio.Event()
 
     @concurrent_endpoint
-    async def connect(self, client: str, samples: Port, process: ProcessMark) -> None:
-        self._clients.connect(client, samples)
+    async def connect(self, client: str, door: Door) -> None:
         self._connected += 1
-        await self._broken.wait()
+        await self._clients.serve(client, door if self._takes_lines else replace(door, line="\0nobody"), self._broken)
         raise OSError("no route to host")
 
     @concurrent_endpoint
-    async def isolate(self, client: str, request_id: str) -> None:
-        self._clients.deliver(client, request_id, None)
+    async def tell(self, client: str, message: ToReplica) -> None:
+        assert not self._takes_lines
+        self._told(client, message)
 
-    @concurrent_endpoint
-    async def disconnect(self, client: str, request_ids: list[str]) -> None:
-        self._clients.disconnect(client)
-        self._cancelled += map(own_name, request_ids)
+    def _told(self, client: str, message: ToReplica) -> None:
+        match message:
+            case Submit(requests):
+                self._submit(client, requests)
+            case Isolate(request_id):
+                self._clients.deliver(client, request_id, None)
+            case Withdraw(request_ids):
+                self._cancel(request_ids)
+            case Leave():
+                self._clients.disconnect(client)
+                self._cancel([name for name in self._held if client_of(name) == client])
         self._wake()
 
-    @concurrent_endpoint
-    async def submit(self, client: str, requests: list[Request]) -> None:
+    def _submit(self, client: str, requests: list[Request]) -> None:
         self._messages.append([own_name(request.request_id) for request in requests])
         self._names += [request.request_id for request in requests]
-        self._wake()
         for request in requests:
             tokens = torch.tensor(request.prompt)
             result = Sample(
@@ -68,11 +86,12 @@ class Echo(Actor):
                 self._clients.deliver(
                     client, request.request_id, result if request.prompt else ValueError("nothing to continue")
                 )
+            else:
+                self._held.append(request.request_id)
 
-    @concurrent_endpoint
-    async def cancel(self, request_ids: list[str]) -> None:
+    def _cancel(self, request_ids: list[str]) -> None:
         self._cancelled += map(own_name, request_ids)
-        self._wake()
+        self._held = [name for name in self._held if name not in request_ids]
 
     @concurrent_endpoint
     async def seen(self) -> tuple[list[list[str]], list[str]]:
@@ -127,9 +146,10 @@ class Client(Actor):
         self._asking.pop(request_id).cancel()
 
 
-async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end():
+@pytest.mark.parametrize("takes_lines", [True, False], ids=["on a line", "by calls"])
+async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end(takes_lines: bool):
     mesh = spawn("rollout")
-    replica = mesh.spawn("echo", Echo)
+    replica = mesh.spawn("echo", Echo, takes_lines)
     connection = Connection(replica)
 
     together = [connection.submit(str(n), [n, n + 1], SAMPLING) for n in range(50)]

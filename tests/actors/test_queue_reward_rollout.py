@@ -17,7 +17,8 @@ from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.durable.log_writer import LogWriter
 from goaly.errors import RunFailed
-from goaly.generate.connection import Clients, own_name
+from goaly.generate.clients import Clients
+from goaly.generate.connection import Leave, Submit, Withdraw, client_of, own_name
 from goaly.generate.request import Finish, Sample
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.prompt import Message, Prompt
@@ -46,18 +47,25 @@ class FakeGenerator(Actor):
         self.cancelled: list[str] = []
         self.seeds: list[int | None] = []
         self._changed = asyncio.Event()
-        self._clients = Clients()
+        self._clients = Clients(self._told)
         self._answering: set[asyncio.Task[None]] = set()
 
     @concurrent_endpoint
-    async def connect(self, client, samples, process) -> None:
-        self._clients.connect(client, samples)
-        await asyncio.Event().wait()
+    async def connect(self, client, door) -> None:
+        await self._clients.serve(client, door, asyncio.Event())
 
-    @concurrent_endpoint
-    async def submit(self, client, requests) -> None:
-        for asked in requests:
-            self._answering.add(asyncio.create_task(self._answer(client, asked)))
+    def _told(self, client, message) -> None:
+        match message:
+            case Submit(requests):
+                for asked in requests:
+                    self._answering.add(asyncio.create_task(self._answer(client, asked)))
+            case Withdraw(request_ids):
+                self.cancelled += request_ids
+                self._wake()
+            case Leave():
+                self._clients.disconnect(client)
+                self.cancelled += [name for name in self.under_way if client_of(name) == client]
+                self._wake()
 
     async def _answer(self, client, asked) -> None:
         self.under_way.add(asked.request_id)
@@ -71,17 +79,6 @@ class FakeGenerator(Actor):
         versions = torch.full((3,), asked.min_version, dtype=torch.int32)
         sample = Sample(tokens=tokens, logprobs=torch.full((3,), -0.5), versions=versions, finish=Finish.STOP)
         self._clients.deliver(client, asked.request_id, sample)
-
-    @concurrent_endpoint
-    async def disconnect(self, client, request_ids) -> None:
-        self._clients.disconnect(client)
-        self.cancelled += request_ids
-        self._wake()
-
-    @concurrent_endpoint
-    async def cancel(self, request_ids) -> None:
-        self.cancelled += request_ids
-        self._wake()
 
     @concurrent_endpoint
     async def take_seeds(self) -> list[int | None]:

@@ -1,8 +1,9 @@
 """How requests travel from a client to a replica, and samples back.
 
-A message between actors costs either side about half a millisecond, as much as a dozen tokens. So the requests of one
-turn of the client's event loop leave in one message, and the samples that end in one step of the engine come in one,
-together with the parts that this step added to streamed answers.
+The requests of one turn of the client's event loop leave in one message, and the samples that end in one step of the
+engine come in one, together with the parts that this step added to streamed answers. On one host messages travel on a
+line (`line.py`). Between hosts they are calls of the actor: a call costs either side half a millisecond, as much as a
+dozen tokens.
 
 A replica's death does not tell which of its requests caused it, and a request that kills engines (a poison request)
 must neither kill one replica after another nor fail the requests beside it. So each request counts the deaths of
@@ -20,19 +21,23 @@ Invariants
     LI-2  A request that is cancelled before it was sent is never sent. A sent one is cancelled at the replica.
     LI-3  At the replica no two requests have one name, also if a request of a client that died comes again from another
           one.
+    LI-4  What a client tells a replica arrives in order: it takes one way for as long as the connection lives.
 """
 
 import asyncio
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Channel, Port, PortReceiver
 
 from goaly.errors import ReplicaLost, root_cause
+from goaly.generate.line import Line, Listener
 from goaly.generate.request import Request, Sample, Sampling, settle
 from goaly.generate.streamed_answer import OnPart, Part
-from goaly.liveness import this_process
+from goaly.liveness import ProcessMark, this_process
 from goaly.process import vital_task
 
 if TYPE_CHECKING:
@@ -45,6 +50,48 @@ Results = list[tuple[str, Part | Sample | Exception | None]]
 """Request ids, each with a part of its answer, its sample or its error. None tells a suspect that its turn has come."""
 
 
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Sample answers to these requests."""
+
+    requests: list[Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Isolate:
+    """Tell the client when it is this suspect's turn; the client then submits the request."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """End these requests with the tokens sampled so far. Unknown and ended ones are ignored."""
+
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Send nothing more to this client, and end these requests of it."""
+
+    request_ids: list[str]
+
+
+ToReplica = Submit | Isolate | Withdraw | Leave
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """The ways to a client."""
+
+    process: ProcessMark
+    line: str
+    """The address of its listener, for a replica on its host."""
+    port: Port[Results]
+    """For a replica elsewhere, whose first message is empty: it says that this way is taken."""
+
+
 class Connection:
     """The client's end: submit requests, and await the futures."""
 
@@ -55,11 +102,18 @@ class Connection:
         self._futures: dict[str, asyncio.Future[Any]] = {}
         self._streams: dict[str, OnPart] = {}
         self._unsent: list[Request] = []
+        self._unsent_suspects: list[str] = []
+        self._tell: Callable[[ToReplica], None] | None = None
+        """The way to the replica, once one is open."""
+        self._line: Line | None = None
         self._ended: Exception | None = None
         port, samples = Channel[Results].open()
+        self._listener = Listener()
+        door = Door(this_process(), self._listener.address, port)
         self._tasks = (
-            vital_task(self._connect(port), "connection: open"),
+            vital_task(self._connect(door), "connection: open"),
             vital_task(self._receive(samples), "connection: samples"),
+            vital_task(self._listen(), "connection: line"),
         )
 
     def submit(
@@ -71,7 +125,7 @@ class Connection:
         on_part: OnPart | None = None,
         written: int = 0,
     ) -> asyncio.Future[Sample]:
-        """The replica's answer to this prompt, sampled under weights of at least `min_version`. `on_part` gets its parts
+        """The replica's answer to this prompt, under weights of at least `min_version`. `on_part` gets its parts
         before; `written` is as in `Request`."""
         future = self._expect(request_id)
         if self._ended is None:
@@ -86,8 +140,10 @@ class Connection:
     def wait_turn(self, request_id: str) -> asyncio.Future[None]:
         """Wait until the replica runs no other suspect. Then `submit` this request, or `cancel` it."""
         future = self._expect(request_id)
-        if self._ended is None:
-            self._replica.isolate.broadcast(self._name, self._sent(request_id))
+        if self._ended is None and self._tell is not None:
+            self._tell(Isolate(self._sent(request_id)))
+        elif self._ended is None:
+            self._unsent_suspects.append(self._sent(request_id))
         return future
 
     def cancel(self, request_id: str) -> None:
@@ -97,15 +153,19 @@ class Connection:
         if future is None:
             return
         future.cancel()
-        unsent = [request for request in self._unsent if request.request_id != self._sent(request_id)]
-        if len(unsent) == len(self._unsent):
-            self._replica.cancel.broadcast([self._sent(request_id)])
+        sent = self._sent(request_id)
+        unsent = [request for request in self._unsent if request.request_id != sent]
+        if sent in self._unsent_suspects:
+            self._unsent_suspects.remove(sent)
+        elif len(unsent) == len(self._unsent) and self._tell is not None:
+            self._tell(Withdraw([sent]))
         self._unsent = unsent  # LI-2
 
     def close(self) -> None:
         """Cancel all requests, here and, if the replica lives, there."""
         for task in self._tasks:
             task.cancel()
+        self._listener.close()
         if self._ended is None:
             self._disconnect()
             self._ended = ReplicaLost("this client has disconnected")
@@ -120,55 +180,87 @@ class Connection:
         return future
 
     def _send(self) -> None:
+        if self._tell is None:
+            return  # `_open` sends them
         requests, self._unsent = self._unsent, []
         try:
             if requests:
-                self._replica.submit.broadcast(self._name, requests)
+                self._tell(Submit(requests))
         except Exception:  # one of them cannot be pickled; a message to a dead replica does not raise
             for request in requests:
                 self._send_alone(request)
 
     def _send_alone(self, request: Request) -> None:
+        assert self._tell is not None
         try:
-            self._replica.submit.broadcast(self._name, [request])
+            self._tell(Submit([request]))
         except Exception as error:
             self._streams.pop(own_name(request.request_id), None)
             settle(self._futures.pop(own_name(request.request_id)), error)  # LI-1
 
-    async def _connect(self, port: Port[Results]) -> None:
+    async def _connect(self, door: Door) -> None:
         try:
-            await self._replica.connect.call_one(
-                self._name, port, this_process()
-            )  # unblocked by the replica's close, or its death
-            self._ended = ReplicaLost("the generator was closed")
+            await self._replica.connect.call_one(self._name, door)  # unblocked by the replica's close, or its death
+            self._end(ReplicaLost("the generator was closed"))
         except Exception as error:  # it died, or only the connection broke
-            self._disconnect()
-            self._ended = ReplicaLost(f"the connection to it broke: {root_cause(error)}")
-        self._end_all(self._ended)  # LI-1
+            self._break(root_cause(error))
+
+    async def _listen(self) -> None:
+        ended = partial(self._break, "the replica's end of its line was closed")
+        self._line = await self._listener.take(self._take, ended)  # unblocked by the replica, or by `close`
+        self._open(self._line.send)
 
     async def _receive(self, samples: PortReceiver[Results]) -> None:
         while True:
-            for sent, result in await samples.recv():  # unblocked by the replica, or by `close`
-                request_id = own_name(sent)
-                future = self._futures.get(request_id)
-                if future is None:
-                    continue  # cancelled
-                if isinstance(result, Part):
-                    self._streams[request_id](result)
-                    continue
-                if result is not None:  # a suspect's turn lasts until `submit` or `cancel`
-                    del self._futures[request_id]
-                    self._streams.pop(request_id, None)
-                settle(future, result)
+            results = await samples.recv()  # unblocked by the replica, or by `close`
+            if self._tell is None:
+                self._open(lambda message: self._replica.tell.broadcast(self._name, message))
+            self._take(results)
+
+    def _open(self, tell: Callable[[ToReplica], None]) -> None:
+        """Take this way to the replica from now on (LI-4)."""
+        self._tell = tell
+        for name in self._unsent_suspects:
+            tell(Isolate(name))
+        self._send()
+
+    def _take(self, results: Results) -> None:
+        for sent, result in results:
+            request_id = own_name(sent)
+            future = self._futures.get(request_id)
+            if future is None:
+                continue  # cancelled
+            if isinstance(result, Part):
+                self._streams[request_id](result)
+                continue
+            if result is not None:  # a suspect's turn lasts until `submit` or `cancel`
+                del self._futures[request_id]
+                self._streams.pop(request_id, None)
+            settle(future, result)
 
     def _sent(self, request_id: str) -> str:
         """The name of a request at the replica (LI-3)."""
         return f"{self._name}.{request_id}"
 
+    def _break(self, why: object) -> None:
+        if self._ended is None:
+            self._disconnect()
+            self._end(ReplicaLost(f"the connection to it broke: {why}"))
+
+    def _end(self, error: Exception) -> None:
+        if self._ended is None:
+            self._ended = error
+            self._listener.close()
+            self._end_all(error)  # LI-1
+
     def _disconnect(self) -> None:
-        unsent = {request.request_id for request in self._unsent}
-        sent = [name for name in map(self._sent, self._futures) if name not in unsent]
-        self._replica.disconnect.broadcast(self._name, sent)  # LI-2; a dead replica ignores it
+        """Let the replica end this client's requests (LI-2); a dead one ignores it."""
+        if self._line is not None:
+            self._line.close()
+        else:
+            unsent = {request.request_id for request in self._unsent}
+            sent = [name for name in map(self._sent, self._futures) if name not in unsent]
+            self._replica.tell.broadcast(self._name, Leave(sent))
 
     def _end_all(self, error: Exception | None) -> None:
         futures, self._futures, self._unsent, self._streams = self._futures, {}, [], {}
@@ -187,57 +279,3 @@ def own_name(sent: str) -> str:
 def client_of(sent: str) -> str:
     """The name of the client that sent a request."""
     return sent.partition(".")[0]
-
-
-class Clients:
-    """The replica's end: the clients that are connected, and the results to send to each."""
-
-    def __init__(self) -> None:
-        self._ports: dict[str, Port[Results]] = {}
-        self._unsent: dict[str, Results] = {}
-
-    def connect(self, client: str, port: Port[Results]) -> None:
-        """Send this client's results to the port."""
-        self._ports[client] = port
-
-    def disconnect(self, client: str) -> None:
-        """Send nothing more to this client."""
-        self._ports.pop(client, None)
-
-    def deliver(self, client: str, request_id: str, result: Part | Sample | Exception | None) -> None:
-        """Send a result, or None for a suspect's turn, in one message with the others of this event loop turn."""
-        results = self._unsent.setdefault(client, [])
-        if not results:
-            asyncio.get_running_loop().call_soon(self._send, client)
-        results.append((request_id, result))
-
-    def _send(self, client: str) -> None:
-        results = self._unsent.pop(client)
-        port = self._ports.get(client)
-        if port is not None:
-            port.send(results)
-
-
-class Quarantine:
-    """A replica's suspects: lets them in one at a time, in the order in which they came."""
-
-    def __init__(self) -> None:
-        self._suspects: dict[str, Callable[[], None]] = {}
-
-    @property
-    def suspects(self) -> Collection[str]:
-        """The names of those that run or wait here."""
-        return self._suspects
-
-    def enter(self, request_id: str, begin: Callable[[], None]) -> None:
-        """Call `begin` when it is this request's turn, at once if no other suspect is here."""
-        self._suspects[request_id] = begin
-        if len(self._suspects) == 1:
-            begin()
-
-    def leave(self, request_id: str) -> None:
-        """Let the next suspect in after this one ended or was cancelled. Unknown requests are ignored."""
-        had_its_turn = next(iter(self._suspects), None) == request_id
-        self._suspects.pop(request_id, None)
-        if had_its_turn and self._suspects:
-            next(iter(self._suspects.values()))()

@@ -10,7 +10,7 @@ Invariants
           are divided.
     GE-4  A rank that cannot follow the weights any more ends its process (PR-1), and with it its replica. The end of
           the writers is no failure: the replica serves the last version.
-    GE-5  The requests of a client on this host end with its process.
+    GE-5  The requests of a client on this host end with its process, or with its line.
 """
 
 import asyncio
@@ -19,17 +19,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from monarch.actor import Actor, Port
+from monarch.actor import Actor
 
 from goaly.actors import concurrent_endpoint
 from goaly.errors import ConfigError, ReplicaLost
-from goaly.generate.connection import Clients, Quarantine, Results, client_of, own_name
+from goaly.generate.clients import Clients, Quarantine
+from goaly.generate.connection import Door, Isolate, Leave, Submit, ToReplica, Withdraw, client_of, own_name
 from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.generate.request import GeneratorStats, Request, Sample
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
 from goaly.generate.streamed_answer import Part
 from goaly.generate.weight_follower import WeightFollower
-from goaly.liveness import ExitWatch, ProcessMark, this_host
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.process import vital_task
 from goaly.telemetry import spans
@@ -73,10 +73,10 @@ class Generator(Actor):
         self._engine_loop: EngineLoop | None = None
         self._follower: WeightFollower | None = None
         self._following: asyncio.Task[None] | None = None
-        self._clients = Clients()
+        self._clients = Clients(self._told)
         self._quarantine = Quarantine()
         self._gone: set[str] = set()
-        """Clients whose processes have ended: what they sent before may arrive later."""
+        """Clients that have left: what they sent before may arrive later."""
         self._closed = asyncio.Event()
 
     @concurrent_endpoint
@@ -121,45 +121,14 @@ class Generator(Actor):
             versions.drop()
 
     @concurrent_endpoint
-    async def connect(self, client: str, samples: Port[Results], process: ProcessMark) -> None:
-        """Send this client's samples to the port `samples` until the engine ends; see `Connection`."""
-        self._clients.connect(client, samples)
-        watch = ExitWatch(process, lambda: self._end(client)) if process.host == this_host() else None  # GE-5
-        try:
-            await self._closed.wait()  # `close` sets it
-        finally:
-            self._clients.disconnect(client)
-            if watch is not None:
-                watch.close()
+    async def connect(self, client: str, door: Door) -> None:
+        """Send this client's samples through its door until the engine ends; see `Connection`."""
+        await self._clients.serve(client, door, self._closed)  # `close` sets it
 
     @concurrent_endpoint
-    async def submit(self, client: str, requests: list[Request]) -> None:
-        """Sample answers to these requests. Each waits until the weights are at least of its `min_version` (GE-2).
-
-        The client gets an invalid request's error in place of a sample.
-        """
-        for request in requests if client not in self._gone else ():
-            deliver = partial(self._deliver, client, time.time_ns())
-            try:
-                self._started_loop().submit(request, deliver)
-            except ReplicaLost as not_started:
-                deliver(request.request_id, not_started)
-
-    @concurrent_endpoint
-    async def isolate(self, client: str, request_id: str) -> None:
-        """Tell the client when it is this suspect's turn; the client then submits the request (`connection.py`)."""
-        self._quarantine.enter(request_id, partial(self._clients.deliver, client, request_id, None))
-
-    @concurrent_endpoint
-    async def cancel(self, request_ids: list[str]) -> None:
-        """End these requests with the tokens sampled so far. Unknown and ended ones are ignored."""
-        self._cancel(request_ids)
-
-    @concurrent_endpoint
-    async def disconnect(self, client: str, request_ids: list[str]) -> None:
-        """Send nothing more to this client, and end these requests of it."""
-        self._clients.disconnect(client)
-        self._cancel(request_ids)
+    async def tell(self, client: str, message: ToReplica) -> None:
+        """Do what a client on another host tells this replica."""
+        self._told(client, message)
 
     @concurrent_endpoint
     async def version_at_least(self, version: int) -> int:
@@ -197,11 +166,32 @@ class Generator(Actor):
         await subscriber.join()
         return subscriber
 
-    def _end(self, client: str) -> None:
-        self._gone.add(client)
-        self._clients.disconnect(client)
-        running = () if self._engine_loop is None else self._engine_loop.requests
-        self._cancel([name for name in {*running, *self._quarantine.suspects} if client_of(name) == client])
+    def _told(self, client: str, message: ToReplica) -> None:
+        match message:
+            case Submit(requests):
+                self._submit(client, requests)
+            case Isolate(request_id):
+                self._quarantine.enter(request_id, partial(self._clients.deliver, client, request_id, None))
+            case Withdraw(request_ids):
+                self._cancel(request_ids)
+            case Leave(request_ids):
+                self._gone.add(client)
+                self._clients.disconnect(client)
+                running = () if self._engine_loop is None else self._engine_loop.requests
+                of_client = (name for name in {*running, *self._quarantine.suspects} if client_of(name) == client)
+                self._cancel([*request_ids, *of_client])
+
+    def _submit(self, client: str, requests: list[Request]) -> None:
+        """Sample answers to these requests. Each waits until the weights are at least of its `min_version` (GE-2).
+
+        The client gets an invalid request's error in place of a sample.
+        """
+        for request in requests if client not in self._gone else ():
+            deliver = partial(self._deliver, client, time.time_ns())
+            try:
+                self._started_loop().submit(request, deliver)
+            except ReplicaLost as not_started:
+                deliver(request.request_id, not_started)
 
     def _cancel(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

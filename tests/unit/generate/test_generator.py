@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from goaly.errors import ReplicaLost
+from goaly.generate.connection import Door, Isolate, Leave, Submit, Withdraw
 from goaly.generate.generator import Generator
 from goaly.generate.request import Request, Sampling
 from goaly.generate.settings import GeneratorSettings
-from goaly.liveness import process_mark, this_process
+from goaly.liveness import ProcessMark, process_mark, this_process
 from goaly.models.settings import ModelSettings
 
 
@@ -25,18 +26,24 @@ def call(generator: Generator, endpoint: str, *arguments: Any) -> Awaitable[Any]
     return getattr(Generator, endpoint)._method.__wrapped__(generator, *arguments)
 
 
+def ways(mark: ProcessMark) -> tuple[Door, asyncio.Queue[Any]]:
+    """The door of a client that has no line, and what is sent to it."""
+    sent: asyncio.Queue[Any] = asyncio.Queue()
+    port: Any = SimpleNamespace(send=sent.put_nowait)
+    return Door(mark, "\0nobody", port), sent
+
+
 async def test_before_the_start_a_request_ends_as_at_a_lost_replica(generator: Generator) -> None:
-    sent: list[tuple[str, Any]] = []
-    connected = asyncio.ensure_future(
-        call(generator, "connect", "client", SimpleNamespace(send=sent.extend), this_process())
-    )
-    await asyncio.sleep(0)
-    await call(generator, "submit", "client", [Request(name, [1], Sampling(), 0) for name in ("one", "other")])
-    await asyncio.sleep(0)
-    assert [name for name, _ in sent] == ["one", "other"]
-    assert all(isinstance(result, ReplicaLost) for _, result in sent)
-    await call(generator, "cancel", ["one"])
-    await call(generator, "disconnect", "client", ["other"])
+    door, sent = ways(this_process())
+    connected = asyncio.ensure_future(call(generator, "connect", "client", door))
+    assert await sent.get() == []
+    requests = [Request(name, [1], Sampling(), 0) for name in ("one", "other")]
+    await call(generator, "tell", "client", Submit(requests))
+    results = await sent.get()
+    assert [name for name, _ in results] == ["one", "other"]
+    assert all(isinstance(result, ReplicaLost) for _, result in results)
+    await call(generator, "tell", "client", Withdraw(["one"]))
+    await call(generator, "tell", "client", Leave(["other"]))
     await call(generator, "close")
     await connected
 
@@ -61,22 +68,21 @@ async def test_the_requests_of_a_client_end_with_its_process_and_those_of_others
         cancel=lambda names: names and ended.set_result(names),
         stop=stop,
     )
-    port = SimpleNamespace(send=lambda results: None)
     client = await asyncio.create_subprocess_exec(
         "cat", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
     )
-    connected = [
-        asyncio.ensure_future(call(generator, "connect", name, port, mark))
-        for name, mark in (("dies", process_mark(client.pid)), ("lives", this_process()))
-    ]
-    await asyncio.sleep(0)
-    for name in ("dies", "lives"):
+    connected = []
+    for name, mark in (("dies", process_mark(client.pid)), ("lives", this_process())):
+        door, sent = ways(mark)
+        connected.append(asyncio.ensure_future(call(generator, "connect", name, door)))
+        assert await sent.get() == []
         requests = [Request(f"{name}.{index}", [1], Sampling(), 0) for index in range(3)]
-        await call(generator, "submit", name, requests)
+        await call(generator, "tell", name, Submit(requests))
     running.pop("dies.1")("dies.1", ReplicaLost("an answer"))
-    await call(generator, "isolate", "dies", "dies.suspect")
+    await call(generator, "tell", "dies", Isolate("dies.suspect"))
     client.kill()
     await client.wait()
     assert sorted(await asyncio.wait_for(ended, 10)) == ["dies.0", "dies.2", "dies.suspect"]  # GE-5
+    running.clear()
     await call(generator, "close")
     await asyncio.gather(*connected)

@@ -1,0 +1,112 @@
+"""A line between two processes of one host: a socket that carries pickled messages, both ways and in order.
+
+A message between actors costs each side 0.4 ms of CPU, on a line 0.04 ms. Both ends live in an event loop. Lines have
+no names in the file system, and the kernel closes them when a process ends, however it ends.
+
+Invariants
+    LN-1  A listener takes one line, and only from a process of the same user.
+    LN-2  Messages arrive whole and in order. A message that cannot be pickled is not sent at all.
+    LN-3  `ended` is called once, also if the other process was killed, and never after `close`.
+"""
+
+import asyncio
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, cast
+
+import cloudpickle
+
+LENGTH = struct.Struct("<Q")
+PEER = struct.Struct("3i")
+
+
+class Line(asyncio.Protocol):
+    """One end of a line."""
+
+    def __init__(self, received: Callable[[Any], None], ended: Callable[[], None]):
+        """Both are called in the event loop."""
+        self._received = received
+        self._ended: Callable[[], None] | None = ended
+        self._transport: asyncio.Transport | None = None
+        self._bytes = bytearray()
+
+    def send(self, message: Any) -> None:
+        """Send a message. Nothing happens if the line has ended."""
+        data = _pickled(message)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(LENGTH.pack(len(data)) + data)
+
+    def close(self) -> None:
+        """End the line, after what was sent."""
+        self._ended = None
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is open."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes came."""
+        self._bytes += data
+        at = 0
+        while len(self._bytes) - at >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._bytes, at)
+            if len(self._bytes) - at - LENGTH.size < length:
+                break
+            at += LENGTH.size
+            message = pickle.loads(memoryview(self._bytes)[at : at + length])
+            at += length
+            self._received(message)
+        del self._bytes[:at]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The other end closed, or its process ended."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended()
+
+
+class Listener:
+    """Takes the line of one process that knows its address."""
+
+    def __init__(self) -> None:
+        self.address = f"\0goaly-line-{os.urandom(16).hex()}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        self._socket.bind(self.address)
+        self._socket.listen(1)
+
+    async def take(self, received: Callable[[Any], None], ended: Callable[[], None]) -> Line:
+        """This end of the line, once the other process has opened it."""
+        loop = asyncio.get_running_loop()
+        while True:
+            end, _ = await loop.sock_accept(self._socket)  # a process that knows the address unblocks it
+            _, user, _ = PEER.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+            if user == os.getuid():  # LN-1
+                break
+            end.close()
+        self.close()
+        _, line = await loop.connect_accepted_socket(lambda: Line(received, ended), end)
+        return line
+
+    def close(self) -> None:
+        """Take no line any more."""
+        self._socket.close()
+
+
+async def open_line(address: str, received: Callable[[Any], None], ended: Callable[[], None]) -> Line:
+    """The line to the listener with this address; OSError if there is none on this host."""
+    _, line = await asyncio.get_running_loop().create_unix_connection(lambda: Line(received, ended), address)
+    return line
+
+
+def _pickled(message: Any) -> bytes:
+    """Plain pickle takes a third of the time; cloudpickle takes more, such as errors of a script's own classes."""
+    try:
+        return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return cloudpickle.dumps(message)

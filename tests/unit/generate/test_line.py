@@ -1,0 +1,100 @@
+"""Lines between event loops of one process, and to processes that are killed or that belong to another user."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from goaly.generate.line import Line, Listener, open_line
+
+CALLER = """
+import pickle, socket, struct, sys
+line = socket.socket(socket.AF_UNIX)
+line.connect("\\0" + sys.argv[1])
+message = pickle.dumps("hello")
+line.sendall(struct.pack("<Q", len(message)) + message)
+sys.stdin.read()
+"""
+
+
+class Received:
+    """What came on a line, and whether it has ended."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[Any] = asyncio.Queue()
+        self.ends: asyncio.Queue[None] = asyncio.Queue()
+        self.end = lambda: self.ends.put_nowait(None)
+
+
+async def pair(here: Received, there: Received) -> tuple[Line, Line]:
+    listener = Listener()
+    taken = asyncio.ensure_future(listener.take(here.messages.put_nowait, here.end))
+    opened = await open_line(listener.address, there.messages.put_nowait, there.end)
+    return await taken, opened
+
+
+def caller(address: str, **who: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-IS", "-c", CALLER, address[1:]], stdin=subprocess.PIPE, **who)
+
+
+async def test_messages_arrive_whole_and_in_order_both_ways() -> None:
+    here, there = Received(), Received()
+    one, other = await pair(here, there)
+    messages = [b"x" * size for size in (0, 1, 10**7, 3, 10**6)] + [list(range(1000))]
+    for message in messages:
+        one.send(message)
+        other.send((message, None))
+    with pytest.raises(TypeError, match="cannot pickle"):
+        one.send([1, asyncio.Lock, sys.stdin])
+    one.send("the last")
+    for message in [*messages, "the last"]:
+        assert await there.messages.get() == message  # LN-2
+    for message in messages:
+        assert await here.messages.get() == (message, None)
+    one.close()
+    await there.ends.get()
+    other.send("too late")
+    assert here.ends.empty()  # LN-3: it closed itself
+    assert there.ends.empty()
+
+
+async def test_what_only_cloudpickle_can_pickle_arrives_too() -> None:
+    here, there = Received(), Received()
+    one, other = await pair(here, there)
+
+    class Own(Exception):
+        pass
+
+    one.send(Own("told"))
+    assert str(await there.messages.get()) == "told"
+    one.close()
+    other.close()
+
+
+async def test_the_end_of_a_killed_process_ends_its_line() -> None:
+    here, listener = Received(), Listener()
+    with caller(listener.address) as process:
+        await listener.take(here.messages.put_nowait, here.end)
+        assert await here.messages.get() == "hello"
+        process.kill()
+        await here.ends.get()  # LN-3
+    with pytest.raises(OSError, match="refused"):  # LN-1
+        await open_line(listener.address, here.messages.put_nowait, here.end)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+async def test_a_process_of_another_user_gets_no_line() -> None:
+    here, listener = Received(), Listener()
+    taken = asyncio.ensure_future(listener.take(here.messages.put_nowait, here.end))
+    with caller(listener.address, user=65534) as stranger:
+        assert stranger.stdin is not None
+        with caller(listener.address) as ours:
+            line = await taken
+            assert await here.messages.get() == "hello"
+            assert here.messages.empty()  # LN-1
+            line.close()
+            ours.kill()
+        stranger.kill()
