@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ async def test_messages_arrive_whole_and_in_order_both_ways() -> None:
         one.send(message)
         other.send((message, None))
     with pytest.raises(TypeError, match="cannot pickle"):
-        one.send([1, asyncio.Lock, sys.stdin])
+        one.send([1, threading.Lock()])
     one.send("the last")
     for message in [*messages, "the last"]:
         assert await there.messages.get() == message  # LN-2
