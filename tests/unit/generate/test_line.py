@@ -12,7 +12,8 @@ import pytest
 from goaly.generate.line import Line, Listener, open_line
 
 CALLER = """
-import pickle, socket, struct, sys
+import os, pickle, socket, struct, sys
+os.setuid(int(sys.argv[2]))
 line = socket.socket(socket.AF_UNIX)
 line.connect("\\0" + sys.argv[1])
 message = pickle.dumps("hello")
@@ -37,8 +38,8 @@ async def pair(here: Received, there: Received) -> tuple[Line, Line]:
     return await taken, opened
 
 
-def caller(address: str, **who: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-IS", "-c", CALLER, address[1:]], stdin=subprocess.PIPE, **who)
+def caller(address: str, user: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-IS", "-c", CALLER, address[1:], str(user)], stdin=subprocess.PIPE)
 
 
 async def test_messages_arrive_whole_and_in_order_both_ways() -> None:
@@ -77,7 +78,7 @@ async def test_what_only_cloudpickle_can_pickle_arrives_too() -> None:
 
 async def test_the_end_of_a_killed_process_ends_its_line() -> None:
     here, listener = Received(), Listener()
-    with caller(listener.address) as process:
+    with caller(listener.address, os.getuid()) as process:
         await listener.take(here.messages.put_nowait, here.end)
         assert await here.messages.get() == "hello"
         process.kill()
@@ -90,9 +91,9 @@ async def test_the_end_of_a_killed_process_ends_its_line() -> None:
 async def test_a_process_of_another_user_gets_no_line() -> None:
     here, listener = Received(), Listener()
     taken = asyncio.ensure_future(listener.take(here.messages.put_nowait, here.end))
-    with caller(listener.address, user=65534) as stranger:
+    with caller(listener.address, 65534) as stranger:
         assert stranger.stdin is not None
-        with caller(listener.address) as ours:
+        with caller(listener.address, os.getuid()) as ours:
             line = await taken
             assert await here.messages.get() == "hello"
             assert here.messages.empty()  # LN-1
