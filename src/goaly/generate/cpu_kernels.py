@@ -1,9 +1,12 @@
-"""vLLM's fused CPU kernels for the norms and the rotary embedding of a sampler.
+"""vLLM's fused CPU kernels for the norms, the rotary embedding and the experts of a sampler.
 
-torchtitan writes a norm as six operations and a rotation as sixteen, which take a fifth of a tiny model's decode step.
-vLLM's kernels need one each. They round differently in the last bits, so `numerics: bitwise` does not use them. They
-keep the rotation's angles in the type of the queries, so bfloat16 does not use them either: torchtitan rotates in
-float32.
+torchtitan writes a norm as six operations and a rotation as sixteen, which take a fifth of a tiny model's decode step;
+its experts are a loop of matrix products, half of a step. vLLM's kernels need one operation each. They round
+differently in the last bits, so `numerics: bitwise` does not use them. They keep the rotation's angles in the type of
+the queries, so bfloat16 does not use them either: torchtitan rotates in float32.
+
+Invariants
+    CK-1  The experts' kernel reads a copy of their weights in its own order. `pack` makes it anew whenever they change.
 """
 
 import dataclasses
@@ -12,7 +15,17 @@ from typing import Any
 
 import torch
 from torchtitan.models.common import CosSinRoPE, RMSNorm
+from torchtitan.models.common.moe import RoutedExperts
 from vllm import _custom_ops as kernels
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+from goaly.models.experts import Experts
+
+INSTRUCTIONS = "vec"
+"""The kernel of experts for every CPU; vLLM's other one is for bfloat16."""
+PACKED = 32
+"""Widths of experts must be multiples of it."""
 
 
 class FusedRMSNorm(RMSNorm):
@@ -54,6 +67,42 @@ class FusedRoPE(CosSinRoPE):
         return query, key
 
 
+class FusedExperts(RoutedExperts):
+    """All experts of a layer by vLLM's kernel. Without gradients, on one rank."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        """torchtitan's."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._packed: list[torch.Tensor] = []
+
+    def pack(self) -> None:
+        """Copy the weights into the kernel's order (CK-1)."""
+        weights: Any = self.inner_experts
+        gates_and_ups = torch.cat([weights.w1_EFD.detach(), weights.w3_EFD.detach()], 1)
+        downs = weights.w2_EDF.detach().contiguous()
+        self._packed = [kernels.cpu_prepack_moe_weight(one, INSTRUCTIONS) for one in (gates_and_ups, downs)]
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        topk_scores_BLK: torch.Tensor,
+        topk_expert_ids_BLK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts."""
+        x_TD = x_BLD.flatten(0, 1).contiguous()
+        out_TD = torch.empty_like(x_TD)
+        scores_TK = topk_scores_BLK.flatten(0, 1).float().contiguous()
+        experts_TK = topk_expert_ids_BLK.flatten(0, 1).int().contiguous()
+        kernels.cpu_fused_moe(
+            out_TD, x_TD, *self._packed, None, None, scores_TK, experts_TK, MoEActivation.SILU.value, INSTRUCTIONS
+        )
+        return out_TD.view(x_BLD.shape)
+
+
 def use_fused_kernels(decoder: Any) -> None:
     """Replace these layers in the config of a torchtitan decoder."""
     decoder.norm = _as(FusedRMSNorm, decoder.norm)
@@ -65,6 +114,14 @@ def use_fused_kernels(decoder: Any) -> None:
             attention.qk_norm = _as(FusedRMSNorm, attention.qk_norm)
         if isinstance(getattr(attention, "rope", None), CosSinRoPE.Config):
             attention.rope = _as(FusedRoPE, attention.rope)
+        if layer.moe is not None and _fits_kernel(layer.moe):
+            layer.moe.routed_experts = _as(FusedExperts, layer.moe.routed_experts)
+
+
+def _fits_kernel(moe: Any) -> bool:
+    inner = moe.routed_experts.inner_experts
+    plain = type(inner) is Experts.Config and get_tensor_model_parallel_world_size() == 1
+    return plain and inner.dim % PACKED == 0 and inner.hidden_dim % PACKED == 0
 
 
 def _as(kind: Any, config: Any) -> Any:

@@ -277,6 +277,8 @@ class Engine:
     def apply(self, fill: Callable[[], int]) -> int:
         """Overwrite the weights by `fill`, which returns their version. The next step decodes with that version."""
         version = fill()
+        if self._settings.engine == "torchtitan":
+            self._model().weights_changed()
         if self._has_adapters:
             from goaly.models.lora import check_base
 

@@ -37,6 +37,7 @@ from vllm.distributed import (
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 
+from goaly.generate import cpu_kernels
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models import deepseek, gpt_oss
 from goaly.models.divide import divide
@@ -137,9 +138,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
         _fill_in_heads(config, shape)
         on_cpu = vllm_config.device_config.device.type == "cpu"
         if on_cpu and self.numerics == "fast" and vllm_config.model_config.dtype == torch.float32:
-            from goaly.generate.cpu_kernels import use_fused_kernels
-
-            use_fused_kernels(config)
+            cpu_kernels.use_fused_kernels(config)
         self._layers = shape.layers
         untied: Any = copy.copy(config)
         untied.enable_weight_tying = False  # or each layer would need the embedding, too
@@ -239,7 +238,14 @@ class TorchtitanForCausalLM(torch.nn.Module):
         if self._lora is not None:
             held |= versioned_tensors(self.model)  # they are 0, so that vLLM's own check finds every parameter filled
             note_base(self.model, self._placed(folder_tensors(self.model)))
+        self.weights_changed()
         return {f"model.{name}" for name in held if name not in unfilled}
+
+    def weights_changed(self) -> None:
+        """Make what is computed from the parameters anew, after they were overwritten."""
+        for module in self.model.modules():
+            if isinstance(module, cpu_kernels.FusedExperts):
+                module.pack()  # CK-1
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters that weight updates fill, by torchtitan's names. With tp > 1 they are DTensors in the
