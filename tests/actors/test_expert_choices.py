@@ -138,7 +138,7 @@ def test_tokens_computed_again_under_new_weights_keep_the_choices_that_they_were
 @pytest.mark.parametrize("mode", ["keep", "drain"])
 def test_choices_are_those_of_the_version_that_computed_a_token(
     there: Any, own: list[OwnChoices], mode: str
-) -> None:  # EC-1, CK-1
+) -> None:  # EC-1, KE-1
     samples, later = there(update_while_sampling, mode)
     for prompt, one in zip(PROMPTS, samples, strict=True):
         own[0].assert_recorded(prompt, one, last=len(prompt) - 1 + int((one.versions == 4).sum()))

@@ -51,8 +51,8 @@ class FakeGenerator(Actor):
         self._answering: set[asyncio.Task[None]] = set()
 
     @concurrent_endpoint
-    async def connect(self, client, door) -> None:
-        await self._clients.serve(client, door, asyncio.Event())
+    async def connect(self, client, ways) -> None:
+        await self._clients.serve(client, ways, asyncio.Event())
 
     def _told(self, client, message) -> None:
         match message:

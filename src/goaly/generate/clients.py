@@ -9,7 +9,7 @@ from functools import partial
 
 from monarch.actor import Port
 
-from goaly.generate.connection import Door, Leave, Results, ToReplica
+from goaly.generate.connection import Leave, Results, ToReplica, Ways
 from goaly.generate.line import Line, open_line
 from goaly.generate.request import Sample
 from goaly.generate.streamed_answer import Part
@@ -22,17 +22,17 @@ class Clients:
     def __init__(self, told: Callable[[str, ToReplica], None]) -> None:
         """`told(client, message)` is called for what comes on lines. The end of a connection is a `Leave`."""
         self._told = told
-        self._ways: dict[str, Line | Port[Results]] = {}
+        self._open: dict[str, Line | Port[Results]] = {}
         self._unsent: dict[str, Results] = {}
 
-    async def serve(self, client: str, door: Door, until: asyncio.Event) -> None:
+    async def serve(self, client: str, ways: Ways, until: asyncio.Event) -> None:
         """Connect to a client; returns when the event is set."""
-        line, watch = await self._line_to(client, door), None
+        line, watch = await self._line_to(client, ways), None
         if line is None:
-            door.port.send([])
-        if door.process.host == this_host():
-            watch = ExitWatch(door.process, partial(self._told, client, Leave([])))  # GE-5
-        self._ways[client] = line or door.port
+            ways.port.send([])
+        if ways.process.host == this_host():
+            watch = ExitWatch(ways.process, partial(self._told, client, Leave([])))  # GE-5
+        self._open[client] = line or ways.port
         try:
             await until.wait()
         finally:
@@ -42,7 +42,7 @@ class Clients:
 
     def disconnect(self, client: str) -> None:
         """Send nothing more to this client."""
-        way = self._ways.pop(client, None)
+        way = self._open.pop(client, None)
         if isinstance(way, Line):
             way.close()
 
@@ -53,17 +53,15 @@ class Clients:
             asyncio.get_running_loop().call_soon(self._send, client)
         results.append((request_id, result))
 
-    async def _line_to(self, client: str, door: Door) -> Line | None:
+    async def _line_to(self, client: str, ways: Ways) -> Line | None:
         try:
-            return await open_line(
-                door.line, lambda told: self._told(client, told), lambda: self._told(client, Leave([]))
-            )
+            return await open_line(ways.line, partial(self._told, client), partial(self._told, client, Leave([])))
         except OSError:  # the client is on another host, or in another network
             return None
 
     def _send(self, client: str) -> None:
         results = self._unsent.pop(client)
-        way = self._ways.get(client)
+        way = self._open.get(client)
         if way is not None:
             way.send(results)
 

@@ -82,7 +82,7 @@ ToReplica = Submit | Isolate | Withdraw | Leave
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Ways:
     """The ways to a client."""
 
     process: ProcessMark
@@ -109,9 +109,9 @@ class Connection:
         self._ended: Exception | None = None
         port, samples = Channel[Results].open()
         self._listener = Listener()
-        door = Door(this_process(), self._listener.address, port)
+        ways = Ways(this_process(), self._listener.address, port)
         self._tasks = (
-            vital_task(self._connect(door), "connection: open"),
+            vital_task(self._connect(ways), "connection: open"),
             vital_task(self._receive(samples), "connection: samples"),
             vital_task(self._listen(), "connection: line"),
         )
@@ -198,9 +198,9 @@ class Connection:
             self._streams.pop(own_name(request.request_id), None)
             settle(self._futures.pop(own_name(request.request_id)), error)  # LI-1
 
-    async def _connect(self, door: Door) -> None:
+    async def _connect(self, ways: Ways) -> None:
         try:
-            await self._replica.connect.call_one(self._name, door)  # unblocked by the replica's close, or its death
+            await self._replica.connect.call_one(self._name, ways)  # unblocked by the replica's close, or its death
             self._end(ReplicaLost("the generator was closed"))
         except Exception as error:  # it died, or only the connection broke
             self._break(root_cause(error))

@@ -6,7 +6,7 @@ differently in the last bits, so `numerics: bitwise` does not use them. They kee
 the queries, so bfloat16 does not use them either: torchtitan rotates in float32.
 
 Invariants
-    CK-1  The experts' kernel reads a copy of their weights in its own order. `pack` makes it anew whenever they change.
+    KE-1  The experts' kernel reads a copy of their weights in its own order. `pack` makes it anew whenever they change.
 """
 
 import dataclasses
@@ -62,8 +62,9 @@ class FusedRoPE(CosSinRoPE):
         """The rotated queries and keys."""
         assert positions is not None
         tokens = positions.numel()
-        of_heads = (tensor.view(tokens, -1) for tensor in (query, key))
-        kernels.rotary_embedding(positions.flatten(), *of_heads, query.shape[-1], self.cache, is_neox=True)
+        kernels.rotary_embedding(
+            positions.flatten(), query.view(tokens, -1), key.view(tokens, -1), query.shape[-1], self.cache, True
+        )
         return query, key
 
 
@@ -76,14 +77,15 @@ class FusedExperts(RoutedExperts):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self._packed: list[torch.Tensor] = []
+        self._gates_and_ups = self._downs = torch.empty(0)
 
     def pack(self) -> None:
-        """Copy the weights into the kernel's order (CK-1)."""
+        """Copy the weights into the kernel's order (KE-1)."""
         weights: Any = self.inner_experts
         gates_and_ups = torch.cat([weights.w1_EFD.detach(), weights.w3_EFD.detach()], 1)
         downs = weights.w2_EDF.detach().contiguous()
-        self._packed = [kernels.cpu_prepack_moe_weight(one, INSTRUCTIONS) for one in (gates_and_ups, downs)]
+        self._gates_and_ups = kernels.cpu_prepack_moe_weight(gates_and_ups, INSTRUCTIONS)
+        self._downs = kernels.cpu_prepack_moe_weight(downs, INSTRUCTIONS)
 
     def forward(
         self,
@@ -98,7 +100,16 @@ class FusedExperts(RoutedExperts):
         scores_TK = topk_scores_BLK.flatten(0, 1).float().contiguous()
         experts_TK = topk_expert_ids_BLK.flatten(0, 1).int().contiguous()
         kernels.cpu_fused_moe(
-            out_TD, x_TD, *self._packed, None, None, scores_TK, experts_TK, MoEActivation.SILU.value, INSTRUCTIONS
+            out_TD,
+            x_TD,
+            self._gates_and_ups,
+            self._downs,
+            None,
+            None,
+            scores_TK,
+            experts_TK,
+            MoEActivation.SILU.value,
+            INSTRUCTIONS,
         )
         return out_TD.view(x_BLD.shape)
 

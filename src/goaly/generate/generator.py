@@ -24,7 +24,7 @@ from monarch.actor import Actor
 from goaly.actors import concurrent_endpoint
 from goaly.errors import ConfigError, ReplicaLost
 from goaly.generate.clients import Clients, Quarantine
-from goaly.generate.connection import Door, Isolate, Leave, Submit, ToReplica, Withdraw, client_of, own_name
+from goaly.generate.connection import Isolate, Leave, Submit, ToReplica, Ways, Withdraw, client_of, own_name
 from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.generate.request import GeneratorStats, Request, Sample
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
@@ -121,9 +121,9 @@ class Generator(Actor):
             versions.drop()
 
     @concurrent_endpoint
-    async def connect(self, client: str, door: Door) -> None:
-        """Send this client's samples through its door until the engine ends; see `Connection`."""
-        await self._clients.serve(client, door, self._closed)  # `close` sets it
+    async def connect(self, client: str, ways: Ways) -> None:
+        """Send this client's samples through its ways until the engine ends; see `Connection`."""
+        await self._clients.serve(client, ways, self._closed)  # `close` sets it
 
     @concurrent_endpoint
     async def tell(self, client: str, message: ToReplica) -> None:

@@ -136,8 +136,8 @@ class TorchtitanForCausalLM(torch.nn.Module):
         config = spec.model
         shape = architecture(read_config(folder))
         _fill_in_heads(config, shape)
-        on_cpu = vllm_config.device_config.device.type == "cpu"
-        if on_cpu and self.numerics == "fast" and vllm_config.model_config.dtype == torch.float32:
+        device: Any = vllm_config.device_config.device
+        if device.type == "cpu" and self.numerics == "fast" and vllm_config.model_config.dtype == torch.float32:
             cpu_kernels.use_fused_kernels(config)
         self._layers = shape.layers
         untied: Any = copy.copy(config)
@@ -182,7 +182,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
             self.choices = ChoiceCache(
                 [layer.moe for layer in self.model.layers.values() if layer.moe_enabled], vllm_config
             )
-        self.model.to_empty(device=vllm_config.device_config.device)
+        self.model.to_empty(device=device)
         with torch.no_grad(), self._context():
             self.model.init_weights(buffer_device=None)
             for module in self.model.modules():
@@ -245,7 +245,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
         """Make what is computed from the parameters anew, after they were overwritten."""
         for module in self.model.modules():
             if isinstance(module, cpu_kernels.FusedExperts):
-                module.pack()  # CK-1
+                module.pack()  # KE-1
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters that weight updates fill, by torchtitan's names. With tp > 1 they are DTensors in the

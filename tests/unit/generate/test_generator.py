@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from goaly.errors import ReplicaLost
-from goaly.generate.connection import Door, Isolate, Leave, Submit, Withdraw
+from goaly.generate.connection import Isolate, Leave, Submit, Ways, Withdraw
 from goaly.generate.generator import Generator
 from goaly.generate.request import Request, Sampling
 from goaly.generate.settings import GeneratorSettings
@@ -26,16 +26,16 @@ def call(generator: Generator, endpoint: str, *arguments: Any) -> Awaitable[Any]
     return getattr(Generator, endpoint)._method.__wrapped__(generator, *arguments)
 
 
-def ways(mark: ProcessMark) -> tuple[Door, asyncio.Queue[Any]]:
-    """The door of a client that has no line, and what is sent to it."""
+def without_a_line(mark: ProcessMark) -> tuple[Ways, asyncio.Queue[Any]]:
+    """The ways of a client that has no line, and what is sent to it."""
     sent: asyncio.Queue[Any] = asyncio.Queue()
     port: Any = SimpleNamespace(send=sent.put_nowait)
-    return Door(mark, "\0nobody", port), sent
+    return Ways(mark, "\0nobody", port), sent
 
 
 async def test_before_the_start_a_request_ends_as_at_a_lost_replica(generator: Generator) -> None:
-    door, sent = ways(this_process())
-    connected = asyncio.ensure_future(call(generator, "connect", "client", door))
+    ways, sent = without_a_line(this_process())
+    connected = asyncio.ensure_future(call(generator, "connect", "client", ways))
     assert await sent.get() == []
     requests = [Request(name, [1], Sampling(), 0) for name in ("one", "other")]
     await call(generator, "tell", "client", Submit(requests))
@@ -73,8 +73,8 @@ async def test_the_requests_of_a_client_end_with_its_process_and_those_of_others
     )
     connected = []
     for name, mark in (("dies", process_mark(client.pid)), ("lives", this_process())):
-        door, sent = ways(mark)
-        connected.append(asyncio.ensure_future(call(generator, "connect", name, door)))
+        ways, sent = without_a_line(mark)
+        connected.append(asyncio.ensure_future(call(generator, "connect", name, ways)))
         assert await sent.get() == []
         requests = [Request(f"{name}.{index}", [1], Sampling(), 0) for index in range(3)]
         await call(generator, "tell", name, Submit(requests))
