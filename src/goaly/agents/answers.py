@@ -6,9 +6,11 @@ An answer in which a parser finds no call that is whole stays text, as the polic
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from goaly.agents.answer_stream import AnswerStream, Reading
 from goaly.generate.request import AT_ONCE
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.settings import ChatSettings
@@ -85,6 +87,25 @@ class AnswerParser:
             role=ASSISTANT, content=content, reasoning_content=reasoning or None, tool_calls=tuple(found) or None
         )
 
+    def stream(
+        self,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        choice: ToolChoice = "auto",
+        plain: bool = False,
+        stops: Sequence[str] = (),
+        on_piece: Callable[[], None] = lambda: None,
+    ) -> AnswerStream:
+        """Reads one answer while it is sampled, as `message` reads the whole; with `plain` as `text` does."""
+        is_text = plain or self._parser is None
+        decode = partial(self._chat.decode, skip_special_tokens=is_text)
+        reading = None if is_text else self._reading(tools, choice if tools else "none")
+        return AnswerStream(decode, stops, reading, on_piece)
+
+    def as_shown(self, message: Message, completion: Completion, stream: AnswerStream) -> Message:
+        """The message of this answer, of which clients have seen the stream."""
+        return stream.agreed(message, self._written(completion), completion.stop)
+
     def structured_outputs(self, request: Any, *, at_once: bool = False) -> dict[str, Any] | None:
         """The form that the answer to this request of an API must have, as in `Sampling`: the one that it asks for, or
         that of the tool calls that it forces; None if any will do. `at_once`: no reasoning comes before it."""
@@ -119,15 +140,19 @@ class AnswerParser:
 
     def text(self, completion: Completion, *, skip_special_tokens: bool = True) -> str:
         """The text of the answer without the stop token or the stop string that ended it."""
+        stop = completion.stop
         text = self._chat.decode(self._written(completion), skip_special_tokens=skip_special_tokens)
-        return text if completion.stop is None else text[: text.rfind(completion.stop)]
+        return text if stop is None or stop not in text else text[: text.rfind(stop)]
 
     def _parsed(
         self, text: str, completion: Completion, tools: Sequence[Mapping[str, Any]], choice: ToolChoice
     ) -> tuple[Any, Any, Any]:
+        reading, tokens = self._reading(tools, choice), self._written(completion)
+        return reading.parser.parse(text, reading.request, enable_auto_tools=True, model_output_token_ids=tokens)
+
+    def _reading(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reading:
         request = self._request(messages=[], tools=list(tools) or None, tool_choice=choice)
-        parser, tokens = self._parser(self._tokenizer, request.tools), self._written(completion)
-        return parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=tokens)
+        return Reading(self._parser(self._tokenizer, request.tools), request)
 
     def _written(self, completion: Completion) -> list[int]:
         """The tokens of the answer without the stop token."""

@@ -19,13 +19,13 @@ from vllm.entrypoints.anthropic.protocol import (
 )
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
-from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelList
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.exceptions import VLLMClientError
 
+from goaly.agents.event_streams import COMMENT, PING, kept_alive, response_events
 from goaly.agents.published import KEYS, OpenAIErrorResponse, answers, published
 from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, error_response
 from goaly.agents.served import EXCHANGE
@@ -78,13 +78,13 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
         call = EXCHANGE.get().call
         assert call is not None
         request.request_id, request.model = f"resp_{call.id}", MODEL  # a retry gets the same id
-        return await _response(serving.responses.create_responses(request, raw_request), _convert_stream_to_sse_events)
+        return await _response(serving.responses.create_responses(request, raw_request), response_events)
 
     @routes.post("/v1/messages", responses=answers(AnthropicMessagesResponse, errors=AnthropicErrorResponse))
     @with_cancellation
     async def messages(request: AnthropicMessagesRequest, raw_request: Request) -> Response:
         request.model = MODEL
-        return await _response(serving.messages.create_messages(request, raw_request))
+        return await _response(serving.messages.create_messages(request, raw_request), silence=PING)
 
     @routes.post(
         "/v1/messages/count_tokens",
@@ -136,8 +136,10 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
     return api
 
 
-async def _response(work: Awaitable[Any], events: Callable[[Any], Any] = lambda stream: stream) -> Response:
-    """The response that vLLM's code makes of a request."""
+async def _response(
+    work: Awaitable[Any], events: Callable[[Any], Any] = lambda stream: stream, silence: str = COMMENT
+) -> Response:
+    """The response that vLLM's code makes of a request; a stream sends `silence` where it has nothing to send."""
     try:
         made = await work
     except Refusal:
@@ -153,7 +155,7 @@ async def _response(work: Awaitable[Any], events: Callable[[Any], Any] = lambda 
         raise refused
     if hasattr(made, "model_dump"):
         return JSONResponse(made.model_dump(mode="json", by_alias=True, exclude_none=False))
-    return StreamingResponse(events(made), media_type="text/event-stream")
+    return StreamingResponse(kept_alive(events(made), silence), media_type="text/event-stream")
 
 
 def _refused(error: ErrorResponse) -> Refusal:

@@ -8,7 +8,8 @@ Invariants
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -16,6 +17,7 @@ from hashlib import blake2b
 from http import HTTPStatus
 from typing import Any
 
+from goaly.agents.answer_stream import AnswerStream, Piece, Reader
 from goaly.agents.answers import AnswerParser, ToolChoice
 from goaly.agents.refusals import Refusal
 from goaly.agents.session import Session
@@ -46,6 +48,15 @@ class Call:
     waiting: int = 0
     """Clients that wait for its answers now."""
     work: "asyncio.Task[list[RecordedTurn]] | None" = None
+    streams: dict[int, AnswerStream] = field(default_factory=dict)
+    """The answers that are sampled now, by their numbers, if clients get them in parts."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a stream or the work goes on; then there is another one."""
+
+    def changes(self, *_: object) -> None:
+        """Wake those that wait for the next piece, or the end."""
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
 
     @property
     def id(self) -> str:
@@ -69,6 +80,8 @@ class Ask:
     """Whether all tool calls but the first are dropped from each answer."""
     structured_outputs: Mapping[str, Any] | None = None
     """The form that the answers must have, as in `Sampling`."""
+    streams: bool = False
+    """Whether the client gets the answers in parts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +96,8 @@ class Exchange:
     ask: Ask | None = None
     returned: list[RecordedTurn] = field(default_factory=list)
     """Its answers that the serving code has not read yet."""
+    delta: Any = None
+    """What the serving code sends next in a stream, as vLLM's `DeltaMessage`."""
 
 
 EXCHANGE: ContextVar[Exchange] = ContextVar("EXCHANGE")
@@ -146,18 +161,42 @@ class ServedSession:
         """The turns that answer this call: those that it had before, or new ones."""
         if len(recorded := self.recorded(call)) >= ask.answers:
             return recorded
+        with self._work(call, ask) as work:
+            return await asyncio.shield(work)
+
+    async def pieces(self, call: Call, ask: Ask) -> AsyncGenerator[tuple[int, Piece]]:
+        """The answers of this call in pieces, each with the answer's number: what there is already, and the others when
+        they are sampled (AS-1)."""
+        readers = [Reader() for _ in range(ask.answers)]
+        turns = self.recorded(call)
+        if len(turns) < ask.answers:
+            with self._work(call, ask) as work:
+                while not work.done():
+                    changed = call.changed
+                    for number, stream in call.streams.items():
+                        if (piece := readers[number].take(stream.pieces)) is not None:
+                            yield number, piece
+                    await changed.wait()  # a piece, or the end of the work
+                turns = work.result()
+        for number, (reader, turn) in enumerate(zip(readers, turns, strict=False)):
+            yield number, reader.rest(turn)
+
+    @contextmanager
+    def _work(self, call: Call, ask: Ask) -> Iterator["asyncio.Task[list[RecordedTurn]]"]:
+        """The sampling of the call's answers, which lives as long as one client waits for it."""
         if call.work is None:
             call.work = asyncio.create_task(self._sampled(call, ask), name=f"call {call.id}")
+            call.work.add_done_callback(call.changes)
         work = call.work
         call.waiting += 1
         try:
-            return await asyncio.shield(work)  # the sampling lives as long as one client waits for it
+            yield work
         finally:
             call.waiting -= 1
             if not work.done() and call.waiting == 0:  # CA-3
                 work.cancel()
             if work.done() or call.waiting == 0:
-                call.work = None
+                call.work, call.streams = None, {}
 
     def recorded(self, call: Call) -> list[RecordedTurn]:
         """The turns that answered the call; none if it has not been answered."""
@@ -196,23 +235,39 @@ class ServedSession:
         with self.session.sampling(ask.answers - len(known)):
             wanted = list(_seeded(self._sampling(ask), ask.answers))[len(known) :]
             trained = ask.structured_outputs is None
+            if ask.streams:
+                call.streams = {number: self._stream(call, ask) for number in range(len(known), ask.answers)}
+            streams = [call.streams.get(number) for number in range(len(known), ask.answers)]
             try:
                 async with asyncio.TaskGroup() as samples:
                     sampled = [
-                        samples.create_task(self.policy.sample(ask.continuation.prompt, each, trained=trained))
-                        for each in wanted
+                        samples.create_task(
+                            self.policy.sample(
+                                ask.continuation.prompt, each, trained=trained, on_part=stream and stream.wrote
+                            )
+                        )
+                        for each, stream in zip(wanted, streams, strict=True)
                     ]
             except BaseExceptionGroup as errors:
                 raise first_error(errors) from errors
             return known + [
-                self._record(call, ask, number, one.result()) for number, one in enumerate(sampled, len(known))
+                self._record(call, ask, number, one.result(), stream)
+                for number, (one, stream) in enumerate(zip(sampled, streams, strict=True), len(known))
             ]
 
-    def _record(self, call: Call, ask: Ask, number: int, completion: Completion) -> RecordedTurn:
+    def _stream(self, call: Call, ask: Ask) -> AnswerStream:
+        stops = self.policy.sampling.changed(self._sampling(ask)).stop or ()
+        return self.parser.stream(ask.tools, choice=ask.choice, plain=ask.plain, stops=stops, on_piece=call.changes)
+
+    def _record(
+        self, call: Call, ask: Ask, number: int, completion: Completion, stream: AnswerStream | None
+    ) -> RecordedTurn:
         if ask.plain:
             message = Message(role=ASSISTANT, content=self.parser.text(completion))
         else:
             message = self.parser.message(completion, ask.tools, choice=ask.choice, one_call=ask.one_call)
+        if stream is not None:
+            message = self.parser.as_shown(message, completion, stream)
         malformed = self.parser.malformed_calls(message, ask.tools, ask.choice)
         key = f"{call.key}/{number}"
         return self.session.record(ask.continuation, completion, message.as_dict(), key, malformed=malformed)

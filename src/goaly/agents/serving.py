@@ -1,18 +1,17 @@
 """vLLM's serving classes over sessions: its protocols, validation and streams; our prompts, answers and records.
 
 A request is placed in its session's tree where vLLM would render it, and answered where vLLM would ask its engine. The
-message that vLLM's code returns is the one that the session has recorded, also in a stream: it is sent when the whole
-answer has been read, because a parser can find a call in a part of an answer that is none in the whole.
+message that vLLM's code returns is the one that the session has recorded, also in a stream (`answer_stream.py`).
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any, cast
 
 from openai.types.responses.tool_choice_function import ToolChoiceFunction
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.protocol import EngineClient
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall, FunctionCall
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionNamedToolChoiceParam,
@@ -32,10 +31,12 @@ from vllm.parser import Parser
 from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import has_non_text_content
 from vllm.renderers.online_renderer import OnlineRenderer
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParser
 
+from goaly.agents.answer_stream import Piece, Reader
 from goaly.agents.answers import FREE, ToolChoice
+from goaly.agents.event_streams import Messages
 from goaly.agents.refusals import as_refusal
 from goaly.agents.served import EXCHANGE, Ask
 from goaly.agents.session import SessionBusy, SessionExhausted
@@ -106,7 +107,7 @@ class Serving:
         }
         self.models = models
         self.chat = OpenAIServingChat(engine, models, "assistant", **chat)
-        self.messages = AnthropicServingMessages(engine, models, "assistant", **chat)
+        self.messages = Messages(engine, models, "assistant", **chat)
         self.responses = _Responses(engine, models, **chat)
         self.completions = OpenAIServingCompletion(engine, models, **shared)
         self.chat.parser_cls = self.messages.parser_cls = self.responses.parser = parser
@@ -161,6 +162,7 @@ class _SessionRenderer(OnlineRenderer):
             choice=_choice(request),
             one_call=request.parallel_tool_calls is False,
             structured_outputs=exchange.served.parser.structured_outputs(request),
+            streams=bool(request.stream),
         )
         return [], [tokens_input(list(continuation.prompt))]
 
@@ -180,6 +182,7 @@ class _SessionRenderer(OnlineRenderer):
             answers=request.n or 1,
             plain=True,
             structured_outputs=exchange.served.parser.structured_outputs(request, at_once=True),
+            streams=bool(request.stream),
         )
         return [tokens_input(list(continuation.prompt))]
 
@@ -248,7 +251,6 @@ class _RecordedParser(Parser):
     def __init__(self, tokenizer: Any, tools: Any = None, *_: Any, **__: Any):
         self.model_tokenizer = tokenizer
         self._reasoning_parser = self._tool_parser = None
-        self._parts: list[DeltaMessage] = []
 
     def is_reasoning_end(self, input_ids: list[int]) -> bool:
         return True
@@ -269,9 +271,7 @@ class _RecordedParser(Parser):
         *,
         finished: bool,
     ) -> DeltaMessage | None:
-        if not self._parts:
-            self._parts = _parts(_read(delta_token_ids))
-        return self._parts.pop(0)
+        return EXCHANGE.get().delta
 
 
 def _read(tokens: Sequence[int]) -> RecordedTurn:
@@ -281,20 +281,18 @@ def _read(tokens: Sequence[int]) -> RecordedTurn:
     return returned.pop(at)
 
 
-def _parts(turn: RecordedTurn) -> list[DeltaMessage]:
-    """The message of a turn, in the parts that a stream has: reasoning, text, and each call."""
-    message = turn.message
-    parts = []
-    if reasoning := message.get("reasoning_content"):
-        parts.append(DeltaMessage(reasoning=reasoning))
-    if content := message.get("content"):
-        parts.append(DeltaMessage(content=content))
-    for number, call in enumerate(message.get("tool_calls") or ()):
+def _deltas(piece: Piece) -> list[DeltaMessage | None]:
+    """What clients get of a piece, one after the other: reasoning, text, and each call."""
+    deltas: list[DeltaMessage | None] = []
+    if piece.reasoning:
+        deltas.append(DeltaMessage(reasoning=piece.reasoning))
+    if piece.content:
+        deltas.append(DeltaMessage(content=piece.content))
+    for number, call in enumerate(piece.calls):
         function = DeltaFunctionCall(**call["function"])
-        parts.append(
-            DeltaMessage(tool_calls=[DeltaToolCall(id=call["id"], type="function", index=number, function=function)])
-        )
-    return parts or [DeltaMessage(content="")]
+        called = DeltaToolCall(id=call["id"], type="function", index=number, function=function)
+        deltas.append(DeltaMessage(tool_calls=[called]))
+    return deltas or [None if piece.finish is None else DeltaMessage(content="")]
 
 
 class _Responses(OpenAIServingResponses):
@@ -348,27 +346,29 @@ class _Engine(EngineClient):
         exchange = EXCHANGE.get()
         assert exchange.ask is not None
         assert exchange.call is not None
+        served, tokens = exchange.served, list(prompt["prompt_token_ids"])
         try:
-            turns = await exchange.served.answers(exchange.call, exchange.ask)
+            if not exchange.ask.streams:
+                exchange.returned = list(await served.answers(exchange.call, exchange.ask))
+                wholes = [Reader().rest(turn) for turn in exchange.returned]
+                outputs = [_output(number, whole, whole.content) for number, whole in enumerate(wholes)]
+                yield RequestOutput(request_id, None, tokens, None, outputs, finished=True)
+                return
+            async with aclosing(served.pieces(exchange.call, exchange.ask)) as pieces:
+                async for number, piece in pieces:
+                    deltas = _deltas(piece)
+                    for at, delta in enumerate(deltas):
+                        exchange.delta, text = delta, (delta and delta.content) or ""
+                        output = _output(number, piece, text, first=at == 0, last=at == len(deltas) - 1)
+                        yield RequestOutput(request_id, None, tokens, None, [output], finished=False)
         except Exception as error:
             raise as_refusal(error) from error
-        exchange.returned = list(turns)
-        tokens = list(prompt["prompt_token_ids"])
-        if sampling_params.output_kind is not RequestOutputKind.DELTA:
-            outputs = [_output(number, turn, turn.message.get("content") or "") for number, turn in enumerate(turns)]
-            yield RequestOutput(request_id, None, tokens, None, outputs, finished=True)
-            return
-        for number, turn in enumerate(turns):
-            parts = _parts(turn)
-            for at, part in enumerate(parts):
-                output = _output(number, turn, part.content or "", first=at == 0, last=at == len(parts) - 1)
-                yield RequestOutput(request_id, None, tokens, None, [output], finished=False)
 
 
-def _output(number: int, turn: RecordedTurn, text: str, first: bool = True, last: bool = True) -> CompletionOutput:
-    """The answer of a turn, or a part of it in a stream; the first part has its tokens, the last one its end."""
-    ended = "length" if turn.finish is Finish.LENGTH else "stop"
-    tokens, logprobs = (turn.tokens.tolist(), turn.logprobs.tolist()) if first else ([], [])
+def _output(number: int, piece: Piece, text: str, first: bool = True, last: bool = True) -> CompletionOutput:
+    """A piece of an answer, or a part of it; the first part has its tokens, the last one its end."""
+    ended = None if piece.finish is None else "length" if piece.finish is Finish.LENGTH else "stop"
+    tokens, logprobs = (piece.tokens, piece.logprobs) if first else ([], [])
     return CompletionOutput(
         index=number,
         text=text,

@@ -278,6 +278,32 @@ INCOMPLETE = "\ufffd"
 Decode = Callable[[Sequence[int]], str]
 
 
+class Detokenizer:
+    """Decodes one answer while it is written."""
+
+    def __init__(self, decode: Decode, before: Sequence[int] = ()):
+        """`before` are the tokens before the answer."""
+        self._decode = decode
+        self._window = list(before)
+        self._read = len(self._window)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last character is complete."""
+        return self._read == len(self._window)
+
+    def wrote(self, token: int) -> str:
+        """The text that this token adds to the answer; empty while a character is incomplete."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if text.endswith(INCOMPLETE) and len(self._window) - self._read < LONGEST_CHARACTER:
+            return ""
+        before = self._decode(self._window[: self._read])
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        return text[len(before) :]
+
+
 class StopStrings:
     """Searches one answer for stop strings while it is written. (vLLM does so in its front end, which is not used
     here.)"""
@@ -285,18 +311,16 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], decode: Decode, prompt: Sequence[int], min_tokens: int = 0):
         """No stop string ends an answer of `min_tokens` or fewer, as in vLLM. `decode` must keep special tokens."""
         self._stops = tuple(stops)
-        self._decode = decode
         self._min_tokens = min_tokens
         self._longest = max(map(len, self._stops))
-        self._window = list(prompt[-CONTEXT_TOKENS:])
-        self._read = len(self._window)
+        self._text = Detokenizer(decode, prompt[-CONTEXT_TOKENS:])
         self._tail = ""
         self._written = 0
 
     def wrote(self, token: int) -> str | None:
         """Add the answer's next token; returns the stop string that it completes, if it does (ST-1)."""
         self._written += 1
-        new = self._new_text(token)
+        new = self._text.wrote(token)
         text = self._tail + new
         self._tail = text[max(0, len(text) - self._longest + 1) :]
         if self._written <= self._min_tokens:
@@ -307,17 +331,6 @@ class StopStrings:
             if at >= 0:
                 ends[stop] = at + len(stop)
         return min(ends, key=ends.__getitem__, default=None)
-
-    def _new_text(self, token: int) -> str:
-        """The text that this token adds to the answer; empty while a character is incomplete."""
-        self._window.append(token)
-        text = self._decode(self._window)
-        if text.endswith(INCOMPLETE) and len(self._window) - self._read < LONGEST_CHARACTER:
-            return ""
-        before = self._decode(self._window[: self._read])
-        self._window = self._window[self._read :]
-        self._read = len(self._window)
-        return text[len(before) :]
 
 
 @cache

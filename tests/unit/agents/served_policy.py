@@ -17,6 +17,7 @@ from goaly.agents.served import Call
 from goaly.agents.session import Session, SessionLimits
 from goaly.agents.session_files import SessionFiles
 from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.streamed_answer import OnPart, Part
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Policy
@@ -34,20 +35,25 @@ class Scripted:
         self.cancelled = asyncio.Event()
         self.go_on: asyncio.Event | None = None
         """Answers wait for it."""
+        self.shows = 0
+        """The number of tokens that a streamed answer gives before it waits."""
+        self.breaks: Exception | None = None
+        """Ends an answer after these tokens."""
         self.waits = asyncio.Event()
 
-    async def generate(self, name: str, tokens: Sequence[int], sampling: Sampling, *_: Any) -> Sample:
+    async def generate(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        min_version: int = 0,
+        session: str | None = None,
+        on_part: OnPart | None = None,
+    ) -> Sample:
         self.prompts.append(list(tokens))
         self.asked.append(sampling)
         number = len(self.prompts)
         text = self._texts.pop(0) if self._texts else f"answer {number}"
-        if self.go_on is not None:
-            self.waits.set()
-            try:
-                await self.go_on.wait()
-            except asyncio.CancelledError:
-                self.cancelled.set()
-                raise
         written = torch.tensor([*self._chat.encode(text), self._chat.stop_token_ids[0]])
         finish, limit = Finish.STOP, sampling.max_tokens
         if limit is not None and len(written) > limit:
@@ -55,7 +61,35 @@ class Scripted:
         stop = next((stop for stop in sampling.stop or () if stop in text), None)
         logprobs = -torch.arange(1, len(written) + 1, dtype=torch.float32) / 1024 - number
         versions = torch.full(written.shape, number, dtype=torch.int32)
-        return Sample(tokens=written, logprobs=logprobs, versions=versions, finish=finish, stop=stop)
+        sample = Sample(tokens=written, logprobs=logprobs, versions=versions, finish=finish, stop=stop)
+        shown = min(self.shows, len(written) - 1)
+        await _show(sample, on_part, 0, shown)
+        if self.breaks is not None:
+            raise self.breaks
+        if self.go_on is not None:
+            self.waits.set()
+            try:
+                await self.go_on.wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        await _show(sample, on_part, shown, len(written) - 1)
+        return sample
+
+
+async def _show(sample: Sample, on_part: OnPart | None, begin: int, end: int) -> None:
+    for at in range(begin, end):
+        if on_part is not None:
+            on_part(part_of(sample, at))
+            await asyncio.sleep(0)
+
+
+def part_of(sample: Sample, at: int) -> Part:
+    """The token at this position."""
+    tokens, logprobs, versions = (
+        column[at : at + 1].tolist() for column in (sample.tokens, sample.logprobs, sample.versions)
+    )
+    return Part(tokens, logprobs, versions)
 
 
 class Served:
