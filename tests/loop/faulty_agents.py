@@ -23,6 +23,7 @@ from goaly.environments.process import Command, Server, ServerProcess
 from goaly.environments.protocol import EnvironmentDied
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.episode import EpisodeContext
+from goaly.rollout.policy import Completion, Policy
 from goaly.run.config import RunConfig
 from goaly.run.launch import launch
 from goaly.trajectory import Trajectory
@@ -88,16 +89,30 @@ async def tool_server_hangs(folder: Path, question: str, endpoint: Endpoint) -> 
 
 
 async def worker_dies(folder: Path, question: str, endpoint: Endpoint) -> str:
-    """The answer of an agent whose worker is killed while it reads a stream."""
+    """The answer of an agent whose worker is killed while it reads a stream, before the answer has ended."""
+    if not (folder / STREAMING).exists():  # in the first worker
+        Policy.sample = _endless(endpoint.session_id, Policy.sample)
     async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
         said: list[Any] = [{"role": "user", "content": question}]
         answer = ""
         async for part in await client.chat.completions.create(model="m", messages=said, stream=True):
-            if not (folder / STREAMING).exists():
+            if part.choices[0].delta.content and not (folder / STREAMING).exists():
                 (folder / STREAMING).touch()
                 await asyncio.Event().wait()  # for the end of this process
             answer += part.choices[0].delta.content or ""
         return answer
+
+
+def _endless(episode: str, sample: Callable[..., Awaitable[Completion]]) -> Any:
+    """`Policy.sample` that gives the parts of the episode's answers, and never their ends."""
+
+    async def sampled(policy: Policy, *arguments: Any, **facts: Any) -> Completion:
+        completion = await sample(policy, *arguments, **facts)
+        if policy.name == episode:
+            await asyncio.Event().wait()  # for the end of this process
+        return completion
+
+    return sampled
 
 
 async def worker_dies_under_an_agent_that_goes_on(folder: Path, question: str, endpoint: Endpoint) -> str:

@@ -34,6 +34,7 @@ def test_whatever_dies_under_agents_every_task_ends_once_and_no_token_is_trained
         return {name for name in (STREAMING, RESTS) if not (run.folder / name).exists()}
 
     assert left_within(not_ready, START_SECONDS) == set(), run.text()
+    assert '"kind": "turn"' not in (run.folder / "sessions/6.0.jsonl").read_text()  # its first answer has not ended
     run.kill("rollout-0")
     (run.folder / RESTS).with_name("rest").open("w").close()  # the agent asks before the next worker serves
     run.wait_for_text("rollout-0-1 serves in its place", START_SECONDS)

@@ -62,6 +62,13 @@ def test_clients_with_a_token_are_served_through_the_death_of_a_generator(
     assert len(chat.choices[0].logprobs.content) == chat.usage.completion_tokens
     stream = client.chat.completions.create(messages=[QUESTION], stream=True, **greedy)
     assert "".join(part.choices[0].delta.content or "" for part in stream) == chat.choices[0].message.content
+    said: Any = {"model": "any", "input": "1+2=", "temperature": 0, "max_output_tokens": 8}
+    events = list(client.responses.create(**said, stream=True))
+    words = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert len(words) > 1
+    assert "".join(words) == client.responses.create(**said).output_text
+    texts = [part.choices[0].text for part in client.completions.create(prompt="1+2=", stream=True, **greedy)]
+    assert "".join(texts) == client.completions.create(prompt="1+2=", **greedy).choices[0].text
     response = client.responses.create(model="any", input="1+2=", max_output_tokens=4)
     more = client.responses.create(model="any", input="3+4=", max_output_tokens=4, previous_response_id=response.id)
     assert more.usage.input_tokens > response.usage.total_tokens
@@ -71,6 +78,9 @@ def test_clients_with_a_token_are_served_through_the_death_of_a_generator(
     with anthropic.Anthropic(base_url=root, api_key="first") as claude:
         message = claude.messages.create(model="any", max_tokens=8, messages=[QUESTION], extra_body={"temperature": 0})
         assert message.content[0].text == chat.choices[0].message.content
+        asked: Any = {"model": "any", "max_tokens": 8, "messages": [QUESTION], "extra_body": {"temperature": 0}}
+        with claude.messages.stream(**asked) as streamed:
+            assert "".join(streamed.text_stream) == message.content[0].text
 
     formed: Any = {"extra_body": {"structured_outputs": {"regex": "a[bc]{2}=[0-9]"}}, "max_tokens": 8}
     for ask in (client.chat.completions.create, other.chat.completions.create):
@@ -90,8 +100,16 @@ def test_clients_with_a_token_are_served_through_the_death_of_a_generator(
     assert refused.endswith("401")
     assert '"code":"invalid_api_key"' in refused
 
+    long: Any = {**greedy, "messages": [QUESTION], "max_tokens": 100}
+    whole = client.chat.completions.create(**long).choices[0].message.content
     (generator,) = spawned(server.folder, "generator-0")
-    os.kill(generator, signal.SIGKILL)
+    seen = ""
+    for part in client.chat.completions.create(**long, stream=True, timeout=START_SECONDS):
+        if seen and alive(generator):
+            assert seen != whole
+            os.kill(generator, signal.SIGKILL)  # in the middle of the answer, which the next one continues (PT-2)
+        seen += part.choices[0].delta.content or ""
+    assert seen == whole
     again = client.chat.completions.create(messages=[QUESTION], **greedy, timeout=START_SECONDS)  # waits for the next
     assert again.choices[0].message.content == chat.choices[0].message.content
     assert "generator 0 serves again" in server.text()  # RV-1
