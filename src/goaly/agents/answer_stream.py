@@ -94,7 +94,8 @@ class AnswerStream:
     def _read(self, tokens: Sequence[int], stop: str | None = None, *, finished: bool = False) -> tuple[str, str]:
         """The reasoning and the text that these tokens add; `stop` is the stop string that ended the answer."""
         self._tokens += len(tokens)
-        self._unread += [(self._text.wrote(token), [token]) for token in tokens]
+        some = [tokens] if self._reading is None else [[token] for token in tokens]  # as vLLM's parsers expect them
+        self._unread += [(self._text.wrote(*each), list(each)) for each in some]
         text = "".join(text for text, _ in self._unread)
         if not finished and (not self._text.is_whole or self._may_stop(text)):  # AS-3
             return "", ""
@@ -103,10 +104,8 @@ class AnswerStream:
         if self._reading is None:
             return self._kept("", text[:room])
         reasoning = content = ""
-        for left, (new, token) in enumerate(
-            unread or [("", [])], 1 - len(unread)
-        ):  # vLLM's parsers expect one at a time
-            more = self._parsed(new[:room], token, finished=finished and left >= 0)
+        for at, (new, token) in enumerate(unread or [("", [])], 1):
+            more = self._parsed(new[:room], token, finished=finished and at >= len(unread))
             room = max(0, room - len(new))
             reasoning, content = reasoning + more[0], content + more[1]
         return reasoning, content

@@ -3,9 +3,12 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
+from starlette.responses import StreamingResponse
+from starlette.types import Send
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
 from vllm.entrypoints.serve import create_error_response
@@ -20,21 +23,36 @@ _DATA = "data: "
 _FAILED = _DATA + '{"error"'
 
 
-async def kept_alive(events: AsyncIterator[str], silence: str) -> AsyncGenerator[str]:
-    """The events, and something else after each `KEEP_ALIVE_SECONDS` without one."""
-    coming = asyncio.ensure_future(anext(events, None))
-    try:
-        while True:
-            await asyncio.wait([coming], timeout=KEEP_ALIVE_SECONDS)
-            if not coming.done():
-                yield silence
-            elif (event := coming.result()) is None:
-                return
-            else:
-                coming = asyncio.ensure_future(anext(events, None))
-                yield event
-    finally:
-        coming.cancel()
+class EventStream(StreamingResponse):
+    """Sends events, and something else after each `KEEP_ALIVE_SECONDS` without one."""
+
+    def __init__(self, events: AsyncGenerator[str], silence: str):
+        super().__init__(events, media_type="text/event-stream")
+        self._events, self._silence = events, silence.encode()
+
+    async def stream_response(self, send: Send) -> None:
+        loop, self._sent, self._send = asyncio.get_running_loop(), 0.0, send
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._sent, self._timer = loop.time(), loop.call_later(KEEP_ALIVE_SECONDS, self._look)
+        try:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    self._sent = loop.time()
+                    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        finally:
+            self._timer.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._sent + KEEP_ALIVE_SECONDS:
+            self._sent = loop.time()
+            self._speaks = loop.create_task(self._speak())
+        self._timer = loop.call_at(self._sent + KEEP_ALIVE_SECONDS, self._look)
+
+    async def _speak(self) -> None:
+        if not self._timer.cancelled():  # the last event comes
+            await self._send({"type": "http.response.body", "body": self._silence, "more_body": True})
 
 
 async def response_events(stream: AsyncGenerator[Any]) -> AsyncGenerator[str]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import torch
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from vllm.entrypoints.anthropic.protocol import (
@@ -25,7 +25,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelList
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.exceptions import VLLMClientError
 
-from goaly.agents.event_streams import COMMENT, PING, kept_alive, response_events
+from goaly.agents.event_streams import COMMENT, PING, EventStream, response_events
 from goaly.agents.published import KEYS, OpenAIErrorResponse, answers, published
 from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, error_response
 from goaly.agents.served import EXCHANGE
@@ -155,7 +155,7 @@ async def _response(
         raise refused
     if hasattr(made, "model_dump"):
         return JSONResponse(made.model_dump(mode="json", by_alias=True, exclude_none=False))
-    return StreamingResponse(kept_alive(events(made), silence), media_type="text/event-stream")
+    return EventStream(events(made), silence)
 
 
 def _refused(error: ErrorResponse) -> Refusal:

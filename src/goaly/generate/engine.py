@@ -264,8 +264,13 @@ class Engine:
             self._core.abort_requests(stopped)  # the same on every rank: all ranks sample the same tokens
         return ended
 
+    @property
+    def streams(self) -> int:
+        """How many requests have not ended and are streamed."""
+        return len(self._streamed)
+
     def parts(self) -> list[tuple[str, Part]]:
-        """The new tokens of streamed requests that have not ended, by request name."""
+        """The tokens that streamed requests have since the last call, by request name."""
         parts = []
         for request in map(self._requests.__getitem__, self._streamed):
             if (at := request.given) < len(request.tokens):

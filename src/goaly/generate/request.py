@@ -292,14 +292,17 @@ class Detokenizer:
         """Whether the last character is complete."""
         return self._read == len(self._window)
 
-    def wrote(self, token: int) -> str:
-        """The text that this token adds to the answer; empty while a character is incomplete."""
-        self._window.append(token)
-        text = self._decode(self._window)
-        if text.endswith(INCOMPLETE) and len(self._window) - self._read < LONGEST_CHARACTER:
+    def wrote(self, *tokens: int) -> str:
+        """The text that these tokens add to the answer; empty while a character is incomplete."""
+        window = [*self._window, *tokens]
+        text = self._decode(window)
+        if text.endswith(INCOMPLETE) and len(tokens) > 1:
+            return "".join(map(self.wrote, tokens))
+        if text.endswith(INCOMPLETE) and len(window) - self._read < LONGEST_CHARACTER:
+            self._window = window
             return ""
-        before = self._decode(self._window[: self._read])
-        self._window = self._window[self._read :]
+        before = self._decode(window[: self._read])
+        self._window = window[self._read :]
         self._read = len(self._window)
         return text[len(before) :]
 

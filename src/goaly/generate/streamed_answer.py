@@ -17,7 +17,7 @@ from goaly.generate.request import Sample, Sampling, seed_of
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tokens that one step of the engine added to an answer."""
+    """The tokens that the last steps of the engine added to an answer."""
 
     tokens: list[int]
     logprobs: list[float]

@@ -90,7 +90,7 @@ def test_the_pieces_of_an_answer_are_the_message_that_is_recorded(
     assert (recorded.reasoning_content or "").startswith(shown[0])
     assert (recorded.content or "").startswith(shown[1])
     assert recorded.tool_calls == whole.tool_calls
-    if names in ALIKE and text.count("</think>") < 2:
+    if names in ALIKE and "think>" not in text.removeprefix(WRITTEN[0]):
         assert recorded == whole
     if not shown[1]:
         assert recorded.content == whole.content

@@ -178,7 +178,7 @@ async def test_a_silent_stream_is_kept_alive(
                     served.scripted.go_on.set()
         assert lines.count(silence) >= 3
         assert any("[DONE]" in line or "message_stop" in line for line in lines)
-    monkeypatch.setattr("goaly.agents.event_streams.KEEP_ALIVE_SECONDS", 0.0)
+    monkeypatch.setattr("goaly.agents.event_streams.KEEP_ALIVE_SECONDS", 0.001)
     for ask in (chat, completion, response, message):
         with serve(*[ANSWER if ask is completion else wrote(ANSWER, "hm")]) as served:
             assert (await rest(ask(served))).strip() == ANSWER
