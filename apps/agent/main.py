@@ -13,21 +13,24 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from apps.grpo.main import grpo
+from goaly.agents.program import answer_of_program
 from goaly.agents.settings import AgentSettings
 from goaly.config import Loaded, run_cli
 from goaly.errors import ConfigError
 from goaly.run.config import RunConfig
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
+    from goaly.agents.gateway import Endpoint
     from goaly.prompts.prompt import Prompt
     from goaly.rollout.episode import EpisodeContext, EpisodeFunction
     from goaly.trajectory import Trajectory
 
+    Agent = Callable[[Prompt, Endpoint], Awaitable[str]]
 
-async def episode(agent: Callable[..., Awaitable[str]], prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
+
+async def episode(agent: Agent, prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
     """Let the agent answer, and score its answer, unless the agent has sent a reward itself."""
-    question = [message.as_dict() for message in prompt.messages]
-    answer = await agent(question, base_url=context.endpoint.base_url, api_key=context.endpoint.api_key)
+    answer = await agent(prompt, context.endpoint)
     if not isinstance(answer, str):
         raise TypeError(f"the agent returned {type(answer).__name__}, must be its answer as a text")
     if context.chat.has_reward:
@@ -36,9 +39,19 @@ async def episode(agent: Callable[..., Awaitable[str]], prompt: Prompt, context:
     return context.chat.finish(score)
 
 
+async def by_function(function: Callable[..., Awaitable[str]], prompt: Prompt, endpoint: Endpoint) -> str:
+    """The answer of an agent that is a coroutine function."""
+    question = [message.as_dict() for message in prompt.messages]
+    return await function(question, base_url=endpoint.base_url, api_key=endpoint.api_key)
+
+
 def episode_of(settings: AgentSettings) -> EpisodeFunction:
     """The episode that these settings name, or the one of the agent that they name."""
-    return settings.called if settings.is_episode else partial(episode, settings.called)
+    if settings.is_episode:
+        return settings.called
+    if settings.command:
+        return partial(episode, partial(answer_of_program, settings.command))
+    return partial(episode, partial(by_function, settings.called))
 
 
 def main(loaded: Loaded[RunConfig]) -> int:
@@ -47,7 +60,8 @@ def main(loaded: Loaded[RunConfig]) -> int:
 
     settings = loaded.config.agent
     if settings is None:
-        raise ConfigError(["agent=null: must be a section, because this script runs an agent; agent.function names it"])
+        named = "agent.function or agent.command names it"
+        raise ConfigError([f"agent=null: must be a section, because this script runs an agent; {named}"])
     return launch(loaded, episode_of(settings), grpo, agent=True)
 
 

@@ -57,8 +57,8 @@ class EvalConfig(Settings):
     endpoint: RemoteSettings | None = None
     """API that the policy is reached by, in place of a folder; `generator` and `chat` have no effect then."""
     agent: AgentSettings | None = None
-    """Agent whose final answers are scored, or a script's episode, which rewards itself; it runs in this process. null:
-    the policy's own answers."""
+    """Agent whose final answers are scored, or a script's episode, which rewards itself; a function runs in this
+    process. null: the policy's own answers."""
     concurrency: PositiveInt = 64
     """Most attempts at once of an `agent`, or at an `endpoint`."""
     episode_seconds: PositiveFloat | None = 3600.0

@@ -2,8 +2,8 @@
 
     python -m apps.eval.main --config configs/eval/tiny.yaml path=runs/sft-tiny
 
-Generates with goaly's own engine in this process, or asks an API elsewhere (`endpoint.url`). With `agent.function` it
-scores an agent that uses the policy, or the episodes of a script.
+Generates with goaly's own engine in this process, or asks an API elsewhere (`endpoint.url`). With `agent` it scores
+an agent that uses the policy, or the episodes of a script.
 """
 
 import asyncio

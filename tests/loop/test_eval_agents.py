@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -34,6 +35,15 @@ AGENTS = {
     "apps.agent.guessing:episode": "games",
 }
 """All that ship, and what they are asked."""
+PROGRAM = """
+import json, os, sys, urllib.request
+
+headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, sys.stdin.buffer.read(), headers)) as answer:
+    print(json.load(answer)["choices"][0]["message"]["content"])
+"""
+"""An agent that passes its standard input on."""
 Rewards = dict[str, tuple[float | None, ...]]
 
 
@@ -114,6 +124,10 @@ def test_agents_episodes_and_a_policy_have_the_same_scores_at_vllms_own_server_a
     of_asking = evaluate(config(**here, agent=asking))
     assert of_asking != alone
     assert evaluate(config(**there, agent=asking)) == of_asking
+    program = AgentSettings(command=(sys.executable, "-c", PROGRAM))
+    of_program = evaluate(config(**here, agent=program))
+    assert len(set(of_program.values())) > 2
+    assert evaluate(config(**there, agent=program)) == of_program
     formed: dict[str, Any] = {"agent": AgentSettings(function="tests.loop.asking_agent:in_forms")}
     formed |= {"chat": ChatSettings(tool_parser="hermes"), "sampling": SamplingSettings(temperature=0.0, max_tokens=96)}
     of_forms = evaluate(config(**here, **formed))

@@ -64,6 +64,27 @@ class Command:
         return any(place in argument for argument in self.arguments for place in ("{fd}", "{port}"))
 
 
+async def guarded(arguments: Sequence[str], **options: Any) -> Process:
+    """The guardian of this command, which has started. `options` are those of `create_subprocess_exec`."""
+    guard = (sys.executable, "-I", "-S", guardian.__file__, str(os.getpid()))
+    return await asyncio.create_subprocess_exec(*guard, *arguments, start_new_session=True, **options)
+
+
+async def stopped(process: Process, ended: "asyncio.Future[int]") -> None:
+    """Kill a guardian's command and all its descendants. `ended` is its exit code, which is there on return."""
+    with suppress(ProcessLookupError):
+        process.terminate()
+    await asyncio.wait([ended], timeout=STOP_SECONDS)
+    with suppress(ProcessLookupError):
+        process.kill()
+    await asyncio.wait([ended])  # unblocked by the kernel
+
+
+def end_of(code: int) -> str:
+    """How a guardian's command ended, by the guardian's exit code."""
+    return f"signal {signal.Signals(code - 128).name}" if 128 < code < 160 else f"exit code {code}"
+
+
 class ServerProcess:
     """A running server. `start` makes one."""
 
@@ -86,16 +107,14 @@ class ServerProcess:
             else:
                 listening.close()
             server = cls(
-                await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", guardian.__file__, str(os.getpid())),
-                    *(_filled(argument, places) for argument in command.arguments),
+                await guarded(
+                    [_filled(argument, places) for argument in command.arguments],
                     stdin=DEVNULL if command.serves_http else PIPE,
                     stdout=log if command.serves_http else PIPE,
                     stderr=log,
                     cwd=command.folder,
                     env={**os.environ, **command.variables},
                     pass_fds=[listening.fileno()] if given else [],
-                    start_new_session=True,
                     limit=_LINE_BYTES,
                 ),
                 command,
@@ -167,18 +186,11 @@ class ServerProcess:
 
     def death(self) -> EnvironmentDied:
         """The error that says how it ended."""
-        code = self._ended.result()
-        how = f"signal {signal.Signals(code - 128).name}" if 128 < code < 160 else f"exit code {code}"
-        return EnvironmentDied(f"{self} ended with {how}; {self._log_end()}")
+        return EnvironmentDied(f"{self} ended with {end_of(self._ended.result())}; {self._log_end()}")
 
     async def stop(self) -> None:
         """Kill it and all its descendants. Does nothing the second time."""
-        with suppress(ProcessLookupError):
-            self._process.terminate()
-        await asyncio.wait([self._ended], timeout=STOP_SECONDS)
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        await asyncio.wait([self._ended])  # unblocked by the kernel
+        await stopped(self._process, self._ended)
 
     async def _first_answer(self) -> None:
         """Return when it has answered an HTTP request."""

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from served_policy import Served, serving
 
 from apps.agent import calculator, own, tasks
 from apps.agent.calculator import with_agents, with_openai
-from apps.agent.main import episode
+from apps.agent.main import by_function, episode
 from goaly.agents.answers import AnswerParser
 from goaly.agents.chat import Chat
 from goaly.agents.gateway import Gateway
@@ -113,7 +114,7 @@ async def test_an_agent_that_sends_a_reward_is_not_scored_by_the_verifier(serve:
     with serve("138") as served:
         chat = Chat(served.policy, served.session, parser)
         context: Any = SimpleNamespace(chat=chat, endpoint=served.endpoint)
-        (trajectory,) = await episode(agent, prompt, context)
+        (trajectory,) = await episode(partial(by_function, agent), prompt, context)
     assert trajectory.reward == 0.625
 
 

@@ -13,6 +13,7 @@ import pytest
 from agent_sessions import TOOLS
 from served_policy import Scripted
 
+from apps.agent.main import by_function
 from apps.agent.main import episode as of_agent
 from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
@@ -137,7 +138,7 @@ async def test_an_agent_that_the_endpoint_refuses_more_is_trained_as_far_as_it_c
         return said[-2]["content"]
 
     def agent(times: int) -> Callable[..., Awaitable[Any]]:
-        return partial(of_agent, partial(asks, times=times))
+        return partial(of_agent, partial(by_function, partial(asks, times=times)))
 
     try:
         group = await runs.group(agent(3), gateway=gateway, session=LIMITED)

@@ -1,0 +1,150 @@
+"""Agents that are programs: they get nothing of goaly but the variables that every client of these APIs reads."""
+
+import asyncio
+import json
+import os
+import select
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agent_sessions import TOOLS
+from served_policy import Serve, wrote
+
+from apps.agent.main import episode_of
+from goaly.agents import program
+from goaly.agents.program import ProgramFailed, answer_of_program
+from goaly.agents.settings import AgentSettings
+from goaly.prompts.prompt import Message, Prompt
+
+one_loop = pytest.mark.asyncio(loop_scope="module")
+PROMPT = Prompt(id="q", source="s", messages=(Message(role="user", content="2+3?"),), answer="5")
+OF_OPENAI = """
+import json, sys
+import openai
+
+client = openai.OpenAI()
+said = json.load(sys.stdin)["messages"]
+for question in ("sure?", None):
+    answer = client.chat.completions.create(model="gpt-4o", messages=said).choices[0].message
+    said += [answer.model_dump(exclude_none=True), {"role": "user", "content": question}]
+print(answer.content)
+"""
+OF_ANTHROPIC = """
+import json, sys
+import anthropic
+
+client = anthropic.Anthropic()
+asked = json.load(sys.stdin)
+print(client.messages.create(model="claude", max_tokens=64, messages=asked["messages"]).content[-1].text)
+"""
+WITH_CURL = (
+    'curl --silent --fail "$OPENAI_BASE_URL/chat/completions" --header "Authorization: Bearer $OPENAI_API_KEY" '
+    "--header 'Content-Type: application/json' --data @-"
+)
+"""Standard input is a whole request."""
+
+
+def shell(script: str) -> list[str]:
+    return ["sh", "-c", script]
+
+
+@one_loop
+async def test_a_program_with_openais_client_is_recorded_turn_by_turn_and_its_output_is_its_answer(
+    serve: Serve,
+) -> None:
+    with serve(wrote("five", "2+3"), wrote(" 5\n", "yes")) as served:
+        command = [sys.executable, "-c", OF_OPENAI]
+        assert await answer_of_program(command, PROMPT, served.endpoint) == "5"
+        written = [served.policy.decode(prompt) for prompt in served.scripted.prompts]
+        assert [len(served.session.turns), "five" in written[1], "sure?" in written[1]] == [2, True, True]
+
+
+@one_loop
+async def test_a_program_with_anthropics_client_gets_its_address_and_no_credentials_of_the_user(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "of the user")
+    with serve(wrote("five", "2+3")) as served:
+        command = [sys.executable, "-c", OF_ANTHROPIC]
+        assert await answer_of_program(command, PROMPT, served.endpoint) == "five"
+        assert len(served.session.turns) == 1
+
+
+@one_loop
+async def test_a_shell_script_passes_its_input_on_as_a_request_with_the_tools_of_the_prompt(serve: Serve) -> None:
+    with serve(wrote("five", "2+3")) as served:
+        answer = await answer_of_program(shell(WITH_CURL), replace(PROMPT, tools=TOOLS), served.endpoint)
+        assert json.loads(answer)["choices"][0]["message"]["content"].strip() == "five"
+        asked = served.policy.decode(served.scripted.prompts[0])
+    assert TOOLS[0]["function"]["name"] in asked
+    assert "2+3?" in asked
+
+
+@one_loop
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo 5; echo no model >&2; exit 3", "exit code 3; its standard error ends with:\nno model"),
+        ("kill -TERM $$", "signal SIGTERM; its standard error is empty"),
+        ("yes 12345 >&2 & sleep 0; kill -KILL $$", "signal SIGKILL"),
+    ],
+)
+async def test_a_program_that_does_not_end_with_0_fails_its_episode_with_the_end_of_what_it_said(
+    serve: Serve, script: str, why: str
+) -> None:  # AP-2
+    with serve() as served, pytest.raises(ProgramFailed) as failed:
+        await answer_of_program(shell(script), PROMPT, served.endpoint)
+    assert str(failed.value).startswith(f"the agent sh ended with {why}")
+    assert len(str(failed.value)) < 2 * program.MOST_ERROR_BYTES
+
+
+@one_loop
+async def test_a_program_that_cannot_be_started_says_so(serve: Serve) -> None:
+    with serve() as served, pytest.raises(ProgramFailed, match=r"exit code 127(.|\n)*cannot start /nowhere/agent"):
+        await answer_of_program(["/nowhere/agent"], PROMPT, served.endpoint)
+
+
+@one_loop
+async def test_a_program_that_writes_without_end_fails(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "MOST_ANSWER_BYTES", 1 << 20)
+    with serve() as served, pytest.raises(ProgramFailed, match="wrote more than 1048576 bytes"):
+        await answer_of_program(["yes"], PROMPT, served.endpoint)
+
+
+@one_loop
+async def test_a_program_need_not_read_its_input_nor_wait_for_what_it_started(serve: Serve) -> None:
+    long = replace(PROMPT, messages=(Message(role="user", content="x" * (1 << 20)),))
+    with serve() as served:
+        assert await answer_of_program(shell("sleep 1000 & echo; echo ' 5 5 '"), long, served.endpoint) == "5 5"
+
+
+@one_loop
+async def test_with_its_episode_end_all_processes_of_a_program_and_their_requests(serve: Serve, tmp_path: Path) -> None:
+    """AP-1. The limits of an episode cancel it."""
+    with serve() as served:
+        served.scripted.go_on = asyncio.Event()
+        script = f"setsid sleep 1000 & echo $$ $! > {tmp_path}/pids; {WITH_CURL}; true"
+        answering = asyncio.create_task(answer_of_program(shell(script), PROMPT, served.endpoint))
+        await served.scripted.waits.wait()
+        descriptors = [os.pidfd_open(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
+        answering.cancel()
+        await asyncio.wait([answering])
+        assert answering.cancelled()
+        assert select.select(descriptors, [], [], 0)[0] == descriptors
+        await served.scripted.cancelled.wait()
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def test_a_run_names_its_agent_in_one_way_and_a_program_that_exists() -> None:
+    either = "set either function, a coroutine function, or command, a program"
+    assert AgentSettings().problems("agent.") == [f"agent.function=null: {either}"]
+    both = AgentSettings(function="tests.loop.asking_agent:twice", command=("sh",))
+    assert both.problems("agent.") == [f"agent.function=tests.loop.asking_agent:twice: {either}"]
+    assert AgentSettings(command=("no-such-agent", "x")).problems("agent.") == [
+        "agent.command=[no-such-agent, x]: there is no program 'no-such-agent' that can be started"
+    ]
+    assert AgentSettings(command=("sh",)).problems("agent.") == []
+    assert episode_of(AgentSettings(function="apps.agent.own:episode")).__name__ == "episode"
