@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+REQUIRED = os.environ.get("BROWSER_TESTS") == "required"
+"""Whether a machine without it fails the tests: `.ci/run` has installed it."""
 OPTIONS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-extensions --remote-debugging-pipe"
@@ -86,7 +88,7 @@ class Browser:
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
     """A browser that keeps what it writes in this folder; it and its children are gone at the end."""
-    assert CHROMIUM is not None
+    assert CHROMIUM is not None, "there is no Chromium, and BROWSER_TESTS=required"
     ours, theirs = os.pipe(), os.pipe()
     read, write = (fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (ours[0], theirs[1]))
 
