@@ -22,7 +22,7 @@ from mcp.shared.exceptions import MCPError
 from mcp.shared.message import SessionMessage
 
 from goaly.environments.process import Command, Elsewhere, ServerProcess
-from goaly.environments.protocol import Disconnected, EnvironmentFailed, EnvironmentTimeout
+from goaly.environments.protocol import ActionRefused, Disconnected, EnvironmentDied, EnvironmentTimeout
 from goaly.errors import first_error
 from goaly.prompts.prompt import Message
 from goaly.telemetry.counts import count
@@ -85,7 +85,7 @@ class McpTools:
         return list(await asyncio.gather(*(self._answer(call) for call in message.tool_calls or ())))
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text of one tool's result; `ToolFailed` if that is an error."""
+        """The text of one tool's result; `ToolFailed` if that is an error, EnvironmentTimeout if it takes too long."""
         if self._client is None or self._closing.is_set():
             raise Disconnected("the session at the MCP server is closed")
         try:
@@ -93,7 +93,7 @@ class McpTools:
                 result = await self._process.unless_dead(self._request(name, arguments))
         except TimeoutError:
             self._silent = True
-            raise
+            raise EnvironmentTimeout(f"{name} has not answered within {self.call_seconds:g} s") from None
         self._silent = False
         text = "\n".join(_text(block) for block in result.content)
         if result.is_error:
@@ -173,16 +173,25 @@ class McpTools:
             return f"Error: the arguments of {name} must be a JSON object"
         try:
             return await self.call(name, arguments)
-        except TimeoutError:
+        except EnvironmentTimeout as error:
             count("tools/timeouts")
-            return f"Error: {name} has not answered within {self.call_seconds:g} s"
+            return f"Error: {error}"
         except ToolFailed as error:
             count("tools/failed")
             return f"Error: {error}"
+        except EnvironmentDied:
+            count("tools/deaths")
+            raise
+        except Disconnected:
+            count("tools/disconnected")
+            raise
+        except asyncio.CancelledError:
+            count("tools/cancelled")
+            raise
 
 
-class ToolFailed(EnvironmentFailed):
-    """A tool or its server answered a call with an error."""
+class ToolFailed(ActionRefused):
+    """A tool or its server answered a call with an error; the server goes on."""
 
 
 async def _wait_for(future: asyncio.Future[None]) -> None:

@@ -1,5 +1,7 @@
 """Warm environments that episodes lease: at most so many at once, shared fairly between tasks.
 
+Episodes count the environments that they start or have replaced, and whether they had to wait, as `environment/…`.
+
 Invariants
     EV-6  At most `size` environments exist at once, those that start or close included.
     EV-7  Tasks that wait get environments in turn: while a task waits, no other gets two. Within a task, the first to
@@ -16,6 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Generic, Protocol, TypeVar
 
 from goaly.errors import cause_of
+from goaly.telemetry.counts import count
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class FairPlaces:
         if self._free:
             self._free -= 1
             return
+        count("environment/waits")
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(task, deque()).append(turn)
         try:
@@ -134,10 +138,11 @@ class EnvironmentPool(Generic[E]):
             environment = self._warm.pop()  # the last one that was used: its memory is in the caches
             if environment.alive:
                 return environment
-            self.replaced += 1
+            self._replace()
             await asyncio.shield(self._close(environment))
         environment = await self._make()
         self.started += 1
+        count("environment/started")
         return environment
 
     def _return(self, environment: E) -> None:
@@ -145,8 +150,13 @@ class EnvironmentPool(Generic[E]):
             self._warm.append(environment)
             self._places.give()
         else:
-            self.replaced += not environment.alive
+            if not environment.alive:
+                self._replace()
             self._close(environment, self._places.give)  # EV-6, EV-9: the place is free when it is closed
+
+    def _replace(self) -> None:
+        self.replaced += 1
+        count("environment/replaced")
 
     def _close(self, environment: E, then: Callable[[], None] = lambda: None) -> asyncio.Task[None]:
         closing = asyncio.ensure_future(self._closed_quietly(environment))

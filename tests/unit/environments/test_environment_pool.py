@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goaly.environments.pool import EnvironmentPool, FairPlaces
+from goaly.telemetry.counts import counting
 
 
 class Fake:
@@ -87,22 +88,31 @@ async def test_one_task_with_many_episodes_does_not_starve_another():
             order.append(task)
             await asyncio.sleep(0)
 
-    async with EnvironmentPool(kept.make, size=2) as pool, asyncio.TaskGroup() as tasks:
-        for _ in range(1000):
-            tasks.create_task(episode(pool, "many"))
-        await asyncio.sleep(0)
-        assert pool.waiting == 998
-        for _ in range(5):
-            tasks.create_task(episode(pool, "few"))
+    with counting() as counts:
+        async with EnvironmentPool(kept.make, size=2) as pool, asyncio.TaskGroup() as tasks:
+            for _ in range(1000):
+                tasks.create_task(episode(pool, "many"))
+            await asyncio.sleep(0)
+            assert pool.waiting == 998
+            for _ in range(5):
+                tasks.create_task(episode(pool, "few"))
     assert order.index("few") < 10
     assert [place for place, task in enumerate(order) if task == "few"][-1] < 20
     assert (len(order), kept.most, pool.started) == (1005, 2, 2)
+    assert counts == {"environment/started": 2, "environment/waits": 1003}
     assert kept.open == 0
 
 
 async def test_a_dead_environment_is_replaced_and_a_warm_one_is_used_again():
     """EV-6, EV-9."""
     kept = Kept()
+    with counting() as counts:
+        await _replace_two(kept)
+    assert counts == {"environment/started": 3, "environment/replaced": 2}
+    assert kept.open == 0
+
+
+async def _replace_two(kept: Kept) -> None:
     async with EnvironmentPool(kept.make, size=1) as pool:
         async with pool.lease("a") as first:
             pass
@@ -119,7 +129,6 @@ async def test_a_dead_environment_is_replaced_and_a_warm_one_is_used_again():
         async with pool.lease("a") as fourth:
             assert fourth is not third
         assert (pool.started, pool.replaced, kept.most) == (3, 2, 1)
-    assert kept.open == 0
 
 
 async def test_neither_a_failed_start_nor_a_cancelled_waiter_nor_a_failed_episode_keeps_a_place():

@@ -1,5 +1,6 @@
 """The tools of a real MCP server, `servers/tools.py`, over stdio and streamable HTTP."""
 
+import asyncio
 import os
 import signal
 
@@ -87,10 +88,28 @@ async def test_a_server_that_dies_during_a_call_fails_the_episode(command):
     """EV-3."""
     for server in (command("tools.py"), await ServerProcess.start(command("tools.py", "{fd}"))):
         tools = await McpTools.start(server)
-        with pytest.raises(EnvironmentDied, match=r"(?s)exit code 3.*I was told to end"):
-            await tools.answer(calls(("end", '{"code": 3}')))
-        assert not tools.alive
+        with counting() as counts:
+            with pytest.raises(EnvironmentDied, match=r"(?s)exit code 3.*I was told to end"):
+                await tools.answer(calls(("end", '{"code": 3}')))
+            assert not tools.alive
+            with pytest.raises(EnvironmentDied):
+                await tools.answer(calls(("add", '{"a": 1, "b": 2}')))
+        assert counts == {"tools/calls": 2, "tools/deaths": 2}
         await tools.close()
+
+
+async def test_calls_that_are_cancelled_or_lose_their_connection_are_counted(command):
+    tools = await McpTools.start(command("tools.py"))
+    with counting() as counts:
+        waiting = asyncio.create_task(tools.answer(calls(("wait_forever", "{}"), ("wait_forever", "{}"))))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await tools.close()
+        with pytest.raises(Disconnected):
+            await tools.answer(calls(("add", "{}")))
+    assert counts == {"tools/calls": 3, "tools/cancelled": 2, "tools/disconnected": 1}
 
 
 async def test_a_program_that_is_no_mcp_server_is_an_error(command):
