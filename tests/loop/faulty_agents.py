@@ -147,13 +147,16 @@ async def _end_of(process: int) -> None:
 
 FAULTS: dict[str, Callable[[Path, str, Endpoint], Awaitable[str]]] = {
     "1.0": agent_dies,
+    "1.0.retry1": agent_dies,
     "2.0": agent_dies_once,
     "3.0": environment_dies,
+    "3.0.retry1": environment_dies,
     "4.0": tool_server_hangs,
     "5.0": worker_dies_under_an_agent_that_goes_on,
     "6.0": worker_dies,
+    "7.0": environment_dies,
 }
-"""By the name of their episode: ticket and sample."""
+"""By the name of their attempt: ticket, sample, and the number of the retry."""
 
 
 async def episode(folder: Path, prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:

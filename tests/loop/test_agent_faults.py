@@ -24,6 +24,7 @@ def test_whatever_dies_under_agents_every_task_ends_once_and_no_token_is_trained
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     overrides = [f"steps={STEPS}", "rollout.endpoint={}", "generator.max_context=128", "backlog.max_staleness=2"]
     overrides += ["checkpoint.every=5", "checkpoint.restarts=3", f"chat.template_file={tmp_path}/chat.jinja", REWARDED]
+    overrides += ["rollout.episode_retries=1"]
     run = launch(*overrides, module="tests.loop.faulty_agents")
     seen: set[int] = set()
 
@@ -59,9 +60,10 @@ def test_whatever_dies_under_agents_every_task_ends_once_and_no_token_is_trained
         if isinstance(group, Group)
         for those in group.episodes
     }
-    faulty = [f"{ticket}.0" for ticket in range(1, 7)]
+    faulty = [f"{ticket}.0" for ticket in range(1, 8)]
     trajectories = {name: len(those) for name, those in episodes.items() if name in faulty}
-    assert trajectories == {"2.0": 2, "4.0": 1, "5.0": 1, "6.0": 1}  # an agent that begins again begins a branch
+    assert trajectories == {"2.0": 2, "4.0": 1, "5.0": 1, "6.0": 1, "7.0": 1}
+    # An agent that begins again begins a branch; an episode that does begins a session.
     (whole,) = episodes["5.0"]
     trained = whole.tokens["trained"].int()
     assert int((trained.diff() == 1).sum()) == 4  # the turns of an agent that lived on, two of each worker

@@ -1,6 +1,7 @@
 """The records of sessions under way, on disk: a worker that takes over a group goes on with its sessions.
 
-`RUN/sessions/TICKET.SAMPLE.jsonl` has the records of one session, from its beginning to the end of its group.
+`RUN/sessions/TICKET.SAMPLE.jsonl` has the records of one session, from its beginning to the end of its group;
+`TICKET.SAMPLE.retry1.jsonl` takes its place if the episode begins again.
 
 Invariants
     KS-1  A session that goes on in another worker has all turns, rewards and keys of the first. The same requests, sent
@@ -42,6 +43,11 @@ class SessionFiles:
         """Begin the session with this name, and return its records of an earlier worker."""
         (self._folder / f"{name}.jsonl").touch()
         return self.records(name)
+
+    def attempt(self, name: str) -> int:
+        """The attempt at the episode with this name that an earlier worker was at; 0 if it had not begun again."""
+        later = self._folder.glob(f"{name}.retry*.jsonl")
+        return max((int(path.stem.rpartition("retry")[2]) for path in later), default=0)
 
     def records(self, name: str) -> list[Record]:
         """What an earlier worker has recorded of the session with this name."""

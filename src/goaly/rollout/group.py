@@ -6,6 +6,8 @@ Invariants
     RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (EL-1).
     RG-4  An episode that raises after its session was exhausted is trained as far as it came, as truncated, unless its
           verifier or its environment failed.
+    RG-5  An episode that begins again has a session, a policy, an API key and request ids of its own. Of its earlier
+          attempts nothing is trained, no request is left, and what was counted in them counts.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ from goaly.agents.session import Session, SessionEnd, SessionLimits
 from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
-from goaly.environments.protocol import EnvironmentFailed
+from goaly.environments.protocol import ActionRefused, EnvironmentFailed
 from goaly.errors import EpisodeError, cause_of, first_error
 from goaly.generate.request import Sampling, evaluation_seeds
 from goaly.generate.router import Router
@@ -124,8 +126,8 @@ class GroupRunner:
         finally:
             del self._running[ticket.index]
             if self.session_files is not None:
-                for sample in range(self.group_size):
-                    self.session_files.discard(_episode_name(str(ticket.index), sample))
+                for episode in running.episodes:
+                    self.session_files.discard(episode.policy.name)
         return GroupSummary(
             ticket=ticket.index,
             prompt_id=prompt.id,
@@ -187,7 +189,11 @@ class GroupRunner:
     def _trained_group(self, ticket: Ticket) -> RunningGroup:
         name, min_version = str(ticket.index), ticket.min_version
         seeds = f"{self.seed}/{name}" if self.settings.repeatable else None
-        return self._group(self.group_size, name=name, sampling=self.sampling, min_version=min_version, seeds=seeds)
+        group = self._group(self.group_size, name=name, sampling=self.sampling, min_version=min_version, seeds=seeds)
+        if self.session_files is not None:
+            for episode in group.episodes:
+                episode.begin(self.session_files.attempt(episode.policy.name))
+        return group
 
     def _group(
         self,
@@ -202,7 +208,7 @@ class GroupRunner:
         def policy(index: int) -> Policy:
             return Policy(
                 sampler=self.sampler,
-                name=_episode_name(name, index),
+                name=f"{name}.{index}",
                 session=name,
                 sampling=sampling,
                 min_version=min_version,
@@ -237,45 +243,61 @@ class GroupRunner:
     async def _run_one(
         self, prompt: Prompt, running: RunningEpisode, group_limit: asyncio.Timeout | None = None
     ) -> tuple[Trajectory, ...]:
-        async def judge(prompt: Prompt, response: str) -> float:
-            with span("reward", prompt=prompt.id):
-                return await running.judged(self.score(prompt, response))
-
+        name = f"episode {running.sample_index} of prompt {prompt.id}"
         async with self._places:  # Unblocked by the end of other episodes.
             seconds = self.settings.group_seconds
             if group_limit is not None and seconds is not None and group_limit.when() is None:
                 group_limit.reschedule(asyncio.get_running_loop().time() + seconds)
-            session = self._session(prompt, running)
-            with running.under_way(), _ended(session), self._served(session, running.policy) as endpoint:
-                context = EpisodeContext(
-                    policy=running.policy,
-                    reward=judge,
-                    prompt=prompt,
-                    sample_index=running.sample_index,
-                    chat=Chat(running.policy, session, self.parser, prompt.tools),
-                    tokenizer=self.chat,
-                    _endpoint=endpoint,
-                )
-                name = f"episode {running.sample_index} of prompt {prompt.id}"
+            while True:
                 try:
-                    made = await within(self.settings.episode_seconds, self.episode(prompt, context), name)
-                except EpisodeTimeout:
-                    raise
+                    return await self._attempt(prompt, running, name)
                 except Exception as error:
                     cause = first_error(error)
-                    has_broken = running.is_unjudged or isinstance(cause, EnvironmentFailed)
-                    if has_broken or not (session.exhausted and session.turns):
+                    has_lost = isinstance(cause, EnvironmentFailed) and not isinstance(cause, ActionRefused)
+                    if not has_lost or running.attempt >= self.settings.episode_retries:
                         raise
-                    logger.info("%s is trained as truncated: %s", name, cause_of(cause))
-                    made = session.trajectories(session.reward or 0.0)  # RG-4
+                    logger.warning("%s begins again: %s", name, cause_of(cause))
+                self._begin_again(running)
+
+    def _begin_again(self, running: RunningEpisode) -> None:
+        failed = running.policy
+        running.begin(running.attempt + 1)
+        running.counts["rollout/episode_retries"] += 1
+        if self.session_files is not None and not failed.evaluation:
+            self.session_files.begin(running.policy.name)  # first: the next worker goes on with the newest attempt
+            self.session_files.discard(failed.name)
+
+    async def _attempt(self, prompt: Prompt, running: RunningEpisode, name: str) -> tuple[Trajectory, ...]:
+        async def judge(prompt: Prompt, response: str) -> float:
+            with span("reward", prompt=prompt.id):
+                return await running.judged(self.score(prompt, response))
+
+        session = self._session(prompt, running)
+        with running.under_way(), _ended(session), self._served(session, running.policy) as endpoint:
+            context = EpisodeContext(
+                policy=running.policy,
+                reward=judge,
+                prompt=prompt,
+                sample_index=running.sample_index,
+                chat=Chat(running.policy, session, self.parser, prompt.tools),
+                tokenizer=self.chat,
+                _endpoint=endpoint,
+            )
+            try:
+                made = await within(self.settings.episode_seconds, self.episode(prompt, context), name)
+            except EpisodeTimeout:
+                raise
+            except Exception as error:
+                cause = first_error(error)
+                has_broken = running.is_unjudged or isinstance(cause, EnvironmentFailed)
+                if has_broken or not (session.exhausted and session.turns):
+                    raise
+                logger.info("%s is trained as truncated: %s", name, cause_of(cause))
+                made = session.trajectories(session.reward or 0.0)  # RG-4
         index = running.sample_index
         return tuple(
             one if one.sample_index == index else replace(one, sample_index=index) for one in trajectories_of(made)
         )
-
-
-def _episode_name(group: str, sample: int) -> str:
-    return f"{group}.{sample}"
 
 
 @contextmanager

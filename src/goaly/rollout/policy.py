@@ -4,12 +4,13 @@ Invariants
     PO-1  Ids, log-probabilities and versions of a completion are those of the sampler. `text` is for reading only; it
           is never tokenized again.
     PO-2  Prompt and completion together never exceed the context.
-    PO-3  A policy sends no request after its episode has ended.
+    PO-3  A policy sends no request after its episode has ended, and cancels those under way then.
     PO-4  Trained tokens are drawn from the distribution that the trainer computes. A request that changes it is
           refused, except in an evaluation or with `trained=False`.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol
 
@@ -99,21 +100,23 @@ class Policy:
     seeds: str | None = None
     """Seeds each request, together with its number; None leaves the draws to the engine's own seed."""
     _requests: int = field(default=0, init=False)
-    _under_way: int = field(default=0, init=False)
+    _under_way: set[asyncio.Task[Sample]] = field(default_factory=set, init=False)
     _ended: bool = field(default=False, init=False)
 
     @property
     def generating(self) -> bool:
         """Whether a request is at the generator."""
-        return self._under_way > 0
+        return bool(self._under_way)
 
     def go_on_after(self, requests: int) -> None:
         """Number the next requests after these, which the episode has made in another process."""
         self._requests = requests
 
     def end(self) -> None:
-        """Refuse further requests, because the episode has ended (PO-3)."""
+        """Cancel its requests and refuse further ones, because the episode has ended (PO-3)."""
         self._ended = True
+        for request in self._under_way:
+            request.cancel()
 
     async def sample(
         self,
@@ -131,7 +134,7 @@ class Policy:
         `Episode.observed`, because `Episode.wrote` refuses it. `on_part` gets the tokens while they are sampled, up to
         those of the last step."""
         if self._ended:  # PO-3
-            raise EpisodeError(f"episode {self.name} has ended and can't sample any more")
+            raise self._end()
         wanted = self.sampling.changed(sampling or Sampling()).changed(sampling_of(changes))
         if trained and not self.evaluation:
             _refuse_another_distribution(wanted, self.sampling)
@@ -152,15 +155,13 @@ class Policy:
         if self.seeds is not None and wanted.seed is None:
             limits["seed"] = seed_of(f"{self.seeds}.{self._requests}")
         self._requests += 1
-        self._under_way += 1
-        try:
-            with span("generation", request=request_id, prompt_tokens=len(prompt)) as generation:
-                sample = await self.sampler.generate(
+        with span("generation", request=request_id, prompt_tokens=len(prompt)) as generation:
+            sample = await self._unless_ended(
+                self.sampler.generate(
                     request_id, list(prompt), replace(wanted, **limits), self.min_version, self.session, on_part
                 )
-                generation.note(tokens=len(sample.tokens))
-        finally:
-            self._under_way -= 1
+            )
+            generation.note(tokens=len(sample.tokens))
         if sample.finish is Finish.CANCELLED:
             raise EpisodeError(f"request {request_id} was cancelled at the generator")
         return Completion(
@@ -174,6 +175,23 @@ class Policy:
             choices=sample.choices,
             trained=trained,
         )
+
+    async def _unless_ended(self, request: Coroutine[Any, Any, Sample]) -> Sample:
+        """The sample of this request; EpisodeError if the episode ends before."""
+        asked = asyncio.create_task(request)
+        self._under_way.add(asked)
+        try:
+            return await asked
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self._ended and caller is not None and not caller.cancelling():
+                raise self._end() from None
+            raise
+        finally:
+            self._under_way.discard(asked)
+
+    def _end(self) -> EpisodeError:
+        return EpisodeError(f"episode {self.name} has ended and can't sample any more")
 
 
 REFUSED = {

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from goaly.errors import EpisodeError
@@ -57,12 +57,27 @@ class RunningEpisode:
 
     policy: Policy
     sample_index: int
+    attempt: int = field(default=0, init=False)
+    """How often it has begun again."""
+    _first: Policy = field(init=False)
     _stage: str = field(default=WAITING, init=False)
     _judging: int = field(default=0, init=False)
     is_unjudged: bool = field(default=False, init=False)
     """Whether the verifier of one of its responses failed."""
     counts: Counter[str] = field(default_factory=Counter, init=False)
-    """Counts of events in it, by the name of the metric."""
+    """Counts of events in it, in all attempts, by the name of the metric."""
+
+    def __post_init__(self) -> None:
+        self._first = self.policy
+
+    def begin(self, attempt: int) -> None:
+        """Make this attempt the one that runs, with a policy of its own: requests, key and seeds have its number, so
+        nothing that an earlier attempt asked for can reach it (RG-5)."""
+        self.attempt, self.is_unjudged = attempt, False
+        if attempt:
+            first, number = self._first, f"retry{attempt}"
+            seeds = None if first.seeds is None else f"{first.seeds}.{number}"
+            self.policy = replace(first, name=f"{first.name}.{number}", seeds=seeds)
 
     @property
     def doing(self) -> str:
@@ -77,7 +92,7 @@ class RunningEpisode:
     def under_way(self) -> Iterator[None]:
         """The block in which the episode runs; its policy ends with it."""
         self._stage = OWN_CODE
-        with counting() as self.counts:
+        with counting(self.counts):
             try:
                 yield
                 self._stage = DONE
@@ -151,6 +166,10 @@ async def within(seconds: float | None, work: Coroutine[Any, Any, T], name: str)
         if task.cancelled():
             raise EpisodeError(f"{name} cancelled itself")
         return task.result()
+    except asyncio.CancelledError:
+        if task.done():
+            _report_end(task)  # it ended at the moment of the cancellation
+        raise
     finally:
         if not task.done():
             task.cancel()

@@ -20,9 +20,9 @@ def count(name: str, times: int = 1) -> None:
 
 
 @contextmanager
-def counting() -> Iterator[Counter[str]]:
-    """The block of an episode, with what is counted in it and in the tasks that it starts."""
-    counts = Counter[str]()
+def counting(counts: Counter[str] | None = None) -> Iterator[Counter[str]]:
+    """The block of an episode, with what is counted in it and in the tasks that it starts; added to these counts."""
+    counts = Counter[str]() if counts is None else counts
     token = _COUNTS.set(counts)
     try:
         yield counts

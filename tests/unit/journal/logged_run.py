@@ -98,7 +98,7 @@ class LoggedRun:
         self._report(5, [self.said("late", reward=0.0, versions=(1,)), self.said("later", reward=1.0, versions=(2,))])
         sessions = self.folder / "sessions"
         sessions.mkdir()
-        with (sessions / "6.1.jsonl").open("w") as file:
+        with (sessions / "6.1.retry1.jsonl").open("w") as file:
             self._answer(
                 Session(self.chat, prompt_id="p6", log=lambda one: file.write(json.dumps(one) + "\n")), [], "hm"
             )

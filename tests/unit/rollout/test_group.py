@@ -125,7 +125,7 @@ def runner(sampler: FakeSampler, queue: FakeQueue, episode=ask_once, **changes) 
     limits = {"concurrency": 100, "episode_seconds": None}
     limits |= {
         key: changes.pop(key)
-        for key in ("concurrency", "episode_seconds", "group_seconds", "repeatable")
+        for key in ("concurrency", "episode_seconds", "group_seconds", "repeatable", "episode_retries")
         if key in changes
     }
     arguments["settings"] = RolloutSettings(**limits)

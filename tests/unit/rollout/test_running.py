@@ -39,7 +39,7 @@ async def test_an_episode_that_hangs_fails_its_group_and_cancels_the_requests_of
     await asyncio.sleep(1000)
     summary = await group.run(TICKET, PROMPT)
     assert asyncio.get_running_loop().time() == pytest.approx(1060)
-    assert summary.failed == ("episode_timeout: episode 0 of prompt q1 exceeded rollout.episode_seconds=60.0")
+    assert summary.failed == "episode_timeout: episode 1 of prompt q1 exceeded rollout.episode_seconds=60.0"
     assert queue.reports == [("fail", 4, "episode_timeout")]
     assert (sorted(sampler.cancelled), sampler.under_way) == (["4.0.0", "4.2.0"], 0)  # RG-2
     assert group.progress(TICKET.index) is None
