@@ -37,6 +37,7 @@ from goaly.durable.log import (
 from goaly.errors import CorruptLog, RunFailed
 from goaly.folder import put_file, sync
 from goaly.tensor_file import Buffer
+from goaly.watchdog import Work
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +122,10 @@ class LogWriter:
             closing = None in work
             waiters = [one for one in work if isinstance(one, _Waiter)]
             try:
-                self._write([one for one in work if isinstance(one, _Payload)])
-                if waiters or closing:
-                    self._sync()
+                with Work("the run's log"):
+                    self._write([one for one in work if isinstance(one, _Payload)])
+                    if waiters or closing:
+                        self._sync()
             except Exception as error:  # also of a record that cannot be encoded
                 logger.error("the run's log cannot be written: %s", error, exc_info=not isinstance(error, OSError))
                 self._error = error

@@ -8,6 +8,8 @@ Invariants
     LO-2  Every submitted request ends once: with a sample, with its own error, or, after `stop`, with `ReplicaLost`.
           A streamed one gets its parts before that, of one step or of several (PT-1).
     LO-3  A failure of the engine, or of a link between ranks, ends the process at once (PR-1), on every rank.
+    LO-4  A round whose commands or step never end, on any rank, ends the process (LW-2). Waiting for commands may take
+          for ever.
     CO-1  A request reaches the engine only when the weights are at least of the version that the request asks for.
     CO-2  In mode `drain`, weights are applied when no request is running, and no request starts before that.
     CO-3  Requests start in the order in which they came, as many as there is room for. The others wait here and not in
@@ -32,6 +34,7 @@ from goaly.generate.request import Finish, GeneratorStats, Request, Sample, Samp
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import OnPart, Part
 from goaly.process import give_up
+from goaly.watchdog import Work
 
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine
@@ -41,7 +44,7 @@ Deliver = Callable[[str, Part | Sample | Exception], None]
 
 NO_TIMEOUT = timedelta(days=3650)
 """An idle replica waits for hours. When a peer dies, the closed connection ends the wait, or the service does: it kills
-every rank of a replica that lost one (GS-2)."""
+every rank of a replica that lost one (GS-2). A peer that is stuck in its work ends itself (LO-4)."""
 
 
 MOST_PARTS = 4000
@@ -274,8 +277,13 @@ class EngineLoop:
         self._post(self._close)
 
     def _round(self) -> bool:
-        """Run a round's commands, then a step; False after a stop."""
+        """Wait for a round's commands and run them; False after a stop."""
         commands = self._link.receive() if self._follows and self._link is not None else self._lead()
+        with Work("the engine"):  # LO-4
+            return self._execute(commands)
+
+    def _execute(self, commands: list[Command]) -> bool:
+        """Run the commands, then a step if requests are running; False after a stop."""
         for command in commands:
             match command:
                 case Stop():
@@ -314,7 +322,8 @@ class EngineLoop:
             self._work.wait_for(lambda: self._scheduler.has_work(self._engine.running))  # `_command` notifies
             commands, never_started = self._scheduler.next(self._engine.running)
         if self._link is not None:
-            self._link.send(commands)  # LO-1
+            with Work("sending commands"):  # LO-4: to a rank that may not receive them
+                self._link.send(commands)  # LO-1
         if never_started:
             self._post(self._deliver, [(name, Sample.of([], [], [], Finish.CANCELLED)) for name in never_started])
         return commands

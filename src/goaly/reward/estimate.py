@@ -14,6 +14,7 @@ from goaly.losses import kl
 from goaly.reward.advantages import ESTIMATORS, Estimate, Scored
 from goaly.reward.settings import AdvantageSettings, OverlongSettings
 from goaly.trajectory import Group
+from goaly.watchdog import Work
 
 
 def estimate(
@@ -30,7 +31,8 @@ def estimate(
         batch = penalize_overlong(batch, settings.overlong)
     if settings.kl_coef > 0:
         batch = penalize_divergence(batch, later["reference_logprobs"], settings.kl_coef, settings.kl_estimator)
-    given = ESTIMATORS.bound(settings.name, settings.options)(batch)
+    with Work(f"advantages.name={settings.name}"):  # which may be the user's own
+        given = ESTIMATORS.bound(settings.name, settings.options)(batch)
     if not isinstance(given, Estimate):
         given = Estimate(advantages=given)
     for column in (given.advantages, given.returns):

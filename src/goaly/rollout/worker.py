@@ -40,9 +40,9 @@ from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.group import GroupRunner, GroupSummary
 from goaly.rollout.running import GroupProgress
 from goaly.rollout.settings import RolloutSettings
-from goaly.rollout.watchdog import LoopWatchdog
 from goaly.telemetry import spans
 from goaly.trajectory import Group
+from goaly.watchdog import LoopWatchdog
 
 if TYPE_CHECKING:
     from goaly.backlog.queue import TrajectoryQueue

@@ -93,6 +93,11 @@ class HostSettings(Settings):
     is on this host, and what follows is the same as after any death. Only a process that is stopped, swapped out or
     stuck in native code does not answer. A starting process has ten minutes for its first answer, unless it is stopped
     on this host. Raise it if machines stall for longer; null waits for every process that exists."""
+    stuck_seconds: AtLeastOne | None = 1500.0
+    """Seconds without progress after which a process that is working logs where it is stuck, and ends; what follows is
+    the same as after any death. Each step of a generator, each microbatch, and each copy, load or save of weights is
+    progress. Raise it if one of these takes longer, such as the save of a very large model to a slow disk; null waits
+    for ever."""
 
     def of(self, role: str) -> RolePlacement:
         """The placement of a role that computes."""

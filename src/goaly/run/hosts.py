@@ -124,7 +124,10 @@ class Hosts:
     def _start(self, processes: Processes, placed: Placed, hosts: HostMesh) -> ProcMesh:
         per_host, rest = divmod(len(placed.ranks), len(placed.seats))
         assert not rest, "every host has as many of the ranks as the others (PL-1)"
-        bootstrap = _bootstrap(processes, placed.ranks, self._run_dir.absolute(), trace=self._trace)
+        stuck_seconds = self._settings.stuck_seconds
+        bootstrap = _bootstrap(
+            processes, placed.ranks, self._run_dir.absolute(), trace=self._trace, stuck_seconds=stuck_seconds
+        )
         return hosts.spawn_procs(
             per_host={"procs": per_host},
             name=processes.name,
@@ -206,7 +209,9 @@ def _job(kind: str) -> JobTrait:
     return job
 
 
-def _bootstrap(processes: Processes, places: Sequence[Place], run_dir: Path, *, trace: bool) -> Callable[[], None]:
+def _bootstrap(
+    processes: Processes, places: Sequence[Place], run_dir: Path, *, trace: bool, stuck_seconds: float | None
+) -> Callable[[], None]:
     name, threads, imports = processes.name, processes.threads, IMPORTS.get(processes.libraries, ())
     module_path = list(sys.path)
 
@@ -228,6 +233,7 @@ def _bootstrap(processes: Processes, places: Sequence[Place], run_dir: Path, *, 
                     os.sched_setaffinity(int(thread), place.cores)
         from goaly.process import give_up_when_a_callback_fails, give_up_when_a_thread_fails, import_ahead, show_as
         from goaly.telemetry import logs, spans
+        from goaly.watchdog import limit_work
 
         process = logs.process_name(name, rank.rank, rank.extent.nelements)
         logs.quiet(logs.log_file(run_dir, process))
@@ -235,6 +241,7 @@ def _bootstrap(processes: Processes, places: Sequence[Place], run_dir: Path, *, 
         spans.configure(run_dir if trace else None, process)
         give_up_when_a_thread_fails()
         give_up_when_a_callback_fails()
+        limit_work(stuck_seconds)
         import_ahead(imports)
 
     return bootstrap

@@ -39,7 +39,7 @@ def tiny_values(values: dict[str, Any]) -> dict[str, Any]:
     changed["generator.replicas"] = 2 if alone and generator.get("replicas", 1) != 1 else 1
     changed |= {
         "steps": STEPS,
-        "hosts": {"silent_seconds": _of(values, "hosts", "silent_seconds")},
+        "hosts": {key: _of(values, "hosts", key) for key in ("silent_seconds", "stuck_seconds")},
         "chat.template_args": {},
         "chat.template_file": None,
         "backlog.groups_per_step": max(2, min(4, _of(values, "trainer", "minibatches") or 1)),

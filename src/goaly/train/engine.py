@@ -37,6 +37,7 @@ from goaly.train.parallel import Head, build_parallel
 from goaly.train.settings import TrainerSettings
 from goaly.train.step_metrics import COUNT, StepMetrics, combine, greatest, step_metrics, sums
 from goaly.trajectory import PackedRows, TensorDict
+from goaly.watchdog import progress
 from goaly.weights.placement import local
 
 if TYPE_CHECKING:
@@ -284,6 +285,7 @@ class ModelEngine(ABC):
         return torch.cat(parts)
 
     def _microbatch(self, rows: TensorDict) -> Microbatch:
+        progress()
         return microbatch(rows, multiple_of=self._row_multiple).to(self._parallel.device)
 
     def _divide_by(self, count: float, *, instead_of: int) -> float:

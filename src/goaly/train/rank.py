@@ -3,10 +3,10 @@
 Invariants
     RK-1  Only this thread touches the engine; calls run one at a time, in the order they were made.
     RK-2  Steps run while another thread writes a checkpoint; only the copy of the state holds them up.
+    RK-3  Every call and every write is a piece of work that the process does not survive if it gets stuck (LW-2).
 """
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from goaly.telemetry import spans
 from goaly.train.settings import TrainerSettings
+from goaly.watchdog import Work
 
 if TYPE_CHECKING:
     from goaly.train.engine import ModelEngine
@@ -50,18 +51,18 @@ class RankThread(Generic[EngineT]):
         self, settings: TrainerSettings, make: Callable[[], EngineT], checkpoint: Path | None = None
     ) -> None:
         """Join the process group, and build the engine; with `checkpoint` load its state from that folder."""
-        await self.run(lambda: join_process_group(settings.threads, settings.ranks))  # RK-1: on the thread
-        self._engine = await self.run(make)
+        await self.run(lambda: join_process_group(settings.threads, settings.ranks), "join")  # RK-1: on the thread
+        self._engine = await self.run(make, "build")
         if checkpoint is not None:
             from goaly.train.saved_state import load_state
 
             await self.run(lambda: load_state(self.engine, checkpoint), "load")
 
-    async def run(self, call: Callable[[], T], span: str | None = None, **about: int) -> T:
+    async def run(self, call: Callable[[], T], span: str, **about: int) -> T:
         """Run `call` on the thread, as a span of this name."""
 
         def recorded() -> T:
-            with contextlib.nullcontext() if span is None else spans.span(span, **about):
+            with Work(span), spans.span(span, **about):  # RK-3
                 return call()
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, recorded)
@@ -78,7 +79,7 @@ class RankThread(Generic[EngineT]):
         assert staged is not None, "stage comes before write"
 
         def write() -> None:
-            with spans.span("write"):
+            with Work("write"), spans.span("write"):  # RK-3
                 staged.write(folder)
 
         self._writing = asyncio.get_running_loop().run_in_executor(self._writer, write)

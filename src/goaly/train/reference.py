@@ -126,7 +126,7 @@ class ReferenceModel(ModelActor):
                 engine.steps_done = subscriber.apply()
                 engine.check_base()
 
-            await self._thread.run(apply)
+            await self._thread.run(apply, "refresh")
             await subscriber.release()
         return due
 

@@ -119,7 +119,7 @@ class PolicyTrainer(ModelActor):
         """Write the policy as a Hugging Face folder."""
         engine = self._thread.engine
         async with self._parameters_at_rest:
-            await self._thread.run(lambda: engine.save_hf(folder))
+            await self._thread.run(lambda: engine.save_hf(folder), "save")
 
     @concurrent_endpoint
     async def close(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 from goaly.liveness import this_process
+from goaly.watchdog import Work
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
 
@@ -124,7 +125,12 @@ class Copier:
     async def run(self, work: Callable[[], T]) -> T:
         """Do the work in a thread; a cancelled caller still waits for its end (WC-1)."""
         context = contextvars.copy_context()  # Monarch's calls need the actor's context
-        done = asyncio.get_running_loop().run_in_executor(self._pool, lambda: context.run(work))
+
+        def watched() -> T:
+            with Work("a copy of weights"):
+                return work()
+
+        done = asyncio.get_running_loop().run_in_executor(self._pool, context.run, watched)
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:

@@ -1,6 +1,7 @@
 """The engine's thread, with an engine that needs no model: requests take one step a token, weights are a number."""
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,11 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from goaly import watchdog
 from goaly.errors import ReplicaLost
-from goaly.generate.engine_loop import Command, EngineLoop
+from goaly.generate.engine_loop import Command, EngineLoop, Stop
 from goaly.generate.request import Finish, Request, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import Part
+from goaly.watchdog import WorkWatchdog
 
 SETTINGS = GeneratorSettings(on_update="keep", max_running=1000)
 
@@ -222,6 +225,62 @@ async def test_a_rank_whose_engine_or_link_breaks_ends_its_process(engine, monke
     loop.submit(Request("one", [1], ENDLESS, 0), lambda name, result: None)
     assert await ended == f"the engine's thread failed: {why}"
     await asyncio.to_thread(loop._thread.join)
+
+
+@dataclass
+class Stuck:
+    """A link to other ranks, and what the rank is working on while it uses it."""
+
+    rank: int
+    working: list[list[str]]
+    sent: "queue.SimpleQueue[list[Command]]" = field(default_factory=queue.SimpleQueue)
+
+    def send(self, commands: list[Command]) -> None:
+        self.working.append(works())
+        self.sent.put(commands)
+
+    def receive(self) -> list[Command]:
+        self.working.append(works())
+        return self.sent.get()
+
+
+def works() -> list[str]:
+    """What the threads of this process are working on."""
+    assert watchdog._watchdog is not None
+    return [work.name for work in watchdog._watchdog.works.values()]
+
+
+@pytest.mark.timeout(20)
+async def test_steps_and_messages_to_ranks_are_work_that_may_get_stuck_but_waiting_for_commands_is_not(
+    engine, monkeypatch
+):
+    """LO-4"""
+    monkeypatch.setattr(watchdog, "_watchdog", WorkWatchdog(1000.0))
+    step, stepping = engine.step, []
+
+    def recorded():
+        stepping.append(works())
+        return step()
+
+    monkeypatch.setattr(engine, "step", recorded)
+    leader, follower = Stuck(0, []), Stuck(1, [])
+    leads = EngineLoop(engine, SETTINGS, lambda: 1, leader)
+    waits, has_work = [], leads._scheduler.has_work
+
+    def looked(running: int) -> bool:
+        waits.append(works())
+        return has_work(running)
+
+    monkeypatch.setattr(leads._scheduler, "has_work", looked)
+    await ask(leads, "one", max_tokens=2)
+    await leads.stop()
+    assert {*map(tuple, leader.working)} == {("sending commands",)}
+    follows = EngineLoop(engine, SETTINGS, lambda: 1, follower)
+    follower.sent.put([Request("two", [1], Sampling(max_tokens=1), 0)])
+    follower.sent.put([Stop()])
+    await asyncio.to_thread(follows._thread.join)
+    assert {*map(tuple, (*waits, *follower.working))} == {()}
+    assert {*map(tuple, stepping)} == {("the engine",)}
 
 
 @pytest.mark.timeout(20)

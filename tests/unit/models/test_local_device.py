@@ -73,7 +73,7 @@ def test_a_rank_builds_and_runs_its_engine_in_the_thread_whose_device_was_chosen
     async def use() -> None:
         rank: RankThread = RankThread("train")
         await rank.build(TrainerSettings(threads=1), work)
-        await rank.run(work)
+        await rank.run(work, "work")
         rank.close()
 
     asyncio.run(use())

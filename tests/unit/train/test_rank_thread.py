@@ -34,9 +34,9 @@ async def test_steps_run_during_a_write_and_only_the_next_stage_waits_for_it(): 
     assert await thread.stage() == 3
     writing = asyncio.create_task(thread.write(Path("a")))
     await asyncio.sleep(0)
-    assert await thread.run(lambda: "stepped") == "stepped"
+    assert await thread.run(lambda: "stepped", "step") == "stepped"
     staging = asyncio.create_task(thread.stage())
-    assert await thread.run(lambda: "stepped") == "stepped"
+    assert await thread.run(lambda: "stepped", "step") == "stepped"
     assert not staging.done()
     assert slow.seen == ["stage"]
     slow.disk.set()
