@@ -175,4 +175,4 @@ def _place(frame: FrameType | None) -> str:
     """Where the stack ends."""
     if frame is None:
         return "nowhere: its thread has ended"
-    return f"in {frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    return f"in {frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}, line {frame.f_lineno}"

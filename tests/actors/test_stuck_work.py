@@ -67,7 +67,8 @@ async def test_a_rank_that_is_stuck_in_a_step_ends_and_is_named(
     name, report = await lost.get()
     await hosts.stop_all()
     assert name == "trainer"
-    assert "ended: train has made no progress for hosts.stuck_seconds=1, in Ranks.step" in report
+    assert "ended: train has made no progress for hosts.stuck_seconds=1, in " in report
+    assert "Ranks.step" in report
     assert "trainer.1.log" in report
     assert "time.sleep(1000" in (tmp_path / "logs" / "trainer.1.log").read_text()  # in the stack
 

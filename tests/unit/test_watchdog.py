@@ -45,7 +45,7 @@ def test_what_is_stuck_ends_its_process_and_the_log_says_where(what: str, says: 
     script = [sys.executable, "-c", STUCK + what]
     ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == FATAL_EXIT_CODE
-    assert f"{FATAL}{says}=0.4, in {where} (<string>:" in ended.stderr  # WR-2
+    assert f"{FATAL}{says}=0.4, in __main__.{where}, line " in ended.stderr  # WR-2
     assert f"in {where}\n" in ended.stderr  # the stack
 
 
@@ -173,7 +173,8 @@ def test_the_work_of_one_thread_does_not_hide_that_of_another(unwatched: WorkWat
         for _ in range(PARTS):
             with Work("a step"):
                 unwatched.look()
-        with pytest.raises(GaveUp, match=r"^write has made no progress .*, in Condition\.wait "), Work("a step"):
+        says = r"^write has made no progress .*, in threading\.Condition\.wait, "
+        with pytest.raises(GaveUp, match=says), Work("a step"):
             unwatched.look()
     finally:
         ends.set()

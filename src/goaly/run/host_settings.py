@@ -95,9 +95,9 @@ class HostSettings(Settings):
     on this host. Raise it if machines stall for longer; null waits for every process that exists."""
     stuck_seconds: AtLeastOne | None = 1500.0
     """Seconds without progress after which a process that is working logs where it is stuck, and ends; what follows is
-    the same as after any death. Each step of a generator, each microbatch, and each copy, load or save of weights is
-    progress. Raise it if one of these takes longer, such as the save of a very large model to a slow disk; null waits
-    for ever."""
+    the same as after any death. Progress is a step of a generator, a microbatch, a copied bucket of weights, or the end
+    of any other call, such as a load or a save. Raise it if one of these takes longer, such as the save of a very large
+    model to a slow disk; null waits for ever."""
 
     def of(self, role: str) -> RolePlacement:
         """The placement of a role that computes."""

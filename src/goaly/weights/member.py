@@ -21,7 +21,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 from goaly.liveness import this_process
-from goaly.watchdog import Work
+from goaly.watchdog import Work, progress
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
 
@@ -144,6 +144,7 @@ class Copier:
 
     def copy(self, pairs: Sequence[Pair]) -> None:
         """Copy the second tensor of each pair into the first, casting where the types differ."""
+        progress()
         parts = _parts(pairs, self._threads)
         others = [self._pool.submit(self._copied, part) for part in parts[1:]]
         try:
