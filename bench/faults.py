@@ -1,10 +1,11 @@
-"""Kills or stops each kind of process of a run, or raises in it, at every stage, and checks how the run ends.
+"""Kills or stops each kind of process of a run, raises in it or gets it stuck, at every stage, and checks the end.
 
     python -m bench.faults [--only TEXT] [--missing] [--json FILE] [--markdown FILE]
 
 Each case is a run of its own, as a user starts it, with one fault (`saboteur.py`). It has to end as it should within
 its limit: the part is replaced and the run goes on, or the run fails with an error that names it. In either case every
-admitted group is accounted for, and no process and no shared memory is left. Takes about an hour on two quiet cores.
+admitted group is accounted for, and no process and no shared memory is left. A server (`apps.serve`) has to answer
+again. Takes about 80 minutes on two quiet cores.
 Each finished case is written to the JSON file at once; `--missing` runs only those that are not in it. The exit code is
 1 if one of those asked for did not end as it should.
 """
@@ -18,13 +19,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
 from pathlib import Path
+
+import httpx
 
 from bench.machine import exit_on_terminate
 from bench.saboteur import NOT_PLANTED, PLANTED, Fault
-from tests.loop.launched import LaunchedRun, alive, gone_within, orphaned_memory, orphaned_within
+from tests.loop.launched import ROOT, LaunchedRun, alive, as_users_have, gone_within, orphaned_memory, orphaned_within
+from tests.program import Program
 
 SILENT_SECONDS = 10
+STUCK_SECONDS = 15
 START_SECONDS = 400
 """Within this time a run starts and reaches the moment of its fault."""
 LIMIT_SECONDS = 60
@@ -71,7 +77,7 @@ class Result:
         return "; ".join([*self.problems, self.error]) if self.problems else self.ends
 
 
-KINDS = ("killed", "stopped", "raising")
+KINDS = ("killed", "stopped", "stuck", "raising")
 PARTS: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "hub": ("hub", 0, "grpo", ()),
     "trainer": ("trainer", 0, "grpo", ()),
@@ -85,13 +91,15 @@ PARTS: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "generator, rank 1 of 2": ("generator-0", 1, "grpo", ("generator.tp=2",)),
     "rollout worker": ("rollout-0", 0, "grpo", ("rollout.blocked_seconds=8",)),
     "verifier": ("verifier", 0, "grpo", ()),
+    "fork server": ("fork server", 0, "grpo", ()),
+    "generator of a server": ("generator-0", 0, "serve", ()),
 }
 """Process, rank, app and settings by what is to break."""
 
 UPDATING = {"hub": "commit", "trainer": "stage", "generator": "pull"}
 RAISING = {
-    "hub": ("accept a group", "commit"),
-    "trainer": ("train", "stage"),
+    "hub": ("accept a group", "commit", "write the log", "thread run log"),
+    "trainer": ("train", "stage", "write a checkpoint"),
     "reference": ("annotate",),
     "critic": ("learn values",),
     "generator": ("decode", "pull", "apply", "task weight follower"),
@@ -102,9 +110,24 @@ RAISING = {
         "task connection: samples",
         "task connection: open",
         "thread loop watchdog",
+        "task agents' endpoint",
     ),
+    "generator of a server": ("decode",),
 }
 """Endpoints, tasks and threads by process; the engine's thread runs `decode` and `apply`."""
+STUCK = {
+    "hub": ("write the log",),
+    "trainer": ("train", "stage", "write a checkpoint"),
+    "reference": ("annotate",),
+    "critic": ("learn values",),
+    "generator": ("decode", "pull", "apply"),
+    "generator of a server": ("decode",),
+}
+"""Work that may never end, by process."""
+OVERRIDES = {"write a checkpoint": ("checkpoint.every=1",), "task agents' endpoint": ("rollout.endpoint={}",)}
+"""Settings without which a moment never comes."""
+NOT_STARTING = ("verifier", "fork server")
+"""A pool starts a verifier anew then, as it does later; and what a fork server has not started starts without it."""
 OF_TWO_RANKS = {"generator": ("agree",)}
 """And those that only a process of several ranks has."""
 ENDPOINTS = {
@@ -113,6 +136,7 @@ ENDPOINTS = {
     "commit": "trainer.publish",  # whose call it was
     "annotate": "reference.annotate",
     "learn values": "critic.step",
+    "write a checkpoint": "trainer.write",
 }
 """The call of the controller that an exception at a point ends."""
 GOES_ON_AFTER = {"episode", "judge", "accept a group", "task verifier", "task connection: open"}
@@ -125,9 +149,11 @@ def cases() -> Iterator[Case]:
         role, _, several = part.partition(", rank")
         for kind in KINDS[:2]:
             whens = ["starting", "idle", "working", *([UPDATING[role]] if role in UPDATING else [])]
-            for when in whens:
-                if (role, when) != ("verifier", "starting"):  # its pool starts it anew then, as it does later
+            for when in whens if PARTS[part][2] != "serve" else ["decode"]:
+                if not (when == "starting" and role in NOT_STARTING):
                     yield case(part, kind, when)
+        for when in STUCK.get(role, ()):
+            yield case(part, "stuck", when)
         for when in (*RAISING.get(role, ()), *(OF_TWO_RANKS.get(role, ()) if several else ())):
             yield case(part, "raising", when)
 
@@ -138,21 +164,66 @@ def case(part: str, kind: str, when: str) -> Case:
     role = part.partition(", rank")[0]
     fault = Fault(process=process, rank=rank, kind=kind, when=when)
     ends, says = FAILS, f"{process} died"
-    if role == "generator" and when != "starting":  # only a replica that has served is replaced
+    if process == "generator-0" and when != "starting":  # only a replica that has served is replaced
         ends, says = REPLACED, "generator 0 serves again"
-    elif role == "verifier" or when in GOES_ON_AFTER:
+    elif role == "verifier" or when in GOES_ON_AFTER or (role, kind) == ("fork server", "stopped"):
         ends, says = GOES_ON, ""
+    elif role == "fork server":
+        says = " died: process "  # each that it has started
+    elif (kind, when) == ("raising", "write the log"):
+        says = "the run's log cannot be written"
     elif when in ENDPOINTS and kind == "raising":
         says = f"{ENDPOINTS[when]} failed: "
-    return Case(part=part, fault=fault, ends=ends, says=says, app=app, overrides=overrides)
+    stuck = (f"hosts.stuck_seconds={STUCK_SECONDS}",) if kind == "stuck" else ()
+    return Case(
+        part=part, fault=fault, ends=ends, says=says, app=app, overrides=(*overrides, *stuck, *OVERRIDES.get(when, ()))
+    )
+
+
+class LaunchedServer(LaunchedRun):
+    """`python -m apps.serve.main`, as a run whose steps are answers."""
+
+    answered = 0
+
+    def __init__(self, folder: Path, model: Path, *settings: str, fault: Sequence[str]):
+        self.folder, self.output = folder, folder.with_suffix(".out")
+        small = ("port=0", "generator.max_context=128", "generator.max_running=16", "generator.kv_cache_gib=0.05")
+        arguments = (*fault, f"path={model}", f"folder={folder}", *small, *settings)
+        variables = as_users_have(os.environ)
+        self.process = Program("bench.saboteur", *arguments, output=self.output, variables=variables, folder=ROOT)
+        self.wait_for_text(" at http://", START_SECONDS)
+
+    def steps(self) -> int:
+        """How many requests were answered."""
+        return self.answered
+
+    def wait_for_steps(self, count: int, seconds: float = LIMIT_SECONDS) -> None:
+        """Ask until so many requests are answered."""
+        url = self.text().partition(" at ")[2].split()[0]
+        while self.answered < count:
+            asked = httpx.post(f"{url}/completions", json={"model": "any", "prompt": "1+2="}, timeout=seconds)
+            assert asked.status_code == HTTPStatus.OK, asked.text
+            self.answered += 1
+
+    def summary(self) -> dict[str, int]:
+        """A server admits no groups."""
+        return dict.fromkeys(("admitted", "trained", "rejected", "failed"), 0)
+
+
+def launched(case: Case, folder: Path, model: Path) -> LaunchedRun:
+    """The app of a case, with its fault."""
+    settings = (f"hosts.silent_seconds={SILENT_SECONDS}", *case.overrides)
+    fault = (case.app, json.dumps(asdict(case.fault)))
+    if case.app == "serve":
+        return LaunchedServer(folder, model, *settings, fault=fault)
+    settings += ("steps=10000", "checkpoint.restarts=0")
+    return LaunchedRun(folder, model, *settings, app=case.app, module="bench.saboteur", arguments=fault)
 
 
 def run_case(case: Case, folder: Path, model: Path) -> Result:
     """Run it, and look at what it leaves behind."""
     memory = orphaned_memory()
-    settings = (f"hosts.silent_seconds={SILENT_SECONDS}", "steps=10000", "checkpoint.restarts=0", *case.overrides)
-    fault = (case.app, json.dumps(asdict(case.fault)))
-    run = LaunchedRun(folder, model, *settings, app=case.app, module="bench.saboteur", arguments=fault)
+    run = launched(case, folder, model)
     problems, seconds, judged = [], 0.0, False
     children: list[int] = []
     try:
@@ -181,7 +252,7 @@ def run_case(case: Case, folder: Path, model: Path) -> Result:
 def _fails(run: LaunchedRun, case: Case) -> list[str]:
     code, text = run.wait(LIMIT_SECONDS), run.text()
     problems = [] if code == 1 else [f"exit code {code}"]
-    reason = "sabotage" if case.fault.kind == "raising" else ""
+    reason = {"raising": "sabotage", "stuck": "hosts.stuck_seconds"}.get(case.fault.kind, "")
     if not any(case.says in said and reason in said for said in text.splitlines()):
         problems.append(f"no {case.says!r} with {reason!r} in the output")
     if "Traceback" in text:
@@ -190,6 +261,8 @@ def _fails(run: LaunchedRun, case: Case) -> list[str]:
 
 
 def _goes_on(run: LaunchedRun, case: Case) -> list[str]:
+    if case.app == "serve":
+        run.wait_for_steps(1)  # the first request breaks it, and is answered by the replacement
     if case.says:
         run.wait_for_text(case.says, LIMIT_SECONDS)
     run.wait_for_steps(run.steps() + 3, LIMIT_SECONDS)
@@ -201,7 +274,7 @@ def _stops(run: LaunchedRun, case: Case) -> list[str]:
     if case.ends != FAILS:
         run.process.send_signal(signal.SIGINT)
         code = run.wait(LIMIT_SECONDS)
-        problems += [] if code == INTERRUPTED else [f"exit code {code} after Ctrl-C"]
+        problems += [] if code == (0 if case.app == "serve" else INTERRUPTED) else [f"exit code {code} after Ctrl-C"]
     summary = run.summary()
     if summary["admitted"] != summary["trained"] + summary["rejected"] + summary["failed"]:
         problems.append(f"the accounting is open: {summary}")

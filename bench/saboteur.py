@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from asyncio import Task
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.1
 ANSWER_SECONDS = 10.0
 """A process that has not answered by then is broken."""
+STUCK_SECONDS = 1e6
 STEPS = 2
 """A run works once so many steps are recorded."""
 PLANTED = "sabotage: planted"
@@ -43,6 +45,8 @@ POINTS = {
     "stage": "goaly.weights.publisher:Publisher._stage",
     "annotate": "goaly.train.engine:TrainEngine.logprobs",
     "learn values": "goaly.train.critic_engine:CriticEngine.train_steps",
+    "write a checkpoint": "goaly.train.saved_state:StagedState.write",
+    "write the log": "goaly.durable.log_writer:LogWriter._write",
     "decode": "goaly.generate.engine:Engine.step",
     "pull": "goaly.weights.subscriber:Subscriber._pull",
     "apply": "goaly.generate.engine:Engine.apply",
@@ -58,10 +62,10 @@ class Fault:
     """What breaks, how, and when."""
 
     process: str
-    """The name under which the run spawned it; "verifier" is a child of rollout-0."""
+    """The name under which the run spawned it; "verifier" is a child of rollout-0, "fork server" the controller's."""
     rank: int = 0
     kind: str
-    """killed, stopped or raising."""
+    """killed, stopped, stuck or raising."""
     when: str
     """starting, idle or working: at once then; one of POINTS: there, once the run works; "task NAME": in what that task
     awaits; "thread NAME": wherever that thread is."""
@@ -95,6 +99,9 @@ class Saboteur(Actor):
 def _break(pid: int, kind: str) -> None:
     if kind == "raising":
         raise RuntimeError("sabotage")
+    if kind == "stuck":
+        time.sleep(STUCK_SECONDS)  # releases the interpreter's lock: the process answers heartbeats
+        return
     os.kill(pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
 
 
@@ -175,13 +182,14 @@ class Doorkeeper:
         backlog.tickets = tickets
 
 
-def sabotaged(hosts: type[Any], fault: Fault, door: Doorkeeper) -> type[Any]:
-    """The class of a run's hosts, but the processes of the fault get a saboteur."""
+def sabotaged(hosts: type[Any], fault: Fault, door: Doorkeeper, *, trains: bool) -> type[Any]:
+    """The class of an app's hosts, but the processes of the fault get a saboteur. An app that trains works once it has
+    recorded steps."""
 
     class Sabotaged(hosts):  # type: ignore[misc]
         def spawn(self, processes: Any, *args: Any) -> Any:
             mesh = super().spawn(processes, *args)
-            name = "rollout-0" if fault.process == "verifier" else fault.process
+            name = {"verifier": "rollout-0", "fork server": "rollout-0"}.get(fault.process, fault.process)
             if processes.name == name and not hasattr(self, "sabotage"):
                 self.sabotage = asyncio.create_task(self.break_one(mesh))
             return mesh
@@ -191,11 +199,16 @@ def sabotaged(hosts: type[Any], fault: Fault, door: Doorkeeper) -> type[Any]:
             metrics = self._run_dir / "metrics.jsonl"
             if fault.when == "idle":
                 await door.idle.wait()  # unblocked by the script
-            at_work = fault.when not in ("starting", "idle")
+            at_work = trains and fault.when not in ("starting", "idle")
             while at_work and not _has_steps(metrics):  # noqa: ASYNC110  (a file tells nobody)
                 await asyncio.sleep(LOOK_SECONDS)
             sys.stderr.write(f"{PLANTED} {json.dumps(asdict(fault))}\n")
             sys.stderr.flush()
+            if fault.process == "fork server":
+                for server in self._fork_servers.values():
+                    _break(server._process.pid, fault.kind)
+                door.open.set()
+                return
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):  # Monarch may report the death of a rank much later
                     await saboteur.plant.call_one(fault.kind, fault.when, fault.process == "verifier")
@@ -215,18 +228,22 @@ def _has_steps(metrics: Path) -> bool:
 def main() -> None:
     """Run the app of the command line with its fault."""
     from goaly.config import run_cli
-    from goaly.run import start
+    from goaly.run import serve, start
     from goaly.run.backlog_stage import BacklogStage
     from goaly.run.config import RunConfig
+    from goaly.run.serve_config import ServeConfig
 
     app, fault = sys.argv[1], Fault(**json.loads(sys.argv[2]))
     del sys.argv[1:3]
     door = Doorkeeper()
     if fault.when == "idle":
         door.guard(BacklogStage)
-    start.Hosts = sabotaged(start.Hosts, fault, door)
+    trains = app != "serve"
+    starter: Any = start if trains else serve
+    starter.Hosts = sabotaged(starter.Hosts, fault, door, trains=trains)
     entry: Callable[..., Any] = import_module(f"apps.{app}.main").main
-    run_cli(entry, RunConfig, prog="python -m bench.saboteur", description="An app with a fault.")
+    settings: type[Any] = RunConfig if trains else ServeConfig
+    run_cli(entry, settings, prog="python -m bench.saboteur", description="An app with a fault.")
 
 
 if __name__ == "__main__":
