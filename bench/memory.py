@@ -1,4 +1,4 @@
-"""Is the memory that a dry run estimates for a trainer what a real trainer takes?
+"""Is the memory that a dry run estimates what real ranks take, and what does a dry run of the largest model take?
 
     python -m bench.memory [--json FILE]
 
@@ -6,14 +6,20 @@ Real ranks train tiny models, dense and with experts: a batch of two microbatche
 the first rank's tensors take is read from torch's allocator, by its profiler; the peak is that of the second batch.
 Experts get the load that a dry run assumes, by replayed choices: those of the first rank have a tenth more tokens than
 the mean, the same in each layer. Beside the peak are the dry run's estimate for the same rank, their ratio, and by how
-much the process grew, which includes the libraries' own buffers and what the C allocator keeps. The exit code is 1 if
-an estimate is off by more than 10 %.
+much the process grew, which includes the libraries' own buffers and what the C allocator keeps. A frozen reference
+computes log-probs instead. The ring of a trainer, and the weights, fetched weights and key-value cache of a generator
+are held all the time: the bytes of their memory are counted.
+
+A dry run of Qwen3-235B-A22B is timed, and its memory measured. The exit code is 1 if an estimate is off by more than
+10 %, or the dry run takes more than a minute or 4 GB.
 """
 
 import argparse
 import json
+import multiprocessing
 import sys
 import tempfile
+import time
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -27,9 +33,11 @@ from bench.machine import Machine
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import Architecture, architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
-from goaly.plan.memory import traced_pass
+from goaly.plan.memory import DTYPE_BYTES, bytes_by_purpose, traced_pass
 from goaly.plan.trace import PassMemory
+from goaly.run.config import RunConfig
 from goaly.train.settings import TrainerSettings
+from goaly.weights.settings import WeightSettings
 
 MOST_OFF = 0.1
 ROW_LENGTH, ROWS = 1024, 2
@@ -56,17 +64,28 @@ CASES: dict[str, tuple[TinyModel, str, dict[str, Any]]] = {
     ),
 }
 """Models, number formats and trainer settings."""
+REFERENCES: dict[str, tuple[TinyModel, str, dict[str, Any]]] = {
+    "reference": (DENSE, "float32", {}),
+    "reference, FSDP 2, bfloat16": (DENSE, "bfloat16", {"fsdp": 2}),
+    "reference, experts, FSDP 2, EP 2, bfloat16": (EXPERTS, "bfloat16", {"fsdp": 2, "ep": 2}),
+}
+"""The same of frozen models."""
+GENERATORS: dict[str, tuple[TinyModel, int]] = {"generator": (DENSE, 1), "generator, experts, TP 2": (EXPERTS, 2)}
+"""Models in bfloat16, and the ranks of a replica."""
+LARGEST = Path("configs/grpo/qwen3_235b_a22b.yaml")
+CLUSTER = "hosts.imagine={hosts: 16, gpus: 8, gpu_gib: 139}"
+MOST_SECONDS, MOST_GB = 60, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One trainer, in MiB."""
+    """What one rank takes, in MiB."""
 
     name: str
     estimated: float
     measured: float
-    grown: float
-    """Of the process, beside what it had before the engine was built."""
+    grown: float | None = None
+    """Of the process, beside what it had before the engine was built; None: not a pass."""
 
     @property
     def ratio(self) -> float:
@@ -79,25 +98,105 @@ def total(found: PassMemory) -> int:
     return found.parameters + 3 * found.trained + found.activations + found.logprobs
 
 
-def measure(folder: Path, name: str) -> Case:
-    """Estimate, then train."""
+def measure_pass(folder: Path, name: str) -> list[Case]:
+    """Estimate, then train, or compute the log-probs of a frozen model."""
     from goaly.parity import in_ranks
 
-    size, dtype, degrees = CASES[name]
+    trains = name in CASES
+    size, dtype, degrees = (CASES if trains else REFERENCES)[name]
+    model = _model(folder, size, dtype)
+    settings = TrainerSettings(microbatch_rows=ROWS, logprob_chunk=512, **degrees)
+    shape = architecture(read_config(model.path))
+    estimated = total(traced_pass(shape, model, settings, (ROW_LENGTH,) * ROWS, on_gpu=False, trains=trains))
+    out = folder / "measured.json"
+    in_ranks(_pass, settings.ranks, (model, settings, trains, out))
+    found = json.loads(out.read_text())
+    cases = [Case(name=name, estimated=estimated / MIB, measured=found["measured"], grown=found["grown"])]
+    if trains:
+        ring = WeightSettings().slots * DTYPE_BYTES[dtype] * shape.elements / settings.ranks
+        cases.append(Case(name=f"{name}: ring", estimated=ring / MIB, measured=found["ring"]))
+    return cases
+
+
+def measure_generator(folder: Path, name: str) -> list[Case]:
+    """Estimate what a generator holds, then build one."""
+    from goaly.config import load
+    from goaly.parity import in_ranks
+
+    size, tp = GENERATORS[name]
+    model = _model(folder, size, "bfloat16")
+    settings = [f"model.path={model.path}", "model.dtype=bfloat16", f"generator.tp={tp}", "generator.kv_cache_gib=0.1"]
+    config = load(RunConfig, ["--config=configs/grpo/tiny.yaml", *settings], prog="", description="").config
+    estimated = bytes_by_purpose(config, on_gpu=False, traced=False)["generator"]
+    out = folder / "held.json"
+    in_ranks(_hold, tp, (config.generator, model, out))
+    held = json.loads(out.read_text())
+    return [Case(name=f"{name}: {part}", estimated=estimated[part] / MIB, measured=held[part]) for part in estimated]
+
+
+def measure_dry_run(folder: Path) -> dict[str, float]:
+    """The seconds of a dry run of `LARGEST`, and the GB of its two processes together, which count shared memory
+    twice."""
+    out = folder / "dry-run.json"
+    began = time.monotonic()
+    process = multiprocessing.get_context("spawn").Process(target=_dry_run, args=(folder, out))
+    process.start()
+    process.join()
+    return {"seconds": time.monotonic() - began, **json.loads(out.read_text())}
+
+
+def _dry_run(folder: Path, out: Path) -> None:
+    from goaly.config import load
+    from goaly.plan.dry_run import describe
+    from goaly.plan.trace import most_process_bytes
+
+    chat = [{"role": "user", "content": "What is 1 + 1?"}]
+    dapo = {"data_source": "", "prompt": chat, "reward_model": {"ground_truth": "2"}, "extra_info": {"index": "1"}}
+    aime = {"ID": "1", "Problem": "1 + 1?", "Answer": 2, "question": "1 + 1?", "answer": "2"}
+    for name, record in (("dapo", dapo), ("aime", aime)):
+        (folder / name).with_suffix(".jsonl").write_text(json.dumps(record) + "\n")
+    sets = [f"evaluation.sets.{name}.files=[{folder}/aime.jsonl]" for name in ("aime24", "aime25")]
+    overrides = [CLUSTER, f"prompts.files=[{folder}/dapo.jsonl]", *sets]
+    describe(load(RunConfig, [f"--config={LARGEST}", *overrides], prog="", description="").config)
+    out.write_text(json.dumps({"gb": (_resident() + most_process_bytes()) / 1e9}))
+
+
+def _model(folder: Path, size: TinyModel, dtype: Any) -> ModelSettings:
     path = folder / f"{size.experts}-experts"
     if not path.exists():
         write_tiny_model(path, size)
-    model = ModelSettings(path=str(path), dtype=dtype)
-    settings = TrainerSettings(microbatch_rows=ROWS, logprob_chunk=512, **degrees)
-    shape = architecture(read_config(model.path))
-    estimated = total(traced_pass(shape, model, settings, (ROW_LENGTH,) * ROWS, on_gpu=False))
-    out = folder / "measured.json"
-    in_ranks(_train, settings.ranks, (model, settings, out))
-    return Case(name=name, estimated=estimated / MIB, **json.loads(out.read_text()))
+    return ModelSettings(path=str(path), dtype=dtype)
 
 
-def _train(rank: int, model: ModelSettings, settings: TrainerSettings, out: Path) -> None:
-    """Train two batches in this rank; the first writes what its tensors took in the second."""
+def _hold(rank: int, settings: Any, model: ModelSettings, out: Path) -> None:
+    """Build a generator's engine and the place of fetched weights; the first rank writes what they hold."""
+    import torch.distributed as dist
+
+    from goaly.generate.engine import Engine
+    from goaly.weights.destination import Destination
+
+    engine = Engine(settings, model)
+    held = engine.named_tensors()
+    destination = Destination(held, "copy", engine.live_tensors(), engine.naming(), spare="auto")
+    destination.allocate(held)
+    if rank == 0:
+        runner = engine._vllm.model_executor.driver_worker.worker.model_runner
+        model_tensors = [*runner.model.parameters(), *runner.model.buffers()]
+        found = {"weights": model_tensors, "prefetch": destination.targets(), "KV": runner.kv_caches}
+        out.write_text(json.dumps({part: _bytes(tensors) / MIB for part, tensors in found.items()}))
+    if settings.tp > 1:
+        dist.barrier()
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    """The bytes of the tensors' memory, each once."""
+    storages = {storage.data_ptr(): storage.nbytes() for one in tensors for storage in [one.untyped_storage()]}
+    return sum(storages.values())
+
+
+def _pass(rank: int, model: ModelSettings, settings: TrainerSettings, trains: bool, out: Path) -> None:
+    """Train two batches in this rank, or compute their log-probs; the first writes what its tensors took in the
+    second."""
     import torch
     import torch.distributed as dist
 
@@ -105,6 +204,10 @@ def _train(rank: int, model: ModelSettings, settings: TrainerSettings, out: Path
     from goaly.losses.settings import LossSettings
     from goaly.train.engine import TrainEngine
     from goaly.train.rank import join_process_group
+    from goaly.weights.buckets import cut
+    from goaly.weights.layout import in_dtype
+    from goaly.weights.placement import layout_of
+    from goaly.weights.transport import Ring
 
     join_process_group(1, settings.ranks)
     torch.manual_seed(0)
@@ -112,13 +215,20 @@ def _train(rank: int, model: ModelSettings, settings: TrainerSettings, out: Path
     trained, objective = int(rows["trained"].sum()) * settings.fsdp, PolicyObjective(LossSettings())
     before = _resident()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        engine = TrainEngine(model, settings)
+        engine = TrainEngine(model, settings, trains=trains)
         for second in (False, True):
             with torch.profiler.record_function("second" if second else "first"):
-                engine.forward_backward(rows.split(ROWS), objective, trained)
-                engine.optimizer_step()
+                if trains:
+                    engine.forward_backward(rows.split(ROWS), objective, trained)
+                    engine.optimizer_step()
+                else:
+                    engine.logprobs(rows)
     if rank == 0:
-        out.write_text(json.dumps({"measured": peak_of(profile) / MIB, "grown": (_resident() - before) / MIB}))
+        found = {"measured": peak_of(profile) / MIB, "grown": (_resident() - before) / MIB}
+        weights = WeightSettings().of_model(model.dtype)
+        layout = in_dtype(layout_of(engine.named_tensors()), getattr(torch, str(weights.transfer_dtype)))
+        handle = Ring.create(*cut(layout, weights.bucket_bytes), weights.slots).handle
+        out.write_text(json.dumps(found | {"ring": handle.bytes / MIB}))
     if settings.ranks > 1:
         dist.barrier()
 
@@ -210,18 +320,23 @@ def main() -> int:
     arguments = parser.parse_args()
     machine = Machine.now()
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder:
-        found = [measure(Path(folder), name) for name in CASES]
-    table = Table("trainer", "estimate", "measured", "ratio", "process grew", title="MiB of the first rank")
+        here = Path(folder)
+        dry_run = measure_dry_run(here)
+        found = [case for name in GENERATORS for case in measure_generator(here, name)]
+        found += [case for name in (*REFERENCES, *CASES) for case in measure_pass(here, name)]
+    table = Table("rank", "estimate", "measured", "ratio", "process grew", title="MiB of the first rank")
     for case in found:
-        table.add_row(
-            case.name, f"{case.estimated:.2f}", f"{case.measured:.2f}", f"{case.ratio:.3f}", f"{case.grown:.0f}"
-        )
+        grown = "" if case.grown is None else f"{case.grown:.0f}"
+        table.add_row(case.name, f"{case.estimated:.2f}", f"{case.measured:.2f}", f"{case.ratio:.3f}", grown)
     Console().print(table)
+    print(f"dry run of {LARGEST.stem}: {dry_run['seconds']:.1f} s, {dry_run['gb']:.2f} GB")
     print(machine)
     if arguments.json:
         record = {case.name: asdict(case) | {"ratio": case.ratio} for case in found}
-        arguments.json.write_text(json.dumps({"machine": machine.record(), **record}, indent=1) + "\n")
-    return int(any(abs(case.ratio - 1) > MOST_OFF for case in found))
+        written = {"machine": machine.record(), f"dry run of {LARGEST.stem}": dry_run, **record}
+        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+    off = any(abs(case.ratio - 1) > MOST_OFF for case in found)
+    return int(off or dry_run["seconds"] > MOST_SECONDS or dry_run["gb"] > MOST_GB)
 
 
 if __name__ == "__main__":

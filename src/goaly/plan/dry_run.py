@@ -12,6 +12,7 @@ from goaly.errors import ConfigError
 from goaly.models.published import shape_of
 from goaly.models.settings import folder_problems
 from goaly.plan.memory import GIB, bytes_by_purpose, cached_tokens, on_gpu_alone
+from goaly.plan.spare import Spare, spare_of, what_would_fit, with_spare
 from goaly.run.cluster import Cluster, imagined, one_host, this_machine
 from goaly.run.config import RunConfig
 from goaly.run.placement import Placed, place, processes
@@ -34,8 +35,18 @@ def held_on_gpu(config: RunConfig, *, traced: bool = True) -> dict[str, float]:
 
 def placed(config: RunConfig, cluster: Cluster, *, traced: bool = False) -> dict[str, Placed]:
     """The place of every process of the run on this cluster; raises a ConfigError that names processes without one."""
-    gib = held_on_gpu(config, traced=traced) if _gpu_gib(cluster) is not None else {}
-    return place(list(processes(config)), config.hosts, cluster, gib)
+    spare = spare_on(config, cluster, traced=traced)
+    if spare is None:
+        return place(list(processes(config)), config.hosts, cluster)
+    gib = held_on_gpu(with_spare(config, spare.chosen), traced=traced)
+    advice = what_would_fit(config, spare)
+    return place(list(processes(config)), config.hosts, cluster, gib, {"generator": advice} if advice else {})
+
+
+def spare_on(config: RunConfig, cluster: Cluster, *, traced: bool = False) -> Spare | None:
+    """The place of fetched weights on this cluster; None if the memory of its GPUs is not known."""
+    gpu_gib = _gpu_gib(cluster)
+    return None if gpu_gib is None else spare_of(config, gpu_gib, traced=traced)
 
 
 def _gpu_gib(cluster: Cluster) -> float | None:
@@ -61,6 +72,8 @@ def describe(config: RunConfig) -> str:
         raise ConfigError([f"hosts.imagine=null: {needed}"])
     cluster = one_host(this_machine()) if hosts.imagine is None else imagined(hosts.imagine)
     places = placed(config, cluster, traced=True)
+    spare = spare_on(config, cluster, traced=True)
+    planned = config if spare is None else with_spare(config, spare.chosen)
     shape = shape_of(config.model)
     if (tokens := cached_tokens(config, shape)) < config.generator.max_context:
         gib = config.generator.kv_cache_gib
@@ -68,7 +81,7 @@ def describe(config: RunConfig) -> str:
         raise ConfigError([f"generator.kv_cache_gib={gib:g}: {needed}"])
     on_gpu = any(host.gpus for host in cluster.hosts)
     rows = [("process", "host", "GPU", "cores", "threads", "GiB", "what for")]
-    memory = memory_by_role(config, on_gpu=on_gpu)
+    memory = memory_by_role(planned, on_gpu=on_gpu)
     for each in processes(config):
         gib, what_for = memory[each.role]
         for rank, one in enumerate(places[each.name].ranks):
@@ -79,13 +92,13 @@ def describe(config: RunConfig) -> str:
     table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     notes = [f"KV cache of a replica: {tokens:,} tokens, {tokens // config.generator.max_context} whole contexts"]
     if (most := _gpu_gib(cluster)) is not None:
-        used = held_on_gpu(config)
+        used = held_on_gpu(planned)
         left = [
             f"{role} {most - used[role]:.1f}"
             for role in dict.fromkeys(one.role for one in processes(config))
             if role in used
         ]
-        notes.append(f"GiB left on a GPU, if one role uses it: {', '.join(left)}")
+        notes += [f"GiB left on a GPU, if one role uses it: {', '.join(left)}", str(spare)]
     cluster_name = f"{hosts.job}{' (imagined)' if hosts.imagine else ''}"
     return f"{to_yaml(config)}\nhosts: {cluster_name}\n" + "".join(f"{note}\n" for note in notes) + f"\n{table}\n"
 

@@ -1,7 +1,7 @@
 """The memory that a rank of each role needs, by purpose.
 
-A trained role's passes are traced (`trace.py`): its sharded parameters, and everything that a pass holds beside them.
-The weights, caches and rings of the other roles follow from their settings. Left out are the libraries' own memory
+The passes of trainer, critic and reference are traced (`trace.py`): their sharded parameters, and everything that a
+pass holds beside them. Weights, caches and rings follow from the settings. Left out are the libraries' own memory
 (0.3-1 GiB a process) and vLLM's activations of one step.
 """
 
@@ -22,7 +22,7 @@ NOT_ON_GPU = ("ring", f"parameters{ON_HOST}", f"prefetch{ON_HOST}")
 
 
 def bytes_by_purpose(config: RunConfig, *, on_gpu: bool, traced: bool = True) -> dict[str, dict[str, float]]:
-    """By role, the bytes that a rank needs for each purpose. Without `traced`, a trained role's passes are left out."""
+    """By role, the bytes that a rank needs for each purpose. Without `traced`, passes are left out."""
     shape = shape_of(config.model)
     trainer, generator, reference, critic = config.trainer, config.generator, config.reference, config.critic
     computed = DTYPE_BYTES[config.model.dtype]
@@ -43,6 +43,11 @@ def bytes_by_purpose(config: RunConfig, *, on_gpu: bool, traced: bool = True) ->
             "KV": generator.kv_cache_gib * GIB,
         },
     }
+    if traced and config.uses_reference:
+        documents = (config.backlog.row_length,) * trainer.microbatch_rows
+        model = config.model if reference.path is None else replace(config.model, path=reference.path)
+        found = traced_pass(shape, model, reference.engine_settings(trainer), documents, on_gpu, trains=False)
+        parts["reference"] |= {"activations": found.activations, "log-probs": found.logprobs}
     if reference.refresh_every is not None:
         parts["reference"][f"prefetch{offloaded}"] = transferred * moved / reference.ranks
     if critic is not None:
@@ -56,10 +61,11 @@ def on_gpu_alone(parts: dict[str, float]) -> float:
     return sum(size for part, size in parts.items() if part not in NOT_ON_GPU) / GIB
 
 
-def cached_tokens(config: RunConfig, shape: Architecture) -> int:
-    """The tokens whose keys and values fit into the cache of a generator replica."""
+def cached_tokens(config: RunConfig, shape: Architecture, gib: float | None = None) -> int:
+    """The tokens whose keys and values fit into the cache of a generator replica, or into one of `gib` a rank."""
+    gib = config.generator.kv_cache_gib if gib is None else gib
     per_token = 2 * shape.layers * shape.kv_heads // config.generator.tp * shape.head_dim
-    return int(config.generator.kv_cache_gib * GIB / (per_token * DTYPE_BYTES[config.model.dtype]))
+    return int(gib * GIB / (per_token * DTYPE_BYTES[config.model.dtype]))
 
 
 def _trained(
@@ -86,7 +92,13 @@ def _trained(
 
 
 def traced_pass(
-    shape: Architecture, model: ModelSettings, settings: TrainerSettings, documents: tuple[int, ...], on_gpu: bool
+    shape: Architecture,
+    model: ModelSettings,
+    settings: TrainerSettings,
+    documents: tuple[int, ...],
+    on_gpu: bool,
+    *,
+    trains: bool = True,
 ) -> PassMemory:
     """A pass over documents of these lengths; settings that change no memory do not lead to another trace."""
     alike = TrainerSettings(
@@ -100,4 +112,4 @@ def traced_pass(
     )
     if missing := -sum(documents) % settings.token_multiple:
         documents = (*documents, missing)  # as microbatches are padded
-    return trace(shape, model.dtype, alike, documents, on_gpu=on_gpu)
+    return trace(shape, model.dtype, alike, documents, on_gpu=on_gpu, trains=trains)

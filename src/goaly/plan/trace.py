@@ -1,4 +1,4 @@
-"""The memory of a rank's training pass, found by running it without data: fake tensors over a fake process group.
+"""The memory of a rank's pass, found by running it without data: fake tensors over a fake process group.
 
 The real model is built and sharded at full width by the code that builds it in a run, with a few layers; a pass
 over one microbatch is run, and each tensor is counted for as long as it lives. Layers are alike, so what a layer adds
@@ -9,6 +9,8 @@ Invariants
 """
 
 import multiprocessing
+import resource
+import time
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -29,6 +31,8 @@ from goaly.train.settings import TrainerSettings
 FEW_LAYERS, MORE_LAYERS = 3, 4
 """A model of fewer layers has no block between the first and the last one, which FSDP treats in its own way."""
 
+KIB = 1024
+
 UNEVEN = 1.1
 """The tokens of a rank's experts, as a multiple of the mean over ranks."""
 
@@ -40,12 +44,17 @@ class PassMemory:
     parameters: int
     """Its shards."""
     trained: int
-    """The share of that which is trained: all, or only adapters. Gradients take the same, the optimizer twice that."""
+    """The share of that which is trained: all, only adapters, or nothing. Gradients take the same, the optimizer twice
+    that."""
     activations: int
     """The greatest sum in a pass of everything else: activations, gathered parameters, gradients before they are
     sharded."""
     logprobs: int
     """The share of that in the output projection: logits of a chunk and what is computed from them."""
+    process_bytes: int
+    """The most memory that the process of the trace had (TM-1)."""
+    process_seconds: float
+    """How long that process took for it."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -109,18 +118,20 @@ def trace(
     documents: tuple[int, ...],
     *,
     on_gpu: bool,
+    trains: bool = True,
 ) -> PassMemory:
-    """The memory of rank 0 in a training pass over one microbatch of documents of these lengths.
+    """The memory of rank 0 in a pass over one microbatch of documents of these lengths: forward and backward, or only
+    forward in a frozen model.
 
     ConfigError or torch's own error if the ranks cannot divide the model.
     """
-    key = repr((shape, dtype, trainer, documents, on_gpu))
+    key = repr((shape, dtype, trainer, documents, on_gpu, trains))
     if key not in _TRACED:
         # torch keeps plans for meshes that are equal but for their groups, so a second group would find the first's.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["goaly.train.engine", "goaly.models.bitwise", "goaly.plan.gpu_attention"])
         with ProcessPoolExecutor(1, mp_context=context) as process:
-            _TRACED[key] = process.submit(_trace, shape, dtype, trainer, documents, on_gpu).result()
+            _TRACED[key] = process.submit(_trace, shape, dtype, trainer, documents, on_gpu, trains).result()
     return _TRACED[key]
 
 
@@ -128,37 +139,39 @@ _TRACED: dict[str, PassMemory] = {}
 """A dry run asks for the same rank several times."""
 
 
+def most_process_bytes() -> int:
+    """The most memory that a process of a trace had so far."""
+    return max(found.process_bytes for found in _TRACED.values())
+
+
 def _trace(
-    shape: Architecture, dtype: Any, trainer: TrainerSettings, documents: tuple[int, ...], on_gpu: bool
+    shape: Architecture, dtype: Any, trainer: TrainerSettings, documents: tuple[int, ...], on_gpu: bool, trains: bool
 ) -> PassMemory:
+    began = time.monotonic()
     with _fake_ranks(trainer.ranks), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP and autocast warn of what a run filters
-        whole = _sharded(shape, dtype, trainer, on_gpu)
-        held = _held(whole.parameters()), _held(one for one in whole.parameters() if one.requires_grad)
+        whole = _sharded(shape, dtype, trainer, on_gpu, trains)
+        parameters, trained = _held(whole.parameters()), _held(one for one in whole.parameters() if one.requires_grad)
         del whole
-        if shape.layers <= MORE_LAYERS:
-            return _pass_memory(*held, _phases(shape, dtype, trainer, documents, on_gpu))
-        few, more = (
-            _phases(replace(shape, layers=layers), dtype, trainer, documents, on_gpu)
-            for layers in (FEW_LAYERS, MORE_LAYERS)
-        )
-    rest = (shape.layers - FEW_LAYERS) / (MORE_LAYERS - FEW_LAYERS)
-    return _pass_memory(*held, [int(one + rest * (other - one)) for one, other in zip(few, more, strict=True)])
-
-
-def _pass_memory(parameters: int, trained: int, phases: Sequence[int]) -> PassMemory:
-    trunk, before_head, in_head = phases
+        least = min(shape.layers, FEW_LAYERS)
+        few = more = _phases(replace(shape, layers=least), dtype, trainer, documents, on_gpu, trains)
+        if shape.layers > least:
+            more = _phases(replace(shape, layers=MORE_LAYERS), dtype, trainer, documents, on_gpu, trains)
+    rest = (shape.layers - least) / (MORE_LAYERS - FEW_LAYERS)
+    trunk, before_head, in_head = (int(one + rest * (other - one)) for one, other in zip(few, more, strict=True))
     logprobs = max(in_head - before_head, 0)
     return PassMemory(
         parameters=parameters,
-        trained=trained,
+        trained=trained if trains else 0,
         activations=max(trunk, in_head) - logprobs,  # with `logprobs` this is the peak
         logprobs=logprobs,
+        process_bytes=KIB * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        process_seconds=time.monotonic() - began,
     )
 
 
 def _phases(
-    shape: Architecture, dtype: Any, trainer: TrainerSettings, documents: tuple[int, ...], on_gpu: bool
+    shape: Architecture, dtype: Any, trainer: TrainerSettings, documents: tuple[int, ...], on_gpu: bool, trains: bool
 ) -> list[int]:
     """The peak in the blocks, what is there before the output projection, and the peak in it; without parameters and
     gradients."""
@@ -169,7 +182,7 @@ def _phases(
     from goaly.train.parallel import context_mesh, context_ranks
 
     causal_mask.cache_clear()  # each trace counts its masks
-    model = _sharded(shape, dtype, trainer, on_gpu)
+    model = _sharded(shape, dtype, trainer, on_gpu, trains)
     positions_1T = torch.cat([torch.arange(length) for length in documents])[None]
     masks: Any = None
     if trainer.cp > 1:
@@ -188,8 +201,8 @@ def _phases(
         _route_evenly(model, tokens // trainer.tp)
         _multiply_experts_without_data(model)
         held = [_local(tensor) for tensor in (*model.parameters(), *model.buffers())]
-        with LiveBytes(held) as live:
-            for one in model.parameters():  # as in all but a batch's first microbatch
+        with LiveBytes(held) as live, torch.set_grad_enabled(trains):
+            for one in model.parameters() if trains else ():  # as in all but a batch's first microbatch
                 one.grad = torch.empty_like(one) if one.requires_grad else None
             live.peak = live.now
             hidden = model(torch.zeros(1, tokens, dtype=torch.int64), positions=positions_1T, attention_masks=masks)
@@ -197,6 +210,8 @@ def _phases(
             forward, before, live.peak = live.peak, live.now, live.now
             where, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64)
             found, entropies = model.lm_head(hidden, where, targets, trainer.logprob_chunk, trainer.temperature)
+            if not trains:
+                return [forward, before, live.peak]
             loss = (found + entropies).sum()
             gradient, *_ = torch.autograd.grad(loss, [hidden], retain_graph=True)
             in_head, live.peak = live.peak, live.now
@@ -208,7 +223,7 @@ def _phases(
     return phases
 
 
-def _sharded(shape: Architecture, dtype: Any, trainer: TrainerSettings, on_gpu: bool) -> Any:
+def _sharded(shape: Architecture, dtype: Any, trainer: TrainerSettings, on_gpu: bool, trains: bool) -> Any:
     """The model as a run builds it, without memory."""
     from goaly.models.context_attention import ContextAttention
     from goaly.models.spec import spec_of
@@ -218,7 +233,7 @@ def _sharded(shape: Architecture, dtype: Any, trainer: TrainerSettings, on_gpu: 
 
     on_cpu = ContextAttention.Config() if trainer.cp > 1 else None
     spec = spec_of(shape, attention=FlashShapes.Config() if on_gpu else on_cpu, lora=trainer.lora)
-    model, _ = sharded_on_meta(spec, dtype, trainer, LOGPROBS)
+    model, _ = sharded_on_meta(spec, dtype, trainer, LOGPROBS, trains=trains)
     return model
 
 

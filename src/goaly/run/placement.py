@@ -113,22 +113,33 @@ class Placed:
 
 
 def place(
-    processes: Sequence[Processes], settings: HostSettings, cluster: Cluster, gib: Mapping[str, float] | None = None
+    processes: Sequence[Processes],
+    settings: HostSettings,
+    cluster: Cluster,
+    gib: Mapping[str, float] | None = None,
+    advice: Mapping[str, str] | None = None,
 ) -> dict[str, Placed]:
     """The places of every mesh of processes, by name. ConfigError with a line for each problem (PL-4).
 
     `gib` has the GPU memory that a rank of each role needs at least. It is checked if a GPU's memory is known.
+    `advice` says by role what would fit, if it does not.
     """
-    return _Planner(processes, settings, cluster, gib or {}).place_all()
+    return _Planner(processes, settings, cluster, gib or {}, advice or {}).place_all()
 
 
 class _Planner:
     def __init__(
-        self, processes: Sequence[Processes], settings: HostSettings, cluster: Cluster, gib: Mapping[str, float]
+        self,
+        processes: Sequence[Processes],
+        settings: HostSettings,
+        cluster: Cluster,
+        gib: Mapping[str, float],
+        advice: Mapping[str, str],
     ):
         self._settings = settings
         self._cluster = cluster
         self._gib = gib
+        self._advice = advice
         self._meshes: dict[str, list[Processes]] = {}
         for each in processes:
             self._meshes.setdefault(each.role, []).append(each)
@@ -304,7 +315,8 @@ class _Planner:
             if gpu.gib is None or needed <= gpu.gib or tuple(roles) in told:
                 continue
             told.add(tuple(roles))
-            where = f"GPU {gpu.name} of {self._cluster.hosts[host].name} has {gpu.gib:.1f} GiB"
+            advice = "".join(f"; {self._advice[role]}" for role in roles if role in self._advice)
+            where = f"GPU {gpu.name} of {self._cluster.hosts[host].name} has {gpu.gib:.1f} GiB{advice}"
             if len(roles) == 1:
                 yield f"{RANKS[roles[0]]}={self._ranks(roles[0])}: a rank needs {needed:.1f} GiB at least, {where}"
             else:

@@ -29,7 +29,8 @@ from goaly.config.schema import plain
 from goaly.durable.checkpoint import Checkpoints
 from goaly.durable.run_log import LOG_FOLDER, delete_before
 from goaly.generate.service import GeneratorService
-from goaly.plan.dry_run import placed
+from goaly.plan.dry_run import placed, spare_on
+from goaly.plan.spare import with_spare
 from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.worker import RolloutWorker, pickled
 from goaly.run.backlog_stage import BacklogStage
@@ -119,7 +120,11 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     checkpoints = Checkpoints(run.run_dir / CHECKPOINT_FOLDER)
     verified = run.tasks.create_task(asyncio.to_thread(checkpoints.newest), name="verify the newest checkpoint")
     run.progress.note("starting")
-    places = placed(config, await hosts.cluster())  # fails before any process is spawned if something does not fit
+    cluster = await hosts.cluster()
+    places = placed(config, cluster)  # fails before any process is spawned if something does not fit
+    if (spare := spare_on(config, cluster)) is not None:
+        logger.info("%s", spare)
+        config = with_spare(config, spare.chosen)
     sessions = (run.run_dir / SESSIONS_FOLDER).absolute()
     forget_sessions(sessions)
     endpoint = config.rollout.endpoint

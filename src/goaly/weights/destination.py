@@ -9,19 +9,24 @@ Invariants
     WD-2  Between two `apply` neither the parameters nor their memory change, and no memory is written that a GPU still
           uses after `apply` has returned.
     WD-3  The layout fills each element of a parameter exactly once, or the reader is refused.
+    WD-4  With `spare` "auto" the spares leave `HEADROOM` of the GPU's memory free, or are in the host's memory.
 """
 
 import logging
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from goaly.weights.buckets import Needs, needs_of
 from goaly.weights.layout import Layout, view
 from goaly.weights.placement import Naming, check_filled, layout_of, owner, renamed
+from goaly.weights.settings import HEADROOM
 
 logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
 
 
 @dataclass(slots=True)
@@ -45,20 +50,20 @@ class Destination:
         live: Mapping[str, torch.Tensor] | None = None,
         naming: Naming | None = None,
         *,
-        on_host: bool = False,
+        spare: Literal["auto", "device", "host"] = "device",
     ):
         """`tensors` describe what this rank holds; `live` are the objects that the model computes with.
 
         By default those are the tensors themselves, or the local parts of DTensors. The tensors have the published
-        names, or are made of published tensors as `naming` says; a tensor without parts stays as it is. `on_host`
-        keeps the spares in the host's memory.
+        names, or are made of published tensors as `naming` says; a tensor without parts stays as it is. `spare` is
+        where the spares are, as in `WeightSettings`.
         """
         self._layouts: dict[str, Layout] = {
             name: renamed(layout_of({name: tensor}), naming or {}) for name, tensor in tensors.items()
         }
         self._live = {name: owner(tensor) for name, tensor in tensors.items()} if live is None else dict(live)
         self._mode = mode
-        self._on_host = on_host
+        self._spare = spare
         self._memories: list[_Memory] = []
         self._applied: torch.cuda.Event | None = None
         self.layout: Layout = ()
@@ -67,15 +72,17 @@ class Destination:
     def allocate(self, published: Container[str]) -> None:
         """Allocate the spares. If several names share memory, the one that is published is filled."""
         memories: list[_Memory] = []
-        for names in _by_memory(self._live):
+        groups = [names for names in _by_memory(self._live) if any(self._layouts[name] for name in names)]
+        on_host = self._spare == "host"
+        if self._spare == "auto":
+            on_host = not fit_on_device([self._live[names[0]] for names in groups])  # WD-4
+        for names in groups:
             moved = [name for name in names if self._layouts[name]]
-            if not moved:
-                continue
             name = next((name for name in moved if self._layouts[name][0].name in published), moved[0])
             owners = list({id(self._live[name]): self._live[name] for name in names}.values())
             with torch.inference_mode(False):
-                device = torch.device("cpu") if self._on_host else owners[0].device
-                pinned = self._on_host and owners[0].is_cuda
+                device = torch.device("cpu") if on_host else owners[0].device
+                pinned = on_host and owners[0].is_cuda
                 spare = torch.empty_like(owners[0].detach(), device=device, pin_memory=pinned).zero_()  # has pages now
             flips = self._mode == "flip" and _only_owned_by(owners)
             memories.append(_Memory(name, owners, spare, flips, self._layouts[name]))
@@ -119,6 +126,18 @@ class Destination:
         device = next((owner.device for owner in live if owner.is_cuda), None)
         if device is not None:
             self._applied = torch.cuda.current_stream(device).record_event()
+
+
+def fit_on_device(live: list[torch.Tensor]) -> bool:
+    """Whether a copy of these tensors leaves `HEADROOM` of their GPU's memory free; True without a GPU."""
+    if not (on_gpu := [one for one in live if one.is_cuda]):
+        return True
+    free, whole = torch.cuda.mem_get_info(on_gpu[0].device)
+    needed = sum(one.nbytes for one in on_gpu)
+    fit = free - needed >= HEADROOM * whole
+    where = "on the GPU" if fit else "in the host's memory"
+    logger.info("fetched weights are kept %s: %.1f GiB, of %.1f GiB free there", where, needed / GIB, free / GIB)
+    return fit
 
 
 def _by_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:

@@ -13,6 +13,8 @@ NO_TORCHSTORE = (
     "the package torchstore is not installed; install it (github.com/meta-pytorch/torchstore) or use auto, shm or rdma"
 )
 MIB = 1 << 20
+HEADROOM = 0.05
+"""The share of a GPU's memory that `weights.spare=auto` keeps free for the libraries and for a step's activations."""
 
 
 class WeightSettings(Settings):
@@ -41,10 +43,12 @@ class WeightSettings(Settings):
     """How a generator puts fetched weights in place between two decode steps: "copy" copies them into its parameters;
     "flip" makes the parameters use the fetched memory, which takes about a microsecond for each parameter. Both need
     the weights' memory twice. Recorded CUDA graphs do not see a flip."""
-    spare: Literal["device", "host"] = "device"
+    spare: Literal["auto", "device", "host"] = "auto"
     """Where a generator keeps the weights that it has fetched until it applies them: "device" is the memory of its GPU,
-    "host" is the host's. Set host for a model whose weights do not fit twice into the GPUs of a replica; applying them
-    then takes as long as a copy to the GPU."""
+    "host" is the host's, from which applying them takes as long as a copy to the GPU. "auto" is device if 5 % of the
+    GPU's memory stay free, and host if not, as `--dry-run` shows. A generator that shares its GPU with a trained role,
+    or whose GPU the plan does not know, chooses when it fetches for the first time, by what is free then; set host if
+    other programs take that memory later."""
 
     def of_model(self, dtype: str) -> "WeightSettings":
         """The settings with `dtype`, in which the model computes, as the default of `transfer_dtype`."""
@@ -54,6 +58,11 @@ class WeightSettings(Settings):
     def bucket_bytes(self) -> int:
         """The size of a bucket in bytes."""
         return int(self.bucket_mib * MIB)
+
+    @property
+    def needs_device(self) -> bool:
+        """Whether fetched weights must be where the parameters are."""
+        return self.apply == "flip" or self.transport == "direct"
 
     def _problems(self, at: Section) -> Iterator[str]:
         if self.spare == "host" and self.apply == "flip":

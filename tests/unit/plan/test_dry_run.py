@@ -89,12 +89,13 @@ def test_adapters_need_no_gradients_and_moments_of_whole_weights(tiny_model_fold
     assert adapters["generator"]["prefetch"] == adapters["reference"]["prefetch"] == 4 * elements
 
 
-def test_an_offloaded_reference_takes_no_room_on_the_gpu_that_it_shares(tiny_model_folder: Path):
+def test_an_offloaded_reference_takes_room_for_its_passes_only_on_the_gpu_that_it_shares(tiny_model_folder: Path):
     config = run_config(tiny_model_folder, "loss.kl_coef=0.1", "hosts.reference.share_with=trainer")
     config = replace(config, reference=replace(config.reference, refresh_every=1))
-    trainers = held_on_gpu(config)["trainer"]
-    hosts = replace(config.hosts, imagine=ImaginedCluster(gpus=2, gpu_gib=trainers * 1.01))
-    config = replace(config, hosts=hosts, generator=replace(config.generator, kv_cache_gib=trainers / 2))
+    offloaded = held_on_gpu(replace(config, reference=replace(config.reference, offload=True)))
+    both = offloaded["trainer"] + offloaded["reference"]
+    hosts = replace(config.hosts, imagine=ImaginedCluster(gpus=2, gpu_gib=both * 1.001))
+    config = replace(config, hosts=hosts, generator=replace(config.generator, kv_cache_gib=both / 2))
     with pytest.raises(ConfigError, match=r"hosts\.reference\.share_with=trainer: together they need"):
         describe(config)
     config = replace(config, reference=replace(config.reference, offload=True))

@@ -1,11 +1,13 @@
-"""How fetched weights become a model's: WD-1 to WD-3, in both modes."""
+"""How fetched weights become a model's: WD-1 to WD-4, in both modes."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from goaly.errors import WeightsError
-from goaly.weights.destination import Destination
+from goaly.weights.destination import Destination, fit_on_device
 from goaly.weights.settings import WeightSettings
 
 
@@ -129,7 +131,7 @@ def test_a_parameter_that_is_not_what_was_said_of_it_is_refused() -> None:  # WD
 def test_spares_on_the_host_hold_what_is_applied():
     """WD-1"""
     shared = torch.zeros(4, 2)
-    destination = Destination({"a": shared, "b": shared}, "copy", on_host=True)
+    destination = Destination({"a": shared, "b": shared}, "copy", spare="host")
     destination.allocate({"a"})
     (target,) = destination.targets()
     target.fill_(3.0)
@@ -141,13 +143,35 @@ def test_spares_on_the_host_hold_what_is_applied():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_spares_of_a_gpus_parameters_are_pinned_memory_of_the_host():
     live = torch.zeros(1 << 16, device="cuda")
-    destination = Destination({"a": live}, "copy", on_host=True)
+    destination = Destination({"a": live}, "copy", spare="host")
     destination.allocate({"a"})
     (target,) = destination.targets()
     assert (target.device.type, target.is_pinned()) == ("cpu", True)
     target.fill_(3.0)
     destination.apply()
     assert bool((live == 3.0).all())
+
+
+@pytest.mark.parametrize(("free", "pinned"), [(1000, False), (999, True)])
+def test_spares_are_on_the_gpu_only_if_a_twentieth_of_it_stays_free(
+    free: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """WD-4"""
+    live, asked = [torch.zeros(100), torch.zeros(50)], []  # 600 bytes
+    on_gpu = [SimpleNamespace(is_cuda=True, device="cuda:1", nbytes=one.nbytes) for one in live]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (free, 8000))
+    assert fit_on_device(on_gpu) is not pinned
+    assert asked == ["cuda:1"]
+    assert fit_on_device(live)
+    assert asked == ["cuda:1"]
+
+
+def test_a_place_that_follows_from_what_fits_is_the_parameters_own_without_a_gpu() -> None:
+    """WD-4"""
+    shared = torch.zeros(4, 2)
+    destination = Destination({"a": shared}, "copy", spare="auto")
+    destination.allocate({"a"})
+    assert [target.device for target in destination.targets()] == [shared.device]
 
 
 def test_a_spare_on_the_host_can_be_neither_flipped_nor_read_into_by_gpus():

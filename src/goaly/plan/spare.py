@@ -1,0 +1,91 @@
+"""Where generators keep the weights that they have fetched, chosen by what fits their GPUs, and what would fit.
+
+Invariants
+    SC-1  "auto" becomes "device" only if that leaves `HEADROOM` of the GPU free, beside all roles that share it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from goaly.models.published import shape_of
+from goaly.plan.memory import GIB, bytes_by_purpose, cached_tokens, on_gpu_alone
+from goaly.run.config import RunConfig
+from goaly.run.host_settings import COMPUTING
+from goaly.weights.settings import HEADROOM
+
+PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spare:
+    """The choice, and the GiB that each place of the fetched weights leaves on a generator's GPU."""
+
+    asked: Literal["auto", "device", "host"]
+    chosen: Literal["auto", "device", "host"]
+    """"auto" if the plan does not know; then the generator chooses by what is free on its GPU."""
+    gpu_gib: float
+    device_left: float
+    host_left: float
+
+    def __str__(self) -> str:
+        """The choice and its reason, as a line of a dry run."""
+        room = f"; auto keeps {HEADROOM * self.gpu_gib:.1f} free" if self.asked == "auto" else ""
+        return (
+            f"weights.spare={self.asked}: {self.chosen}. GiB left on a generator's GPU: {self.device_left:.1f} with "
+            f"the fetched weights on it, {self.host_left:.1f} with them in the host's memory{room}"
+        )
+
+
+def spare_of(config: RunConfig, gpu_gib: float, *, traced: bool) -> Spare:
+    """The choice for GPUs of this size. Without `traced`, the plan does not know what a pass of a trained role takes
+    that shares the generator's GPU."""
+    sharing = _beside_generators(config)
+    left = {}
+    for place in PLACES:
+        parts = bytes_by_purpose(with_spare(config, place), on_gpu=True, traced=traced)
+        left[place] = gpu_gib - sum(on_gpu_alone(parts[role]) for role in ("generator", *sharing))
+    asked = chosen = config.weights.spare
+    if asked == "auto":
+        if config.weights.needs_device:
+            chosen = "device"
+        elif traced or not {"trainer", "critic"} & sharing:
+            chosen = "device" if left["device"] >= HEADROOM * gpu_gib else "host"  # SC-1
+    return Spare(asked=asked, chosen=chosen, gpu_gib=gpu_gib, device_left=left["device"], host_left=left["host"])
+
+
+def with_spare(config: RunConfig, place: Literal["auto", "device", "host"]) -> RunConfig:
+    """The config with fetched weights in this place."""
+    return replace(config, weights=replace(config.weights, spare=place))
+
+
+def what_would_fit(config: RunConfig, spare: Spare) -> str:
+    """Settings with which a generator that does not fit would fit; empty if it fits."""
+    if (spare.host_left if spare.chosen == "host" else spare.device_left) >= 0:
+        return ""
+    if spare.chosen == "device" and not config.weights.needs_device and spare.host_left >= 0:
+        return "weights.spare=host would fit"
+    best = spare.device_left if config.weights.needs_device else spare.host_left
+    cache = int(10 * (config.generator.kv_cache_gib + best)) / 10
+    if cached_tokens(config, shape_of(config.model), cache) >= config.generator.max_context:
+        return f"generator.kv_cache_gib={cache:g} would fit" + ("" if spare.chosen == "host" else _on_host(config))
+    weights = bytes_by_purpose(config, on_gpu=True, traced=False)["generator"]["weights"] / GIB
+    return f"raise generator.tp, which divides its {weights * config.generator.tp:.1f} GiB of weights"
+
+
+def _on_host(config: RunConfig) -> str:
+    return "" if config.weights.needs_device else " with weights.spare=host"
+
+
+def _beside_generators(config: RunConfig) -> set[str]:
+    """The roles that share GPUs with generators."""
+
+    def owner(role: str) -> str:
+        lender = config.hosts.of(role).share_with
+        return role if lender is None else owner(lender)
+
+    absent = {"generator"}
+    if not config.uses_reference:
+        absent.add("reference")
+    if config.critic is None:
+        absent.add("critic")
+    return {role for role in COMPUTING if role not in absent and owner(role) == owner("generator")}
