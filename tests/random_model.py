@@ -133,3 +133,9 @@ def native_tensors(spec: "ModelSpec", folder: str | Path) -> "dict[str, torch.Te
         model = spec.model.build()
     load_hf(model, spec, folder)
     return {name: tensor.detach() for name, tensor in versioned_tensors(model).items()}
+
+
+def angles(model: Any) -> int:
+    """How many tables of the angles of positions the layers have."""
+    buffers = (buffer for name, buffer in model.named_buffers() if name.endswith("rope.cache"))
+    return len({getattr(buffer, "_local_tensor", buffer).data_ptr() for buffer in buffers})

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from random_model import native_tensors, write_random_deepseek, write_random_gpt_oss, write_random_model
+from random_model import angles, native_tensors, write_random_deepseek, write_random_gpt_oss, write_random_model
 
 from goaly.generate.request import Sample
 from goaly.generate.settings import GeneratorSettings
@@ -45,7 +45,7 @@ def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str
     load(engine, native_tensors(model_spec(folders[1]), folders[1]))
     after = sampled(engine, PROMPTS, max_tokens=30)
     shapes = {name: tuple(local(tensor).shape) for name, tensor in engine.named_tensors().items()}
-    torch.save((before, after, shapes), f"{out}.{rank}")
+    torch.save((before, after, shapes, angles(engine._model().model)), f"{out}.{rank}")
 
 
 @pytest.fixture
@@ -97,6 +97,7 @@ def test_a_replica_samples_from_the_model_that_transformers_has_before_and_after
             torch.testing.assert_close(one.logprobs, expected, atol=NOISE, rtol=0)
             own.assert_recorded(prompt, one)  # EC-1
         for of_rank in found:
+            assert of_rank[3] == 1  # three layers have one table
             assert all(map(torch.equal, tokens(of_rank[which]), tokens(found[0][which])))
     name, rows = ("mlp1_weight_EGD", 128) if "sinks" in layout else ("w1_EFD", 64)
     shape = found[0][2][f"layers.1.moe.routed_experts.inner_experts.{name}"]

@@ -1,11 +1,16 @@
-"""A run of a model with experts that replays the sampler's choices. (One with adapters, too, is killed and resumed.)"""
+"""Runs of models with experts: they replay the sampler's choices, or generators follow a trainer of other ranks.
 
+One with adapters, too, is killed and resumed (`test_lora_run.py`).
+"""
+
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import launching
 from launched import REWARDED, START_SECONDS, assert_whole, replayed
-from random_model import write_random_model
+from random_model import write_random_deepseek, write_random_gpt_oss, write_random_model
 
 from goaly.durable.run_log import LOG_FOLDER, records
 from goaly.trajectory import Group
@@ -25,6 +30,18 @@ REPLAY = (
     "evaluation.prompts=2",
     REWARDED,
 )
+
+FRESH = (
+    "steps=2",
+    "backlog.max_staleness=0",
+    "trainer.fsdp=2",
+    "trainer.ep=2",
+    "trainer.optimizer.lr=1e-2",
+    "evaluation.prompts=1",
+    REWARDED,
+)
+NOISE = 1e-8
+"""More than rounding in float32 moves `sampler_kl`."""
 
 
 def test_a_run_that_replays_choices_of_experts_can_be_trained_again(tmp_path: Path) -> None:
@@ -46,3 +63,23 @@ def test_a_run_that_replays_choices_of_experts_can_be_trained_again(tmp_path: Pa
     assert steps[0]["sampler_kl"] < 1e-3
     assert steps[0]["kl_reference"] == 0  # the reference is the same model yet
     assert all(0 < step["experts/rerouted"] < 0.5 for step in steps[1:])
+
+
+MODELS: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
+    "Qwen3": (partial(write_random_model, experts=8), ("generator.tp=2",)),
+    "DeepSeek-V3": (write_random_deepseek, ("generator.tp=2", "generator.ep=2")),
+    "gpt-oss": (write_random_gpt_oss, ("generator.tp=2", "generator.ep=2")),
+}
+"""Models with experts, and the ranks of their generators."""
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_generator_samples_from_what_a_trainer_with_divided_experts_has_published(tmp_path: Path, model: str) -> None:
+    write, ranks = MODELS[model]
+    with launching(tmp_path, write(tmp_path / "model")) as launch:
+        run = launch(*FRESH, *ranks)
+        assert run.wait(START_SECONDS) == 0, run.text()
+    steps = run.lines("metrics.jsonl")
+    assert [step["age/max"] for step in steps] == [0, 0]
+    assert steps[0]["grad_norm"] > 0.01
+    assert all(abs(step["sampler_kl"]) < NOISE for step in steps)  # a generator of the first weights: above 1e-3

@@ -31,6 +31,9 @@ def test_the_recipe_with_experts_trains_and_evaluates_on_two_ranks_each(tmp_path
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["policy_version"] for step in steps] == [1, 2]
+    fresh = [abs(step["sampler_kl"]) for step in steps if step["age/max"] == 0]
+    assert fresh
+    assert max(fresh) < 1e-4  # rounding in bfloat16, which also moves choices of experts
     first = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()[0])
     assert {"evaluation/aime24/avg@2", "evaluation/aime25/avg@2"} <= set(first)
     assert (tmp_path / "run" / "policy" / "config.json").is_file()

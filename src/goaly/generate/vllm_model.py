@@ -40,6 +40,7 @@ from vllm.model_executor.models import ModelRegistry
 from goaly.generate import cpu_kernels
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models import deepseek, gpt_oss
+from goaly.models.attention import share_angles
 from goaly.models.divide import divide
 from goaly.models.lora import BASE, note_base
 from goaly.models.settings import LoraSettings, Numerics
@@ -185,6 +186,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
         self.model.to_empty(device=device)
         with torch.no_grad(), self._context():
             self.model.init_weights(buffer_device=None)
+            share_angles(self.model)
             for module in self.model.modules():
                 if isinstance(module, PagedAttention):
                     for scale in module.buffers():

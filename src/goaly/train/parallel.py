@@ -79,6 +79,7 @@ def build_parallel(
     _check_ranks(trainer, device)
     if offload and device.type == "cpu":
         raise ConfigError([f"reference.offload=true: {OFFLOAD_NEEDS_GPU}"])
+    from goaly.models.attention import share_angles
     from goaly.models.hf import load_hf
     from goaly.models.lora import draw_adapters, note_base
 
@@ -89,6 +90,7 @@ def build_parallel(
     model.to_empty(device="cpu" if offload else device)
     with torch.no_grad():
         model.init_weights(buffer_device=device if offload else None)
+    share_angles(model)
     load_hf(model, spec, settings.path, head=head.in_folder)
     if lora is not None:
         note_base(model, folder_tensors(model))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from random_model import native_tensors, write_random_deepseek, write_random_gpt_oss
+from random_model import angles, native_tensors, write_random_deepseek, write_random_gpt_oss
 from safetensors.torch import load_file
 
 from goaly.losses.objective import PolicyObjective
@@ -148,6 +148,7 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
         "parameters": parameters,
         "resumed": same,
         "dp_rank": engine.dp_rank,
+        "angles": angles(engine._model),
         "engine": engine,
     }
 
@@ -262,6 +263,7 @@ def test_two_ranks_have_the_gradient_metrics_and_step_of_one(  # LP-2
         torch.testing.assert_close(found["logprobs"], rows, atol=1e-5, rtol=1e-4)
         assert torch.equal(found["logprobs"], rows) or "bitwise" not in layout  # BW-2, BE-2
         assert found["resumed"]
+        assert found["angles"] == 1
 
 
 @pytest.mark.timeout(240)
