@@ -194,3 +194,42 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     with pytest.raises(ReplicaLost):
         await held
     await asyncio.gather(*(mesh.stop() for mesh in (first, hub)))
+
+
+async def test_a_byte_that_is_flipped_in_shared_memory_ends_the_replica_before_it_samples_with_it(
+    tiny_model_folder: Path, capfd: pytest.CaptureFixture[str]
+):
+    """WU-6, GE-4"""
+    from goaly.generate.connection import Connection
+    from goaly.generate.generator import Generator
+    from goaly.models.spec import model_spec
+    from goaly.weights.publisher import Publisher
+    from goaly.weights.store import WeightStore
+
+    class Damaged(Publisher):
+        def _stage(self, slots: Any, slot: int, version: int) -> dict[str, int]:
+            sums = super()._stage(slots, slot, version)
+            if version == 2:
+                slots.views(slot)[0].view(-1).view(torch.uint8)[0] ^= 16
+            return sums
+
+    weights = native_tensors(model_spec(tiny_model_folder), tiny_model_folder)
+    mesh, hub = await asyncio.gather(procs(1, "generator"), procs(1, "hub"))
+    store = hub.spawn("store", WeightStore, WeightSettings())
+    publisher = Damaged(store, weights, WeightSettings(), rank=0, world=1)
+    await publisher.publish(1)
+    size = {"max_running": 8, "max_context": 128, "kv_cache_gib": 0.01}
+    model = ModelSettings(path=str(tiny_model_folder))
+    replica = mesh.spawn("replica", Generator, GeneratorSettings(**size), model, store, 0, WeightSettings())
+    assert await replica.start.call_one() == 1
+    connection = Connection(replica)
+    sample = await connection.submit("before", PROMPT, GREEDY)
+    assert set(sample.versions.tolist()) == {1}
+    held = asyncio.ensure_future(connection.submit("held back", PROMPT, GREEDY, 2))
+    (end,) = await ended(mesh)
+    await publisher.publish(2)
+    await asyncio.wait_for(end.wait(), 20)
+    with pytest.raises(ReplicaLost):
+        await held
+    assert "version 2 at reader generator-0.0: `" in capfd.readouterr().err
+    await hub.stop()
