@@ -120,7 +120,7 @@ def agreement(engine: Any, rows: TensorDict, dtype: str, routing: str) -> Agreem
 
 
 def alternating(work: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """CPU seconds of each side's rounds. Each follows one of the other side: a second one of the same side is faster."""
+    """CPU seconds of each round. Each follows one of the other side: a second one of the same side is faster."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(ROUNDS + 1):
         for name, side in work.items():
