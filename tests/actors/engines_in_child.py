@@ -5,11 +5,12 @@ The key-value cache is small, and prompts span several of its blocks, so that pr
 
 import atexit
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +42,28 @@ class Engines:
             tensor.copy_(self.weights[which][name])
         return version
 
+    def load_scaled(self, version: int) -> int:
+        """The same with weights whose logits are those of folder 0, multiplied by `scale_of` the version."""
+        self.load(0, version)
+        self.torchtitan.named_tensors()["lm_head.weight"].mul_(scale_of(version))
+        return version
+
+
+def scale_of(version: Any) -> Any:
+    """What the logits of this version are multiplied by; another number for 16 versions in turn."""
+    return 1 + version % 16 / 8
+
 
 engines: Engines
 
 
-def start_engines(folders: list[Path]) -> None:
+def start_engines(folders: list[Path], **changes: Any) -> None:
+    """Start them; `changes` are settings of the one with torchtitan's definition."""
     global engines
     from goaly.generate.engine import Engine
     from goaly.models.spec import model_spec
 
-    settings = GeneratorSettings(max_running=32, max_context=512, kv_cache_gib=0.005, max_step_tokens=256)
+    settings = GeneratorSettings(max_running=32, max_context=512, kv_cache_gib=0.005, max_step_tokens=256, **changes)
     model = ModelSettings(path=str(folders[0]))
     engines = Engines(
         torchtitan=Engine(settings, model),
@@ -118,6 +131,29 @@ def sample_rest(begun: list[int], sampling: Sampling) -> Sample:
     engine = engines.torchtitan
     engine.add("rest", PROMPTS[0] + begun, sampling, written=len(begun))
     return steps(engine)["rest"]
+
+
+def update_at_steps(mode: str, steps_between: Sequence[int] = (1,)) -> list[Sample]:
+    """Samples, begun one after the other, during which weights of `load_scaled` came after so many steps in turn; in
+    mode `drain`, whenever nothing was under way."""
+    engine = engines.torchtitan
+    engine._settings = replace(engines.settings, on_update=mode)
+    engine.apply(partial(engines.load_scaled, 1))
+    to_begin = list(enumerate(PROMPTS))
+    samples: dict[str, Sample] = {}
+    for count in islice(cycle(steps_between), 100):
+        for number, prompt in to_begin[:2]:
+            engine.add(str(number), prompt, Sampling(max_tokens=10 + 3 * number, seed=number))
+        del to_begin[:2]
+        samples |= steps(engine, None if mode == "drain" else count)
+        engine.apply(partial(engines.load_scaled, engine.version + 1))
+        if not engine.running and not to_begin:
+            break
+    else:
+        raise AssertionError(f"after 100 updates {engine.running} requests are still running")
+    engine._settings = engines.settings
+    engine.apply(partial(engines.load, 0, 0))
+    return [samples[str(number)] for number in range(len(PROMPTS))]
 
 
 def parameters_of(sampling: Sampling) -> dict[str, Any]:

@@ -34,10 +34,10 @@ from tests.actors.engines_in_child import (
     sampled_in_another_thread,
     start_engines,
     stream_over_an_update,
+    update_at_steps,
     update_while_sampling,
 )
-
-NOISE = 2e-4
+from tests.actors.expected import NOISE, Expected, versions_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -70,26 +70,8 @@ def there(folders):
 
 
 @pytest.fixture(scope="module")
-def expected(folders):
-    """The log-probabilities that transformers gives to what was sampled, with the weights of folder 0 or 1."""
-    from transformers import AutoModelForCausalLM
-
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
-
-    @torch.no_grad()
-    def logprobs(prompt: list[int], sample: Sample, which: int = 0, temperature: float = 1.0) -> torch.Tensor:
-        tokens = torch.tensor([[*prompt, *sample.tokens.tolist()]])
-        logits_NV = models[which](tokens).logits[0, len(prompt) - 1 : -1]
-        return (logits_NV / temperature).log_softmax(-1).gather(1, sample.tokens[:, None])[:, 0]
-
-    @torch.no_grad()
-    def greedy(prompt: list[int]) -> list[int]:
-        tokens = torch.tensor([prompt])
-        out = models[0].generate(tokens, max_new_tokens=GREEDY.max_tokens, do_sample=False, eos_token_id=None)
-        return out[0, len(prompt) :].tolist()
-
-    logprobs.greedy = greedy
-    return logprobs
+def expected(folders) -> Expected:
+    return Expected(folders)
 
 
 def test_greedy_decoding_is_that_of_transformers(there, expected):
@@ -103,7 +85,7 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(there, expected
     samples = there(sample_all, "torchtitan", PROMPTS, Sampling(max_tokens=40, temperature=temperature))
     assert len({tuple(sample.tokens.tolist()) for sample in samples}) == len(PROMPTS)
     for prompt, sample in zip(PROMPTS, samples, strict=True):
-        reference = expected(prompt, sample, temperature=temperature)
+        reference = expected.logprobs(prompt, sample, temperature=temperature)
         torch.testing.assert_close(sample.logprobs, reference, atol=NOISE, rtol=0)
 
 
@@ -259,7 +241,7 @@ def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it_and_chang
         assert sample.tokens.tolist() == whole[:ends]
         assert len(sample.logprobs) == len(sample.versions) == len(sample.tokens)
         assert (sample.finish, sample.stop) == ((Finish.STOP, stop) if ends else (Finish.LENGTH, None))
-        torch.testing.assert_close(sample.logprobs, expected(prompt, sample), atol=NOISE, rtol=0)
+        torch.testing.assert_close(sample.logprobs, expected.logprobs(prompt, sample), atol=NOISE, rtol=0)
 
 
 def test_a_stop_string_wins_over_the_token_limit_and_a_stop_token_over_a_stop_string(there):
@@ -327,7 +309,7 @@ def test_vllms_own_model_gives_the_same_distribution(there, expected):
     for prompt, one, other in zip(PROMPTS, ours, native, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         torch.testing.assert_close(one.logprobs, other.logprobs, atol=NOISE, rtol=0)
-        torch.testing.assert_close(other.logprobs, expected(prompt, other), atol=NOISE, rtol=0)
+        torch.testing.assert_close(other.logprobs, expected.logprobs(prompt, other), atol=NOISE, rtol=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it takes them")
@@ -337,23 +319,7 @@ def test_vllms_own_model_refuses_weight_updates_on_cpu_with_the_reason(there):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's own models can't take weights on CPU")
 def test_vllms_own_model_takes_the_trainers_weights_on_a_gpu(there, expected):
-    check(there(native_with, 1), expected, which=1, version=3)
-
-
-def versions_of(samples: list[Sample]) -> set[tuple[tuple[int, int], ...]]:
-    """How many tokens of each version, for all samples."""
-    return {
-        tuple((int(version), int((sample.versions == version).sum())) for version in sample.versions.unique())
-        for sample in samples
-    }
-
-
-def check(samples: list[Sample], expected, which: int, version: int, *, close: bool = True) -> None:
-    """The tokens of this version have (or, not close, have not) the log-probabilities of the folder's weights."""
-    for prompt, sample in zip(PROMPTS, samples, strict=False):
-        of_version = sample.versions == version
-        error = (sample.logprobs - expected(prompt, sample, which))[of_version].abs().max()
-        assert bool(error < NOISE) is close, f"{error:.6f}"
+    expected.check(there(native_with, 1), which=1, version=3)
 
 
 def test_recompute_goes_on_under_the_new_weights_over_the_whole_prefix(there, expected):
@@ -362,27 +328,36 @@ def test_recompute_goes_on_under_the_new_weights_over_the_whole_prefix(there, ex
     (split,) = versions_of(samples[:2])
     assert [version for version, _ in split] == [4, 5]  # EN-1
     assert all(sample.versions.diff().min() >= 0 for sample in samples)
-    check(samples, expected, 0, 4)
-    check(samples, expected, 1, 5)
+    expected.check(samples, 0, 4)
+    expected.check(samples, 1, 5)
     assert versions_of(later) == {((5, 40),)}
-    check(later, expected, 1, 5)  # EN-2
+    expected.check(later, 1, 5)  # EN-2
 
 
 def test_keep_goes_on_with_the_old_cache_and_lets_no_new_request_have_it(there, expected):
     samples, later = there(update_while_sampling, "keep")
     assert all(len(sample.tokens) == 40 for sample in samples)
-    check(samples, expected, 0, 4)
-    check(samples[:1], expected, 1, 5, close=False)
+    expected.check(samples, 0, 4)
+    expected.check(samples[:1], 1, 5, close=False)
     assert versions_of(later) == {((5, 40),)}
-    check(later, expected, 1, 5)  # EN-2
+    expected.check(later, 1, 5)  # EN-2
 
 
 def test_drain_ends_what_is_under_way_under_the_old_weights(there, expected):
     samples, later = there(update_while_sampling, "drain")
     assert versions_of(samples) == {((4, 40),)}
-    check(samples, expected, 0, 4)
+    expected.check(samples, 0, 4)
     assert versions_of(later) == {((5, 40),)}
-    check(later, expected, 1, 5)
+    expected.check(later, 1, 5)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep", "drain"])
+def test_every_token_has_the_version_that_drew_it_where_each_step_has_another(there, expected, mode):  # EN-1 EN-3
+    samples = there(update_at_steps, mode)
+    expected.check_each_stamp(samples)
+    assert [len(sample.tokens) for sample in samples] == [10, 13, 16, 19, 22, 25]
+    if mode != "drain":
+        assert all((sample.versions.diff() == 1).all() for sample in samples)
 
 
 def test_preempted_requests_lose_and_repeat_nothing(there, expected):
@@ -390,7 +365,7 @@ def test_preempted_requests_lose_and_repeat_nothing(there, expected):
     assert preempted > 0
     assert all(len(sample.tokens) == 120 for sample in samples)
     for number, sample in enumerate(samples):
-        torch.testing.assert_close(sample.logprobs, expected(PROMPTS[number % 6], sample), atol=NOISE, rtol=0)
+        torch.testing.assert_close(sample.logprobs, expected.logprobs(PROMPTS[number % 6], sample), atol=NOISE, rtol=0)
 
 
 def test_cancelling_gives_what_was_sampled_and_leaves_the_others_alone(there):
@@ -426,4 +401,4 @@ def test_the_engine_decodes_with_parameters_that_were_flipped(there, expected):
     for which in (1, 0):
         flips, samples = there(partial(flip, which))
         assert flips, "something in vLLM holds views of the parameters"
-        check(samples, expected, which, 7)
+        expected.check(samples, which, 7)
