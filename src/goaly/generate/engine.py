@@ -4,15 +4,15 @@ Not thread-safe: one thread owns an engine and makes every call after constructi
 and all of them must get the same calls in the same order.
 
 Invariants
-    EN-1  A token's version is that of the weights that produced its logits: the weights change only between two steps
-          (no asynchronous scheduling), and what a step samples is stamped with the version set before it.
+    EN-1  A token's version is that of the weights that produced its logits: the weights change only when every step
+          that was launched has been read, and its tokens are stamped with the version set before.
     EN-2  No KV block that was cached under other weights is reused after a weight update, in any mode. With `keep`,
           only running requests keep their blocks.
     EN-3  A request that is running at an update continues with the tokens it has: none is lost or drawn again.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +31,7 @@ from vllm.config import StructuredOutputsConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.sample import sampler
 
@@ -130,6 +131,8 @@ class Engine:
         self._requests: dict[str, _Running] = {}
         self._names: dict[str, str] = {}
         self._streamed: set[str] = set()
+        self._ended: list[tuple[str, Sample | InvalidRequest]] = []
+        """What `step` has not returned yet of the steps that `apply` read."""
         overrides: dict[str, Any] = {"compilation_config": {}}
         if on_cuda:
             overrides["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -178,7 +181,7 @@ class Engine:
             disable_hybrid_kv_cache_manager=True if self._shape.windows else None,  # one table of blocks for all layers
             enforce_eager=not self._records_graphs,
             logprobs_mode="processed_logprobs",
-            async_scheduling=False,  # EN-1
+            async_scheduling=settings.async_scheduling,
             structured_outputs_config=StructuredOutputsConfig(backend=BACKEND),
             disable_log_stats=True,
             **overrides,
@@ -194,8 +197,8 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """How many requests have not ended."""
-        return len(self._requests)
+        """How many requests `step` has to return, without those that are cancelled before."""
+        return len(self._requests) + len(self._ended)
 
     def enter_thread(self) -> None:
         """Prepare the calling thread for other calls: each has its own current CUDA device and number of threads."""
@@ -237,31 +240,15 @@ class Engine:
         return [(request.name, request.sample(Finish.CANCELLED)) for request in map(self._forget, keys)]
 
     def step(self) -> list[tuple[str, Sample | InvalidRequest]]:
-        """Compute one step; the samples that it ended, by request name, and the errors of requests (GM-1)."""
-        # Read from vLLM's core: its front end would add text and nested records to each token, which nobody here needs.
-        ended: list[tuple[str, Sample | InvalidRequest]] = []
-        stopped = []
-        outputs = self._core.get_output().outputs
-        if not outputs and not self._scheduler.running:
-            self._grammars.wait()
-        for output in outputs:
-            request = self._requests[output.request_id]
-            if output.finish_reason is FinishReason.ERROR:
-                self._forget(output.request_id)
-                ended.append((request.name, refused(request.sampling.structured_outputs, ENDED)))
-                continue
-            request.wrote(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), self.version)  # EN-1
-            finish = None if output.finish_reason is None else FINISHES[output.finish_reason]
-            stop = None if finish is Finish.STOP else request.stopped_by(output.new_token_ids)
-            if stop is not None:
-                if finish is None:
-                    stopped.append(output.request_id)
-                finish = Finish.STOP
-            if finish is not None:
-                self._forget(output.request_id)
-                ended.append((request.name, request.sample(finish, stop)))
-        if stopped:
-            self._core.abort_requests(stopped)  # the same on every rank: all ranks sample the same tokens
+        """Compute one step; the samples that it ended, by request name, and the errors of requests (GM-1). With
+        `generator.async_scheduling` launch it, and read the one before."""
+        ended, self._ended = self._ended, []
+        if self._requests:
+            # Read from vLLM's core: its front end would add text and nested records to each token, which nobody needs.
+            outputs = self._core.get_output().outputs
+            if not outputs and not self._scheduler.running:
+                self._grammars.wait()
+            ended += self._read(outputs)
         return ended
 
     @property
@@ -281,6 +268,7 @@ class Engine:
 
     def apply(self, fill: Callable[[], int]) -> int:
         """Overwrite the weights by `fill`, which returns their version. The next step decodes with that version."""
+        self._read_launched()  # EN-1, EN-3
         version = fill()
         if self._settings.engine == "torchtitan":
             self._model().weights_changed()
@@ -349,12 +337,45 @@ class Engine:
         if request.streams:
             self._streamed.add(core_request.request_id)
 
+    def _read(self, outputs: Sequence[Any]) -> list[tuple[str, Sample | InvalidRequest]]:
+        """Take vLLM's outputs of a step; the samples that it ended, and errors."""
+        ended: list[tuple[str, Sample | InvalidRequest]] = []
+        stopped = []
+        for output in outputs:
+            request = self._requests[output.request_id]
+            if output.finish_reason is FinishReason.ERROR:
+                self._forget(output.request_id)
+                ended.append((request.name, refused(request.sampling.structured_outputs, ENDED)))
+                continue
+            request.wrote(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), self.version)  # EN-1
+            finish = None if output.finish_reason is None else FINISHES[output.finish_reason]
+            stop = None if finish is Finish.STOP else request.stopped_by(output.new_token_ids)
+            if stop is not None:
+                if finish is None:
+                    stopped.append(output.request_id)
+                finish = Finish.STOP
+            if finish is not None:
+                self._forget(output.request_id)
+                ended.append((request.name, request.sample(finish, stop)))
+        self._core.abort_requests(stopped)  # the same on every rank: all ranks sample the same tokens
+        return ended
+
+    def _read_launched(self) -> None:
+        """Read every step that was launched, and launch none."""
+        core = self._core.engine_core
+        if not core.batch_queue:
+            return
+        self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while core.batch_queue:
+            self._ended += self._read(self._core.get_output().outputs)
+        self._scheduler.set_pause_state(PauseState.UNPAUSED)
+
     def _forget(self, key: str) -> _Running:
         request = self._requests.pop(key)
         del self._names[request.name]
         self._streamed.discard(key)
         if self._recorder is not None:
-            request.choices = self._recorder.take(key)
+            request.choices = self._recorder.take(key)[: len(request.prompt) + len(request.tokens) - 1]
         return request
 
     def _restart_waiting(self) -> None:

@@ -20,6 +20,8 @@ PREPACKED = (
 
 NO_ADAPTERS = "must be torchtitan where trainer.lora is set: adapters are published by torchtitan's names"
 
+NOT_ASYNC = "must be false on CPU: vLLM's CPU build switches it off, because one thread plans steps and computes them"
+
 FLIP_UNDER_GRAPHS = (
     "must be copy where decode steps are recorded as CUDA graphs, which would still read the old memory; "
     "or set generator.cuda_graphs=false"
@@ -54,6 +56,9 @@ class GeneratorSettings(Settings):
     """Compute the shared prompt of a group's samples only once."""
     cuda_graphs: bool = True
     """Record decode steps as CUDA graphs. No effect on CPU, and on experts in float32 or on a GPU older than Hopper."""
+    async_scheduling: bool = False
+    """GPU only: plan the next decode step while the GPU computes this one. Each weight update first waits for the step
+    under way. Set it where steps are short; it has not been measured on a GPU yet."""
     threads: PositiveInt = 1
     """CPU threads of each process."""
     start_minutes: PositiveFloat = 30.0
@@ -67,8 +72,11 @@ class GeneratorSettings(Settings):
     def problems(self, prefix: str, *, device: str | None = None, updates: bool = True) -> list[str]:
         """One line for each setting that cannot work on `device` (null: vLLM's own), with weight updates or without."""
         found = super().problems(prefix)
-        if self.engine == "native" and updates and (device or vllm_device()) == "cpu":
+        on_cpu = (device or vllm_device()) == "cpu"
+        if self.engine == "native" and updates and on_cpu:
             found.append(f"{prefix}engine=native: {PREPACKED}")
+        if self.async_scheduling and on_cpu:
+            found.append(f"{prefix}async_scheduling=true: {NOT_ASYNC}")
         return found
 
     def _problems(self, at: Section) -> Iterator[str]:

@@ -45,6 +45,13 @@ def test_the_native_engine_is_refused_on_cpu_where_weights_change_and_fine_where
     assert native.problems("generator.", device="cuda", updates=True) == []
 
 
+def test_asynchronous_scheduling_is_refused_on_cpu_with_the_reason():
+    planned = GeneratorSettings(async_scheduling=True)
+    (problem,) = planned.problems("generator.", device="cpu")
+    assert problem.startswith("generator.async_scheduling=true: must be false on CPU")
+    assert planned.problems("generator.", device="cuda") == []
+
+
 @pytest.mark.parametrize(
     ("installed", "device"),
     [("0.32.0", "cuda"), ("0.32.0+cpu", "cpu"), (None, "cpu")],
