@@ -100,7 +100,7 @@ def total(found: PassMemory) -> int:
 
 def measure_pass(folder: Path, name: str) -> list[Case]:
     """Estimate, then train, or compute the log-probs of a frozen model."""
-    from goaly.parity import in_ranks
+    from goaly.run.ranks import in_ranks
 
     trains = name in CASES
     size, dtype, degrees = (CASES if trains else REFERENCES)[name]

@@ -34,12 +34,12 @@ from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.parity import (
     Recomputer,
     Sampler,
-    fork_ranks_from_one_server,
     mixed_requests,
     recompute_in_ranks,
     sample_in_ranks,
     small_cache,
 )
+from goaly.run.ranks import fork_ranks_from_one_server
 from goaly.train.settings import TrainerSettings
 
 ROUNDS = 5

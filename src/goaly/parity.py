@@ -4,36 +4,34 @@
 
 A config of a run says which model, and how generator and trainer divide it. The generator samples requests of mixed
 lengths, of which some share a prompt, all there at once in a cache that is too small for them; the trainer recomputes
-what was sampled, on several packings. The exit code is 1 if a log-prob differs.
+what was sampled, on several packings. The exit code is 1 if a log-prob differs. Then one rank recomputes it, too, and
+the operations of the side that differs from this rank are compared with the rank's, to name the first that does.
 
 Each rank is a process of its own, which this one starts and waits for.
 """
 
 import argparse
-import multiprocessing
-import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from goaly.backlog.packing import assign
 from goaly.config import load
 from goaly.errors import ConfigError
 from goaly.generate.request import Sampling
 from goaly.generate.settings import GeneratorSettings
+from goaly.models.operations import Outputs, first_other
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
 from goaly.run.config import RunConfig
-from goaly.run.fork_server import FORKED
-from goaly.run.process_agent import lasting_port
+from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
 from goaly.train.rank import join_process_group
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, TensorDict, pack_rows, token_data
@@ -57,6 +55,24 @@ class CheckedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A token whose log-prob is not the sampler's."""
+
+    sequence: int
+    """The number of its request."""
+    position: int
+    token: int
+    trainer: float
+    sampler: float
+
+    def __str__(self) -> str:
+        return (
+            f"The first is token {self.token} at position {self.position} of sequence {self.sequence}: the trainer's "
+            f"log-prob is {self.trainer!r}, the sampler's {self.sampler!r}."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """Trained tokens, and those whose log-probs are not equal."""
 
@@ -64,8 +80,10 @@ class Compared:
     differing: int
     largest: float
     """The largest difference."""
+    first: Difference | None = None
+    """One of the tokens that differ."""
     explained: str = ""
-    """The first difference; empty if there is none."""
+    """The operation that makes the first token differ, if it was searched for."""
 
 
 def mixed_requests(
@@ -117,8 +135,12 @@ def sequence(prompt: list[int], sample: "Sample") -> TensorDict:
 
 def rows_of(sequences: Sequence[TensorDict], row_length: int, *, ranks: int = 1, rank: int = 0) -> TensorDict:
     """A rank's rows of these sequences."""
-    lengths = [len(one["tokens"]) for one in sequences]
-    return pack_rows(sequences, assign(lengths, row_length, ranks)[rank], row_length, 0)
+    return pack_rows(sequences, _places(sequences, row_length, ranks)[rank], row_length, 0)
+
+
+def _places(sequences: Sequence[TensorDict], row_length: int, ranks: int) -> Sequence[Sequence[tuple[int, ...]]]:
+    """The numbers of the sequences in each row of each rank."""
+    return assign([len(one["tokens"]) for one in sequences], row_length, ranks)
 
 
 def compared(rows: TensorDict, logprobs_RL: torch.Tensor) -> Compared:
@@ -129,6 +151,22 @@ def compared(rows: TensorDict, logprobs_RL: torch.Tensor) -> Compared:
         tokens=len(mine),
         differing=int((mine != sampler).sum()),
         largest=float((mine - sampler).abs().max()) if len(mine) else 0.0,
+    )
+
+
+def _first(rows: TensorDict, places: Sequence[tuple[int, ...]], logprobs_RL: torch.Tensor) -> Difference | None:
+    """The first token of these rows whose log-prob is not the sampler's."""
+    sampler_RL = rows["sampler_logprobs"]
+    differs = (rows["trained"] & (logprobs_RL != sampler_RL)).nonzero()
+    if not len(differs):
+        return None
+    at = row, column = tuple(differs[0].tolist())
+    return Difference(
+        sequence=places[row][int((rows["positions"][row, : column + 1] == 0).sum()) - 1],
+        position=int(rows["positions"][at]),
+        token=int(rows["tokens"][at]),
+        trainer=float(logprobs_RL[at]),
+        sampler=float(sampler_RL[at]),
     )
 
 
@@ -177,30 +215,8 @@ def _joined(parts: Sequence[Compared]) -> Compared:
         tokens=sum(part.tokens for part in parts),
         differing=sum(part.differing for part in parts),
         largest=max(part.largest for part in parts),
-        explained=next((part.explained for part in parts if part.explained), ""),
+        first=next((part.first for part in parts if part.first), None),
     )
-
-
-def fork_ranks_from_one_server() -> None:
-    """Let the ranks be forks of one process that imports what they need. To be called before the first `in_ranks`."""
-    if torch.cuda.device_count() == 0:  # an import may initialize CUDA, which a fork cannot use
-        multiprocessing.set_forkserver_preload([*FORKED["generator"], *FORKED["trainer"]])
-
-
-def in_ranks(work: Callable[..., None], ranks: int, arguments: tuple[Any, ...]) -> None:
-    """Call `work` in so many processes that can form a process group, with the rank and then these arguments."""
-    torch.multiprocessing.start_processes(
-        _in_rank, (work, ranks, lasting_port(), *arguments), nprocs=ranks, start_method="forkserver"
-    )
-
-
-def _in_rank(rank: int, work: Callable[..., None], ranks: int, port: int, *arguments: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    work(rank, *arguments)
-    sys.stdout.flush()
-    os._exit(0)  # libraries' threads would take seconds to end
 
 
 def _sample(rank: int, sampler: Sampler, out: Path) -> None:
@@ -221,22 +237,112 @@ def _recompute(rank: int, recomputers: Sequence[Recomputer], out: Path) -> None:
     found = []
     for one in recomputers:
         join_process_group(one.trainer.threads, one.trainer.ranks)
-        sequences = [token_data(columns) for columns in torch.load(one.sequences)]
+        sequences = _sequences(one)
         found.append([])
         for row_length, microbatch_rows in one.packings:
             engine = TrainEngine(one.model, replace(one.trainer, microbatch_rows=microbatch_rows))
-            rows = rows_of(sequences, row_length, ranks=one.trainer.fsdp, rank=engine.dp_rank)
-            comparison = compared(rows, engine.logprobs(rows))
-            if comparison.differing and one.model.numerics == "bitwise":
-                comparison = replace(comparison, explained=engine.explain(rows))
+            places = _places(sequences, row_length, one.trainer.fsdp)[engine.dp_rank]
+            rows = pack_rows(sequences, places, row_length, 0)
+            logprobs_RL = engine.logprobs(rows)
             if engine.leads:
-                found[-1].append(comparison)
+                found[-1].append(replace(compared(rows, logprobs_RL), first=_first(rows, places, logprobs_RL)))
     if found[0]:
         torch.save(found, out / str(rank))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """A search for the operation that makes a token differ, in a folder for what the ranks find."""
+
+    sampler: Sampler
+    recomputer: Recomputer
+    """On the packing where the token differs."""
+    difference: Difference
+    folder: Path
+
+    def explained(self) -> str:
+        """The first operation that computes other bits, and where."""
+        recomputer = self.recomputer
+        in_ranks(_compute_alone, 1, (self,))
+        said, _ = torch.load(self.folder / "alone")
+        if said:
+            said = f"One rank of a trainer says: {said}"
+            searched, ranks, side = _sampler_operations, self.sampler.generator.tp, "sampler"
+        else:
+            searched, ranks, side = _trainer_operations, recomputer.trainer.ranks, "trainer"
+            said = "One rank of a trainer computes the sampler's bits."
+        in_ranks(searched, ranks, (self,))
+        found = {rank: torch.load(self.folder / f"rank-{rank}") for rank in range(ranks)}
+        names = [*torch.load(self.folder / "alone")[1], None]
+        rank = min(found, key=lambda rank: names.index(found[rank]))
+        if found[rank] is not None:
+            return f"{said} The first operation whose output on {side} rank {rank} is not that rank's is {found[rank]}."
+        if side == "trainer":
+            return f"{said} All operations of the trainer's ranks before lm_head do, too, so it is lm_head."
+        return f"{said} All operations of the sampler before lm_head compute the same bits of a prompt."
+
+
+def _compute_alone(_: int, search: Search) -> None:
+    """What one rank says of the packing, and what its operations give the tokens before the one that differs."""
+    from goaly.train.engine import TrainEngine
+
+    one, at = search.recomputer, search.difference
+    ((row_length, microbatch_rows),) = one.packings
+    join_process_group(one.trainer.threads, 1)
+    alone = replace(one.trainer, fsdp=1, tp=1, ep=1, microbatch_rows=microbatch_rows)
+    engine, sequences = TrainEngine(one.model, alone), _sequences(one)
+    said = engine.explain(rows_of(sequences, row_length))
+    sequence = sequences[at.sequence]
+    outputs = engine.operations(rows_of([sequence], len(sequence["tokens"])))
+    torch.save((said, _of_tokens(outputs, 0, at.position)), search.folder / "alone")
+
+
+def _trainer_operations(rank: int, search: Search) -> None:
+    from goaly.train.engine import TrainEngine
+
+    one, at = search.recomputer, search.difference
+    ((row_length, microbatch_rows),) = one.packings
+    join_process_group(one.trainer.threads, one.trainer.ranks)
+    engine, sequences = TrainEngine(one.model, replace(one.trainer, microbatch_rows=microbatch_rows)), _sequences(one)
+    places = _places(sequences, row_length, one.trainer.fsdp)[engine.dp_rank]
+    first = None
+    for start in range(0, len(places), microbatch_rows):
+        rows = places[start : start + microbatch_rows]
+        outputs = engine.operations(pack_rows(sequences, rows, row_length, 0))
+        order = [number for row in rows for number in row]
+        if at.sequence in order:
+            before = sum(len(sequences[number]["tokens"]) for number in order[: order.index(at.sequence)])
+            _, alone = torch.load(search.folder / "alone")
+            mine = _of_tokens(outputs, before, before + at.position)
+            first = first_other(mine, alone, rank=rank % one.trainer.tp, ranks=one.trainer.tp)
+    torch.save(first, search.folder / f"rank-{rank}")
+
+
+def _sampler_operations(rank: int, search: Search) -> None:
+    from goaly.generate.engine import Engine
+
+    one, at = search.sampler, search.difference
+    torch.set_num_threads(one.generator.threads)
+    tokens = _sequences(search.recomputer)[at.sequence]["tokens"][: at.position].tolist()
+    _, alone = torch.load(search.folder / "alone")
+    engine = Engine(one.generator, one.model)
+    mine = _of_tokens(engine.operations(tokens), 0, at.position)
+    torch.save(first_other(mine, alone, rank=rank, ranks=one.generator.tp), search.folder / f"rank-{rank}")
+    if one.generator.tp > 1:
+        dist.barrier()
+
+
+def _of_tokens(outputs: Outputs, start: int, stop: int) -> Outputs:
+    return {name: tuple(part[:, start:stop].clone() for part in parts) for name, parts in outputs.items()}
+
+
+def _sequences(recomputer: Recomputer) -> list[TensorDict]:
+    return [token_data(columns) for columns in torch.load(recomputer.sequences)]
+
+
 def check(config: RunConfig, requests: int) -> list[Compared]:
-    """Compare the generator and the trainer of this config on three packings."""
+    """Compare the generator and the trainer of this config on three packings. With bitwise numerics the first one that
+    differs is explained."""
     shape = architecture(read_config(config.model.path))
     longest = config.max_context
     generator = replace(config.generator, max_context=longest, max_running=min(config.generator.max_running, 32))
@@ -250,7 +356,14 @@ def check(config: RunConfig, requests: int) -> list[Compared]:
         sampler = Sampler(model=config.model, generator=small_cache(config.model, generator, 2 * longest), asked=asked)
         sample_in_ranks(sampler, file)
         recomputer = Recomputer(model=config.model, trainer=config.trainer, sequences=file, packings=packings)
-        return recompute_in_ranks([recomputer])[0]
+        (found,) = recompute_in_ranks([recomputer])
+        for number, packing in enumerate(packings):
+            if (first := found[number].first) is not None and config.model.numerics == "bitwise":
+                where = replace(recomputer, packings=[packing])
+                search = Search(sampler=sampler, recomputer=where, difference=first, folder=Path(folder))
+                found[number] = replace(found[number], explained=search.explained())
+                break
+        return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -266,8 +379,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = check(config, line.requests)
     for comparison in found:
         print(f"{comparison.differing} of {comparison.tokens} tokens differ, by at most {comparison.largest:.3g}")
-        if comparison.explained:
-            print(comparison.explained)
+        if comparison.first is not None:
+            print(" ".join(filter(None, (str(comparison.first), comparison.explained))))
     return int(any(comparison.differing for comparison in found))
 
 

@@ -51,6 +51,7 @@ from goaly.generate.request import (
 from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings
 from goaly.generate.streamed_answer import Part
 from goaly.generate.unnamed import leave_no_named_shared_memory, unname_semaphores
+from goaly.models.operations import Outputs, by_token, recorded
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import architecture, prepare_torchtitan, read_config, versioned_tensors
 from goaly.models.vllm_naming import vllm_naming, without_padding
@@ -301,6 +302,13 @@ class Engine:
         if self._settings.engine == "torchtitan":
             return versioned_tensors(self._model().model)
         return without_padding(dict(self._model().named_parameters()), self.naming())
+
+    def operations(self, tokens: list[int]) -> Outputs:
+        """What this rank's operations of torchtitan's definition give these tokens, computed as a prompt."""
+        with recorded(self._model().model) as outputs:
+            self.add("operations", tokens, Sampling(max_tokens=1))
+            self.step()
+        return by_token(outputs, has_all_experts=self._settings.ep == 1)
 
     def naming(self) -> Naming:
         """How parameters with vLLM's names are made of tensors with torchtitan's. Empty if they have torchtitan's."""

@@ -41,6 +41,7 @@ from goaly.watchdog import progress
 from goaly.weights.placement import local
 
 if TYPE_CHECKING:
+    from goaly.models.operations import Outputs
     from goaly.weights.digest import Digest
 
 
@@ -352,7 +353,18 @@ class TrainEngine(ModelEngine):
                 self._outputs(self._microbatch(part))
         except ParityError as error:
             return str(error)
+        finally:
+            self._compares = False
         return ""
+
+    @torch.no_grad()
+    def operations(self, rows: TensorDict) -> "Outputs":
+        """What the model's operations give the tokens of a microbatch of these rows; every rank must call it."""
+        from goaly.models.operations import by_token, recorded
+
+        with recorded(self._model) as outputs:
+            self._outputs(self._microbatch(rows))
+        return by_token(outputs, has_all_experts=self._settings.ep == 1)
 
     def optimizer_step(self, *, last: bool = True) -> dict[str, float]:
         """Clip the gradients, take a step, zero the gradients; the `last` step of a batch advances the schedule."""

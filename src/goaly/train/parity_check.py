@@ -12,7 +12,7 @@ Invariants
           differ, and the first operation whose output depends on how the document is computed.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 
 from goaly.errors import ParityError
 from goaly.models.bitwise_attention import GrowingDocument
+from goaly.models.operations import by_token, first_other, recorded
 from goaly.train.microbatch import Microbatch
 
 Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -95,12 +96,14 @@ def first_difference(model: Any, head: Head, batch: Microbatch, first: int) -> s
                 attention_masks=growing.next(1),
             )
         steps.append(step)
-    for name, outputs in packed.items():
-        if outputs[0].shape[:2] != batch.tokens_1T.shape:  # rows by expert
-            continue
-        alone = [torch.cat(parts, 1) for parts in zip(*(step[name] for step in steps), strict=True)]
-        if any(not torch.equal(one[:, document], other) for one, other in zip(outputs, alone, strict=True)):
-            return name
+    of_document = {name: tuple(part[:, document] for part in parts) for name, parts in by_token(packed).items()}
+    by_step = [by_token(step) for step in steps]
+    alone = {
+        name: tuple(torch.cat(parts, 1) for parts in zip(*(step[name] for step in by_step), strict=True))
+        for name in of_document
+    }
+    if (name := first_other(of_document, alone)) is not None:
+        return name
     place, target = torch.tensor([0]), batch.targets_P[first : first + 1]
     beside = head(packed["norm"][0], batch.predicting_P, batch.targets_P)[0][first]
     return None if float(head(steps[-1]["norm"][0], place, target)[0]) == float(beside) else "lm_head"
@@ -118,22 +121,3 @@ def choices_at(model: Any, place: slice) -> Iterator[None]:
     finally:
         for layer, of_all in zip(layers, whole, strict=True):
             layer.choices_BLK, layer.replayed_BL1 = of_all
-
-
-@contextmanager
-def recorded(model: Any) -> Iterator[Mapping[str, tuple[torch.Tensor, ...]]]:
-    """The outputs of the model's modules in the order in which they end: those of a layer after those of its parts."""
-    outputs: dict[str, tuple[torch.Tensor, ...]] = {}
-
-    def record(name: str) -> Any:
-        def hook(module: Any, inputs: Any, output: Any) -> None:
-            outputs[name] = output if isinstance(output, tuple) else (output,)
-
-        return hook
-
-    handles = [module.register_forward_hook(record(name)) for name, module in model.named_modules() if name]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -12,6 +12,7 @@ from goaly.errors import ParityError
 from goaly.losses.objective import Likelihood, PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
+from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.train.engine import TrainEngine
 from goaly.train.settings import OptimizerSettings, TrainerSettings
 from goaly.trajectory import Minibatch, PackedRows
@@ -115,6 +116,17 @@ def test_the_first_operation_that_depends_on_what_is_computed_beside_it_is_named
     assert f"first operation whose output depends on how the document is computed is {operation}." in differing(
         engine, batch
     )
+
+
+def test_experts_whose_output_depends_on_what_is_computed_beside_it_are_named(tmp_path: Path):  # PC-2
+    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48))
+    engine = TrainEngine(ModelSettings(path=str(folder), numerics="bitwise"), SETTINGS)
+    batch = as_sampled(engine)
+    experts = engine._model.get_submodule("layers.1.moe.routed_experts.inner_experts")
+    plain = experts.forward
+    experts.forward = lambda x_RD, rows_E: plain(x_RD, rows_E) * (1 + 1e-5 * len(x_RD))
+    said = differing(engine, batch)
+    assert "how the document is computed is layers.1.moe.routed_experts.inner_experts." in said
 
 
 def test_a_head_that_depends_on_what_is_computed_beside_it_is_named(

@@ -1,0 +1,115 @@
+"""`python -m goaly.parity` names the operation that is broken on purpose, on one rank or on many."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import goaly.parity
+from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.run.ranks import in_ranks
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def break_module(model: Any, operation: str, *, by_length: bool) -> None:
+    """Let this module's output be a little too large: always, or by the number of tokens that it computes."""
+    module = model.get_submodule(operation)
+    plain = module.forward
+
+    def broken(x: Any, *rest: Any) -> Any:
+        outputs = plain(x, *rest)
+        factor = 1 + 1e-4 * (x.shape[1] if by_length else 1)
+        return tuple(one * factor for one in outputs) if isinstance(outputs, tuple) else outputs * factor
+
+    module.forward = broken
+
+
+def with_broken(rank: int, side: str, operation: str, work: Callable[..., None], *arguments: Any) -> None:
+    """Do the work of a rank where an operation is broken: of the `sampler`, of a `trainer`, or only of the last of
+    several ranks of one (`rank`)."""
+    from goaly.generate import vllm_model
+    from goaly.train.engine import TrainEngine
+
+    broken: Any = vllm_model.TorchtitanForCausalLM if side == "sampler" else TrainEngine
+    build = broken.__init__
+
+    @functools.wraps(build)
+    def build_broken(self: Any, *given: Any, **named: Any) -> None:
+        build(self, *given, **named)
+        if side == "sampler":
+            break_module(self.model, operation, by_length=False)
+        elif side == "trainer":
+            break_module(self._model, operation, by_length=True)
+        elif given[1].ranks > 1 and rank == given[1].ranks - 1:
+            break_module(self._model, operation, by_length=False)
+
+    broken.__init__ = build_broken
+    work(rank, *arguments)
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command with a broken operation; its exit code and what it prints."""
+
+    def run(side: str, operation: str, *overrides: str, experts: bool = False) -> tuple[int, str]:
+        size = TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48) if experts else TinyModel(layers=2)
+        config = {
+            "steps": 1,
+            "model": {"path": str(write_tiny_model(tmp_path / "model", size)), "numerics": "bitwise"},
+            "prompts": {"task": "arithmetic"},
+            "reward": {"verifier": "goaly.prompts.tasks.arithmetic:verify"},
+            "generator": {"max_context": 128},
+            "backlog": {"row_length": 256},
+            "sampling": {"max_tokens": 32},
+        }
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+
+        def in_broken_ranks(work: Any, ranks: int, arguments: tuple[Any, ...]) -> None:
+            in_ranks(with_broken, ranks, (side, operation, work, *arguments))
+
+        if side:
+            monkeypatch.setattr(goaly.parity, "in_ranks", in_broken_ranks)
+        code = goaly.parity.main([f"--config={tmp_path / 'config.yaml'}", "--requests=12", *overrides])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def test_nothing_differs_where_nothing_is_broken(check: Any):
+    code, said = check("", "")
+    assert code == 0
+    assert [line.split()[0] for line in said.splitlines()] == ["0"] * 3
+
+
+def test_an_operation_of_one_rank_that_depends_on_what_is_computed_beside_it_is_named(check: Any):  # PC-2
+    code, said = check("trainer", "layers.1.attention.wo")
+    assert code == 1
+    assert "the trainer's log-prob is" in said
+    assert "how the document is computed is layers.1.attention.wo." in said
+
+
+@pytest.mark.parametrize(
+    ("operation", "ranks", "experts"),
+    [
+        ("layers.0.moe.routed_experts.inner_experts", "trainer.tp=2", True),
+        ("lm_head", "trainer.fsdp=2", False),
+    ],
+)
+def test_an_operation_of_one_of_several_ranks_is_named(  # PC-2
+    check: Any, operation: str, ranks: str, experts: bool
+):
+    code, said = check("rank", operation, ranks, experts=experts)
+    assert code == 1
+    assert "One rank of a trainer computes the sampler's bits." in said
+    assert f" {operation}." in said
+
+
+def test_an_operation_of_the_samplers_ranks_is_named(check: Any):  # PC-2
+    code, said = check("sampler", "layers.1.attention.q_norm", "generator.tp=2")
+    assert code == 1
+    assert "the sampler had other weights" in said
+    assert "on sampler rank 0 is not that rank's is layers.1.attention.q_norm." in said
