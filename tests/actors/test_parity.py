@@ -26,6 +26,7 @@ from goaly.parity import (
     small_cache,
 )
 from goaly.train.settings import TrainerSettings
+from goaly.trajectory import EXPERT_CHOICES
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -100,11 +101,11 @@ def one_model(folder: Path, options: dict[str, Any]) -> tuple[list[int], int, in
     return both.differing(sequences), sum(int(one["trained"].sum()) for one in sequences), both.preempted
 
 
-def over_an_update(folder: Path, other: Path) -> list[int]:
+def over_an_update(folder: Path, other: Path, dtype: str, replays: bool) -> list[int]:
     """The tokens of each version that differ, of answers over which the weights of another folder came as version 1."""
     from goaly.models.spec import model_spec
 
-    both = Both(folder)
+    both = Both(folder, dtype=dtype)
     generator, weights = both.generator, native_tensors(model_spec(other), other)
 
     def fill() -> int:
@@ -130,7 +131,7 @@ def over_an_update(folder: Path, other: Path) -> list[int]:
     found = []
     for version, path in enumerate((folder, other)):
         both.model = replace(both.model, path=str(path))
-        of_version = [one.clone() for one in sequences]
+        of_version = [one.clone() if replays else one.clone().exclude(EXPERT_CHOICES) for one in sequences]
         for one in of_version:
             one["trained"] &= one["sampler_versions"] == version
         found += both.differing(of_version)
@@ -225,8 +226,16 @@ def test_fast_numerics_do_not(there: Any, tmp_path: Path):
     assert min(differing) > tokens / 10
 
 
-def test_an_update_in_the_middle_of_answers_leaves_the_bits_of_each_versions_tokens(
-    there: Any, tiny_model_folder: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("experts", "dtype", "replays"),
+    [(0, "float32", False), (8, "bfloat16", False), (8, "bfloat16", True)],
+    ids=["dense", "experts-bfloat16", "replayed-experts"],
+)
+def test_an_update_in_the_middle_of_answers_leaves_the_bits_of_each_versions_tokens_but_for_replayed_experts(
+    there: Any, tmp_path: Path, experts: int, dtype: str, replays: bool
 ):
-    other = write_random_model(tmp_path, seed=1)
-    assert there(over_an_update, tiny_model_folder, other) == [0] * 4 * len(PACKINGS)
+    """The sampler computes what is before the update again, with other experts than it recorded."""
+    folders = [write_random_model(tmp_path / str(seed), seed=seed, experts=experts) for seed in range(2)]
+    before, after = torch.tensor(there(over_an_update, *folders, dtype, replays)).chunk(2)
+    assert before.tolist() == [0] * 2 * len(PACKINGS)
+    assert bool((after > 0).all()) if replays else after.tolist() == before.tolist()

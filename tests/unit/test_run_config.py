@@ -305,8 +305,13 @@ def test_what_cannot_be_bitwise_is_told_before_anything_starts(tiny_model_folder
     with pytest.raises(ConfigError, match=r"trainer.cp=2: must be 1 with .*\nreference.cp=2: must be 1"):
         run_config(GRPO, tiny_model_folder, bitwise, recompute, "trainer.cp=2", "reference.cp=2")
     experts = write_tiny_model(tmp_path / "experts", TinyModel(experts=4))
-    divided = "trainer.fsdp=2", "trainer.ep=2", "generator.tp=2", "generator.ep=2", "moe.routing=replay"
+    divided = "trainer.fsdp=2", "trainer.ep=2", "generator.tp=2", "generator.ep=2"
     assert run_config(GRPO, experts, bitwise, recompute, *divided)
+    replay = "moe.routing=replay"
+    with pytest.raises(ConfigError, match=r"moe.routing=replay: must be own with model.numerics=bitwise"):
+        run_config(GRPO, experts, bitwise, recompute, replay)
+    assert run_config(GRPO, experts, bitwise, recompute, replay, "backlog.max_staleness=0")
+    assert run_config(GRPO, experts, bitwise, replay, "generator.on_update=drain")
     narrow = write_tiny_model(tmp_path / "narrow", TinyModel(experts=4, hidden_dim=40))
     latent = write_random_deepseek(tmp_path / "latent")
     for model, said in ((narrow, "experts of width 40"), (latent, "the latent attention of DeepSeek-V3")):

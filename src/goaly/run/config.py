@@ -286,6 +286,12 @@ class RunConfig(Settings):
                 f"{at.generator.on_update}: must be recompute or drain {because}: a cache of older weights is not what "
                 "the trainer computes"
             )
+        if self.moe.replays and self.generator.on_update == "recompute" and self.backlog.max_staleness:
+            yield (
+                f"{at.moe.routing}: must be own {because}, or {at}generator.on_update drain, or "
+                f"{at}backlog.max_staleness 0: after an update in the middle of an answer the sampler computes the "
+                "tokens before it again, with other experts than it recorded for them; bitwise routers need no replay"
+            )
         computing = [(at.trainer, self.trainer), (at.reference, self.reference)]
         computing += [] if self.critic is None else [(at.critic, self.critic)]
         for section, ranks in computing:
