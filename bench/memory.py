@@ -121,7 +121,7 @@ def measure_pass(folder: Path, name: str) -> list[Case]:
 def measure_generator(folder: Path, name: str) -> list[Case]:
     """Estimate what a generator holds, then build one."""
     from goaly.config import load
-    from goaly.parity import in_ranks
+    from goaly.run.ranks import in_ranks
 
     size, tp = GENERATORS[name]
     model = _model(folder, size, "bfloat16")
