@@ -18,7 +18,7 @@ from typing import Any
 
 from goaly.agents.turn import RecordedTurn
 from goaly.generate.request import Decode, Detokenizer, Finish
-from goaly.generate.streamed_answer import Part
+from goaly.generate.streamed_answer import AnswerPart
 from goaly.prompts.prompt import Message
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class AnswerReading:
     """A parser of vLLM for one answer, and the request that it reads an answer to."""
 
     parser: Any
@@ -48,10 +48,12 @@ class Reading:
 class AnswerStream:
     """The pieces of an answer so far."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str], reading: Reading | None, on_piece: Callable[[], None]):
+    def __init__(
+        self, decode: Decode, stops: Sequence[str], reading: AnswerReading | None, on_piece: Callable[[], None]
+    ):
         """Without a `reading` the answer is its text. `on_piece` is called after each new piece."""
         self.pieces: list[Piece] = []
-        self._text = Detokenizer(decode)
+        self._text = Detokenizer(decode)  # AS-3: it holds parts of characters
         self._stops = stops
         self._reading = reading
         self._on_piece = on_piece
@@ -62,7 +64,7 @@ class AnswerStream:
         """At the end of what was read."""
         self._in_content = self._in_calls = self._is_broken = False
 
-    def wrote(self, part: Part) -> None:
+    def wrote(self, part: AnswerPart) -> None:
         """Add the next tokens. Never raises."""
         reasoning = content = ""
         if not self._in_calls:
@@ -97,7 +99,7 @@ class AnswerStream:
         some = [tokens] if self._reading is None else [[token] for token in tokens]  # as vLLM's parsers expect them
         self._unread += [(self._text.wrote(*each), list(each)) for each in some]
         text = "".join(text for text, _ in self._unread)
-        if not finished and (not self._text.is_whole or self._may_stop(text)):  # AS-3
+        if not finished and self._may_stop(text):  # AS-3
             return "", ""
         unread, self._unread = self._unread, []
         room = len(text) if stop is None or stop not in text else text.rfind(stop)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from goaly.agents.answer_stream import AnswerStream, Reading
+from goaly.agents.answer_stream import AnswerReading, AnswerStream
 from goaly.generate.request import AT_ONCE
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.settings import ChatSettings
@@ -150,9 +150,9 @@ class AnswerParser:
         reading, tokens = self._reading(tools, choice), self._written(completion)
         return reading.parser.parse(text, reading.request, enable_auto_tools=True, model_output_token_ids=tokens)
 
-    def _reading(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reading:
+    def _reading(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> AnswerReading:
         request = self._request(messages=[], tools=list(tools) or None, tool_choice=choice)
-        return Reading(self._parser(self._tokenizer, request.tools), request)
+        return AnswerReading(self._parser(self._tokenizer, request.tools), request)
 
     def _written(self, completion: Completion) -> list[int]:
         """The tokens of the answer without the stop token."""

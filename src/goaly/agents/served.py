@@ -243,7 +243,10 @@ class ServedSession:
                     sampled = [
                         samples.create_task(
                             self.policy.sample(
-                                ask.continuation.prompt, each, trained=trained, on_part=stream and stream.wrote
+                                ask.continuation.prompt,
+                                each,
+                                trained=trained,
+                                on_part=None if stream is None else stream.wrote,
                             )
                         )
                         for each, stream in zip(wanted, streams, strict=True)

@@ -358,7 +358,7 @@ class _Engine(EngineClient):
                 async for number, piece in pieces:
                     deltas = _deltas(piece)
                     for at, delta in enumerate(deltas):
-                        exchange.delta, text = delta, (delta and delta.content) or ""
+                        exchange.delta, text = delta, "" if delta is None else delta.content or ""
                         output = _output(number, piece, text, first=at == 0, last=at == len(deltas) - 1)
                         yield RequestOutput(request_id, None, tokens, None, [output], finished=False)
         except Exception as error:

@@ -12,7 +12,7 @@ from monarch.actor import Port
 from goaly.generate.connection import Leave, Results, ToReplica, Ways
 from goaly.generate.line import Line, open_line
 from goaly.generate.request import Sample
-from goaly.generate.streamed_answer import Part
+from goaly.generate.streamed_answer import AnswerPart
 from goaly.liveness import ExitWatch, this_host
 
 
@@ -46,7 +46,7 @@ class Clients:
         if isinstance(way, Line):
             way.close()
 
-    def deliver(self, client: str, request_id: str, result: Part | Sample | Exception | None) -> None:
+    def deliver(self, client: str, request_id: str, result: AnswerPart | Sample | Exception | None) -> None:
         """Send a result, or None for a suspect's turn, in one message with the others of this event loop turn."""
         results = self._unsent.setdefault(client, [])
         if not results:

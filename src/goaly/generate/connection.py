@@ -36,7 +36,7 @@ from monarch.actor import Channel, Port, PortReceiver
 from goaly.errors import ReplicaLost, root_cause
 from goaly.generate.line import Line, Listener
 from goaly.generate.request import Request, Sample, Sampling, settle
-from goaly.generate.streamed_answer import OnPart, Part
+from goaly.generate.streamed_answer import AnswerPart, OnPart
 from goaly.liveness import ProcessMark, this_process
 from goaly.process import vital_task
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 SUSPECT_DEATHS = 2
 POISON_DEATHS = 3
 
-Results = list[tuple[str, Part | Sample | Exception | None]]
+Results = list[tuple[str, AnswerPart | Sample | Exception | None]]
 """Request ids, each with a part of its answer, its sample or its error. None tells a suspect that its turn has come."""
 
 
@@ -230,7 +230,7 @@ class Connection:
             future = self._futures.get(request_id)
             if future is None:
                 continue  # cancelled
-            if isinstance(result, Part):
+            if isinstance(result, AnswerPart):
                 self._streams[request_id](result)
                 continue
             if result is not None:  # a suspect's turn lasts until `submit` or `cancel`

@@ -49,7 +49,7 @@ from goaly.generate.request import (
     duplicate_request,
 )
 from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings
-from goaly.generate.streamed_answer import Part
+from goaly.generate.streamed_answer import AnswerPart
 from goaly.generate.unnamed import leave_no_named_shared_memory, unname_semaphores
 from goaly.models.operations import Outputs, by_token, recorded
 from goaly.models.settings import LoraSettings, ModelSettings
@@ -257,13 +257,13 @@ class Engine:
         """How many requests have not ended and are streamed."""
         return len(self._streamed)
 
-    def parts(self) -> list[tuple[str, Part]]:
+    def parts(self) -> list[tuple[str, AnswerPart]]:
         """The tokens that streamed requests have since the last call, by request name."""
         parts = []
         for request in map(self._requests.__getitem__, self._streamed):
             if (at := request.given) < len(request.tokens):
                 request.given = len(request.tokens)
-                part = Part(request.tokens[at:], request.logprobs[at:], request.versions[at:])
+                part = AnswerPart(request.tokens[at:], request.logprobs[at:], request.versions[at:])
                 parts.append((request.name, part))
         return parts
 

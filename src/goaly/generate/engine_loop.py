@@ -6,7 +6,7 @@ others by a `RankLink`. Only the thread touches the engine once it runs.
 Invariants
     LO-1  Every rank's engine gets the same commands in the same order: rank 0 broadcasts a round before it acts on it.
     LO-2  Every submitted request ends once: with a sample, with its own error, or, after `stop`, with `ReplicaLost`.
-          A streamed one gets its parts before that, of one step or of several (PT-1).
+          A streamed one gets its parts before that, of one step or of several (AP-1).
     LO-3  A failure of the engine, or of a link between ranks, ends the process at once (PR-1), on every rank.
     LO-4  A round whose commands or step never end, on any rank, ends the process (LW-2). Waiting for commands may take
           for ever.
@@ -32,14 +32,14 @@ import torch.distributed as dist
 from goaly.errors import ReplicaLost
 from goaly.generate.request import Finish, GeneratorStats, Request, Sample, Sampling, duplicate_request, settle
 from goaly.generate.settings import GeneratorSettings
-from goaly.generate.streamed_answer import OnPart, Part
+from goaly.generate.streamed_answer import AnswerPart, OnPart
 from goaly.process import give_up
 from goaly.watchdog import Work
 
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine
 
-Deliver = Callable[[str, Part | Sample | Exception], None]
+Deliver = Callable[[str, AnswerPart | Sample | Exception], None]
 """Takes a request's parts, if it is streamed, and then its sample or its error, in the event loop."""
 
 NO_TIMEOUT = timedelta(days=3650)
@@ -48,8 +48,8 @@ every rank of a replica that lost one (GS-2). A peer that is stuck in its work e
 
 
 MOST_PARTS = 4000
-"""Parts a second, of all streamed requests together. An endpoint's event loop sends about so many with all that each
-costs there. A hundred streams get their tokens 40 times a second, a few after each step."""
+"""Most parts a second, of all streamed requests together: an endpoint's event loop can send about so many. Each of 100
+streams gets a part 40 times a second, with the tokens of all steps since the last one."""
 
 
 class RankLink:
@@ -220,8 +220,8 @@ class EngineLoop:
         """The sample of this request; `on_part` gets its parts before. Cancelling the call cancels the request."""
         future: asyncio.Future[Sample] = self._events.create_future()
 
-        def deliver(_: str, result: Part | Sample | Exception) -> None:
-            if not isinstance(result, Part):
+        def deliver(_: str, result: AnswerPart | Sample | Exception) -> None:
+            if not isinstance(result, AnswerPart):
                 settle(future, result)
             elif on_part is not None:
                 on_part(result)
@@ -310,7 +310,7 @@ class EngineLoop:
                 self._post(self._deliver, results)
         return True
 
-    def _parts(self, now: float) -> list[tuple[str, Part]]:
+    def _parts(self, now: float) -> list[tuple[str, AnswerPart]]:
         streams = self._engine.streams
         if not streams or now < self._next_parts:
             return []
@@ -338,9 +338,9 @@ class EngineLoop:
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
         self._events.call_soon_threadsafe(callback, *arguments)
 
-    def _deliver(self, results: list[tuple[str, Part | Sample | Exception]]) -> None:
+    def _deliver(self, results: list[tuple[str, AnswerPart | Sample | Exception]]) -> None:
         for name, result in results:
-            deliver = self._requests.get(name) if isinstance(result, Part) else self._requests.pop(name, None)
+            deliver = self._requests.get(name) if isinstance(result, AnswerPart) else self._requests.pop(name, None)
             if deliver is not None:
                 deliver(name, result)
 

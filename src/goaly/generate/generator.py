@@ -28,7 +28,7 @@ from goaly.generate.connection import Isolate, Leave, Submit, ToReplica, Ways, W
 from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.generate.request import GeneratorStats, Request, Sample
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
-from goaly.generate.streamed_answer import Part
+from goaly.generate.streamed_answer import AnswerPart
 from goaly.generate.weight_follower import WeightFollower
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.process import vital_task
@@ -204,9 +204,9 @@ class Generator(Actor):
             raise ReplicaLost("the generator has not started")
         return self._engine_loop
 
-    def _deliver(self, client: str, started_ns: int, request_id: str, result: Part | Sample | Exception) -> None:
+    def _deliver(self, client: str, started_ns: int, request_id: str, result: AnswerPart | Sample | Exception) -> None:
         self._clients.deliver(client, request_id, result)
-        if isinstance(result, Part):
+        if isinstance(result, AnswerPart):
             return
         self._quarantine.leave(request_id)
         noted = {"tokens": len(result.tokens)} if isinstance(result, Sample) else {"error": type(result).__name__}

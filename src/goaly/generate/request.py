@@ -287,11 +287,6 @@ class Detokenizer:
         self._window = list(before)
         self._read = len(self._window)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the last character is complete."""
-        return self._read == len(self._window)
-
     def wrote(self, *tokens: int) -> str:
         """The text that these tokens add to the answer; empty while a character is incomplete."""
         window = [*self._window, *tokens]

@@ -6,7 +6,7 @@ Each process that samples has a router, so that requests travel from there to a 
 Invariants
     RO-1  When a replica dies, the router retries its unanswered requests at other replicas; their callers do not
           notice. Only a request under which replicas keep dying fails, alone (`connection.py`). A streamed answer goes
-          on after the tokens that its caller has, or fails if it cannot (PT-2).
+          on after the tokens that its caller has, or fails if it cannot (AP-2).
     RO-2  While no replica serves, requests wait; they do not fail. The service's next announcement ends the wait, or a
           new connection to a living replica (RO-7).
     RO-3  When a caller is cancelled, its request is cancelled at the replica too. So is a request that is retried
@@ -22,7 +22,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from goaly.errors import PoisonRequest, ReplicaLost
 from goaly.generate.connection import POISON_DEATHS, SUSPECT_DEATHS, Connection
@@ -91,7 +91,9 @@ class Router:
         while True:
             replica = await self._choose(session)
             connection = replica.connection
-            asked = (tokens, sampling, min_version) if answer is None else answer.rest(tokens, sampling, min_version)
+            asked: tuple[Any, ...] = (tokens, sampling, min_version)
+            if answer is not None:
+                asked = answer.rest(tokens, sampling, min_version)
             call_id = request_id if attempt == 0 else f"{request_id}.{attempt}"
             submitted = False
             replica.requests.add(call_id)

@@ -1,9 +1,9 @@
 """The parts of an answer that a caller gets while it is sampled, and how such an answer goes on at another replica.
 
 Invariants
-    PT-1  The parts of an answer are its tokens in their order, each once, with its log-probability and version, and
+    AP-1  The parts of an answer are its tokens in their order, each once, with its log-probability and version, and
           without the tokens of the last step: those come with the sample, which has all of them.
-    PT-2  A part that a caller has is never taken back. If its replica dies, another one continues from it; an answer
+    AP-2  A part that a caller has is never taken back. If its replica dies, another one continues from it; an answer
           for which that would change the distribution fails with `AnswerBroken`.
 """
 
@@ -16,7 +16,7 @@ from goaly.generate.request import Sample, Sampling, seed_of
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AnswerPart:
     """The tokens that the last steps of the engine added to an answer."""
 
     tokens: list[int]
@@ -24,7 +24,7 @@ class Part:
     versions: list[int]
 
 
-OnPart = Callable[[Part], None]
+OnPart = Callable[[AnswerPart], None]
 """Takes the next part of an answer, in the event loop. Must not raise."""
 
 
@@ -61,7 +61,7 @@ class StreamedAnswer:
             sample.stop,
         )
 
-    def _take(self, part: Part) -> None:
+    def _take(self, part: AnswerPart) -> None:
         self.tokens += part.tokens
         self.logprobs += part.logprobs
         self.versions += part.versions

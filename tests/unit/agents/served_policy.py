@@ -17,7 +17,7 @@ from goaly.agents.served import Call
 from goaly.agents.session import Session, SessionLimits
 from goaly.agents.session_files import SessionFiles
 from goaly.generate.request import Finish, Sample, Sampling
-from goaly.generate.streamed_answer import OnPart, Part
+from goaly.generate.streamed_answer import AnswerPart, OnPart
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Policy
@@ -84,12 +84,12 @@ async def _show(sample: Sample, on_part: OnPart | None, begin: int, end: int) ->
             await asyncio.sleep(0)
 
 
-def part_of(sample: Sample, at: int) -> Part:
+def part_of(sample: Sample, at: int) -> AnswerPart:
     """The token at this position."""
     tokens, logprobs, versions = (
         column[at : at + 1].tolist() for column in (sample.tokens, sample.logprobs, sample.versions)
     )
-    return Part(tokens, logprobs, versions)
+    return AnswerPart(tokens, logprobs, versions)
 
 
 class Served:

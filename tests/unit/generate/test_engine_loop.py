@@ -14,7 +14,7 @@ from goaly.errors import ReplicaLost
 from goaly.generate.engine_loop import Command, EngineLoop, Stop
 from goaly.generate.request import Finish, Request, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
-from goaly.generate.streamed_answer import Part
+from goaly.generate.streamed_answer import AnswerPart
 from goaly.watchdog import WorkWatchdog
 
 SETTINGS = GeneratorSettings(on_update="keep", max_running=1000)
@@ -57,12 +57,12 @@ class CountingEngine:
     def streams(self) -> int:
         return len(self._given.keys() & self._written.keys())
 
-    def parts(self) -> list[tuple[str, Part]]:
+    def parts(self) -> list[tuple[str, AnswerPart]]:
         parts = []
         for name in self._given.keys() & self._written.keys():
             versions = self._written[name][self._given[name] :]
             self._given[name] += len(versions)
-            parts.append((name, Part([7] * len(versions), [0.0] * len(versions), versions)))
+            parts.append((name, AnswerPart([7] * len(versions), [0.0] * len(versions), versions)))
         return parts
 
     def cancel(self, names: list[str]) -> list[tuple[str, Sample]]:
@@ -126,11 +126,11 @@ async def test_a_request_for_newer_weights_sees_no_older_ones(loop):
 
 @pytest.mark.timeout(20)
 async def test_the_parts_of_a_streamed_answer_come_while_it_is_sampled_and_none_after_its_end(loop):
-    """PT-1, LO-2"""
-    parts: list[Part] = []
+    """AP-1, LO-2"""
+    parts: list[AnswerPart] = []
     came = asyncio.Event()
 
-    def take(part: Part) -> None:
+    def take(part: AnswerPart) -> None:
         parts.append(part)
         came.set()
 
