@@ -89,6 +89,8 @@ def main(job: dict[str, Any]) -> None:
         callbacks=[Steps(Path(job["steps_file"]))] if first else [],
     )
     trainer.train()
+    sys.stdout.flush()
+    os._exit(0)  # the teardown of a group of processes aborts now and then, after all is measured
 
 
 if __name__ == "__main__":
