@@ -132,7 +132,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     for sample in await asyncio.gather(*held):
         assert (sample.tokens.tolist(), set(sample.versions.tolist())) == (greedy[1], {3})  # GE-2
 
-    for replica in (one, leader):  # of two ranks, the first one sends (AP-1)
+    for replica in (one, leader):  # of two ranks, the first one sends (PA-1)
         parts: list[AnswerPart] = []
         beside = asyncio.ensure_future(ask(replica, "not streamed"))
         streamed = await connections[id(replica)].submit("streamed", PROMPT, GREEDY, 0, parts.append)

@@ -110,7 +110,7 @@ def test_only_named_stop_tokens_end_an_answer_and_they_are_part_of_it(there):
         assert not set(sample.tokens[:-1].tolist()) & {5, 6}
 
 
-def test_a_streamed_answer_has_all_its_tokens_in_parts_but_those_of_the_last_step_also_over_an_update(there):  # AP-1
+def test_a_streamed_answer_has_all_its_tokens_in_parts_but_those_of_the_last_step_also_over_an_update(there):  # PA-1
     sample, parts, streamed = there(stream_over_an_update)
     assert streamed == {"streamed"}
     assert [len(part.tokens) for part in parts] == [1] * 19
@@ -120,7 +120,7 @@ def test_a_streamed_answer_has_all_its_tokens_in_parts_but_those_of_the_last_ste
     assert sample.versions.tolist() == [4] * 10 + [5] * 10
 
 
-def test_an_answer_that_goes_on_after_its_beginning_is_the_same_and_ends_at_the_same_stop_string(there):  # AP-2
+def test_an_answer_that_goes_on_after_its_beginning_is_the_same_and_ends_at_the_same_stop_string(there):  # PA-2
     (whole,) = there(sample_all, "torchtitan", PROMPTS[:1], GREEDY)
     tokens = whole.tokens.tolist()
     stop = text_of(tokens[8:12])

@@ -6,7 +6,7 @@ others by a `RankLink`. Only the thread touches the engine once it runs.
 Invariants
     LO-1  Every rank's engine gets the same commands in the same order: rank 0 broadcasts a round before it acts on it.
     LO-2  Every submitted request ends once: with a sample, with its own error, or, after `stop`, with `ReplicaLost`.
-          A streamed one gets its parts before that, of one step or of several (AP-1).
+          A streamed one gets its parts before that, of one step or of several (PA-1).
     LO-3  A failure of the engine, or of a link between ranks, ends the process at once (PR-1), on every rank.
     LO-4  A round whose commands or step never end, on any rank, ends the process (LW-2). Waiting for commands may take
           for ever.

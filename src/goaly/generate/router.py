@@ -6,7 +6,7 @@ Each process that samples has a router, so that requests travel from there to a 
 Invariants
     RO-1  When a replica dies, the router retries its unanswered requests at other replicas; their callers do not
           notice. Only a request under which replicas keep dying fails, alone (`connection.py`). A streamed answer goes
-          on after the tokens that its caller has, or fails if it cannot (AP-2).
+          on after the tokens that its caller has, or fails if it cannot (PA-2).
     RO-2  While no replica serves, requests wait; they do not fail. The service's next announcement ends the wait, or a
           new connection to a living replica (RO-7).
     RO-3  When a caller is cancelled, its request is cancelled at the replica too. So is a request that is retried

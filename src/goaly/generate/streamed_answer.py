@@ -1,9 +1,9 @@
 """The parts of an answer that a caller gets while it is sampled, and how such an answer goes on at another replica.
 
 Invariants
-    AP-1  The parts of an answer are its tokens in their order, each once, with its log-probability and version, and
+    PA-1  The parts of an answer are its tokens in their order, each once, with its log-probability and version, and
           without the tokens of the last step: those come with the sample, which has all of them.
-    AP-2  A part that a caller has is never taken back. If its replica dies, another one continues from it; an answer
+    PA-2  A part that a caller has is never taken back. If its replica dies, another one continues from it; an answer
           for which that would change the distribution fails with `AnswerBroken`.
 """
 

@@ -126,7 +126,7 @@ async def test_a_request_for_newer_weights_sees_no_older_ones(loop):
 
 @pytest.mark.timeout(20)
 async def test_the_parts_of_a_streamed_answer_come_while_it_is_sampled_and_none_after_its_end(loop):
-    """AP-1, LO-2"""
+    """PA-1, LO-2"""
     parts: list[AnswerPart] = []
     came = asyncio.Event()
 

@@ -242,7 +242,7 @@ async def test_an_application_error_reaches_the_caller_and_is_not_retried() -> N
 
 
 async def test_a_streamed_answer_goes_on_at_another_replica_after_the_tokens_that_its_caller_has() -> None:
-    """AP-2"""
+    """PA-2"""
     router, one, two = one_and_two()
     announce(router, ["one"])
     parts: list[AnswerPart] = []
@@ -268,7 +268,7 @@ async def test_a_streamed_answer_goes_on_at_another_replica_after_the_tokens_tha
 
 @pytest.mark.parametrize("form", [{"structured_outputs": {"regex": "a*"}}, {"presence_penalty": 1.0}])
 async def test_a_streamed_answer_whose_rest_would_have_another_distribution_fails(form: dict[str, Any]) -> None:
-    """AP-2"""
+    """PA-2"""
     router, one, two = one_and_two()
     announce(router, ["one"])
     asked = Sampling(max_tokens=8, **form)
