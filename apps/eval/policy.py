@@ -63,7 +63,7 @@ async def _engine(config: EvalConfig) -> AsyncIterator[EngineLoop]:
             config.generator,
             config.model,
             seed=config.generator.seed,
-            reasoning_parser=config.chat.reasoning_parser,
+            chat=config.chat,
         )
     loop = EngineLoop(engine, config.generator, lambda: 0)
     try:

@@ -5,7 +5,7 @@ The key-value cache is small, and prompts span several of its blocks, so that pr
 
 import atexit
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from goaly.generate.settings import NEUTRAL, GeneratorSettings
 from goaly.models.settings import ModelSettings
 
 PROMPTS = [[(7 * i + 3 * j) % 30 + 2 for j in range(70 + i)] for i in range(6)]
+NO_ARGS: Mapping[str, Any] = {}
 GREEDY = Sampling(max_tokens=40, temperature=0.0)
 
 
@@ -204,13 +205,16 @@ def count_preemptions(requests: int, sampling: Sampling) -> tuple[int, list[Samp
 
 
 @contextmanager
-def grammars_of(folder: Path, reasoning_parser: str | None = None) -> Iterator[None]:
-    """Grammars of this folder's tokenizer."""
+def grammars_of(folder: Path, parser: str | None = None, args: Mapping[str, Any] = NO_ARGS) -> Iterator[None]:
+    """Grammars of this folder's tokenizer, after the reasoning that this parser finds with these arguments."""
     from goaly.generate.grammars import Grammars
+    from goaly.prompts.settings import ChatSettings
+
+    chat = ChatSettings(reasoning_parser=parser, template_args=dict(args))
 
     engine = engines.torchtitan
     manager = engine._core.engine_core.structured_output_manager
-    whole, engine._grammars = engine._grammars, Grammars(engine._core, folder, reasoning_parser)
+    whole, engine._grammars = engine._grammars, Grammars(engine._core, folder, chat)
     kept = {name: getattr(manager, name, None) for name in ("backend", "reasoner_cls", "tokenizer")}
     manager.backend = None
     try:
@@ -226,9 +230,11 @@ def refusal_by_grammars_of(folder: Path, sampling: Sampling, reasoning_parser: s
         return refusal_of(sampling)
 
 
-def sample_after_reasoning(folder: Path, prompts: list[list[int]], sampling: Sampling) -> list[Sample]:
+def sample_after_reasoning(
+    folder: Path, prompts: list[list[int]], sampling: Sampling, parser: str = "qwen3", args: Mapping[str, Any] = NO_ARGS
+) -> list[Sample]:
     """A sample of each prompt, where a form begins after reasoning."""
-    with grammars_of(folder, "qwen3"):
+    with grammars_of(folder, parser, args):
         return sample_all("torchtitan", prompts, sampling)
 
 

@@ -230,6 +230,24 @@ def test_a_form_begins_after_the_reasoning(there, tmp_path):
     assert text_of(at_once.tokens.tolist()[:-1]) == "abc"
 
 
+def test_the_templates_arguments_and_the_request_say_where_a_form_begins(there, tmp_path):
+    thinks, thought = len(VOCABULARY) - 2, len(VOCABULARY) - 1
+    write_tiny_tokenizer(tmp_path, [*VOCABULARY[2:-2], "<think>", "</think>"])
+    form = {"regex": "abc"}
+    sampling = Sampling(max_tokens=30, structured_outputs=form, stop_token_ids=(6,), seed=3)
+    quick = replace(sampling, structured_outputs={**form, "template_args": {"enable_thinking": False}})
+    begin = partial(there, sample_after_reasoning, tmp_path)
+    asked = [begin(PROMPTS[:1], quick), begin(PROMPTS[:1], sampling, "qwen3", {"enable_thinking": False})]
+    assert [text_of(sample.tokens.tolist()[:-1]) for (sample,) in asked] == ["abc", "abc"]
+    earlier = [3, 4, thinks, thought, 3, 4, 5]
+    later = replace(sampling, structured_outputs={**form, "at_once": False})
+    ((taken,), (kept,)) = begin([earlier], sampling, "deepseek_r1"), begin([earlier], later, "deepseek_r1")
+    assert text_of(taken.tokens.tolist()[:-1]) == "abc"
+    assert text_of(kept.tokens.tolist())[:3] != "abc"
+    wrong = replace(sampling, structured_outputs={**form, "template_args": {"enable_thinking": [1]}})
+    assert "unhashable" in there(refusal_by_grammars_of, tmp_path, wrong, "qwen3")
+
+
 def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it_and_changes_nothing_before(there, expected):
     wholes = [sample.tokens.tolist() for sample in there(sample_all, "torchtitan", PROMPTS, GREEDY)]
     stop = text_of(wholes[0][10:12])

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from goaly.agents.answer_stream import AnswerReading, AnswerStream
-from goaly.generate.request import AT_ONCE
+from goaly.agents.conversation import Conversation
+from goaly.generate.request import AT_ONCE, TEMPLATE_ARGS
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -65,16 +66,19 @@ class AnswerParser:
         *,
         choice: ToolChoice = "auto",
         one_call: bool = False,
+        template_args: Mapping[str, Any] | None = None,
     ) -> Message:
         """The assistant's message in this answer, without the stop string that ended it; `tools` are those that it was
-        told of. With `choice="none"` tool calls stay in the text, with `one_call` the first one is kept."""
+        told of. With `choice="none"` tool calls stay in the text, with `one_call` the first one is kept.
+        `template_args` are those of the request: they may say that the answer has no reasoning."""
         text = self.text(completion, skip_special_tokens=self._parser is None)
         if self._parser is None:
             return Message(role=ASSISTANT, content=text)
         choice = choice if tools else "none"
-        reasoning, content, parsed = self._parsed(text, completion, tools, choice)
+        arguments = self._merged(template_args or {})
+        reasoning, content, parsed = self._parsed(text, completion, tools, choice, arguments)
         if choice not in FREE and not parsed and content is None:  # vLLM drops a forced call that is not whole
-            reasoning, content, _ = self._parsed(text, completion, tools, "none")
+            reasoning, content, _ = self._parsed(text, completion, tools, "none", arguments)
         found = [
             {
                 "id": call.id or f"call_{secrets.token_hex(12)}",
@@ -95,22 +99,40 @@ class AnswerParser:
         plain: bool = False,
         stops: Sequence[str] = (),
         on_piece: Callable[[], None] = lambda: None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> AnswerStream:
         """Reads one answer while it is sampled, as `message` reads the whole; with `plain` as `text` does."""
         is_text = plain or self._parser is None
         decode = partial(self._chat.decode, skip_special_tokens=is_text)
-        reading = None if is_text else self._reading(tools, choice if tools else "none")
+        reading = (
+            None if is_text else self._reading(tools, choice if tools else "none", self._merged(template_args or {}))
+        )
         return AnswerStream(decode, stops, reading, on_piece)
 
     def as_shown(self, message: Message, completion: Completion, stream: AnswerStream) -> Message:
         """The message of this answer, of which clients have seen the stream."""
         return stream.agreed(message, self._written(completion), completion.stop)
 
-    def structured_outputs(self, request: Any, *, at_once: bool = False) -> dict[str, Any] | None:
+    def check_template_args(self, args: Mapping[str, Any]) -> None:
+        """Raise ValueError if the parsers cannot read an answer to a request with these arguments of the template."""
+        if not args or self._parser is None:
+            return
+        from vllm.sampling_params import check_json_nesting
+
+        try:
+            check_json_nesting(dict(args))  # their pickle would fail
+            self._parser_of(None, self._merged(args))
+        except Exception as error:  # whatever parsers raise
+            raise ValueError(f"chat_template_kwargs: the parsers cannot read answers with them: {error}") from error
+
+    def structured_outputs(self, request: Any, chat: Conversation | None) -> dict[str, Any] | None:
         """The form that the answer to this request of an API must have, as in `Sampling`: the one that it asks for, or
-        that of the tool calls that it forces; None if any will do. `at_once`: no reasoning comes before it."""
+        that of the tool calls that it forces; None if any will do. In an answer to a text (`chat=None`) no reasoning
+        comes before it."""
         if getattr(request, "tool_choice", None) not in FREE:
-            request = self._parser(self._tokenizer, request.tools).adjust_request(request.model_copy())
+            assert chat is not None
+            parser = self._parser_of(request.tools, self._merged(chat.template_args))
+            request = parser.adjust_request(request.model_copy())
         form = request.extract_structured_outputs()
         if form is None:
             return None
@@ -123,7 +145,9 @@ class AnswerParser:
             for key, value in vars(form).items()
             if value is not None and (value is not False or key == "json_object")  # which the engine refuses
         }
-        return {**asked, AT_ONCE: True} if at_once else asked
+        if chat is None:
+            return {**asked, AT_ONCE: True}
+        return asked if self._settings.reasoning_parser is None else {**asked, **self._reasoning(chat)}
 
     def malformed_calls(
         self, message: Message, tools: Sequence[Mapping[str, Any]] = (), choice: ToolChoice = "auto"
@@ -144,15 +168,40 @@ class AnswerParser:
         text = self._chat.decode(self._written(completion), skip_special_tokens=skip_special_tokens)
         return text if stop is None or stop not in text else text[: text.rfind(stop)]
 
+    def _merged(self, template_args: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments that the template has in a chat whose request has these."""
+        return {**self._settings.template_args, **template_args}
+
+    def _parser_of(self, tools: Any, template_args: Mapping[str, Any]) -> Any:
+        return self._parser(self._tokenizer, tools, chat_template_kwargs=dict(template_args))  # some parsers change it
+
+    def _reasoning(self, chat: Conversation) -> dict[str, Any]:
+        """Whether the reasoning of the next answer to this chat has ended before its first token, and the arguments
+        with which its end is found. Parsers would take the end of an earlier answer's reasoning for it, so they get
+        only the tokens that begin the next answer."""
+        args = self._merged(chat.template_args)
+        text, before = (
+            self._chat.render_text(chat.messages, is_next, chat.tools, chat.template_args) for is_next in (True, False)
+        )
+        begun = self._chat.encode(text.removeprefix(before))
+        return {AT_ONCE: self._parser_of(None, args).is_reasoning_end(begun), TEMPLATE_ARGS: args}
+
     def _parsed(
-        self, text: str, completion: Completion, tools: Sequence[Mapping[str, Any]], choice: ToolChoice
+        self,
+        text: str,
+        completion: Completion,
+        tools: Sequence[Mapping[str, Any]],
+        choice: ToolChoice,
+        template_args: Mapping[str, Any],
     ) -> tuple[Any, Any, Any]:
-        reading, tokens = self._reading(tools, choice), self._written(completion)
+        reading, tokens = self._reading(tools, choice, template_args), self._written(completion)
         return reading.parser.parse(text, reading.request, enable_auto_tools=True, model_output_token_ids=tokens)
 
-    def _reading(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> AnswerReading:
+    def _reading(
+        self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, template_args: Mapping[str, Any]
+    ) -> AnswerReading:
         request = self._request(messages=[], tools=list(tools) or None, tool_choice=choice)
-        return AnswerReading(self._parser(self._tokenizer, request.tools), request)
+        return AnswerReading(self._parser_of(request.tools, template_args), request)
 
     def _written(self, completion: Completion) -> list[int]:
         """The tokens of the answer without the stop token."""

@@ -260,7 +260,14 @@ class ServedSession:
 
     def _stream(self, call: Call, ask: Ask) -> AnswerStream:
         stops = self.policy.sampling.changed(self._sampling(ask)).stop or ()
-        return self.parser.stream(ask.tools, choice=ask.choice, plain=ask.plain, stops=stops, on_piece=call.changes)
+        return self.parser.stream(
+            ask.tools,
+            choice=ask.choice,
+            plain=ask.plain,
+            stops=stops,
+            on_piece=call.changes,
+            template_args=ask.continuation.request.template_args,
+        )
 
     def _record(
         self, call: Call, ask: Ask, number: int, completion: Completion, stream: AnswerStream | None
@@ -268,7 +275,13 @@ class ServedSession:
         if ask.plain:
             message = Message(role=ASSISTANT, content=self.parser.text(completion))
         else:
-            message = self.parser.message(completion, ask.tools, choice=ask.choice, one_call=ask.one_call)
+            message = self.parser.message(
+                completion,
+                ask.tools,
+                choice=ask.choice,
+                one_call=ask.one_call,
+                template_args=ask.continuation.request.template_args,
+            )
         if stream is not None:
             message = self.parser.as_shown(message, completion, stream)
         malformed = self.parser.malformed_calls(message, ask.tools, ask.choice)

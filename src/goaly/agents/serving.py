@@ -154,6 +154,7 @@ class _SessionRenderer(OnlineRenderer):
             tools,
             {key: value for key, value in variables.items() if key not in _OURS and value is not None},
         )
+        exchange.served.parser.check_template_args(continuation.request.template_args)
         exchange.ask = Ask(
             continuation=continuation,
             tools=tools,
@@ -161,7 +162,7 @@ class _SessionRenderer(OnlineRenderer):
             answers=getattr(request, "n", 1) or 1,
             choice=_choice(request),
             one_call=request.parallel_tool_calls is False,
-            structured_outputs=exchange.served.parser.structured_outputs(request),
+            structured_outputs=exchange.served.parser.structured_outputs(request, continuation.request),
             streams=bool(request.stream),
         )
         return [], [tokens_input(list(continuation.prompt))]
@@ -181,7 +182,7 @@ class _SessionRenderer(OnlineRenderer):
             given=_given(request),
             answers=request.n or 1,
             plain=True,
-            structured_outputs=exchange.served.parser.structured_outputs(request, at_once=True),
+            structured_outputs=exchange.served.parser.structured_outputs(request, None),
             streams=bool(request.stream),
         )
         return [tokens_input(list(continuation.prompt))]

@@ -56,6 +56,7 @@ from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import architecture, prepare_torchtitan, read_config, versioned_tensors
 from goaly.models.vllm_naming import vllm_naming, without_padding
 from goaly.process import frozen
+from goaly.prompts.settings import ChatSettings
 from goaly.weights.placement import Naming
 
 FINISHES = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
@@ -115,10 +116,10 @@ class Engine:
         seed: int = 0,
         records_choices: bool = False,
         lora: LoraSettings | None = None,
-        reasoning_parser: str | None = None,
+        chat: ChatSettings | None = None,
     ):
         """With `records_choices`, samples have the experts that were chosen for their tokens. With `lora`, the weights
-        that are applied are those of adapters. A grammar begins after the reasoning that vLLM's parser finds."""
+        that are applied are those of adapters. A grammar begins after the reasoning that the parser of `chat` finds."""
         on_cuda = torch.cuda.is_available()
         set_num_threads(settings.threads)
         self._shape = architecture(read_config(model.path))
@@ -191,7 +192,7 @@ class Engine:
         self._core = cast(Any, self._vllm.engine_core)  # its class in one process has more than the declared one
         self._core._finalizer.atexit = False  # the end of the process releases everything; vLLM would collect first
         self._scheduler = self._core.engine_core.scheduler
-        self._grammars = Grammars(self._core, Path(model.path), reasoning_parser)
+        self._grammars = Grammars(self._core, Path(model.path), chat or ChatSettings())
         self._supported_tasks = self._vllm.get_supported_tasks()
         self._vocabulary = self._vllm.model_config.get_vocab_size()
         self._recorder = ChoiceRecorder(self._scheduler, self._model().choices) if records_choices else None

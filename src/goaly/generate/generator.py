@@ -32,6 +32,7 @@ from goaly.generate.streamed_answer import AnswerPart
 from goaly.generate.weight_follower import WeightFollower
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.process import vital_task
+from goaly.prompts.settings import ChatSettings
 from goaly.telemetry import spans
 from goaly.weights.settings import WeightSettings
 
@@ -53,11 +54,11 @@ class Generator(Actor):
         weights: WeightSettings | None = None,
         records_choices: bool = False,
         lora: LoraSettings | None = None,
-        reasoning_parser: str | None = None,
+        chat: ChatSettings | None = None,
     ):
         """Without a `store` the weights of the model folder are never updated. With `records_choices`, samples have the
         experts that were chosen for their tokens. With `lora`, the store has adapters of these settings. A grammar
-        begins after the reasoning that vLLM's parser finds."""
+        begins after the reasoning that the parser of `chat` finds."""
         self._settings = settings
         self._model = model
         self._store = store
@@ -66,7 +67,7 @@ class Generator(Actor):
         self._options: dict[str, Any] = {
             "records_choices": records_choices,
             "lora": lora,
-            "reasoning_parser": reasoning_parser,
+            "chat": chat,
         }
         self._rank = 0
         self._engine: Engine | None = None

@@ -15,7 +15,8 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine import EngineCoreRequest
 
-from goaly.generate.request import AT_ONCE, InvalidRequest
+from goaly.generate.request import AT_ONCE, TEMPLATE_ARGS, InvalidRequest
+from goaly.prompts.settings import ChatSettings
 
 BACKEND = "xgrammar"
 """With "auto" vLLM would use the one that the first request needs, for all others too (GM-2)."""
@@ -33,11 +34,11 @@ def refused(asked: Mapping[str, Any] | None, why: object) -> InvalidRequest:
 class Grammars:
     """The grammars of one engine's requests. The tokenizer is read when the first request has one."""
 
-    def __init__(self, core: Any, folder: Path, reasoning_parser: str | None):
-        """`core` is vLLM's. After the reasoning that this parser finds, the grammar begins."""
+    def __init__(self, core: Any, folder: Path, chat: ChatSettings):
+        """`core` is vLLM's. A grammar begins after the reasoning that the parser of `chat` finds."""
         self._core = core
         self._folder = folder
-        self._reasoning_parser = reasoning_parser
+        self._chat = chat
         self._tokenizer: Any = None
         self._compiling: set[Future[Any]] = set()
 
@@ -54,6 +55,8 @@ class Grammars:
                 self._load()
             form = dict(asked)
             request.reasoning_ended = form.pop(AT_ONCE, None)
+            template_args = {**self._chat.template_args, **form.pop(TEMPLATE_ARGS, {})}
+            reasoner = self._reasoner(template_args)
             parameters.structured_outputs = StructuredOutputsParams(**form)
             parameters._validate_structured_outputs(
                 config.model_config, config.structured_outputs_config, self._tokenizer
@@ -62,6 +65,7 @@ class Grammars:
         except Exception as error:  # whatever readers of tokenizers and compilers of grammars raise
             raise refused(asked, error) from error
         started = self._core.engine_core.scheduler.requests[request.request_id].structured_output_request
+        started.reasoner = reasoner
         made = started.grammar
         if isinstance(made, Exception):
             self._core.abort_requests([request.request_id])
@@ -78,7 +82,12 @@ class Grammars:
         manager = self._core.engine_core.structured_output_manager
         manager.executor = ThreadPoolExecutor(1)  # for one rank; several compile in the step's thread, all alike (GM-2)
         manager.tokenizer = get_tokenizer(str(self._folder))
-        if self._reasoning_parser is not None:
-            manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(self._reasoning_parser)
-            manager.reasoner_cls(tokenizer=manager.tokenizer)  # in a step its error would end the engine
+        if self._chat.reasoning_parser is not None:
+            manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(self._chat.reasoning_parser)
         self._tokenizer = manager.tokenizer
+
+    def _reasoner(self, template_args: Mapping[str, Any]) -> Any:
+        """The parser that finds the end of a request's reasoning. vLLM would make it in a step, where its error would
+        end the engine."""
+        made = self._core.engine_core.structured_output_manager.reasoner_cls
+        return made and made(tokenizer=self._tokenizer, chat_template_kwargs=dict(template_args))

@@ -66,7 +66,8 @@ class Sampling:
     structured_outputs: Mapping[str, Any] | None = None
     """The form of the answer's text: one of `json`, `json_object`, `regex`, `choice`, `grammar` and
     `structural_tag`, as in vLLM's `StructuredOutputsParams`. With a reasoning parser it begins after the reasoning,
-    unless there is none: `at_once=True`."""
+    unless that has ended in the prompt, or there is none: `at_once=True`. `template_args` override
+    `chat.template_args` for that parser."""
     stop: str | Sequence[str] | None = None
     """Texts that end the answer, searched for in its whole text, special tokens included. The tokens of such a text
     stay in the answer. The last one stays whole even if the text ends inside it (ST-1)."""
@@ -117,7 +118,9 @@ def evaluation_seeds(seed: int, policy_version: int, prompt_id: str) -> str:
 
 
 AT_ONCE = "at_once"
-"""The key of structured outputs that do not wait for the end of reasoning."""
+"""The key of structured outputs that says whether they begin with the first token, or after the reasoning."""
+TEMPLATE_ARGS = "template_args"
+"""The key of structured outputs with the chat template's arguments, which the parser of reasoning reads."""
 
 
 class InvalidRequest(ValueError):

@@ -147,7 +147,7 @@ class Roles:
             *served,
             records_choices=config.moe.replays,
             lora=config.trainer.lora,
-            reasoning_parser=config.chat.reasoning_parser,
+            chat=config.chat,
         )
 
     def count(self, planned: str) -> int:

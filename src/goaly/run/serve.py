@@ -120,14 +120,12 @@ class _Replicas:
                 await rendezvous(mesh)
             except Exception as error:  # Monarch's error, which does not name these processes
                 raise RunFailed(f"{name} did not start: {root_cause(error)}") from error
-        store, settings, parser = self._store, self._config.generator, self._config.chat_settings.reasoning_parser
+        store, settings, chat = self._store, self._config.generator, self._config.chat_settings
         if store is None:
             self._alone.add(name)
-            return spawn(
-                mesh, name, Generator, settings, self._policy.at_rest(), replica=number, reasoning_parser=parser
-            )
+            return spawn(mesh, name, Generator, settings, self._policy.at_rest(), replica=number, chat=chat)
         model, weights, lora = self._policy.followed()
-        return spawn(mesh, name, Generator, settings, model, store, number, weights, lora=lora, reasoning_parser=parser)
+        return spawn(mesh, name, Generator, settings, model, store, number, weights, lora=lora, chat=chat)
 
     async def follow(self, service: GeneratorService) -> None:
         """Have the replicas follow the weight store that the run has at the time, until cancelled."""

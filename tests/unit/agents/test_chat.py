@@ -42,7 +42,7 @@ def chat_with(
     *answers: str,
     limits: SessionLimits | None = None,
     malformed_penalty: float = 0.0,
-    **parsers: str,
+    **parsers: Any,
 ) -> Any:
     """A chat with a policy that gives these answers, and its sampler."""
     sampler = Sampler(chat, *answers)
@@ -144,6 +144,23 @@ async def test_reasoning_is_apart_from_the_answer(chats: dict[str, ChatTokenizer
     chat, _ = chat_with(chats["qwen3"], "<think>\nhard\n</think>\n\nfive", reasoning_parser="qwen3")
     answer = await chat.say([user("2+3?")])
     assert (answer.reasoning_content.strip(), answer.content.strip()) == ("hard", "five")
+
+
+@pytest.mark.parametrize(
+    ("parser", "args", "reasoning", "content"),
+    [
+        ("qwen3", {}, "five", None),
+        ("qwen3", {"enable_thinking": False}, None, "five"),
+        ("deepseek_v3", {}, None, "five"),
+        ("deepseek_v3", {"thinking": True}, "five", None),
+    ],
+)
+async def test_the_arguments_of_the_template_say_whether_an_answer_has_reasoning(
+    chats: dict[str, ChatTokenizer], parser: str, args: dict[str, Any], reasoning: str | None, content: str | None
+) -> None:
+    chat, _ = chat_with(chats["qwen3"], "five", reasoning_parser=parser, template_args=args)
+    answer = await chat.say([user("2+3?")])
+    assert (answer.reasoning_content, answer.content) == (reasoning, content)
 
 
 async def test_without_parsers_an_answer_is_its_text_and_branches_are_trajectories(

@@ -8,11 +8,12 @@ import anthropic
 import openai
 import pytest
 import torch
-from agent_sessions import TOOLS
+from agent_sessions import TOOLS, assistant, tool
 from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, wrote
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from goaly.agents.answers import AnswerParser
+from goaly.agents.conversation import Conversation
 from goaly.generate.request import Finish
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -21,6 +22,7 @@ from goaly.rollout.policy import Completion
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
 ANSWER = wrote('{"sum": 5}', "hm")
+AFTER_REASONING = {"at_once": False, "template_args": {}}
 TOOL = TOOLS[0]["function"]["name"]
 CALL = {"id": "", "type": "function", "function": {"name": TOOL, "arguments": json.dumps({"a": 2, "b": 3})}}
 CALLED = wrote("", "hm", CALL)
@@ -56,7 +58,7 @@ async def test_an_answer_of_a_form_is_context_and_what_comes_after_it_is_trained
         client = of_openai(served)
         said: list[Any] = [QUESTION]
         made = await client.chat.completions.create(model="m", messages=said, tools=TOOLS, tool_choice="required")
-        assert asked(served).keys() == {"structural_tag"}
+        assert asked(served).keys() == {"structural_tag", *AFTER_REASONING}
         (call,) = list(made.choices[0].message.tool_calls or ())
         said += [made.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
         await client.chat.completions.create(model="m", messages=said, tools=TOOLS)
@@ -73,16 +75,16 @@ async def test_each_api_asks_for_a_form_in_its_own_words(serve: Serve) -> None:
             model="m", messages=[QUESTION], response_format={"type": "json_object"}
         )
         assert json.loads(made.choices[0].message.content or "") == {"sum": 5}
-        assert asked(served) == {"json_object": True}
+        assert asked(served) == {"json_object": True, **AFTER_REASONING}
     with serve(ANSWER) as served:
         form: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
         await of_openai(served).chat.completions.create(model="m", messages=[QUESTION], response_format=form)
-        assert asked(served) == {"json": SCHEMA}
+        assert asked(served) == {"json": SCHEMA, **AFTER_REASONING}
     with serve(ANSWER) as served:
         schema: Any = {"format": {"type": "json_schema", "name": "sum", "schema": SCHEMA}}
         answer = await of_openai(served).responses.create(model="m", input=[QUESTION], text=schema)
         assert json.loads(answer.output_text) == {"sum": 5}
-        assert asked(served) == {"json": SCHEMA}
+        assert asked(served) == {"json": SCHEMA, **AFTER_REASONING}
     with serve("yes") as served:
         choice: Any = {"structured_outputs": {"choice": ["yes", "no"]}}
         text = await of_openai(served).completions.create(model="m", prompt="a", extra_body=choice)
@@ -151,7 +153,39 @@ async def test_a_form_that_is_too_deep_is_the_clients_error_and_none_is_left_to_
     with serve() as served:
         none: Any = {"structured_outputs": {"json_object": False}}
         await of_openai(served).chat.completions.create(**facts, extra_body=none)
-        assert asked(served) == {"json_object": False}, "which refuses it"
+        assert asked(served) == {"json_object": False, **AFTER_REASONING}, "which refuses it"
+
+
+async def test_a_form_begins_where_the_templates_arguments_and_the_answer_itself_end_reasoning(serve: Serve) -> None:
+    form: Any = {"type": "json_object"}
+    with serve('{"sum": 5}') as served:
+        chats = of_openai(served).chat.completions
+        quick = {"chat_template_kwargs": {"enable_thinking": False}}
+        made = await chats.create(model="m", messages=[QUESTION], response_format=form, extra_body=quick)
+        assert json.loads(made.choices[0].message.content or "") == {"sum": 5}
+        assert asked(served) == {"json_object": True, "at_once": True, "template_args": {"enable_thinking": False}}
+
+
+async def test_an_earlier_answers_reasoning_is_not_the_next_ones(chats: dict[str, ChatTokenizer]) -> None:
+    parser = AnswerParser(chats["qwen3"], ChatSettings(tool_parser="hermes", reasoning_parser="deepseek_r1"))
+    parser.load()
+    said = [QUESTION, assistant("", "hm", {"a": 2}), tool("5")]
+    assert "</think>" in chats["qwen3"].render_text(Conversation.of(said).messages)
+    form: Any = {"type": "json_object"}
+    request = ChatCompletionRequest(messages=[QUESTION], response_format=form)
+    assert parser.structured_outputs(request, Conversation.of(said, TOOLS)) == {"json_object": True, **AFTER_REASONING}
+
+
+async def test_arguments_of_the_template_that_a_parser_cannot_have_are_the_clients_error(serve: Serve) -> None:
+    deep: Any = 1
+    for _ in range(400):
+        deep = [deep]
+    with serve() as served:
+        for wrong in ([1], deep):
+            extra = {"chat_template_kwargs": {"enable_thinking": wrong}}
+            with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
+                await of_openai(served).chat.completions.create(model="m", messages=[QUESTION], extra_body=extra)
+        assert served.scripted.asked == []
 
 
 async def test_a_call_of_no_tool_is_the_clients_error(serve: Serve) -> None:
@@ -170,7 +204,7 @@ async def test_parsers_whose_calls_are_forced_as_json_read_it(chats: dict[str, C
     texts = {"required": '[{"name": "add", "parameters": {"a": 2}}]', "one": '{"a": 2}'}
     for choice, text in (("required", texts["required"]), (one, texts["one"])):
         request = ChatCompletionRequest(messages=[QUESTION], tools=TOOLS, tool_choice=choice)
-        form = parser.structured_outputs(request)
+        form = parser.structured_outputs(request, Conversation.of([QUESTION], TOOLS))
         assert form is not None
         assert form.keys() == {"json"}
         assert request.structured_outputs is None, "the request itself is as it was"
