@@ -4,12 +4,13 @@ It prints the URL at which it listens, and ends with its standard input.
 """
 
 import os
-import socket
 import sys
 import threading
 
 import uvicorn
 from mcp.server.mcpserver import MCPServer
+
+from goaly.agents.listeners import listening
 
 HOST = "127.0.0.1"
 
@@ -25,7 +26,7 @@ def add(a: int, b: int) -> int:
 def main() -> None:
     """Serve until standard input ends, as it does with the process that holds its other end."""
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    listener = socket.create_server((HOST, 0), backlog=1024)
+    listener = listening(HOST, 0)
     print(f"http://{HOST}:{listener.getsockname()[1]}/mcp", flush=True)
     app = server.streamable_http_app(stateless_http=True, json_response=True, host=HOST)
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])

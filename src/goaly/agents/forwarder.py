@@ -9,7 +9,6 @@ Invariants
 
 import json
 import secrets
-import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from goaly.agents.gateway import AppServer, key_of
+from goaly.agents.listeners import listening
 from goaly.agents.refusals import Refusal, error_response
 from goaly.generate.request import Sampling, seed_of
 from goaly.generate.settings import NEUTRAL
@@ -67,7 +67,7 @@ class Forwarder:
         import httpx
 
         self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
-        listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+        listener = listening(LOOPBACK, 0)
         self._address = f"http://{LOOPBACK}:{listener.getsockname()[1]}/v1"
         methods = ["GET", "POST"]
         app = Starlette(routes=[Route("/v1/{path:path}", self._forward, methods=methods)])

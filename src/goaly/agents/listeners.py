@@ -4,6 +4,8 @@ Invariants
     LS-1  A worker that takes the place of a dead one has its address. Clients that connect in between wait for it.
     LS-2  Only processes of this user get a socket, and nothing is left of one when the controller ends, however it
           ends.
+    LS-3  Connections have TCP_NODELAY, which Linux copies from the listening socket. asyncio sets it only on sockets
+          that name their protocol, which those of `socket.create_server` do not.
 """
 
 import asyncio
@@ -16,13 +18,19 @@ from contextlib import suppress
 from goaly.errors import ConfigError
 from goaly.rollout.settings import EndpointSettings
 
+BACKLOG = 1024
+"""Clients that may wait for the server to accept them."""
 CREDENTIALS = struct.Struct("3i")
 """Of the process at the other end of a Unix socket: its number, its user and its group."""
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens; OSError if another process has the port, which 0 lets the system choose."""
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    """A socket that listens; OSError if another process has the port, which 0 lets the system choose. A small part of a
+    response is sent at once (LS-3)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def port_of(settings: EndpointSettings, worker: int) -> int:

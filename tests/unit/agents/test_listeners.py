@@ -47,6 +47,25 @@ async def test_clients_wait_for_the_next_worker_at_the_same_address() -> None:  
         listener_of(listeners.names[0])
 
 
+@pytest.mark.parametrize("kept", [True, False])
+async def test_small_parts_of_a_response_are_sent_at_once(kept: bool) -> None:  # LS-3
+    listeners = Listeners(EndpointSettings(), 1)
+    name = listeners.names[0]
+    listener = await asyncio.to_thread(listener_of, name) if kept else listening("127.0.0.1", 0)
+    accepted = asyncio.get_running_loop().create_future()
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        client = writer.get_extra_info("socket")
+        accepted.set_result(client.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    async with await asyncio.start_server(serve, sock=listener):
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await accepted
+        writer.close()
+    listeners.close()
+
+
 async def test_a_port_that_another_process_has_is_named_and_no_other_stays_taken() -> None:
     with listening("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
