@@ -138,8 +138,9 @@ class Gateway:
         self._http = HttpServer(settings.host, listen, folder, max_context, self)
         self._files = files
         self._sessions: dict[str, ServedSession] = {}
-        begun = set() if files is None else files.begun()
-        self._awaited = {key: asyncio.Event() for key in begun}
+        self._begun = {} if files is None else files.begun()
+        """The names of the sessions that an earlier worker had, by their keys."""
+        self._awaited = {key: asyncio.Event() for key in self._begun}
         """Set when the session of this key, which an earlier worker had, goes on here."""
 
     async def start(self, parser: AnswerParser) -> None:
@@ -161,13 +162,20 @@ class Gateway:
 
     async def check(self, key: str) -> None:
         """Raise a Refusal if no open session has this key; wait for one that is about to go on here (GW-3)."""
-        if (awaited := self._awaited.get(key)) is not None:
+        if (awaited := self._awaited.get(key)) is not None and self._goes_on(key):
             try:
                 await asyncio.wait_for(awaited.wait(), REOPEN_SECONDS)
             except TimeoutError:
                 not_yet = "the session of this key does not go on yet; ask again"
                 raise Refusal(not_yet, HTTPStatus.SERVICE_UNAVAILABLE, "session_not_ready") from None
         self.session(key)
+
+    def _goes_on(self, key: str) -> bool:
+        """Whether the group of an awaited session has not ended: in another worker, or because the run dropped it."""
+        if self._files is not None and self._files.goes_on(self._begun[key]):
+            return True
+        del self._awaited[key]
+        return False
 
     def session(self, key: str, path: str = "", body: bytes = b"") -> ServedSession:
         """The session of this key (GW-1)."""

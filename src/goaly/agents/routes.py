@@ -27,9 +27,10 @@ from vllm.exceptions import VLLMClientError
 
 from goaly.agents.event_streams import COMMENT, PING, EventStream, response_events
 from goaly.agents.published import KEYS, OpenAIErrorResponse, answers, published
-from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, error_response
+from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, as_refusal, error_response
 from goaly.agents.served import EXCHANGE
 from goaly.agents.serving import MODEL, Serving
+from goaly.agents.session import SessionExhausted
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -115,10 +116,13 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
             raise Refusal(unknown, HTTPStatus.NOT_FOUND, "unknown_response", "response_id")
         assert call is not None
         if call.key not in served.session.rewarded:
-            if turns:
-                served.session.credit(turns, request.reward, call.key)
-            else:
-                served.session.add_reward(request.reward, call.key)
+            try:
+                if turns:
+                    served.session.credit(turns, request.reward, call.key)
+                else:
+                    served.session.add_reward(request.reward, call.key)
+            except SessionExhausted as error:
+                raise as_refusal(error) from error
         return Response(status_code=HTTPStatus.NO_CONTENT)
 
     for kind in (

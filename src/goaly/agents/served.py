@@ -8,6 +8,7 @@ Invariants
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +28,11 @@ from goaly.generate.request import Sampling
 from goaly.generate.settings import NEUTRAL
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.rollout.policy import Completion, Policy
+
+logger = logging.getLogger(__name__)
+
+_TOLD: set[str] = set()
+"""Sampling parameters of clients that this process has warned of."""
 
 
 class _State(Enum):
@@ -111,8 +117,6 @@ class ServedSession:
     session: Session
     policy: Policy
     parser: AnswerParser
-    overridden: set[str] = field(default_factory=set, init=False)
-    """Sampling parameters that clients named and that trained answers cannot have (PO-4)."""
     _calls: dict[str, Call] = field(default_factory=dict, init=False)
     _counts: dict[str, int] = field(default_factory=dict, init=False)
     _by_id: dict[str, Call] = field(default_factory=dict, init=False)
@@ -295,7 +299,11 @@ class ServedSession:
         if not self.policy.evaluation:
             run, asked = self.policy.sampling.distribution, Sampling(**given).distribution
             changed = {key for key in NEUTRAL if key in given and asked[key] != run[key]}
-            self.overridden |= changed
+            if changed:  # PO-4
+                self.session.overridden_requests += 1
+                if new := changed - _TOLD:
+                    _TOLD.update(new)
+                    logger.warning("agents name %s: trained answers have the run's instead", ", ".join(sorted(new)))
             kept = {key: value for key, value in given.items() if key not in changed}
         limit = self.session.limits.tokens
         if limit is not None:

@@ -10,7 +10,8 @@ Invariants
     SE-3  Each sampled token is trained in exactly one trajectory, with its log-probability and version. Elsewhere it is
           context: not trained, log-probability 0, no version.
     SE-4  A session that is rebuilt from its records equals the one that wrote them.
-    SE-5  Recorded turns and requests under way never exceed the limits together, and an ended session takes none.
+    SE-5  Recorded turns and requests under way never exceed the limits together. An ended session takes none, and no
+          reward either: its log is complete.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -88,6 +89,9 @@ class Session:
         self.ended: SessionEnd | None = None
         self.turns: list[RecordedTurn] = []
         self.sampled_tokens = 0
+        self.overridden_requests = 0
+        """Requests whose sampling parameters were replaced with the run's. Not in the log: a session that goes on in
+        another worker counts again from 0."""
         self.reward: float | None = None
         self.rewarded: set[str | None] = set()
         """The keys of the rewards that it got."""
@@ -343,11 +347,12 @@ class Session:
         self._by_conversation.setdefault(turn.conversation.digests[-1], []).append(turn)
 
     def _refuse(self, by: str) -> None:
-        if by not in self._refused:
+        if by not in self._refused and self.ended is None:
             self._refused.add(by)
             self._write({"kind": "refused", "by": by})
 
     def _reward(self, record: Record) -> None:
+        self._check_open()
         self._add_reward(record)
         self._write(record)
 

@@ -35,9 +35,13 @@ class SessionFiles:
         """The API key of the session with this name, the same in each worker."""
         return blake2b(name.encode(), key=self._secret, digest_size=24).hexdigest()
 
-    def begun(self) -> set[str]:
-        """The API keys of the sessions that have begun, and whose groups have not ended."""
-        return {self.api_key(path.stem) for path in self._folder.glob("*.jsonl")}
+    def begun(self) -> dict[str, str]:
+        """The names of the sessions that have begun, and whose groups have not ended, by their API keys."""
+        return {self.api_key(path.stem): path.stem for path in self._folder.glob("*.jsonl")}
+
+    def goes_on(self, name: str) -> bool:
+        """Whether the group of the session with this name has not ended."""
+        return (self._folder / f"{name}.jsonl").exists()
 
     def begin(self, name: str) -> list[Record]:
         """Begin the session with this name, and return its records of an earlier worker."""
@@ -71,6 +75,12 @@ class SessionFiles:
     def discard(self, name: str) -> None:
         """Delete the file of a session whose group has ended."""
         (self._folder / f"{name}.jsonl").unlink(missing_ok=True)
+
+
+def forget_group(folder: Path, ticket: int) -> None:
+    """Delete the files of the sessions of a group that no worker will end."""
+    for path in folder.glob(f"{ticket}.*.jsonl"):
+        path.unlink(missing_ok=True)
 
 
 def forget_sessions(folder: Path) -> None:

@@ -313,6 +313,7 @@ def _ended(session: Session) -> Iterator[None]:
         session.end(SessionEnd.ABANDONED)
         count("agents/malformed_calls", session.malformed_calls)
         count("agents/untrained_turns", session.untrained_turns)
+        count("agents/overridden_requests", session.overridden_requests)
         if session.ended is not SessionEnd.COMPLETE:
             count(f"agents/sessions_{session.ended}")
 

@@ -5,9 +5,11 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from goaly.actors import ask
+from goaly.agents.session_files import forget_group
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED
 from goaly.errors import RunFailed
@@ -44,6 +46,7 @@ class RolloutStage:
               or is given out again because its hub died.
         GR-2  A group under which workers have died `POISON_DEATHS` times fails: it may be what kills them.
         GR-3  With `fixed`, a group runs again on its first worker or the one in its place, also with the next hub.
+        GR-4  A group that ends while its worker is dead leaves no session file: later workers would wait for it.
     """
 
     def __init__(
@@ -53,13 +56,16 @@ class RolloutStage:
         backlog: BacklogStage | None = None,
         *,
         fixed: bool = False,
+        sessions: Path | None = None,
     ):
         """An evaluation that takes long is reported to `say`, as a line of text. Without a `backlog` every ticket is
-        running. `fixed` is for groups whose agents know the address of their worker (GR-3)."""
+        running. `fixed` is for groups whose agents know the address of their worker (GR-3). `sessions` is the folder of
+        the workers' session files."""
         self.workers = tuple(workers)
         self._say = say
         self._backlog = backlog
         self._fixed = fixed
+        self._sessions = sessions
         self._homes: dict[int, int] = {}
         """The worker on which each group began, with `fixed`, by ticket."""
         self._replicas: Mapping[str, Generator] = {}
@@ -106,6 +112,7 @@ class RolloutStage:
                 return
             except Lost:
                 if backlog is not None and not await backlog.is_running(ticket.index, hub):
+                    self._forget(ticket.index, hub)
                     return  # GR-1
             except asyncio.CancelledError:
                 self._cancel_later(self.workers[index], ticket.index, hub)
@@ -113,8 +120,7 @@ class RolloutStage:
             finally:
                 if self._groups.get(ticket.index) is group:  # or the next hub has given the ticket out again
                     del self._groups[ticket.index]
-        if backlog is not None:
-            backlog.drop(ticket.index, hub, POISONED)  # GR-2
+        self._drop(ticket.index, hub, POISONED)  # GR-2
         self._judge(GroupSummary(ticket=ticket.index, prompt_id=prompt.id, failed=POISONED))
 
     def _cancel_later(self, worker: Replaceable[RolloutWorker], ticket: int, hub: str) -> None:
@@ -125,10 +131,21 @@ class RolloutStage:
             if self._closed:
                 return
             worker.broadcast(lambda actor: actor.cancel.broadcast([ticket]))
-            if self._backlog is not None:  # the worker may have died
-                self._backlog.drop(ticket, hub, CANCELLED)
+            self._drop(ticket, hub, CANCELLED)  # the worker may have died
 
         asyncio.get_running_loop().call_later(CANCEL_SECONDS, cancel)
+
+    def _drop(self, ticket: int, hub: str, why: str) -> None:
+        """Count a group as failed that no worker reports."""
+        if self._backlog is not None:
+            self._backlog.drop(ticket, hub, why)
+        self._forget(ticket, hub)
+
+    def _forget(self, ticket: int, hub: str) -> None:
+        """Delete the session files of a group that no worker goes on with (GR-4)."""
+        is_given_out_again = self._backlog is not None and self._backlog.hub != hub
+        if self._sessions is not None and not is_given_out_again:
+            forget_group(self._sessions, ticket)
 
     def _judge(self, summary: GroupSummary) -> None:
         """End the run if too many groups in a row failed or left no room for an answer."""

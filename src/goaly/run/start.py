@@ -150,7 +150,13 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     if critic is not None:
         run.critic = CriticStage(Replaceable("critic", critic), run.say)
     workers = {f"rollout-{index}": await roles.rollout(index) for index in range(config.rollout.workers)}
-    run.rollouts = RolloutStage([Replaceable(*one) for one in workers.items()], run.say, run.backlog, fixed=has_address)
+    run.rollouts = RolloutStage(
+        [Replaceable(*one) for one in workers.items()],
+        run.say,
+        run.backlog,
+        fixed=has_address,
+        sessions=None if endpoint is None else sessions,
+    )
     run.generators = GeneratorService(
         replicas=config.generator.replicas,
         spawn=roles.generator,

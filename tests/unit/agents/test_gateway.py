@@ -15,9 +15,12 @@ import pytest
 from agent_sessions import TOOLS
 from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, serving, started, wrote
 
+from goaly.agents.gateway import REOPEN_SECONDS, Gateway
+from goaly.agents.refusals import Refusal
 from goaly.agents.session import SessionLimits
-from goaly.agents.session_files import SessionFiles, forget_sessions
+from goaly.agents.session_files import SessionFiles, forget_group, forget_sessions
 from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.settings import EndpointSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}
@@ -323,6 +326,18 @@ async def test_a_request_to_the_next_worker_waits_for_its_session_and_no_other_d
             with pytest.raises(openai.AuthenticationError):  # its session has ended here
                 await client.models.list()
         assert list(gateway._awaited) == [files.api_key("8.0")]
+
+
+async def test_a_request_whose_group_was_dropped_is_refused_at_once(
+    chats: dict[str, ChatTokenizer], tmp_path: Path
+) -> None:  # GW-3
+    files = SessionFiles(tmp_path)
+    files.begin("7.0")
+    gateway = Gateway(EndpointSettings(), 0, str(chats["qwen3"].folder), 4096, files)
+    forget_group(tmp_path, 7)
+    with pytest.raises(Refusal, match="no session that is open"):
+        await asyncio.wait_for(gateway.check(files.api_key("7.0")), REOPEN_SECONDS / 2)
+    assert gateway._awaited == {}
 
 
 async def test_a_request_whose_session_does_not_go_on_in_time_is_told_to_ask_again(

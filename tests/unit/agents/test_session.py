@@ -291,12 +291,19 @@ def test_the_limit_of_tokens_is_that_of_the_whole_session(agent):  # SE-5
         pass
 
 
-def test_an_ended_session_takes_nothing_more_but_rewards(agent):  # SE-5
+def test_an_ended_session_takes_nothing_more(agent):  # SE-5
     a = agent()
     turn, continuation = a.say([user("a")], assistant("b")), a.session.extend([user("a")])
-    a.session.end(SessionEnd.TIMED_OUT)
-    a.session.end(SessionEnd.COMPLETE)
     a.session.credit([turn], 1.0)
+    under_way = a.session.sampling()
+    under_way.__enter__()
+    a.session.end(SessionEnd.TIMED_OUT)
+    assert not under_way.__exit__(ContextFull, ContextFull(), None)
+    a.session.end(SessionEnd.COMPLETE)
+    for late in (lambda: a.session.credit([turn], 1.0), lambda: a.session.add_reward(1.0)):
+        with pytest.raises(SessionExhausted, match="timed_out"):
+            late()
+    assert a.log[-1] == {"kind": "end", "how": "timed_out"}
     for session in (a.session, a.replayed()):
         assert session.ended is SessionEnd.TIMED_OUT
         assert session.trajectories(0.0)[0].reward == 1.0

@@ -123,28 +123,37 @@ async def test_an_episode_that_its_limits_end_is_trained_as_far_as_it_came(
     assert group.counts == {"agents/sessions_truncated": 2}
 
 
-async def test_an_agent_that_the_endpoint_refuses_more_is_trained_as_far_as_it_came(runs: Runs) -> None:
+async def test_an_agent_that_the_endpoint_refuses_more_is_trained_as_far_as_it_came_and_what_it_cannot_set_is_counted(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
     """RG-4."""
     chat = runs.chat
     gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096)
     await gateway.start(AnswerParser(chat, ChatSettings()))
 
-    async def asks(messages: Sequence[Mapping[str, Any]], *, base_url: str, api_key: str, times: int) -> str:
+    async def asks(
+        messages: Sequence[Mapping[str, Any]], *, base_url: str, api_key: str, times: int, **given: Any
+    ) -> str:
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
             said: list[Any] = list(messages)
             for _ in range(times):
-                made = await client.chat.completions.create(model="policy", messages=said)
+                made = await client.chat.completions.create(model="policy", messages=said, **given)
                 said += [{"role": "assistant", "content": made.choices[0].message.content}, {**said[0]}]
         return said[-2]["content"]
 
-    def agent(times: int) -> Callable[..., Awaitable[Any]]:
-        return partial(of_agent, partial(by_function, partial(asks, times=times)))
+    def agent(times: int, **given: float) -> Callable[..., Awaitable[Any]]:
+        return partial(of_agent, partial(by_function, partial(asks, times=times, **given)))
 
     try:
         group = await runs.group(agent(3), gateway=gateway, session=LIMITED)
         assert group.rewards == [0.0, 0.0]
         assert {(sample.outcome, len(sample.turns)) for sample in group.samples} == {("truncated", 4)}
         assert group.counts == {"agents/sessions_truncated": 2}
+        group = await runs.group(agent(2, temperature=0.3, top_p=1.0), gateway=gateway)
+        assert group.counts == {"agents/overridden_requests": 4}
+        (told,) = [text for record in caplog.records if "agents name" in (text := record.getMessage())]
+        assert "temperature" in told
+        assert "top_p" not in told
         group = await runs.group(agent(2), gateway=gateway, session=LIMITED)
         assert min(group.rewards) > 0
         assert {sample.outcome for sample in group.samples} == {"complete"}

@@ -1,11 +1,13 @@
 """Rollout workers that die: their groups run again, and their replacements know the replicas."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED
 from goaly.generate.connection import POISON_DEATHS
@@ -63,8 +65,8 @@ class Backlog:
         return self._is_running and hub == self.hub
 
     def drop(self, ticket: int, hub: str, why: str) -> None:
-        assert hub == self.hub
-        self.dropped.append((ticket, why))
+        if hub == self.hub:
+            self.dropped.append((ticket, why))
 
 
 PROMPT = Prompt(id="q", source="sums", messages=())
@@ -73,13 +75,15 @@ PROMPT = Prompt(id="q", source="sums", messages=())
 class Rollouts:
     """Two workers, of which those named in `deadly` never answer; each may be replaced by one of the same kind."""
 
-    def __init__(self, backlog: Backlog, deadly: str = "rollout-0 ", *, fixed: bool = False):
+    def __init__(
+        self, backlog: Backlog, deadly: str = "rollout-0 ", *, fixed: bool = False, sessions: Path | None = None
+    ):
         self.spawned: dict[str, Worker] = {}
         self.may_replace = asyncio.Event()
         self.may_replace.set()
         self._deadly = deadly
         workers = [Replaceable(name, self.spawn(name)) for name in ("rollout-0", "rollout-1")]
-        self.stage = RolloutStage(workers, backlog=backlog, fixed=fixed)
+        self.stage = RolloutStage(workers, backlog=backlog, fixed=fixed, sessions=sessions)
         self.keeping = [
             asyncio.ensure_future(
                 worker.keep(
@@ -214,9 +218,12 @@ async def test_a_routing_table_reaches_a_worker_that_is_being_replaced_and_does_
     rollouts.close()
 
 
-async def test_a_group_under_which_workers_keep_dying_fails() -> None:
-    backlog = Backlog()
-    rollouts = Rollouts(backlog, deadly="rollout-0 rollout-1 rollout-0-1 rollout-1-1 rollout-0-2 ")
+async def test_a_group_under_which_workers_keep_dying_fails(tmp_path: Path) -> None:
+    backlog, files = Backlog(), SessionFiles(tmp_path)
+    for name in ("4.0", "4.1", "44.0"):
+        files.begin(name)
+    deadly = "rollout-0 rollout-1 rollout-0-1 rollout-1-1 rollout-0-2 "
+    rollouts = Rollouts(backlog, deadly=deadly, sessions=tmp_path)
     await turns()
     group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=4, min_version=0), PROMPT))
     for _ in range(POISON_DEATHS):
@@ -226,13 +233,29 @@ async def test_a_group_under_which_workers_keep_dying_fails() -> None:
         rollouts.stage.workers[int(name.split("-")[1])].lost(name, "process 7 ended")
     await asyncio.wait_for(group, 5)
     assert backlog.dropped == [(4, "its worker died 3 times")]  # GR-2
+    assert set(files.begun().values()) == {"44.0"}  # GR-4
+    rollouts.close()
+
+
+async def test_a_group_that_was_reported_before_its_worker_died_leaves_no_session(tmp_path: Path) -> None:  # GR-4
+    files = SessionFiles(tmp_path)
+    files.begin("0.0")
+    rollouts = Rollouts(Backlog(is_running=False), sessions=tmp_path)
+    await turns()
+    group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=0, min_version=0), PROMPT))
+    await turns()
+    rollouts.stage.workers[0].lost("rollout-0", "process 7 ended")
+    await asyncio.wait_for(group, 5)
+    assert not files.begun()
     rollouts.close()
 
 
 @virtual_time.jumps
-async def test_a_group_that_is_cancelled_while_its_worker_is_being_replaced_ends() -> None:
-    backlog = Backlog()
-    rollouts = Rollouts(backlog, deadly="rollout-0 rollout-1 ")
+async def test_a_group_that_is_cancelled_while_its_worker_is_being_replaced_ends(tmp_path: Path) -> None:
+    backlog, files = Backlog(), SessionFiles(tmp_path)
+    for ticket in (4, 5):
+        files.begin(f"{ticket}.0")
+    rollouts = Rollouts(backlog, deadly="rollout-0 rollout-1 ", sessions=tmp_path)
     await turns()
     rollouts.may_replace.clear()
     for worker in rollouts.stage.workers:
@@ -242,4 +265,11 @@ async def test_a_group_that_is_cancelled_while_its_worker_is_being_replaced_ends
     group.cancel()
     await asyncio.sleep(CANCEL_SECONDS + 1)
     assert backlog.dropped == [(4, CANCELLED)]
+    assert list(files.begun().values()) == ["5.0"]  # GR-4
+    group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=5, min_version=0), PROMPT))
+    await turns()
+    group.cancel()
+    backlog.hub = "hub-1"  # which gives the ticket out again
+    await asyncio.sleep(CANCEL_SECONDS + 1)
+    assert list(files.begun().values()) == ["5.0"]
     rollouts.close()
