@@ -118,10 +118,13 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     assert {int(version) for sample in samples for version in sample.versions} == {1}
 
     formed = Sampling(max_tokens=8, structured_outputs={"choice": ["cab"]}, stop_token_ids=(1,))
+    broken = {"structured_outputs": {"json": {"type": "unknown"}}}
     for replica in (one, leader):  # GM-1
         assert VOCABULARY[(await ask(replica, "formed", formed)).tokens[0]] == "c"
         with pytest.raises(InvalidRequest, match="structured_outputs"):
-            await ask(replica, "of no form", replace(formed, structured_outputs={"regex": "("}))
+            await ask(replica, "of no form", replace(formed, **broken))
+    with pytest.raises(InvalidRequest, match=r"regex: .* generator.tp > 1"):  # GM-3
+        await ask(leader, "slow", replace(formed, structured_outputs={"regex": "c"}))
 
     held = [asyncio.ensure_future(ask(replica, "held back", min_version=3)) for replica in (one, leader)]
     await publish(0, 2)

@@ -24,6 +24,11 @@ ToolChoice = str | Mapping[str, Any]
 FREE = (None, "auto", "none")
 """Choices of tools that force no call."""
 _CALL = re.compile("call|tool|tc_")
+_ENGINE_START = re.compile("TOOL(?!.*(END|ERROR|TEXT))")
+_PYTHONIC = {
+    name: re.compile(r"\s*(<\|python_start\|>)?\s*\[\s*[A-Za-z_][\w.]*\(") for name in ("pythonic", "llama4_pythonic")
+}
+"""The beginning of an answer that is a list of Python calls, by the parsers of such answers."""
 
 
 class AnswerParser:
@@ -150,7 +155,11 @@ class AnswerParser:
         return asked if self._settings.reasoning_parser is None else {**asked, **self._reasoning(chat)}
 
     def malformed_calls(
-        self, message: Message, tools: Sequence[Mapping[str, Any]] = (), choice: ToolChoice = "auto"
+        self,
+        message: Message,
+        completion: Completion,
+        tools: Sequence[Mapping[str, Any]] = (),
+        choice: ToolChoice = "auto",
     ) -> int:
         """The number of calls in an answer that are none: text that begins as a call does but cannot be read, calls of
         unknown tools, calls whose arguments are no JSON object, and the call that `choice` forces if there is none."""
@@ -159,7 +168,13 @@ class AnswerParser:
         known = {tool["function"]["name"] for tool in tools}
         calls = [call["function"] for call in message.tool_calls or ()]
         wrong = sum(call["name"] not in known or not _is_object(call["arguments"]) for call in calls)
-        is_broken = any(start in (message.content or "") for start in self._starts)
+        text = message.content or ""
+        if not calls:  # some parsers drop a call that they cannot read from the content
+            text = self.text(completion, skip_special_tokens=False).replace(message.reasoning_content or "", "", 1)
+        listed = _PYTHONIC.get(self._settings.tool_parser or "")
+        is_broken = any(start in text for start in self._starts) or (
+            listed is not None and not calls and listed.match(text) is not None
+        )
         return wrong + (is_broken or (choice not in FREE and not calls))
 
     def text(self, completion: Completion, *, skip_special_tokens: bool = True) -> str:
@@ -210,10 +225,14 @@ class AnswerParser:
 
 
 def starts_of_calls(parser: object) -> list[str]:
-    """The texts that begin a tool call, as far as vLLM's parser names them: `pythonic` and some others name none."""
+    """The texts that begin a tool call, as far as vLLM's parser names them (`docs/agents.md`)."""
     named = [name for name in dir(parser) if name.startswith("bot_") or ("start" in name and _CALL.search(name))]
-    found = {value for name in named if isinstance(value := getattr(parser, name, None), str) and value.strip()}
-    return sorted(found)
+    values = [getattr(parser, name, None) for name in named]
+    if (engine := getattr(parser, "_parser_engine", None)) is not None:
+        terminals = engine.parser_engine_config.terminals
+        for text in (text for name, text in terminals.items() if _ENGINE_START.match(name)):
+            values += [text] if isinstance(text, str) else text
+    return sorted({value for value in values if isinstance(value, str) and value.strip()})
 
 
 def _is_object(arguments: str) -> bool:

@@ -43,7 +43,7 @@ class Chat:
             continuation = self.session.extend([message.as_dict() for message in messages], tools)
             completion = await self._policy.sample(continuation.prompt, sampling, trained=trained, **changes)
             answer = self._parser.message(completion, tools)
-            malformed = self._parser.malformed_calls(answer, tools)
+            malformed = self._parser.malformed_calls(answer, completion, tools)
             turn = self.session.record(continuation, completion, answer.as_dict(), malformed=malformed)
         self._said.append((answer, turn))
         return answer

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from goaly.agents.answers import AnswerParser
 from goaly.agents.listeners import listener_of, listening, port_of
 from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, error_response
-from goaly.agents.served import EXCHANGE, Exchange, ServedSession
+from goaly.agents.served import EXCHANGE, Exchange, Repeats, ServedSession
 from goaly.agents.session import Session
 from goaly.agents.session_files import SessionFiles
 from goaly.process import give_up
@@ -77,7 +77,7 @@ class Door(Protocol):
         """Raise a Refusal with status 401 if nobody has this key."""
         ...
 
-    def session(self, key: str, path: str, body: bytes) -> ServedSession:
+    def session(self, key: str, path: str, body: bytes, repeats: Repeats) -> ServedSession:
         """The session of a request with this key."""
         ...
 
@@ -177,7 +177,7 @@ class Gateway:
         del self._awaited[key]
         return False
 
-    def session(self, key: str, path: str = "", body: bytes = b"") -> ServedSession:
+    def session(self, key: str, *_: Any) -> ServedSession:
         """The session of this key (GW-1)."""
         if (served := self._sessions.get(key)) is not None:
             return served
@@ -239,9 +239,10 @@ class _Doorkeeper:
         try:
             await self._door.check(key)
             body = await _body(receive)
-            served = self._door.session(key, path, body)
+            repeats = _repeats(headers)
+            served = self._door.session(key, path, body, repeats)
             is_call = path in SAMPLED or path.endswith(REWARDED)
-            call = served.call(path, body, **_repeats(headers)) if is_call else None
+            call = served.call(path, body, repeats) if is_call else None
         except Refusal as refused:
             return await error_response(path, refused)(scope, receive, send)
         delivery = _Delivery(body, receive, send)
@@ -278,12 +279,12 @@ class _Delivery:
         self.delivered = self.delivered or (is_last and not self._gone)
 
 
-def _repeats(headers: Mapping[str, str]) -> dict[str, Any]:
-    """What the headers say of earlier attempts, as `ServedSession.call` takes it."""
+def _repeats(headers: Mapping[str, str]) -> Repeats:
+    """What the headers say of earlier attempts."""
     retries = headers.get("x-stainless-retry-count", "0")
     if not retries.isdecimal() or len(retries) > MOST_DIGITS:
         raise Refusal(f"x-stainless-retry-count={retries}: must be a number", HTTPStatus.BAD_REQUEST, "invalid_header")
-    return {"retries": int(retries), "idempotency_key": headers.get("idempotency-key")}
+    return Repeats(int(retries), headers.get("idempotency-key"))
 
 
 def key_of(headers: Mapping[str, str]) -> str:

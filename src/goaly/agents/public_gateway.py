@@ -1,10 +1,11 @@
 """The HTTP endpoint outside of training: clients with a token ask the policy, and nothing is recorded for a trainer.
 
-Each request has a session of its own. Those of the last responses of OpenAI's Responses API are kept for
+Each request has a session of its own. The last ones are kept for retries, and those of OpenAI's Responses API for
 `previous_response_id`.
 
 Invariants
     PG-1  With tokens, a request without one of them gets 401. No token reaches the responses of another.
+    PG-2  A retry of a request, by the client's word, gets the answer of that request, as long as its session is kept.
 """
 
 import asyncio
@@ -18,15 +19,17 @@ from itertools import count
 from typing import Any
 
 from goaly.agents.answers import AnswerParser
-from goaly.agents.gateway import HttpServer
+from goaly.agents.gateway import SAMPLED, HttpServer
 from goaly.agents.listeners import listening
 from goaly.agents.refusals import Refusal
-from goaly.agents.served import ServedSession
+from goaly.agents.served import Repeats, ServedSession, request_digest
 from goaly.agents.session import Session
 from goaly.generate.request import Sampling
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Policy, TokenSampler
 
+KEPT_REQUESTS = 1024
+"""Retries of so many of the last requests are not sampled again."""
 RESPONSES = "/v1/responses"
 KEPT_RESPONSES = 1024
 """So many of the last conversations of the Responses API can be continued by id."""
@@ -59,6 +62,8 @@ class PublicGateway:
         self._sampler = sampler
         self._numbers = count()
         self._kept: deque[tuple[str, ServedSession]] = deque(maxlen=KEPT_RESPONSES)
+        self._recent: dict[tuple[str, str], ServedSession] = {}
+        """By API key, and idempotency key or request; the oldest first."""
 
     @property
     def url(self) -> str:
@@ -85,10 +90,20 @@ class PublicGateway:
         if known and not any(known):
             raise Refusal("the API key is not one of this server's tokens", HTTPStatus.UNAUTHORIZED, "invalid_api_key")
 
-    def session(self, key: str, path: str, body: bytes) -> ServedSession:
-        """A new session, or the one of the response that this request continues."""
-        if path != RESPONSES:
+    def session(self, key: str, path: str, body: bytes, repeats: Repeats) -> ServedSession:
+        """A new session, or the one of the request that this one repeats, or of the response that it continues."""
+        if path not in SAMPLED:
             return self._new()
+        name = (key, f"key {repeats.idempotency_key}" if repeats.idempotency_key else request_digest(path, body))
+        known = self._recent.pop(name, None)
+        if known is None or not any(repeats):
+            known = self._continued(key, body) if path == RESPONSES else self._new()
+        self._recent[name] = known
+        if len(self._recent) > KEPT_REQUESTS:
+            del self._recent[next(iter(self._recent))]
+        return known
+
+    def _continued(self, key: str, body: bytes) -> ServedSession:
         earlier = _previous(body)
         if earlier is not None:
             for owner, served in self._kept:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from hashlib import blake2b
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from goaly.agents.answer_stream import AnswerStream, Piece, Reader
 from goaly.agents.answers import AnswerParser, ToolChoice
@@ -40,6 +40,14 @@ class _State(Enum):
     DELIVERED = auto()
     LOST = auto()
     """The client went away before it had the answer."""
+
+
+class Repeats(NamedTuple):
+    """What a request says of earlier attempts."""
+
+    retries: int = 0
+    """How often the client has sent it before."""
+    idempotency_key: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -130,11 +138,10 @@ class ServedSession:
                 if dot:
                     self._counts[request] = max(self._counts.get(request, 0), int(count))
 
-    def call(self, path: str, body: bytes, *, retries: int = 0, idempotency_key: str | None = None) -> Call:
-        """The call of an HTTP request: a new one, or the one that it repeats (CA-1, CA-2).
-
-        `retries` is the number of times that the client says it has sent the request before."""
-        request = blake2b(path.encode() + b"\0" + body, digest_size=16).hexdigest()
+    def call(self, path: str, body: bytes, repeats: Repeats) -> Call:
+        """The call of an HTTP request: a new one, or the one that it repeats (CA-1, CA-2)."""
+        retries, idempotency_key = repeats
+        request = request_digest(path, body)
         if idempotency_key is not None:
             key = blake2b(idempotency_key.encode(), digest_size=16).hexdigest()
             known = self._calls.get(key)
@@ -237,10 +244,11 @@ class ServedSession:
     async def _sampled(self, call: Call, ask: Ask) -> list[RecordedTurn]:
         known = self.recorded(call)  # fewer than it asks for, if a worker died between two records
         with self.session.sampling(ask.answers - len(known)):
-            wanted = list(_seeded(self._sampling(ask), ask.answers))[len(known) :]
+            sampling = self._sampling(ask)
+            wanted = list(_seeded(sampling, ask.answers))[len(known) :]
             trained = ask.structured_outputs is None
             if ask.streams:
-                call.streams = {number: self._stream(call, ask) for number in range(len(known), ask.answers)}
+                call.streams = {number: self._stream(call, ask, sampling) for number in range(len(known), ask.answers)}
             streams = [call.streams.get(number) for number in range(len(known), ask.answers)]
             try:
                 async with asyncio.TaskGroup() as samples:
@@ -262,8 +270,8 @@ class ServedSession:
                 for number, (one, stream) in enumerate(zip(sampled, streams, strict=True), len(known))
             ]
 
-    def _stream(self, call: Call, ask: Ask) -> AnswerStream:
-        stops = self.policy.sampling.changed(self._sampling(ask)).stop or ()
+    def _stream(self, call: Call, ask: Ask, sampling: Sampling) -> AnswerStream:
+        stops = self.policy.sampling.changed(sampling).stop or ()
         return self.parser.stream(
             ask.tools,
             choice=ask.choice,
@@ -288,7 +296,7 @@ class ServedSession:
             )
         if stream is not None:
             message = self.parser.as_shown(message, completion, stream)
-        malformed = self.parser.malformed_calls(message, ask.tools, ask.choice)
+        malformed = self.parser.malformed_calls(message, completion, ask.tools, ask.choice)
         key = f"{call.key}/{number}"
         return self.session.record(ask.continuation, completion, message.as_dict(), key, malformed=malformed)
 
@@ -310,6 +318,11 @@ class ServedSession:
             left = max(1, limit - self.session.sampled_tokens)  # a parallel answer may have taken the rest
             kept["max_tokens"] = min(left, kept.get("max_tokens") or self.policy.sampling.max_tokens or left)
         return Sampling(**kept, structured_outputs=ask.structured_outputs)
+
+
+def request_digest(path: str, body: bytes) -> str:
+    """The same for equal requests."""
+    return blake2b(path.encode() + b"\0" + body, digest_size=16).hexdigest()
 
 
 def _seeded(sampling: Sampling, answers: int) -> Iterator[Sampling]:

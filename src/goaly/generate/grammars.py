@@ -3,10 +3,14 @@
 Invariants
     GM-1  A form that cannot be compiled, or that leaves no token to draw, is its request's own error: it fails alone.
     GM-2  All replicas, and all ranks of one, take and refuse the same forms, whatever they were asked before.
+    GM-3  Several ranks compile in the step's thread and without a time limit, so that they go on alike. They take only
+          forms that are quick to compile.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,13 +26,48 @@ BACKEND = "xgrammar"
 """With "auto" vLLM would use the one that the first request needs, for all others too (GM-2)."""
 
 
+SLOW = ("regex", "grammar", "pattern", "patternProperties")
+"""Keys of regular expressions and grammars. xgrammar took 64 s for `^([a-z]{1,80}[0-9]{1,80}){1,80}$` in a schema, with
+100,000 tokens, and more than 150 s for `[a-z]?` 2,700 times; for names, types and lengths at most 1 s."""
+SHOWN = 1000
+"""Characters of a form in an error."""
+MOST_CHARACTERS = 16_384
+"""Of a form as JSON, with generator.tp > 1."""
 ENDED = "cannot be compiled, or no token can be drawn that follows it"
 """Why vLLM ends a request."""
 
 
 def refused(asked: Mapping[str, Any] | None, why: object) -> InvalidRequest:
     """The error of a request for this form."""
-    return InvalidRequest(f"structured_outputs={asked}: {why}")
+    shown = str(asked)
+    return InvalidRequest(f"structured_outputs={shown[:SHOWN]}{'...' * (len(shown) > SHOWN)}: {why}")
+
+
+def refuse_slow(asked: Mapping[str, Any]) -> None:
+    """Raise ValueError for a form whose compilation could stop all requests for minutes (GM-3)."""
+    text = json.dumps(asked)
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"has {len(text)} characters, must have at most {MOST_CHARACTERS} with generator.tp > 1")
+    if (slow := next(_slow_parts(asked), None)) is not None:
+        raise ValueError(f"{slow}: must not be used with generator.tp > 1, where a slow compilation stops all requests")
+
+
+def _slow_parts(form: Any) -> Iterator[str]:
+    """The keys of regular expressions and grammars in a form, which may be JSON in a text."""
+    if isinstance(form, str) and form.lstrip()[:1] in ("{", "["):
+        with suppress(ValueError):
+            form = json.loads(form)
+    if isinstance(form, Mapping):
+        if form.get("type") in ("regex", "grammar"):  # a part of a structural tag
+            yield form["type"]
+        for key, value in form.items():
+            if key in SLOW and (isinstance(value, str) or key == "patternProperties"):
+                yield key
+            else:
+                yield from _slow_parts(value)
+    elif isinstance(form, list):
+        for value in form:
+            yield from _slow_parts(value)
 
 
 class Grammars:
@@ -53,6 +92,8 @@ class Grammars:
         try:
             if self._tokenizer is None:
                 self._load()
+            if config.parallel_config.tensor_parallel_size > 1:
+                refuse_slow(asked)
             form = dict(asked)
             request.reasoning_ended = form.pop(AT_ONCE, None)
             template_args = {**self._chat.template_args, **form.pop(TEMPLATE_ARGS, {})}

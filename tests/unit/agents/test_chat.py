@@ -78,6 +78,26 @@ async def test_a_malformed_call_is_returned_and_counted_and_costs_reward(
     assert sum(one.reward for one in chat.finish(1.0)) == pytest.approx(0.75 if len(chat.finish(1.0)) == 1 else 1.75)
 
 
+@pytest.mark.parametrize(
+    ("parser", "text", "malformed"),
+    [
+        ("pythonic", "[add(a=2, b=3)]", 0),
+        ("pythonic", "[add(a=2, b=", 1),
+        ("pythonic", "[2, 3] are the numbers of add(a, b)", 0),
+        ("llama4_pythonic", "[add(a=2, b=", 1),
+        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>", 0),
+        ("qwen3_coder", "<tool_call>\n{broken}\n</tool_call>", 1),
+        ("qwen3_coder", "no call", 0),
+    ],
+)
+async def test_parsers_that_name_no_start_of_a_call_count_malformed_ones_too(
+    chats: dict[str, ChatTokenizer], parser: str, text: str, malformed: int
+) -> None:
+    chat, _ = chat_with(chats["hermes"], text, tool_parser=parser)
+    await chat.say([user("2+3?")])
+    assert chat.session.malformed_calls == malformed
+
+
 def test_the_penalty_of_a_malformed_call_is_there_again_after_a_replay(agent: Callable[..., Agent]) -> None:
     one = agent("hermes", malformed_penalty=0.25)
     place = one.session.extend([user("2+3?").as_dict()])
@@ -105,6 +125,9 @@ class EveryToken(dict[str, int]):
         ("jamba", ["<tool_calls>"]),
         ("llama3_json", ["<|python_tag|>"]),
         ("pythonic", []),
+        ("qwen3_coder", ["<tool_call>"]),
+        ("granite", ["<tool_call>", "<|tool_call|>"]),
+        ("kimi_k2", ["<|tool_call_begin|>", "<|tool_calls_section_begin|>"]),
     ],
 )
 def test_the_texts_that_begin_calls_are_those_of_vllms_parser(parser: str, starts: list[str]) -> None:

@@ -14,6 +14,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.conversation import Conversation
+from goaly.generate.grammars import refuse_slow
 from goaly.generate.request import Finish
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -188,6 +189,24 @@ async def test_arguments_of_the_template_that_a_parser_cannot_have_are_the_clien
         assert served.scripted.asked == []
 
 
+async def test_several_ranks_take_only_forms_that_are_quick_to_compile() -> None:  # GM-3
+    named: Any = {"type": "object", "properties": {"pattern": {"type": "string", "maxLength": 100}}}
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": "a"}}
+    for form in ({"json": named}, {"json": json.dumps(named)}, {"json_object": True}, {"choice": ["a", "[b"]}):
+        refuse_slow({**form, **AFTER_REASONING})
+    slow: list[tuple[Any, str]] = [
+        ({"regex": "a"}, "regex"),
+        ({"grammar": "root ::= [a]"}, "grammar"),
+        ({"json": {"items": [{"pattern": "a"}]}}, "pattern"),
+        ({"json": '{"properties": {"a": {"patternProperties": {"a": {}}}}}'}, "patternProperties"),
+        ({"structural_tag": json.dumps(tag)}, "regex"),
+        ({"choice": ["a" * 20_000]}, "at most 16384"),
+    ]
+    for form, why in slow:
+        with pytest.raises(ValueError, match=f"{why}.*generator.tp > 1"):
+            refuse_slow(form)
+
+
 async def test_a_call_of_no_tool_is_the_clients_error(serve: Serve) -> None:
     with serve() as served:
         forced: Any = {"type": "any"}
@@ -214,8 +233,8 @@ async def test_parsers_whose_calls_are_forced_as_json_read_it(chats: dict[str, C
         answer = parser.message(completion, TOOLS, choice=choice)
         (call,) = list(answer.tool_calls or ())
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (TOOL, {"a": 2})
-        assert parser.malformed_calls(answer, TOOLS, choice) == 0
+        assert parser.malformed_calls(answer, completion, TOOLS, choice) == 0
         cut = replace(completion, tokens=written[:5])
         answer = parser.message(cut, TOOLS, choice="required")
         assert (answer.tool_calls, answer.content) == (None, chat.decode(written[:5]))
-        assert parser.malformed_calls(answer, TOOLS, "required") == 1
+        assert parser.malformed_calls(answer, cut, TOOLS, "required") == 1

@@ -8,7 +8,9 @@ import logging
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import count, cycle
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -32,7 +34,7 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.settings import EndpointSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-REQUESTS = int(os.environ.get("GOALY_STORM_REQUESTS", "100"))
+REQUESTS = int(os.environ.get("GOALY_STORM_REQUESTS", "300"))
 ROUTES = {
     ("get", "/health"),
     ("get", "/openapi.json"),
@@ -44,6 +46,8 @@ ROUTES = {
     ("post", "/v1/messages/count_tokens"),
     ("post", "/v1/responses"),
 }
+CLIENTS = 4
+"""Requests at the same time."""
 REDUCED = 9
 """A case is sent so often with fewer options."""
 NEEDED = ("messages", "prompt", "input", "max_tokens", "model")
@@ -111,19 +115,36 @@ async def test_any_request_gets_an_answer_below_500_and_no_session_is_lost(
 
 
 def storm(schema: dict[str, Any], sessions: tuple[Served, ...]) -> Counter[tuple[str, int]]:
-    """Send requests to every route, with turns of the sessions, and count the answers by path and status."""
+    """Send requests to every route from a few clients at once, with turns of the sessions, and count the answers by
+    path and status."""
     answered: Counter[tuple[str, int]] = Counter()
     turn = cycle(sessions)
-    with requests.Session() as client:
+    clients: SimpleQueue[requests.Session] = SimpleQueue()
+    for _ in range(CLIENTS):
+        clients.put(requests.Session())
+
+    def send(number: int, path: str, request: dict[str, Any]) -> tuple[str, int]:
+        client = clients.get()  # there are as many as threads
+        made = client.request(**request, timeout=HANGS_SECONDS)
+        clients.put(client)
+        assert made.status_code < 500, f"request {number}: {made.text}\n{request}"
+        return path, made.status_code
+
+    under_way: set[Future[tuple[str, int]]] = set()
+    with ThreadPoolExecutor(CLIENTS) as pool:
         for number, (case, random) in enumerate(cases(schema)):
             served = next(turn)
             if "session_id" in case.path_parameters and random.random() < 0.8:
                 case.path_parameters["session_id"] = served.endpoint.session_id
             headers = {"authorization": f"Bearer {served.endpoint.api_key}"}
-            root = served.endpoint.root_url
-            made = case.call(base_url=root, session=client, headers=headers, timeout=HANGS_SECONDS)
-            answered[case.operation.path, made.status_code] += 1
-            assert made.status_code < 500, f"request {number}: {made.text}\n{case.as_curl_command()}"
+            request = case.as_transport_kwargs(base_url=served.endpoint.root_url, headers=headers)
+            under_way.add(pool.submit(send, number, case.operation.path, request))
+            if len(under_way) >= 2 * CLIENTS:
+                done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                answered.update(one.result() for one in done)
+    answered.update(one.result() for one in under_way)
+    while not clients.empty():
+        clients.get().close()
     return answered
 
 

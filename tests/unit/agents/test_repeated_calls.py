@@ -6,10 +6,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served_policy import QUESTION, Serve, of_anthropic, of_openai, wrote
+from served_policy import QUESTION, Scripted, Serve, of_anthropic, of_openai, wrote
 
+from goaly.agents.answers import AnswerParser
+from goaly.agents.public_gateway import PublicGateway
 from goaly.agents.session import SessionLimits
 from goaly.agents.session_files import SessionFiles
+from goaly.generate.request import Sampling
+from goaly.prompts.settings import ChatSettings
+from goaly.prompts.tokenizer import ChatTokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -129,3 +134,44 @@ async def test_a_reward_of_several_answers_is_one_record(serve: Serve, tmp_path:
             await client.post(url, json={"reward": 0.5, "response_id": made.id})
         assert [record["kind"] for record in files.records("7.0")] == ["turn", "turn", "credit"]
         assert served.session._credits == [0.5, 0.5]
+
+
+async def test_retries_outside_of_training_get_the_first_answer_and_nobody_elses(
+    chats: dict[str, ChatTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:  # PG-2
+    monkeypatch.setattr("goaly.agents.public_gateway.KEPT_REQUESTS", 3)
+    chat = chats["chatml"]
+    gateway = PublicGateway(
+        "127.0.0.1",
+        0,
+        tokens=["a", "b"],
+        chat=chat,
+        parser=AnswerParser(chat, ChatSettings()),
+        sampling=Sampling(max_tokens=100),
+        max_context=4096,
+        sampler=Scripted(chat),  # type: ignore[bad-argument-type]
+    )
+    await gateway.start()
+
+    async def answer(body: dict[str, Any], token: str = "a", path: str = "chat/completions", **headers: str) -> str:
+        named = {"authorization": f"Bearer {token}", **{name.replace("_", "-"): at for name, at in headers.items()}}
+        made = (await client.post(f"{gateway.url}/{path}", json=body, headers=named)).json()
+        return (
+            made["output"][0]["content"][0]["text"] if path == "responses" else made["choices"][0]["message"]["content"]
+        )
+
+    question = {"model": "m", "messages": [QUESTION]}
+    retry: dict[str, str] = {"x_stainless_retry_count": "1"}
+    try:
+        async with httpx.AsyncClient() as client:
+            assert [await answer(question) for _ in range(2)] == ["answer 1", "answer 2"]
+            assert await answer(question, **retry) == "answer 2"
+            assert await answer(question, "b", **retry) == "answer 3"
+            named = [await answer(question, idempotency_key="k") for _ in range(2)]
+            assert named == ["answer 4", "answer 4"]
+            asked = {"model": "m", "input": "hi"}
+            assert await answer(asked, path="responses") == "answer 5"
+            assert await answer(asked, path="responses", **retry) == "answer 5"
+            assert await answer(question, **retry) == "answer 6", "it was one of the last three no more"
+    finally:
+        await gateway.close()

@@ -124,9 +124,10 @@ async def test_an_episode_that_its_limits_end_is_trained_as_far_as_it_came(
 
 
 async def test_an_agent_that_the_endpoint_refuses_more_is_trained_as_far_as_it_came_and_what_it_cannot_set_is_counted(
-    runs: Runs, caplog: pytest.LogCaptureFixture
+    runs: Runs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RG-4."""
+    monkeypatch.setattr("goaly.agents.served._TOLD", set())
     chat = runs.chat
     gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096)
     await gateway.start(AnswerParser(chat, ChatSettings()))
