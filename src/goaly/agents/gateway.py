@@ -177,7 +177,7 @@ class Gateway:
         del self._awaited[key]
         return False
 
-    def session(self, key: str, *_: Any) -> ServedSession:
+    def session(self, key: str, path: str = "", body: bytes = b"", repeats: Repeats | None = None) -> ServedSession:
         """The session of this key (GW-1)."""
         if (served := self._sessions.get(key)) is not None:
             return served

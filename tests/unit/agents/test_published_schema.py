@@ -199,9 +199,8 @@ def drawn(strategy: Any, examples: int, number: int) -> list[Case]:
 
 
 def assert_each_sampled_token_is_trained_once(served: Served) -> None:
-    sampled = Counter(
-        (int(v), float(p)) for t in served.session.turns for v, p in zip(t.versions, t.logprobs, strict=True)
-    )
+    turns = [turn for turn in served.session.turns if turn.trained]  # all but those that had to follow a form
+    sampled = Counter((int(v), float(p)) for turn in turns for v, p in zip(turn.versions, turn.logprobs, strict=True))
     trained: Counter[tuple[int, float]] = Counter()
     for one in served.session.trajectories(1.0):
         tokens = one.tokens[one.tokens["trained"]]
