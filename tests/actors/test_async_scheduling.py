@@ -32,6 +32,7 @@ from tests.actors.engines_in_child import (
     scale_of,
     start_engines,
     steps,
+    stream_over_an_update,
     update_at_steps,
     update_while_sampling,
 )
@@ -259,6 +260,15 @@ def test_a_sample_that_an_update_has_read_is_returned_by_the_next_step_once(ther
     assert (alone, both, cancelled) == (1, 2, ["goes on"])
     ((name, sample),) = ended
     assert (name, len(sample.tokens), sample.finish) == ("ends", 1, Finish.LENGTH)
+
+
+def test_a_streamed_answer_has_each_token_in_one_part_also_over_an_update(there):  # PT-1
+    sample, parts, _ = there(stream_over_an_update)
+    tokens = [token for part in parts for token in part.tokens]
+    versions = [version for part in parts for version in part.versions]
+    assert tokens == sample.tokens[:-1].tolist()
+    assert versions == sample.versions[:-1].tolist()
+    assert sample.versions.unique().tolist() == [4, 5]
 
 
 def test_choices_of_experts_are_those_of_the_tokens_that_were_read(there, tmp_path):  # EC-1
