@@ -16,6 +16,7 @@ from apps.sft.config import SftConfig
 from goaly.config import load, to_yaml
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.policy import LOSSES
+from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.plan.dry_run import describe, memory_by_role
 from goaly.reward.advantages import ESTIMATORS
@@ -90,11 +91,13 @@ def test_a_reference_is_refreshed_only_where_there_is_one_and_from_the_policy_al
 
     file = CONFIGS / "grpo" / "tiny.yaml"
     with_reference = ("loss.kl_coef=0.1", "reference.refresh_every=3")
-    frozen, refreshed = (
-        memory_by_role(run_config(file, tiny_model_folder, *overrides))["reference"][0]
+    (frozen, _), (refreshed, parts) = (
+        memory_by_role(run_config(file, tiny_model_folder, *overrides))["reference"]
         for overrides in (with_reference[:1], with_reference)
     )
-    assert refreshed == 2 * frozen
+    assert "prefetch" in parts
+    parameters = architecture(read_config(tiny_model_folder)).elements * 4 / 2**30
+    assert refreshed - frozen == pytest.approx(parameters, rel=1e-6)  # the weights of the policy that come next
     for overrides, said in [
         (["reference.refresh_every=3"], r"refresh_every=3: has no effect, loss.kl_coef and advantages.kl_coef are 0"),
         (
