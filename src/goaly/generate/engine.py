@@ -26,8 +26,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.config import StructuredOutputsConfig
+from vllm import LLMEngine, SamplingParams
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
@@ -36,8 +35,9 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.sample import sampler
 
 from goaly.errors import ConfigError
-from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceRecorder
-from goaly.generate.grammars import BACKEND, ENDED, Grammars, refused
+from goaly.generate.engine_arguments import engine_arguments
+from goaly.generate.expert_choices import ChoiceRecorder
+from goaly.generate.grammars import ENDED, Grammars, refused
 from goaly.generate.request import (
     Finish,
     InvalidRequest,
@@ -48,25 +48,18 @@ from goaly.generate.request import (
     decoder,
     duplicate_request,
 )
-from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings
+from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart
 from goaly.generate.unnamed import leave_no_named_shared_memory, unname_semaphores
 from goaly.models.operations import Outputs, by_token, recorded
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.models.spec import architecture, prepare_torchtitan, read_config, versioned_tensors
+from goaly.models.spec import architecture, read_config, versioned_tensors
 from goaly.models.vllm_naming import vllm_naming, without_padding
 from goaly.process import frozen
 from goaly.prompts.settings import ChatSettings
 from goaly.weights.placement import Naming
 
 FINISHES = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
-GIB = 1 << 30
-CPU_BLOCK_TOKENS = 32
-"""The smallest block that the CPU kernels support. vLLM's default is 128, but only whole blocks of a prefix are
-shared."""
-FREE_ENOUGH = 0.01
-"""Share of a GPU's memory that must be free before vLLM starts. The cache's size is set, so vLLM uses the share for
-nothing else. With the default it would refuse a GPU that it shares with another role."""
 
 
 @dataclass(slots=True)
@@ -120,12 +113,9 @@ class Engine:
     ):
         """With `records_choices`, samples have the experts that were chosen for their tokens. With `lora`, the weights
         that are applied are those of adapters. A grammar begins after the reasoning that the parser of `chat` finds."""
-        on_cuda = torch.cuda.is_available()
         set_num_threads(settings.threads)
         self._shape = architecture(read_config(model.path))
-        waits = self._shape.experts and settings.engine == "torchtitan" and not _multiplies_experts_at_once(model.dtype)
         self._has_adapters = lora is not None
-        self._records_graphs = on_cuda and settings.cuda_graphs and not waits
         self._settings = settings
         self._model_folder = model.path
         self.version = 0
@@ -135,59 +125,16 @@ class Engine:
         self._streamed: set[str] = set()
         self._ended: list[tuple[str, Sample | InvalidRequest]] = []
         """What `step` has not returned yet of the steps that `apply` read."""
-        overrides: dict[str, Any] = {"compilation_config": {}}
-        if on_cuda:
-            overrides["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-            overrides["gpu_memory_utilization"] = FREE_ENOUGH
-        if model.numerics == "bitwise" and settings.engine == "native":
-            raise ConfigError(["model.numerics=bitwise: must be fast with generator.engine=native"])
-        if lora is not None and settings.engine == "native":
-            raise ConfigError([f"generator.engine=native: {NO_ADAPTERS}"])
-        if settings.engine == "torchtitan":
-            prepare_torchtitan()
-            from goaly.generate import vllm_model
-
-            vllm_model.register()
-            os.environ["VLLM_MLA_DISABLE"] = (
-                "1"  # torchtitan's attention needs keys and values of each head in the cache
-            )
-            overrides["hf_overrides"] = {"architectures": [vllm_model.ARCHITECTURES[model.numerics]]}
-            additional: dict[str, Any] = {RECORDS_CHOICES: True} if records_choices else {}
-            if lora is not None:
-                additional[vllm_model.LORA] = vars(lora)
-            overrides["additional_config"] = additional
+        arguments = engine_arguments(
+            settings, model, self._shape, seed=seed, records_choices=records_choices, lora=lora
+        )
+        self._records_graphs = not arguments.enforce_eager
         unname_semaphores()
-        if not on_cuda:
+        if not torch.cuda.is_available():
             sampler.batched_count_greater_than = _rank_of_sample  # vLLM would spend seconds on compiling its own
         if settings.tp > 1:
             leave_no_named_shared_memory()
             os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # one rank could take longer, another less (GM-2)
-        whole = settings.max_context
-        arguments = EngineArgs(
-            model=str(model.path),
-            dtype=model.dtype,
-            seed=seed,
-            runner="generate",
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            tensor_parallel_size=settings.tp,
-            enable_expert_parallel=settings.ep > 1,
-            distributed_executor_backend="external_launcher" if settings.tp > 1 else "uni",
-            max_num_seqs=settings.max_running,
-            max_model_len=settings.max_context,
-            max_num_batched_tokens=settings.max_step_tokens if on_cuda else max(settings.max_step_tokens, whole),
-            enable_chunked_prefill=on_cuda,  # on CPU vLLM cannot undo the draw of a seeded request's partial prefill
-            kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB),
-            block_size=None if on_cuda else CPU_BLOCK_TOKENS,
-            enable_prefix_caching=settings.prefix_caching,
-            disable_hybrid_kv_cache_manager=True if self._shape.windows else None,  # one table of blocks for all layers
-            enforce_eager=not self._records_graphs,
-            logprobs_mode="processed_logprobs",
-            async_scheduling=settings.async_scheduling,
-            structured_outputs_config=StructuredOutputsConfig(backend=BACKEND),
-            disable_log_stats=True,
-            **overrides,
-        )
         self._vllm = LLMEngine.from_engine_args(arguments)
         self._core = cast(Any, self._vllm.engine_core)  # its class in one process has more than the declared one
         self._core._finalizer.atexit = False  # the end of the process releases everything; vLLM would collect first
@@ -424,9 +371,3 @@ def _parameters(sampling: Sampling) -> SamplingParams:
 
 def _rank_of_sample(logprobs_TV: torch.Tensor, sampled_T1: torch.Tensor) -> torch.Tensor:
     return (logprobs_TV >= sampled_T1).sum(-1)
-
-
-def _multiplies_experts_at_once(dtype: str) -> bool:
-    """Whether this GPU's matrix product of experts reads itself how many rows each has. Others wait for these numbers,
-    so they cannot be part of a CUDA graph."""
-    return dtype == "bfloat16" and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
