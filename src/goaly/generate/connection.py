@@ -110,10 +110,11 @@ class Connection:
         port, samples = Channel[Results].open()
         self._listener = Listener()
         ways = Ways(this_process(), self._listener.address, port)
+        self._listening = vital_task(self._listen(), "connection: line")
+        self._listening.add_done_callback(lambda _: self._listener.close())
         self._tasks = (
             vital_task(self._connect(ways), "connection: open"),
             vital_task(self._receive(samples), "connection: samples"),
-            vital_task(self._listen(), "connection: line"),
         )
 
     def submit(
@@ -165,7 +166,7 @@ class Connection:
         """Cancel all requests, here and, if the replica lives, there."""
         for task in self._tasks:
             task.cancel()
-        self._listener.close()
+        self._listening.cancel()
         if self._ended is None:
             self._disconnect()
             self._ended = ReplicaLost("this client has disconnected")
@@ -250,7 +251,7 @@ class Connection:
     def _end(self, error: Exception) -> None:
         if self._ended is None:
             self._ended = error
-            self._listener.close()
+            self._listening.cancel()
             self._end_all(error)  # LI-1
 
     def _disconnect(self) -> None:

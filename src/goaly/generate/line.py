@@ -94,7 +94,7 @@ class Listener:
         return line
 
     def close(self) -> None:
-        """Take no line any more."""
+        """Take no line any more. Not before a call of `take` has ended: the event loop still waits for the socket."""
         self._socket.close()
 
 

@@ -5,11 +5,16 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from goaly.errors import ReplicaLost
+from goaly.generate.connection import Connection
 from goaly.generate.line import Line, Listener, open_line
+from goaly.generate.request import Sampling
 
 CALLER = """
 import os, pickle, socket, struct, sys
@@ -34,6 +39,7 @@ class Received:
 async def pair(here: Received, there: Received) -> tuple[Line, Line]:
     listener = Listener()
     taken = asyncio.ensure_future(listener.take(here.messages.put_nowait, here.end))
+    await asyncio.sleep(0)  # it waits before the other end is opened
     opened = await open_line(listener.address, there.messages.put_nowait, there.end)
     return await taken, opened
 
@@ -74,6 +80,24 @@ async def test_what_only_cloudpickle_can_pickle_arrives_too() -> None:
     assert str(await there.messages.get()) == "told"
     one.close()
     other.close()
+
+
+async def test_a_connection_that_ends_before_its_line_opens_leaves_nothing_in_the_event_loop() -> None:
+    refuses: Any = SimpleNamespace(
+        connect=SimpleNamespace(call_one=AsyncMock(side_effect=OSError("no route"))),
+        tell=SimpleNamespace(broadcast=Mock()),
+    )
+    for _ in range(3):  # a descriptor that the loop still waits for would be the next one's
+        connection = Connection(refuses)
+        with pytest.raises(ReplicaLost, match="no route"):
+            await connection.submit("asked", [1], Sampling())
+        here, there = Received(), Received()
+        one, other = await pair(here, there)
+        one.send("hello")
+        assert await there.messages.get() == "hello"
+        for line in (one, other):
+            line.close()
+        connection.close()
 
 
 async def test_the_end_of_a_killed_process_ends_its_line() -> None:
