@@ -1,6 +1,6 @@
 """How fast the trainer actor is, beside a bare torchtitan loop and a plain transformers loop.
 
-    python -m bench.train [--steps N] [--model FOLDER] [--json FILE]
+    python -m bench.train [--steps N] [--model FOLDER] [--json FILE] [--markdown FILE]
 
 The same documents of heavy-tailed lengths, model, loss and threads (one), each side in a process of its own, taking
 turns. `actor` is a step as in a run: the controller calls, the trainer pulls its packed rows from another process,
@@ -9,7 +9,7 @@ goaly's layers on a CPU) and optimizer with the rows at hand: logits at trained 
 metrics, nothing published. `transformers` is the same loop over transformers' model and PyTorch's fused AdamW, with
 padded batches: the documents are sorted by length, and a batch has as many as fit into the slots of a microbatch.
 `unsorted` pads them as they come, 16 at a time. `ratio` is actor / bare in tokens per second, `over_transformers` is
-actor / transformers; padding does not count as tokens.
+actor / transformers, `over_unsorted` actor / unsorted; padding does not count as tokens.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict, pad_sequence
 
+from bench.machine import Machine
 from goaly.backlog.batch import BatchHandle
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
@@ -45,6 +46,7 @@ ROUNDS = 4
 WARM_STEPS = 2
 ROWS, ROW_LENGTH, PROMPT = 8, 1024, 8
 LR, CLIP = 1e-3, 0.2
+RATIOS = ("ratio", "over_transformers", "over_unsorted")
 AT_ONCE = 16
 """Documents of an unsorted padded batch."""
 
@@ -69,6 +71,11 @@ class Result:
     def over_transformers(self) -> float:
         """Through the actor, over the plain transformers loop."""
         return self.actor / self.transformers
+
+    @property
+    def over_unsorted(self) -> float:
+        """Through the actor, over the transformers loop that pads documents as they come."""
+        return self.actor / self.unsorted
 
 
 def packed_batch(seed: int = 0, vocabulary: int = 32) -> PackedRows:
@@ -278,32 +285,56 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="steps in a turn")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; a tiny model by default")
     parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--markdown", type=Path, help="write the page of the result here")
     arguments = parser.parse_args()
+    machine = Machine.now()
     with tempfile.TemporaryDirectory() as made:
         folder = arguments.model or write_tiny_model(Path(made) / "model")
         result = asyncio.run(measure(str(folder), arguments.steps))
-    report(result, arguments.json)
-
-
-def report(result: Result, json_file: Path | None) -> None:
-    """The table, and the file."""
-    table = Table(title=f"{result.tokens_per_step} tokens a step, one thread")
-    table.add_column("")
-    table.add_column("tokens/s", justify="right")
-    table.add_row("trainer actor", f"{result.actor:.0f}")
-    table.add_row("bare torchtitan loop", f"{result.bare:.0f}")
-    table.add_row("plain transformers loop, sorted by length", f"{result.transformers:.0f}")
-    table.add_row("the same, unsorted", f"{result.unsorted:.0f}")
-    table.add_row("ratio", f"{result.ratio:.3f}")
-    table.add_row("over transformers", f"{result.over_transformers:.3f}")
+    table = Table("", "tokens/s", title=f"{result.tokens_per_step} tokens a step, one thread")
+    for row in rows(result):
+        table.add_row(*row)
     Console().print(table)
-    if json_file is not None:
-        content: dict[str, Any] = {
-            **asdict(result),
-            "ratio": result.ratio,
-            "over_transformers": result.over_transformers,
-        }
-        json_file.write_text(json.dumps(content, indent=2) + "\n")
+    if arguments.json is not None:
+        ratios = {name: getattr(result, name) for name in RATIOS}
+        content: dict[str, Any] = {"machine": machine.record(), **asdict(result), **ratios}
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(markdown(result, machine))
+
+
+def rows(result: Result) -> list[tuple[str, str]]:
+    """The lines of the table."""
+    speeds = {
+        "trainer actor": result.actor,
+        "bare torchtitan loop": result.bare,
+        "plain transformers loop, sorted by length": result.transformers,
+        "the same, unsorted": result.unsorted,
+    }
+    ratios = {name: getattr(result, name) for name in RATIOS}
+    return [(name, f"{speed:,.0f}") for name, speed in speeds.items()] + [
+        (f"`{name}`", f"{ratio:.3f}") for name, ratio in ratios.items()
+    ]
+
+
+def markdown(result: Result, machine: Machine) -> str:
+    """The page of the results."""
+    return "\n".join(
+        [
+            "# Training",
+            "",
+            "    python -m bench.train --json docs/results/train.json --markdown docs/results/train.md",
+            "",
+            (__doc__ or "").split("\n\n", 2)[2].strip(),
+            "",
+            f"{result.tokens_per_step} tokens a step, medians over {ROUNDS} rounds. Machine at the start: {machine}.",
+            "",
+            "| | tokens/s |",
+            "|---|---|",
+            *(f"| {name} | {value} |" for name, value in rows(result)),
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":
