@@ -15,8 +15,10 @@ class BacklogSettings(Settings):
     """Groups (prompts) that one training step consumes."""
     group_size: PositiveInt = 8
     """Samples of one prompt."""
-    max_staleness: NonNegativeInt = 8
-    """Policy versions by which generation may run ahead of training; 0 is synchronous, 1 is one step off-policy."""
+    max_staleness: NonNegativeInt = 2
+    """Policy versions by which generation may run ahead of training; 0 is synchronous, 1 is one step off-policy. Older
+    data teaches less a step. Raise it, to 8 for instance, if the longest answers take several steps: the trainer waits
+    for them otherwise (`docs/results/bounds.md`)."""
     order: Literal["windowed", "completion"] = "windowed"
     """`windowed` trains groups in the order of admission, except within `window`, so that their age is bounded;
     `completion` trains them as they finish: no group waits for a long one, but ages have no bound."""
