@@ -161,8 +161,9 @@ class AnswerParser:
         tools: Sequence[Mapping[str, Any]] = (),
         choice: ToolChoice = "auto",
     ) -> int:
-        """The number of calls in an answer that are none: text that begins as a call does but cannot be read, calls of
-        unknown tools, calls whose arguments are no JSON object, and the call that `choice` forces if there is none."""
+        """The number of attempts at tool calls in an answer that are not valid calls: text that begins as a call does
+        but cannot be read, calls of unknown tools, calls whose arguments are no JSON object, and the call that `choice`
+        forces if there is none."""
         if not self.reads_calls or not tools or choice == "none":
             return 0
         known = {tool["function"]["name"] for tool in tools}

@@ -206,7 +206,7 @@ class ServedSession:
             call.waiting -= 1
             if not work.done() and call.waiting == 0:  # CA-3
                 work.cancel()
-            if work.done() or call.waiting == 0:
+            if call.work is work and (work.done() or call.waiting == 0):  # a retry may have begun another one
                 call.work, call.streams = None, {}
 
     def recorded(self, call: Call) -> list[RecordedTurn]:

@@ -221,7 +221,8 @@ class Connection:
     def _open(self, tell: Callable[[ToReplica], None]) -> None:
         """Take this way to the replica from now on (LI-4)."""
         self._tell = tell
-        for name in self._unsent_suspects:
+        suspects, self._unsent_suspects = self._unsent_suspects, []  # what is sent can be withdrawn
+        for name in suspects:
             tell(Isolate(name))
         self._send()
 
@@ -232,12 +233,20 @@ class Connection:
             if future is None:
                 continue  # cancelled
             if isinstance(result, AnswerPart):
-                self._streams[request_id](result)
+                self._give(request_id, result)
                 continue
             if result is not None:  # a suspect's turn lasts until `submit` or `cancel`
                 del self._futures[request_id]
                 self._streams.pop(request_id, None)
             settle(future, result)
+
+    def _give(self, request_id: str, part: AnswerPart) -> None:
+        try:
+            self._streams[request_id](part)
+        except Exception as error:  # the caller's own: its request fails alone
+            future = self._futures[request_id]
+            settle(future, error)
+            self.cancel(request_id)
 
     def _sent(self, request_id: str) -> str:
         """The name of a request at the replica (LI-3)."""

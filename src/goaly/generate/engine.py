@@ -146,7 +146,7 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """How many requests `step` has to return, without those that are cancelled before."""
+        """How many requests `step` has yet to return. It returns no cancelled ones."""
         return len(self._requests) + len(self._ended)
 
     def enter_thread(self) -> None:

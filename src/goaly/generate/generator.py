@@ -171,7 +171,7 @@ class Generator(Actor):
         match message:
             case Submit(requests):
                 self._submit(client, requests)
-            case Isolate(request_id):
+            case Isolate(request_id) if client not in self._gone:
                 self._quarantine.enter(request_id, partial(self._clients.deliver, client, request_id, None))
             case Withdraw(request_ids):
                 self._cancel(request_ids)

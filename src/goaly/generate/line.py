@@ -7,6 +7,7 @@ Invariants
     LN-1  A listener takes one line, and only from a process of the same user.
     LN-2  Messages arrive whole and in order. A message that cannot be pickled is not sent at all.
     LN-3  `ended` is called once, also if the other process was killed, and never after `close`.
+    LN-4  An exception while a message is handled ends the process (PR-1).
 """
 
 import asyncio
@@ -18,6 +19,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import cloudpickle
+
+from goaly.process import give_up
 
 LENGTH = struct.Struct("<Q")
 PEER = struct.Struct("3i")
@@ -51,6 +54,12 @@ class Line(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Some bytes came."""
+        try:
+            self._take(data)
+        except Exception as error:  # asyncio would only log it, and close the line
+            give_up("a message on a line could not be handled", error)  # LN-4
+
+    def _take(self, data: bytes) -> None:
         self._bytes += data
         at = 0
         while len(self._bytes) - at >= LENGTH.size:
@@ -94,7 +103,7 @@ class Listener:
         return line
 
     def close(self) -> None:
-        """Take no line any more. Not before a call of `take` has ended: the event loop still waits for the socket."""
+        """Take no line any more. To be called when no `take` runs: until then the event loop watches the socket."""
         self._socket.close()
 
 

@@ -38,7 +38,8 @@ def placed(config: RunConfig, cluster: Cluster, *, traced: bool = False) -> dict
     spare = spare_on(config, cluster, traced=traced)
     if spare is None:
         return place(list(processes(config)), config.hosts, cluster)
-    gib = held_on_gpu(with_spare(config, spare.chosen), traced=traced)
+    place_of_spare = "host" if spare.chosen == "auto" else spare.chosen  # at its first fetch it takes what fits
+    gib = held_on_gpu(with_spare(config, place_of_spare), traced=traced)
     advice = what_would_fit(config, spare)
     return place(list(processes(config)), config.hosts, cluster, gib, {"generator": advice} if advice else {})
 

@@ -60,14 +60,14 @@ def with_spare(config: RunConfig, place: Literal["auto", "device", "host"]) -> R
 
 def what_would_fit(config: RunConfig, spare: Spare) -> str:
     """Settings with which a generator that does not fit would fit; empty if it fits."""
-    if (spare.host_left if spare.chosen == "host" else spare.device_left) >= 0:
+    if (spare.device_left if spare.chosen == "device" else spare.host_left) >= 0:
         return ""
     if spare.chosen == "device" and not config.weights.needs_device and spare.host_left >= 0:
         return "weights.spare=host would fit"
     best = spare.device_left if config.weights.needs_device else spare.host_left
     cache = int(10 * (config.generator.kv_cache_gib + best)) / 10
     if cached_tokens(config, shape_of(config.model), cache) >= config.generator.max_context:
-        return f"generator.kv_cache_gib={cache:g} would fit" + ("" if spare.chosen == "host" else _on_host(config))
+        return f"generator.kv_cache_gib={cache:g} would fit" + (_on_host(config) if spare.chosen == "device" else "")
     weights = bytes_by_purpose(config, on_gpu=True, traced=False)["generator"]["weights"] / GIB
     return f"raise generator.tp, which divides its {weights * config.generator.tp:.1f} GiB of weights"
 

@@ -102,10 +102,12 @@ class RunningEpisode:
     async def judged(self, score: Awaitable[float]) -> float:
         """Await the score of one of its responses."""
         self._judging += 1
+        attempt = self.attempt
         try:
             value = await score  # Unblocked by the verifier or its time limit.
         except Exception:
-            self.is_unjudged = True
+            if attempt == self.attempt:  # what an earlier attempt left behind says nothing of this one
+                self.is_unjudged = True
             raise
         finally:
             self._judging -= 1

@@ -46,9 +46,9 @@ class RolloutSettings(Settings):
     cancelled and its group fails (`episode_timeout`); in an evaluation its reward is 0. Raise it for agents that work
     for hours: a group that fails for its length is missing from the training data."""
     episode_retries: NonNegativeInt = 0
-    """How often an episode begins again whose environment or tool server died, was disconnected or exceeded a time
-    limit of its own. Nothing of a failed attempt is trained, and each has the time of `episode_seconds`. Raise it where
-    environments fail now and then: a group of many episodes would fail for one of them."""
+    """How often an episode may begin again after its environment or tool server died, was disconnected or exceeded a
+    time limit of its own. Nothing of a failed attempt is trained, and each has the time of `episode_seconds`. Raise it
+    where environments fail now and then: a group of many episodes would fail for one of them."""
     group_seconds: PositiveFloat | None = None
     """Time limit of all episodes of a group, from the start of the first; null is no limit. A group that takes longer
     fails (`group_timeout`). Set it if late groups hold up the batches behind them for too long."""

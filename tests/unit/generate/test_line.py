@@ -12,9 +12,10 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from goaly.errors import ReplicaLost
-from goaly.generate.connection import Connection
+from goaly.generate.connection import Connection, Ways, Withdraw, own_name
 from goaly.generate.line import Line, Listener, open_line
-from goaly.generate.request import Sampling
+from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.streamed_answer import AnswerPart
 
 CALLER = """
 import os, pickle, socket, struct, sys
@@ -98,6 +99,55 @@ async def test_a_connection_that_ends_before_its_line_opens_leaves_nothing_in_th
         for line in (one, other):
             line.close()
         connection.close()
+
+
+async def test_what_waited_for_the_line_can_be_withdrawn_over_it_and_a_part_that_its_caller_refuses_ends_one_request() -> (
+    None
+):
+    asked: asyncio.Future[Ways] = asyncio.get_running_loop().create_future()
+
+    async def connect(name: str, ways: Ways) -> None:
+        asked.set_result(ways)
+        await asyncio.Event().wait()
+
+    replica: Any = SimpleNamespace(connect=SimpleNamespace(call_one=connect))
+    connection = Connection(replica)
+    turns = [connection.wait_turn(name) for name in ("never sent", "suspect")]
+    connection.cancel("never sent")  # LI-2
+    there = Received()
+    line = await open_line((await asked).line, there.messages.put_nowait, there.end)
+    suspect = (await there.messages.get()).request_id
+    assert own_name(suspect) == "suspect"
+    connection.cancel("suspect")
+    assert await there.messages.get() == Withdraw([suspect])  # LI-2
+    assert all(turn.cancelled() for turn in turns)
+
+    def refuse(part: AnswerPart) -> None:
+        raise LookupError("not this one")
+
+    refused = connection.submit("refused", [1], Sampling(), 0, refuse)
+    other = connection.submit("other", [1], Sampling())
+    first, second = (request.request_id for request in (await there.messages.get()).requests)
+    answer = Sample.of([1], [0.0], [0], Finish.STOP)
+    line.send([(first, AnswerPart([1], [0.0], [0])), (second, answer)])
+    with pytest.raises(LookupError, match="not this one"):
+        await refused
+    assert (await other).tokens.tolist() == [1]
+    assert await there.messages.get() == Withdraw([first])
+    connection.close()
+    await there.ends.get()
+
+
+async def test_a_message_that_cannot_be_handled_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    gave_up: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr("goaly.generate.line.give_up", lambda why, error: gave_up.put_nowait(f"{why}: {error}"))
+    here, there = Received(), Received()
+    there.messages.put_nowait = Mock(side_effect=LookupError("no such client"))
+    one, other = await pair(here, there)
+    one.send("hello")
+    assert "no such client" in await gave_up.get()  # LN-4
+    one.close()
+    other.close()
 
 
 async def test_the_end_of_a_killed_process_ends_its_line() -> None:

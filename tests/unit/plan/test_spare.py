@@ -63,6 +63,12 @@ def test_a_generator_that_shares_its_gpu_with_the_trainer_chooses_by_what_is_fre
     assert (known.chosen, unknown.chosen) == ("device", "auto")
     assert known.device_left < unknown.device_left - 5  # by what a pass takes
     assert spare_on(shared, imagined(ImaginedCluster(gpus=8))) is None
+    alone = spare_on(shared, cluster(200))
+    assert alone is not None
+    fits_with_host = 200 - alone.host_left + 1
+    placed(shared, cluster(fits_with_host))  # a start does not refuse what the generator will choose itself
+    with pytest.raises(ConfigError, match="generator"):
+        placed(shared, cluster(fits_with_host - 2))
 
 
 def test_a_dry_run_says_what_it_chose_and_why() -> None:
