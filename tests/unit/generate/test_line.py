@@ -101,9 +101,7 @@ async def test_a_connection_that_ends_before_its_line_opens_leaves_nothing_in_th
         connection.close()
 
 
-async def test_what_waited_for_the_line_can_be_withdrawn_over_it_and_a_part_that_its_caller_refuses_ends_one_request() -> (
-    None
-):
+async def test_what_waited_for_the_line_can_be_withdrawn_and_a_refused_part_ends_its_own_request() -> None:
     asked: asyncio.Future[Ways] = asyncio.get_running_loop().create_future()
 
     async def connect(name: str, ways: Ways) -> None:
