@@ -23,14 +23,15 @@ SIZES = [(tp, rank) for tp in (1, 2, 4) for rank in range(tp)]
 
 def loaded(folder: Path, tp: int, rank: int) -> dict[str, torch.Tensor]:
     """The parameters of vLLM's model, loaded by itself, before any prepacking. This process is taken for that rank."""
-    from goaly.generate import engine  # isort: skip; its environment comes before vLLM
+    from goaly.generate import engine  # noqa: F401 # isort: skip; its environment comes before vLLM
 
     from safetensors.torch import load_file
+    from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    config = engine.EngineArgs(model=str(folder), skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
+    config = EngineArgs(model=str(folder), skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
     if not parallel_state.model_parallel_is_initialized():
         with set_current_vllm_config(config):
             parallel_state.init_distributed_environment(1, 0, f"file://{folder}.meeting", 0, backend="gloo")

@@ -183,6 +183,17 @@ def published(ledger: VersionLedger, *versions: int) -> None:
             stage(ledger, rank, version)
 
 
+def test_a_reader_whose_lease_is_revoked_while_it_waits_gets_the_version_that_it_waits_for() -> None:  # WV-8
+    ledger = VersionLedger(slots=2, writers=1)
+    published(ledger, 0)
+    assert ledger.lease(0, 0)
+    assert ledger.lease_newer(0, 1) is None
+    published(ledger, 1)
+    assert ledger.lease(1, 1)
+    published(ledger, 2)  # WV-3: in the slot of version 0, which reader 0 holds
+    assert ledger.leased == {0: 2, 1: 1}
+
+
 def stage(ledger: VersionLedger, rank: int, version: int) -> bool | None:
     """Begin the version and stage it: whether it is committed."""
     slot = ledger.begin(rank, version)
