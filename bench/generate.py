@@ -69,7 +69,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What was measured with one model and number of streams."""
+    """The rounds of one model and number of streams."""
 
     model: str
     streams: int

@@ -79,7 +79,7 @@ MOST_SECONDS, MOST_GB = 60, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What one rank takes, in MiB."""
+    """The memory of one rank, in MiB."""
 
     name: str
     estimated: float

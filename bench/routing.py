@@ -1,4 +1,4 @@
-"""What does replaying the sampler's choices of experts change, and what does it cost?
+"""The effect and the cost of replaying the sampler's choices of experts.
 
     python -m bench.routing [--requests N] [--json FILE] [--markdown FILE]
 

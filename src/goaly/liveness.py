@@ -14,6 +14,8 @@ import asyncio
 import math
 import os
 import signal
+import socket
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,6 +51,13 @@ def this_host() -> str:
     """The boot and the process-id namespace: processes that share both can open each other's memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def is_own_user(connected: socket.socket) -> bool:
+    """Whether the process at the other end of this Unix socket is of this process's user."""
+    credentials = struct.Struct("3i")  # number, user and group
+    _, user, _ = credentials.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    return user == os.getuid()
 
 
 class ExitWatch:

@@ -5,8 +5,9 @@ The key-value cache is small, and prompts span several of its blocks, so that pr
 
 import atexit
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +57,18 @@ def scale_of(version: Any) -> Any:
 
 
 engines: Engines
+
+
+@contextmanager
+def in_child(start: Callable[..., None], folders: list[Path]) -> Iterator[Callable[..., Any]]:
+    """Call functions of a test's module in a child process, in which `start(folders)` has been called."""
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=start, initargs=(folders,)) as child:
+
+        def run(function: Callable[..., Any], *arguments: Any) -> Any:
+            return child.submit(function, *arguments).result(timeout=150)
+
+        yield run
 
 
 def start_engines(folders: list[Path], **changes: Any) -> None:

@@ -3,14 +3,10 @@
 A child process holds it, and one that schedules step by step.
 """
 
-import multiprocessing
 import re
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +24,7 @@ from tests.actors.engines_in_child import (
     PROMPTS,
     cancel_midway,
     count_preemptions,
+    in_child,
     sample_all,
     scale_of,
     start_engines,
@@ -158,12 +155,7 @@ def folders(tiny_model_folder, tmp_path_factory) -> list[Path]:
 @pytest.fixture(scope="module")
 def there(folders):
     """Runs one of this module's functions where the engines are."""
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=start, initargs=(folders,)) as child:
-
-        def run(function: Callable[..., Any], *arguments: Any) -> Any:
-            return child.submit(function, *arguments).result(timeout=150)
-
+    with in_child(start, folders) as run:
         yield run
 
 

@@ -4,9 +4,7 @@ A child process holds the engines. Their cache is small, and prompts span severa
 prefix caching happen.
 """
 
-import multiprocessing
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.trajectory import EXPERT_CHOICES
-from tests.actors.engines_in_child import PROMPTS, steps
+from tests.actors.engines_in_child import PROMPTS, in_child, steps
 from tests.actors.own_choices import OwnChoices, as_row
 
 pytestmark = pytest.mark.timeout(240)
@@ -99,12 +97,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def there(folders: list[Path]) -> Iterator[Callable[..., Any]]:
     """Runs one of this module's functions where the engines are."""
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=start_engines, initargs=(folders,)) as child:
-
-        def run(function: Callable[..., Any], *arguments: Any) -> Any:
-            return child.submit(function, *arguments).result(timeout=150)
-
+    with in_child(start_engines, folders) as run:
         yield run
 
 

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import re
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from tests.actors.engines_in_child import (
     count_preemptions,
     flip,
     frozen_around_the_end,
+    in_child,
     native_updates,
     native_with,
     parameters_of,
@@ -60,12 +60,7 @@ def folders(tiny_model_folder, tmp_path_factory) -> list[Path]:
 @pytest.fixture(scope="module")
 def there(folders):
     """Runs one of this module's functions where the engines are."""
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=start_engines, initargs=(folders,)) as child:
-
-        def run(function: Callable[..., Any], *arguments: Any) -> Any:
-            return child.submit(function, *arguments).result(timeout=150)
-
+    with in_child(start_engines, folders) as run:
         yield run
 
 

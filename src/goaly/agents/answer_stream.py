@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a client gets at once."""
+    """A part of an answer that clients get at once."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -122,7 +122,7 @@ class AnswerStream:
         return self._kept(delta.reasoning or "", delta.content or "")
 
     def _kept(self, reasoning: str, content: str) -> tuple[str, str]:
-        """What may be shown of this: spaces wait for what follows them (AS-3)."""
+        """The part of this that may be shown: spaces wait for the text after them (AS-3)."""
         if not self._in_content:
             reasoning = self._spaces + reasoning
             if not content:
@@ -146,7 +146,7 @@ class Reader:
         self._pieces = self._tokens = self._reasoning = self._content = 0
 
     def take(self, pieces: Sequence[Piece]) -> Piece | None:
-        """What is new among the pieces; None if nothing is."""
+        """The new pieces as one; None if there is none."""
         new = pieces[self._pieces :]
         if not new:
             return None

@@ -32,6 +32,7 @@ class EventStream(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         loop, self._sent, self._send = asyncio.get_running_loop(), 0.0, send
+        self._speaks: asyncio.Task[None] | None = None
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._sent, self._timer = loop.time(), loop.call_later(KEEP_ALIVE_SECONDS, self._look)
         try:
@@ -41,6 +42,8 @@ class EventStream(StreamingResponse):
                     await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         finally:
             self._timer.cancel()
+            if self._speaks is not None:
+                await asyncio.wait({self._speaks})  # unblocked by the client, or the end of its connection
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _look(self) -> None:

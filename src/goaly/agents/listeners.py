@@ -12,16 +12,14 @@ import asyncio
 import os
 import secrets
 import socket
-import struct
 from contextlib import suppress
 
 from goaly.errors import ConfigError
+from goaly.liveness import is_own_user
 from goaly.rollout.settings import EndpointSettings
 
 BACKLOG = 1024
 """Clients that may wait for the server to accept them."""
-CREDENTIALS = struct.Struct("3i")
-"""Of the process at the other end of a Unix socket: its number, its user and its group."""
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -89,7 +87,5 @@ def listener_of(name: str) -> socket.socket:
 
 def _hand_out(kept: socket.socket, door: socket.socket) -> None:
     with suppress(OSError), door.accept()[0] as client:  # a worker that was killed while it waited
-        peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        _, user, _ = CREDENTIALS.unpack(peer)
-        if user == os.getuid():  # LS-2
+        if is_own_user(client):  # LS-2
             socket.send_fds(client, [b"\0"], [kept.fileno()])

@@ -31,12 +31,12 @@ class Clients:
         if line is None:
             ways.port.send([])
         if ways.process.host == this_host():
-            watch = ExitWatch(ways.process, partial(self._told, client, Leave([])))  # GE-5
+            watch = ExitWatch(ways.process, partial(self._told, client, Leave()))  # GE-5
         self._open[client] = line or ways.port
         try:
             await until.wait()
         finally:
-            self._told(client, Leave([]))  # LI-2
+            self._told(client, Leave())  # LI-2
             if watch is not None:
                 watch.close()
 
@@ -55,7 +55,7 @@ class Clients:
 
     async def _line_to(self, client: str, ways: Ways) -> Line | None:
         try:
-            return await open_line(ways.line, partial(self._told, client), partial(self._told, client, Leave([])))
+            return await open_line(ways.line, partial(self._told, client), partial(self._told, client, Leave()))
         except OSError:  # the client is on another host, or in another network
             return None
 

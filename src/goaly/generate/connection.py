@@ -73,9 +73,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Send nothing more to this client, and end these requests of it."""
-
-    request_ids: list[str]
+    """Send nothing more to this client, and end its requests."""
 
 
 ToReplica = Submit | Isolate | Withdraw | Leave
@@ -268,9 +266,7 @@ class Connection:
         if self._line is not None:
             self._line.close()
         else:
-            unsent = {request.request_id for request in self._unsent}
-            sent = [name for name in map(self._sent, self._futures) if name not in unsent]
-            self._replica.tell.broadcast(self._name, Leave(sent))
+            self._replica.tell.broadcast(self._name, Leave())
 
     def _end_all(self, error: Exception | None) -> None:
         futures, self._futures, self._unsent, self._streams = self._futures, {}, [], {}

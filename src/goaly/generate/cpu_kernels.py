@@ -9,7 +9,6 @@ Invariants
     KE-1  The experts' kernel reads a copy of their weights in its own order. `pack` makes it anew whenever they change.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from goaly.models.experts import Experts
+from goaly.models.titan_config import fields_of
 
 INSTRUCTIONS = "vec"
 """The kernel of experts for every CPU; vLLM's other one is for bfloat16."""
@@ -136,4 +136,4 @@ def _fits_kernel(moe: Any) -> bool:
 
 
 def _as(kind: Any, config: Any) -> Any:
-    return kind.Config(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    return kind.Config(**fields_of(config))

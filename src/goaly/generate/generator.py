@@ -175,12 +175,11 @@ class Generator(Actor):
                 self._quarantine.enter(request_id, partial(self._clients.deliver, client, request_id, None))
             case Withdraw(request_ids):
                 self._cancel(request_ids)
-            case Leave(request_ids):
+            case Leave():
                 self._gone.add(client)
                 self._clients.disconnect(client)
                 running = () if self._engine_loop is None else self._engine_loop.requests
-                of_client = (name for name in {*running, *self._quarantine.suspects} if client_of(name) == client)
-                self._cancel([*request_ids, *of_client])
+                self._cancel([name for name in {*running, *self._quarantine.suspects} if client_of(name) == client])
 
     def _submit(self, client: str, requests: list[Request]) -> None:
         """Sample answers to these requests. Each waits until the weights are at least of its `min_version` (GE-2).

@@ -20,10 +20,10 @@ from typing import Any, cast
 
 import cloudpickle
 
+from goaly.liveness import is_own_user
 from goaly.process import give_up
 
 LENGTH = struct.Struct("<Q")
-PEER = struct.Struct("3i")
 
 
 class Line(asyncio.Protocol):
@@ -94,8 +94,7 @@ class Listener:
         loop = asyncio.get_running_loop()
         while True:
             end, _ = await loop.sock_accept(self._socket)  # a process that knows the address unblocks it
-            _, user, _ = PEER.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
-            if user == os.getuid():  # LN-1
+            if is_own_user(end):  # LN-1
                 break
             end.close()
         self.close()

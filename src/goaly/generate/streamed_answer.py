@@ -25,7 +25,7 @@ class AnswerPart:
 
 
 OnPart = Callable[[AnswerPart], None]
-"""Takes the next part of an answer, in the event loop. Must not raise."""
+"""Takes the next part of an answer, in the event loop. What it raises fails its request, alone."""
 
 
 @dataclass(slots=True, eq=False)

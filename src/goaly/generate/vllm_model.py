@@ -41,10 +41,10 @@ from goaly.generate import cpu_kernels
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models import deepseek, gpt_oss
 from goaly.models.attention import share_angles
-from goaly.models.divide import divide
 from goaly.models.lora import BASE, note_base
 from goaly.models.settings import LoraSettings, Numerics
 from goaly.models.spec import Architecture, architecture, folder_tensors, model_spec, read_config, versioned_tensors
+from goaly.models.titan_config import divide
 
 ARCHITECTURES: dict[Numerics, str] = {
     "fast": "GoalyTorchtitanForCausalLM",
@@ -179,6 +179,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
                 dump_folder="",
                 skip_dp=True,
             )
+        self._fused_experts = [one for one in self.model.modules() if isinstance(one, cpu_kernels.FusedExperts)]
         if RECORDS_CHOICES in additional:
             self.choices = ChoiceCache(
                 [layer.moe for layer in self.model.layers.values() if layer.moe_enabled], vllm_config
@@ -245,9 +246,8 @@ class TorchtitanForCausalLM(torch.nn.Module):
 
     def weights_changed(self) -> None:
         """Make what is computed from the parameters anew, after they were overwritten."""
-        for module in self.model.modules():
-            if isinstance(module, cpu_kernels.FusedExperts):
-                module.pack()  # KE-1
+        for experts in self._fused_experts:
+            experts.pack()  # KE-1
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters that weight updates fill, by torchtitan's names. With tp > 1 they are DTensors in the

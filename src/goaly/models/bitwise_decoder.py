@@ -1,6 +1,5 @@
 """Puts the layers of `model.numerics=bitwise` into torchtitan's definition of a model."""
 
-import dataclasses
 from typing import Any
 
 from torchtitan.models.common.linear import Linear
@@ -8,6 +7,7 @@ from torchtitan.models.common.linear import Linear
 from goaly.models.bitwise import BitwiseFeedForward, BitwiseLinear
 from goaly.models.bitwise_experts import BitwiseDispatcher, BitwiseExperts, BitwiseRouter
 from goaly.models.settings import SLICES
+from goaly.models.titan_config import fields_of
 
 
 def make_bitwise(decoder: Any) -> None:
@@ -18,19 +18,16 @@ def make_bitwise(decoder: Any) -> None:
         attention.wo = _layer(attention.wo, SLICES)
         if layer.moe is not None:
             router, routed = layer.moe.router, layer.moe.routed_experts
-            layer.moe.router = BitwiseRouter.Config(**_fields(router) | {"gate": _layer(router.gate)})
-            routed.inner_experts = BitwiseExperts.Config(**_fields(routed.inner_experts))
-            routed.token_dispatcher = BitwiseDispatcher.Config(**_fields(routed.token_dispatcher))
+            layer.moe.router = BitwiseRouter.Config(**fields_of(router) | {"gate": _layer(router.gate)})
+            routed.inner_experts = BitwiseExperts.Config(**fields_of(routed.inner_experts))
+            routed.token_dispatcher = BitwiseDispatcher.Config(**fields_of(routed.token_dispatcher))
             continue
         layer.feed_forward = BitwiseFeedForward.Config(
-            **_fields(network) | {"w1": _layer(network.w1), "w2": _layer(network.w2, SLICES), "w3": _layer(network.w3)}
+            **fields_of(network)
+            | {"w1": _layer(network.w1), "w2": _layer(network.w2, SLICES), "w3": _layer(network.w3)}
         )
     decoder.lm_head = _layer(decoder.lm_head)
 
 
 def _layer(config: Linear.Config, slices: int = 1) -> BitwiseLinear.Config:
-    return BitwiseLinear.Config(**_fields(config), slices=slices)
-
-
-def _fields(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return BitwiseLinear.Config(**fields_of(config), slices=slices)

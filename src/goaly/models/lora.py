@@ -36,6 +36,7 @@ from torchtitan.protocols.sharding import ShardingConfig, SpmdLayout
 from goaly.errors import WeightsError
 from goaly.models.experts import Experts
 from goaly.models.settings import LoraSettings
+from goaly.models.titan_config import fields_of
 from goaly.weights.digest import Digest
 from goaly.weights.layout import region, view
 from goaly.weights.placement import layout_of, local
@@ -217,7 +218,7 @@ def _add(module: torch.nn.Module, weights: Iterable[str], rank: int) -> None:
 
 
 def _with_adapters(config_class: Any, config: Any, weights: Iterable[str], lora: LoraSettings) -> Any:
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    fields = fields_of(config)
     # The generator computes with zeros until it gets its first version; the trainer draws A.
     fields["param_init"] = {
         **config.param_init,

@@ -16,7 +16,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -221,13 +220,14 @@ def serve(listener: socket.socket) -> None:
 
 def _requested(launcher: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """A launcher's request and its streams; None if this server cannot fork for it."""
-    _, user, _ = struct.unpack("3i", launcher.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    from goaly.liveness import is_own_user
+
     launcher.settimeout(REQUEST_SECONDS)
     try:
         sent, streams, _, _ = socket.recv_fds(launcher, REQUEST_BYTES, 3)
     except OSError:
         return None, []
-    request = json.loads(sent or b"null") if user == os.getuid() else None
+    request = json.loads(sent or b"null") if is_own_user(launcher) else None
     is_served = request is not None and request["threads"] == os.environ["OMP_NUM_THREADS"]
     return request if is_served else None, streams
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from goaly.errors import ConfigError
-from goaly.models.divide import divide
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import (
     architecture,
@@ -29,6 +28,7 @@ from goaly.models.spec import (
     read_config,
     versioned_tensors,
 )
+from goaly.models.titan_config import divide
 from goaly.train.settings import (
     NEEDS_GPU,
     NO_BITWISE_CONTEXT,

@@ -43,7 +43,7 @@ async def test_before_the_start_a_request_ends_as_at_a_lost_replica(generator: G
     assert [name for name, _ in results] == ["one", "other"]
     assert all(isinstance(result, ReplicaLost) for _, result in results)
     await call(generator, "tell", "client", Withdraw(["one"]))
-    await call(generator, "tell", "client", Leave(["other"]))
+    await call(generator, "tell", "client", Leave())
     await call(generator, "close")
     await connected
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from torchtitan.config import ParallelismConfig
 
-from goaly.models.divide import divide
 from goaly.models.spec import model_spec
+from goaly.models.titan_config import divide
 
 
 def test_torchtitans_trainer_and_what_it_imports_are_not_loaded(
