@@ -8,9 +8,12 @@ shared prefixes, in a cache so small that some are preempted. Trainers of one ra
 token is compared, `differing_tokens` those that are not equal.
 
 `generate_cost` and `train_cost` are the CPU seconds of bitwise numerics over those of the fast ones, in one process of
-one thread where the two take turns, each the median over the rounds: the same requests sampled by an engine, and
-forward and backward passes over the same packed rows. All of two tiny random models, a dense one and one with experts,
-or of `--model`. The costs of a model with experts are `experts_generate_cost` and `experts_train_cost`.
+one thread where the two take turns: the same requests sampled by an engine, and forward and backward passes over the
+same packed rows. A round runs both sides twice, in the order A, B, B, A, after one that warms both up; a cost is the
+median over the rounds' ratios. All of two tiny random models, a dense one and one with experts, or of `--model`. The
+costs of a model with experts are `experts_generate_cost` and `experts_train_cost`.
+
+If a log-prob differs, or a cost is above its bar, the exit code is 1 and the last line names it.
 """
 
 import argparse
@@ -42,7 +45,7 @@ from goaly.parity import (
 from goaly.run.ranks import fork_ranks_from_one_server
 from goaly.train.settings import TrainerSettings
 
-ROUNDS = 5
+TRAINING_ROUNDS, GENERATION_ROUNDS = 8, 3
 LONGEST = 512
 DTYPES = ("float32", "bfloat16")
 GENERATORS = {"TP 1": {}, "TP 2": {"tp": 2}}
@@ -73,7 +76,7 @@ class Result:
 
     combinations: list[Combination]
     seconds: dict[str, dict[str, list[float]]]
-    """For each cost the CPU seconds of each round, by numerics."""
+    """For each cost the CPU seconds of each round, by numerics: of two runs in each round."""
 
     def numbers(self) -> dict[str, float]:
         """The totals and the costs."""
@@ -82,6 +85,18 @@ class Result:
             "differing_tokens": sum(one.differing for one in self.combinations),
             **{name: _cost(of_sides) for name, of_sides in self.seconds.items()},
         }
+
+    def bars(self) -> dict[str, float]:
+        """The most that each number should be, of those that have a bar."""
+        of_costs = {name: bar for name in self.seconds for ending, bar in BARS.items() if name.endswith(ending)}
+        return {"differing_tokens": 0, **of_costs}
+
+    def missed(self) -> list[str]:
+        """What is above its bar."""
+        numbers = self.numbers()
+        return [
+            f"{name} {numbers[name]:,.4g} is above {bar:g}" for name, bar in self.bars().items() if numbers[name] > bar
+        ]
 
 
 def _cost(seconds: dict[str, list[float]]) -> float:
@@ -129,16 +144,16 @@ def combinations(name: str, model: str, requests: int) -> list[Combination]:
     return found
 
 
-def in_turns(work: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """CPU seconds of each side's rounds."""
-    seconds: dict[str, list[float]] = {name: [] for name in work}
-    for turn in range(ROUNDS + 1):
-        for name, side in work.items() if turn % 2 else reversed(work.items()):
+def in_turns(work: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each side's rounds. In a round each side runs as often after itself as after the other one, which
+    leaves other memory and caches, and a machine that becomes slower delays both by as much."""
+    seconds: dict[str, list[float]] = {name: [0.0] * (rounds + 1) for name in work}
+    for number in range(rounds + 1):
+        for name in (*work, *reversed(work)):
             started = time.process_time()
-            side()
-            if turn:  # the first is a warm-up
-                seconds[name].append(time.process_time() - started)
-    return seconds
+            work[name]()
+            seconds[name][number] += time.process_time() - started
+    return {name: of_side[1:] for name, of_side in seconds.items()}  # the first round is a warm-up
 
 
 def training(model: str) -> dict[str, list[float]]:
@@ -159,7 +174,7 @@ def training(model: str) -> dict[str, list[float]]:
 
         return step
 
-    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")})
+    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")}, TRAINING_ROUNDS)
 
 
 def generation(model: str) -> dict[str, list[float]]:
@@ -182,7 +197,7 @@ def generation(model: str) -> dict[str, list[float]]:
 
         return serve
 
-    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")})
+    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")}, GENERATION_ROUNDS)
 
 
 def markdown(result: Result) -> str:
@@ -212,9 +227,8 @@ def markdown(result: Result) -> str:
             "|---|---|---|",
             *(
                 f"| `{name}` | {bar} | {numbers[name]:.3f} |"
-                for name in result.seconds
-                for ending, bar in BARS.items()
-                if name.endswith(ending)
+                for name, bar in result.bars().items()
+                if name in result.seconds
             ),
             "",
         ]
@@ -258,6 +272,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.json.write_text(json.dumps({**result.numbers(), **asdict(result)}, indent=2) + "\n")
     if arguments.markdown is not None:
         arguments.markdown.write_text(markdown(result))
+    if missed := result.missed():
+        raise SystemExit("; ".join(missed))
 
 
 if __name__ == "__main__":

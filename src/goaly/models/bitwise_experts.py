@@ -80,66 +80,105 @@ class BitwiseExperts(Experts):
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """The slices' outputs of each row, side by side."""
-        rows = num_tokens_per_expert_E.tolist()
         w1, w2, w3 = (_local(weight) for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
         slices = SLICES * w2.shape[2] // self._hidden_dim
-        hidden_RF = silu(by_expert(x_RD, w1, rows)) * by_expert(x_RD, w3, rows)
-        return by_expert(hidden_RF, w2, rows, slices)
+        return by_expert(x_RD, w1, w2, w3, num_tokens_per_expert_E.tolist(), slices)
 
 
-def by_expert(x_RF: torch.Tensor, weight_eGF: torch.Tensor, rows: Sequence[int], slices: int = 1) -> torch.Tensor:
-    """The product of each expert's rows with each slice of its weight, side by side (BW-1)."""
+def by_expert(
+    x_RD: torch.Tensor,
+    w1_eFD: torch.Tensor,
+    w2_eDF: torch.Tensor,
+    w3_eFD: torch.Tensor,
+    rows: Sequence[int],
+    slices: int = 1,
+) -> torch.Tensor:
+    """The output of each expert's network for its rows, of each slice of the hidden features, side by side (BW-1)."""
     if torch.is_grad_enabled():
-        return _ByExpert.apply(x_RF, weight_eGF, rows, slices)
-    return _by_expert(x_RF, weight_eGF, rows, slices)
+        return _Networks.apply(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)
+    return _networks(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)[0]
 
 
-def _by_expert(x_RF: torch.Tensor, weight_eGF: torch.Tensor, rows: Sequence[int], slices: int) -> torch.Tensor:
-    total, multiple, width = len(x_RF), row_multiple(), weight_eGF.shape[1]
+def _networks(
+    x_RD: torch.Tensor,
+    w1_eFD: torch.Tensor,
+    w2_eDF: torch.Tensor,
+    w3_eFD: torch.Tensor,
+    rows: Sequence[int],
+    slices: int,
+) -> tuple[torch.Tensor, ...]:
+    """The output, the gate, what is made of it, the up projection and the hidden features."""
+    multiple = row_multiple()
     starts = [end - count for end, count in zip(accumulate(rows), rows, strict=True)]
     # Rows of the next experts make a multiple of an expert's; what they give is overwritten by theirs.
     spans = [(expert, starts[expert], starts[expert] + _up(n, multiple)) for expert, n in enumerate(rows) if n]
-    end = max([total, *(stop for *_, stop in spans)])
-    x_RF = x_RF.float()
+    total, end = len(x_RD), max((stop for *_, stop in spans), default=0)
     if end > total:
-        x_RF = F.pad(x_RF, (0, 0, 0, end - total))
-    out_RG = x_RF.new_empty(end, slices * width)
-    parts = (x_RF.chunk(slices, 1), weight_eGF.chunk(slices, 2), out_RG.chunk(slices, 1))
+        x_RD = torch.cat([x_RD, x_RD.new_zeros(end - total, x_RD.shape[1])])
+    gate_RF, up_RF = _products(x_RD, w1_eFD, spans), _products(x_RD, w3_eFD, spans)
+    active_RF = silu(gate_RF)
+    hidden_RF = active_RF * up_RF
+    return _products(hidden_RF, w2_eDF, spans, slices)[:total], gate_RF, active_RF, up_RF, hidden_RF
+
+
+def _products(
+    x_RF: torch.Tensor, weight_eGF: torch.Tensor, spans: Sequence[tuple[int, int, int]], slices: int = 1
+) -> torch.Tensor:
+    """The product of each expert's span of rows with each slice of its weight, side by side."""
+    width = weight_eGF.shape[1]
+    out_RG = torch.empty(len(x_RF), slices * width)
+    parts = (x_RF.float().chunk(slices, 1), weight_eGF.float().chunk(slices, 2), out_RG.chunk(slices, 1))
     for part_RF, part_eGF, part_RG in zip(*parts, strict=True):
         weights = part_eGF.unbind()
         for expert, start, stop in spans:
-            multiply(part_RF[start:stop], weights[expert].float(), part_RG[start:stop])
-    return out_RG[:total].to(weight_eGF.dtype)
+            multiply(part_RF[start:stop], weights[expert], part_RG[start:stop])
+    return out_RG.to(weight_eGF.dtype)
 
 
 def _up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-class _ByExpert(torch.autograd.Function):
+class _Networks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_RF: torch.Tensor, weight_eGF: torch.Tensor, rows: Sequence[int], slices: int
+        ctx: Any,
+        x_RD: torch.Tensor,
+        w1_eFD: torch.Tensor,
+        w2_eDF: torch.Tensor,
+        w3_eFD: torch.Tensor,
+        rows: Sequence[int],
+        slices: int,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x_RF, weight_eGF)
+        out_RG, *computed = _networks(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)
+        ctx.save_for_backward(x_RD, w1_eFD, w2_eDF, w3_eFD, *computed)
         ctx.rows, ctx.slices = rows, slices
-        return _by_expert(x_RF, weight_eGF, rows, slices)
+        return out_RG
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        x_RF, weight_eGF = ctx.saved_tensors
-        ends_e = torch.tensor(ctx.rows, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        grads_RG = [part.contiguous() for part in grad.chunk(ctx.slices, 1)]
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            weights = weight_eGF.chunk(ctx.slices, 2)
-            parts = [torch._grouped_mm(g, w, offs=ends_e) for g, w in zip(grads_RG, weights, strict=True)]
-            grad_x = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        if ctx.needs_input_grad[1]:
-            inputs = x_RF.chunk(ctx.slices, 1)
-            parts = [torch._grouped_mm(g.t(), x, offs=ends_e) for g, x in zip(grads_RG, inputs, strict=True)]
-            grad_weight = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
-        return grad_x, grad_weight, None, None
+    def backward(ctx: Any, grad_RG: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """An expert at a time: the gradients of its hidden features stay in the processor's cache."""
+        inputs, computed = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        x_RD, w1_eFD, w2_eDF, w3_eFD = inputs
+        grads = grad_x_RD, grad_w1_eFD, grad_w2_eDF, grad_w3_eFD = [torch.empty_like(one) for one in inputs]
+        stop = 0
+        for expert, count in enumerate(ctx.rows):
+            start, stop = stop, stop + count
+            x, grad_x, grad = x_RD[start:stop], grad_x_RD[start:stop], grad_RG[start:stop]
+            gate, active, up, hidden = (one[start:stop] for one in computed)
+            grad_hidden = torch.empty_like(hidden)
+            cut = grad, w2_eDF[expert], hidden, grad_hidden, grad_w2_eDF[expert]
+            parts = (one.chunk(ctx.slices, 1) for one in cut)
+            for grad_out, w2, of_slice, grad_of_slice, grad_w2 in zip(*parts, strict=True):
+                torch.mm(grad_out, w2, out=grad_of_slice)
+                torch.mm(grad_out.t(), of_slice, out=grad_w2)
+            grad_up = grad_hidden * active
+            grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate)
+            torch.mm(grad_gate, w1_eFD[expert], out=grad_x)
+            grad_x.addmm_(grad_up, w3_eFD[expert])
+            torch.mm(grad_gate.t(), x, out=grad_w1_eFD[expert])
+            torch.mm(grad_up.t(), x, out=grad_w3_eFD[expert])
+        return *grads, None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from goaly.models.spec import prepare_torchtitan, spec_of
 
 prepare_torchtitan()
 
-from goaly.models.bitwise import product  # noqa: E402
+from goaly.models.bitwise import product, silu  # noqa: E402
 from goaly.models.bitwise_decoder import make_bitwise  # noqa: E402
 from goaly.models.bitwise_experts import Combined, by_expert, highest  # noqa: E402
 from goaly.models.spec import architecture  # noqa: E402
@@ -83,29 +83,33 @@ ROWS = (5, 0, 16, 31, 1, 47)
 """Rows of each expert."""
 
 
+def networks(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Rows, and the weights of the experts' networks."""
+    gate, up = (random(EXPERTS, HIDDEN, DIM, seed=seed).to(dtype) for seed in (1, 3))
+    return [random(sum(ROWS), DIM).to(dtype), gate, random(EXPERTS, DIM, HIDDEN, seed=2).to(dtype), up]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
-def test_the_products_of_an_expert_are_those_of_its_rows_alone_slice_by_slice(threads: int, dtype: torch.dtype):  # BW-2
-    x, weight = random(sum(ROWS), HIDDEN).to(dtype), random(EXPERTS, DIM, HIDDEN, seed=1).to(dtype)
-    found = by_expert(x, weight, ROWS, 2)
+def test_the_outputs_of_an_expert_are_those_of_its_rows_alone_slice_by_slice(threads: int, dtype: torch.dtype):  # BW-2
+    x, *weights = networks(dtype)
+    found = by_expert(x, *weights, ROWS, 2)
     assert found.shape == (len(x), 2 * DIM)
-    for rows, one, of_expert in zip(found.split(ROWS), weight, x.split(ROWS), strict=True):
-        parts = zip(of_expert.chunk(2, 1), one.chunk(2, 1), strict=True)
+    for rows, of_expert, w1, w2, w3 in zip(found.split(ROWS), x.split(ROWS), *weights, strict=True):
+        hidden = silu(product(of_expert, w1)) * product(of_expert, w3)
+        parts = zip(hidden.chunk(2, 1), w2.chunk(2, 1), strict=True)
         assert torch.equal(rows, torch.cat([product(part, half.contiguous()) for part, half in parts], 1))
 
 
-def test_the_products_of_experts_have_ordinary_gradients():
-    x, weight = random(sum(ROWS), HIDDEN).requires_grad_(), random(EXPERTS, DIM, HIDDEN, seed=1).requires_grad_()
-    upstream = random(sum(ROWS), 2 * DIM, seed=2)
-    plain = torch.cat(
-        [
-            torch.cat([a @ b.t() for a, b in zip(rows.chunk(2, 1), one.chunk(2, 1), strict=True)], 1)
-            for rows, one in zip(x.split(ROWS), weight, strict=True)
-        ]
-    )
-    mine = torch.autograd.grad(by_expert(x, weight, ROWS, 2), [x, weight], upstream)
-    for one, other in zip(mine, torch.autograd.grad(plain, [x, weight], upstream), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+def test_the_networks_of_experts_have_ordinary_gradients():
+    inputs, upstream = [one.requires_grad_() for one in networks()], random(sum(ROWS), 2 * DIM, seed=4)
+    outputs = []
+    for x, w1, w2, w3 in zip(inputs[0].split(ROWS), *inputs[1:], strict=True):
+        hidden = torch.nn.functional.silu(x @ w1.t()) * (x @ w3.t())
+        outputs += [torch.cat([a @ b.t() for a, b in zip(hidden.chunk(2, 1), w2.chunk(2, 1), strict=True)], 1)]
+    mine = torch.autograd.grad(by_expert(*inputs, ROWS, 2), inputs, upstream)
+    for one, other in zip(mine, torch.autograd.grad(torch.cat(outputs), inputs, upstream), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-6 * float(other.abs().max()), rtol=1e-5)
 
 
 def rank(dtype: torch.dtype, *, hidden: slice = slice(None), own: slice = slice(None)) -> Any:

@@ -1,0 +1,48 @@
+"""The benchmark of bitwise numerics treats both sides alike and names the bars that were missed."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+
+from bench import parity
+from bench.parity import Combination, Result, in_turns
+
+
+def result(*, differing: int = 0, bitwise: float = 1.1) -> Result:
+    compared = Combination(
+        model="dense", dtype="float32", generator="TP 1", trainer="1 rank", tokens=100, differing=differing
+    )
+    seconds = {"fast": [1.0, 2.0, 1.0], "bitwise": [9.0, 2 * bitwise, bitwise]}
+    return Result(combinations=[compared], seconds={"experts_train_cost": seconds, "generate_cost": seconds})
+
+
+def test_each_side_runs_as_often_after_itself_as_after_the_other():
+    order: list[str] = []
+    seconds = in_turns({name: partial(order.append, name) for name in ("fast", "bitwise")}, rounds=3)
+    assert {name: len(rounds) for name, rounds in seconds.items()} == {"fast": 3, "bitwise": 3}
+    pairs = list(pairwise(order[3:]))  # after the warm-up, and its last run before the first round
+    assert {pair: pairs.count(pair) for pair in pairs} == {
+        (first, second): 3 for first in ("fast", "bitwise") for second in ("fast", "bitwise")
+    }
+
+
+def test_a_cost_is_the_median_of_the_rounds_ratios():
+    assert result().numbers()["generate_cost"] == pytest.approx(1.1)
+
+
+def test_what_misses_its_bar_is_named():
+    assert result().missed() == []
+    assert result(bitwise=1.2).missed() == ["experts_train_cost 1.2 is above 1.15"]
+    assert result(differing=3).missed() == ["differing_tokens 3 is above 0"]
+
+
+def test_the_command_fails_after_a_missed_bar(monkeypatch: pytest.MonkeyPatch):
+    found = result(bitwise=1.4).seconds["generate_cost"]
+    monkeypatch.setattr(parity, "fork_ranks_from_one_server", lambda: None)
+    monkeypatch.setattr(parity, "combinations", lambda *_: [])
+    monkeypatch.setattr(parity, "training", lambda _: {"fast": [1.0], "bitwise": [1.0]})
+    monkeypatch.setattr(parity, "generation", lambda _: found)
+    with pytest.raises(SystemExit) as ended:
+        parity.main([])
+    assert ended.value.code == "generate_cost 1.4 is above 1.3; experts_generate_cost 1.4 is above 1.3"
