@@ -2,12 +2,13 @@
 
     python -m bench.recipes [--only A,B] [--seeds N] [--minutes M] [--runs FILE] [--json FILE] [--markdown FILE]
 
-The recipes are `configs/recipes/*.yaml` and the two that they stand on, `configs/grpo/tiny.yaml` and
-`configs/ppo/tiny.yaml`. Three negative controls (`bench/controls.py`) are `grpo/tiny` with its advantages shuffled
-within each group, with their sign flipped, or taken from another group. Each is run to its end with several seeds, as a
-user runs it, from one warm start (`python -m apps.sft.main --config configs/sft/tiny.yaml`); runs follow one another,
-since each uses the whole machine. A finished run is a line of the `--runs` file and is not repeated under the same
-settings, seed and warm start. With `--minutes` no run starts after that time.
+The recipes are `configs/recipes/*.yaml`, the two that they stand on, `configs/grpo/tiny.yaml` and
+`configs/ppo/tiny.yaml`, and `configs/grpo/tiny_moe*.yaml`, whose models have experts. Three negative controls
+(`bench/controls.py`) are `grpo/tiny` with its advantages shuffled within each group, with their sign flipped, or taken
+from another group. Each is run to its end with several seeds, as a user runs it, from one warm start
+(`python -m apps.sft.main --config configs/sft/tiny.yaml`), those with experts from that of the file with their name;
+runs follow one another, since each uses the whole machine. A finished run is a line of the `--runs` file and is not
+repeated under the same settings, seed and warm start. With `--minutes` no run starts after that time.
 
 A recipe passes if every seed ends with a held-out pass@1 of at least 0.85, and the area under its curve (the mean
 training pass rate over all steps) is above that of every control's run and above the pass@1 before training, or it has
@@ -42,6 +43,8 @@ PASS_AT_1 = 0.85
 RUN_SECONDS = 1800.0
 """A run that takes longer hangs, or might as well."""
 WARM_START = CONFIGS / "sft" / "tiny.yaml"
+TASKS = ("grpo/tiny", "ppo/tiny", "grpo/tiny_moe", "grpo/tiny_moe_shared")
+"""Recipes outside of `configs/recipes`."""
 WHERE_NOT_WHAT = ("run_dir", "hosts", "telemetry", "checkpoint", "save", "output", "checkpoint_every")
 """Parts of a config that its result does not depend on."""
 
@@ -54,12 +57,13 @@ PAGE = """\
 
     python -m bench.recipes --json docs/results/recipes.json --markdown docs/results/recipes.md
 
-Each recipe was run to its end with {seeds} of prompts and sampling, from the embedded warm start, by the command
-that its user types: a run of actors on {cores} cores. pass@1 is that of held-out prompts, before the first step and
-after the last; area is the mean training pass rate over all steps, which tells fast learning from slow. {passed} of
-{count} recipes pass: they reach {least} with every seed, and their area is above every control's and above the pass@1
-before training. The controls are `grpo/tiny` with one thing broken (advantages shuffled within the group, with flipped
-sign, or of another group): they have to fail, or this table would prove nothing.
+Each recipe was run to its end with {seeds} of prompts and sampling, from the embedded warm start or that of its own
+model, by the command that its user types: a run of actors on {cores} cores. pass@1 is that of held-out prompts,
+before the first step and after the last; area is the mean training pass rate over all steps, which tells fast
+learning from slow. {passed} of {count} recipes pass: they reach {least} with every seed, and their area is above
+every control's and above the pass@1 before training. The controls are `grpo/tiny` with one thing broken (advantages
+shuffled within the group, with flipped sign, or of another group): they have to fail, or this table would prove
+nothing.
 Rejected are groups that dynamic sampling replaced, and those still under way after the last step. Run time, and the
 age of the trained data, depend on the machine. Values are means and the range over seeds.
 
@@ -120,7 +124,7 @@ Runs = Mapping[str, Sequence[Finished]]
 
 def files() -> dict[str, Path]:
     """The config of each recipe and control by name."""
-    found = {f"{folder}/tiny": CONFIGS / folder / "tiny.yaml" for folder in ("grpo", "ppo")}
+    found = {name: CONFIGS / f"{name}.yaml" for name in TASKS}
     found |= {file.stem: file for file in sorted((CONFIGS / "recipes").glob("*.yaml"))}
     return found | {CONTROL + name: found["grpo/tiny"] for name in CONTROLS}
 
@@ -146,19 +150,22 @@ def recipe(name: str, file: Path, *overrides: str, seed: int = 0) -> Recipe:
         name=name,
         file=file,
         app="apps.grpo.main" if config.critic is None else "apps.ppo.main",
-        settings=digest({**settled(config), "warm_start": warm_start()}),
+        settings=digest({**settled(config), "warm_start": warm_start(file.name)}),
         seed=seed,
         overrides=(*overrides, f"prompts.seed={seed}", f"generator.seed={seed}"),
     )
 
 
 @functools.cache
-def warm_start() -> dict[str, Any]:
-    """What decides the model that the recipes start from, up to rounding, which differs between processors."""
+def warm_start(file: str) -> dict[str, Any]:
+    """What decides the model that a recipe in a file of this name starts from, up to rounding, which differs between
+    processors."""
     from apps.sft.config import SftConfig
     from goaly.config import load
 
-    return settled(load(SftConfig, [f"--config={WARM_START}"], prog="bench.recipes", description="").config)
+    own = CONFIGS / "sft" / file
+    config = own if own.is_file() else WARM_START
+    return settled(load(SftConfig, [f"--config={config}"], prog="bench.recipes", description="").config)
 
 
 def settled(config: "RunConfig | SftConfig") -> dict[str, Any]:

@@ -39,7 +39,7 @@ FIRST = (
     "test_torn_reads",
     "test_stop",
     "test_resume",
-    "test_context_ranks",
+    "test_four_ranks",
 )
 """Files that take longest: at the end, one of them would keep one worker busy while the others have nothing to do."""
 

@@ -81,6 +81,25 @@ def write_random_deepseek(folder: Path, *, seed: int = 0, **changed: Any) -> Pat
     return _write_random(lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZE, **own, **changed})), folder, seed)
 
 
+def write_random_dots(folder: Path, *, seed: int = 0, **changed: Any) -> Path:
+    """Save a random dots.llm1 of dim 96 with a character tokenizer; returns the folder. It is a Qwen3 whose first layer
+    is dense; the other two have 8 experts, two for each token, chosen with a bias, and a shared one."""
+    from transformers import Dots1Config, Dots1ForCausalLM
+
+    own: dict[str, Any] = {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+    }
+    return _write_random(lambda: Dots1ForCausalLM(Dots1Config(**{**SIZE, **own, **changed})), folder, seed)
+
+
 def write_random_gpt_oss(folder: Path, *, seed: int = 0, **changed: Any) -> Path:
     """Save a random gpt-oss of dim 96 with a character tokenizer; returns the folder. The first and the last of its
     three layers attend to 16 tokens; each has 8 experts, two for each token."""

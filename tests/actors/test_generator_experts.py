@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from random_model import angles, native_tensors, write_random_deepseek, write_random_gpt_oss, write_random_model
+from random_model import (
+    angles,
+    native_tensors,
+    write_random_deepseek,
+    write_random_dots,
+    write_random_gpt_oss,
+    write_random_model,
+)
 
 from goaly.generate.request import Sample
 from goaly.generate.settings import GeneratorSettings
@@ -25,6 +32,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "latent": {},
     "latent, tp": {"tp": 2},
     "latent, ep": {"tp": 2, "ep": 2},
+    "shared, tp": {"tp": 2},
+    "shared, ep": {"tp": 2, "ep": 2},
     "sinks, tp": {"tp": 2},
     "sinks, ep": {"tp": 2, "ep": 2},
 }
@@ -53,6 +62,8 @@ def folders(tmp_path: Path, layout: str) -> list[Path]:
     """Two models of eight experts."""
     if "latent" in layout:
         return [write_random_deepseek(tmp_path / f"latent{seed}", seed=seed) for seed in range(2)]
+    if "shared" in layout:
+        return [write_random_dots(tmp_path / f"shared{seed}", seed=seed) for seed in range(2)]
     if "sinks" in layout:
         return [write_random_gpt_oss(tmp_path / f"sinks{seed}", seed=seed) for seed in range(2)]
     tied = layout == "tied"

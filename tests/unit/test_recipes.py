@@ -36,8 +36,13 @@ RUNS = sorted(
 @pytest.fixture(scope="module")
 def model_for(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
     """The folder of a model such as this config is for."""
-    experts = write_tiny_model(tmp_path_factory.mktemp("experts"), TinyModel(layers=1, experts=8, hidden_dim=16))
-    return lambda file: experts if file.stem.endswith("_moe") else tiny_model_folder
+    experts, shared = (
+        write_tiny_model(
+            tmp_path_factory.mktemp("experts"), TinyModel(layers=1, experts=8, hidden_dim=16, shared_experts=count)
+        )
+        for count in range(2)
+    )
+    return lambda file: {"tiny_moe": experts, "tiny_moe_shared": shared}.get(file.stem, tiny_model_folder)
 
 
 @pytest.mark.parametrize("file", RUNS, ids=lambda file: f"{file.parent.name}/{file.stem}")

@@ -327,6 +327,7 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
     odd = {"n_shared_experts": 1, "moe_intermediate_size": 33, "intermediate_size": 257}
     latent = write_random_deepseek(tmp_path / "latent", **odd)
     sinks = write_random_gpt_oss(tmp_path / "sinks", intermediate_size=24)
+    shared = write_tiny_model(tmp_path / "shared", TinyModel(layers=1, experts=6, shared_experts=1))
     for model, overrides, said in [
         (tiny_model_folder, ["trainer.fsdp=2", "trainer.ep=2"], "trainer.ep=2: must be 1, because the model has no"),
         (experts, ["trainer.fsdp=4", "trainer.ep=4"], "trainer.ep=4: must divide the model's 6 experts"),
@@ -363,6 +364,7 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
             "trainer.expert_bias_rate=0.1: must be 0, the model chooses experts without",
         ),
         (latent, ["trainer.expert_balance=0.1"], "trainer.expert_balance=0.1: must be 0, the model balances its"),
+        (shared, ["trainer.expert_balance=0.1"], "trainer.expert_balance=0.1: must be 0, the model balances its"),
         (latent, ["generator.tp=2"], "generator.tp=2: must divide the width 33 of the model's shared experts"),
         (latent, ["trainer.tp=2"], "trainer.tp=2: must divide the width 257 of the model's dense layers"),
         (experts, ["trainer.fsdp=2", "trainer.ep=3"], "trainer.ep=3: must divide the number of ranks, trainer.fsdp"),

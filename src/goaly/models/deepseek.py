@@ -43,6 +43,13 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "latent": latent,
         "head_dim": latent.head_dim,
+        **expert_sizes(config),
+    }
+
+
+def expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an `Architecture` that describe which layers have experts, shared ones, and groups of them."""
+    return {
         "dense_layers": config["first_k_dense_replace"],
         "dense_hidden_dim": config["intermediate_size"],
         "shared_hidden_dim": config["n_shared_experts"] * config["moe_intermediate_size"],

@@ -28,7 +28,7 @@ class ModelSettings(Settings):
 
     path: str = ""
     """A Hugging Face folder: config.json, safetensors, tokenizer files. Families: Qwen3, dense or with experts,
-    Llama 3, DeepSeek-V3, and gpt-oss without quantization."""
+    Llama 3, DeepSeek-V3, dots.llm1, and gpt-oss without quantization."""
     architecture: (
         Literal["qwen3-0.6b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b", "llama3-70b"] | None
     ) = None
@@ -121,6 +121,9 @@ class LoraSettings(Settings):
         """One line for each reason why this model cannot have these adapters; `name` is its section."""
         if shape.latent is not None:
             yield f"{at}rank={self.rank}: adapters are not supported for the latent attention of DeepSeek-V3"
+            return
+        if shape.biased_routing:
+            yield f"{at}rank={self.rank}: adapters are not supported for dots.llm1, whose experts have biases"
             return
         if shape.biased:
             yield f"{at}rank={self.rank}: adapters are not supported for gpt-oss, whose layers have biases"

@@ -1,7 +1,7 @@
 """From a Hugging Face `config.json` to torchtitan's model definition.
 
-Families: Qwen3, dense and with experts in every layer, Llama 3, and DeepSeek-V3 (`deepseek.py`), with tied or untied
-embeddings, and gpt-oss (`gpt_oss.py`); all of any size.
+Families: Qwen3, dense and with experts in every layer, Llama 3, DeepSeek-V3 (`deepseek.py`) and dots.llm1 (`dots1.py`),
+with tied or untied embeddings, and gpt-oss (`gpt_oss.py`); all of any size.
 Features that torchtitan's definition of a family lacks (biases, sliding windows, other RoPE scalings) are refused by
 name, so no model is silently changed.
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from goaly.errors import ConfigError
-from goaly.models import deepseek, gpt_oss
+from goaly.models import deepseek, dots1, gpt_oss
 from goaly.models.decoder import Decoder
 from goaly.models.local_device import local_device
 from goaly.models.settings import EXPERT_MULTIPLE, SLICES, LoraSettings, Numerics, no_model
@@ -52,7 +52,7 @@ class Architecture(Decoder):
     @property
     def biased_routing(self) -> bool:
         """Whether experts are chosen by sigmoid scores plus a bias."""
-        return self.family == "deepseek_v3"
+        return self.family in ("deepseek_v3", "dots1")
 
 
 FAMILIES = {
@@ -60,12 +60,14 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "qwen3",
     "LlamaForCausalLM": "llama3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Dots1ForCausalLM": "dots1",
     "GptOssForCausalLM": "gpt_oss",
 }
 ROPE_SCALINGS = {
     "qwen3": ("default",),
     "llama3": ("default", "llama3"),
     "deepseek_v3": ("default", "yarn"),
+    "dots1": ("default",),
     "gpt_oss": ("default", "yarn"),
 }
 EXPERTS_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -97,7 +99,7 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
     }
-    own = {"deepseek_v3": deepseek, "gpt_oss": gpt_oss}.get(family)
+    own = {"deepseek_v3": deepseek, "dots1": dots1, "gpt_oss": gpt_oss}.get(family)
     if own is not None:
         refused |= own.refused(config)
     if refused["quantization_config"] and family == "gpt_oss":
@@ -133,7 +135,7 @@ def architecture(config: dict[str, Any], *, where: str = "config.json") -> Archi
         rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
         rope_scaling=rope if rope_type != "default" else {},
         tied=bool(config.get("tie_word_embeddings", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "dots1"),
     )
 
 
@@ -181,6 +183,8 @@ def spec_of(
     match shape.family:
         case "qwen3":
             family = _qwen3(shape, rope)
+        case "dots1":
+            family = _qwen3(shape, rope)._replace(adapter=dots1.adapter)
         case "llama3":
             family = _llama3(shape)
         case "gpt_oss":
@@ -242,6 +246,8 @@ def bitwise_problems(shape: Architecture, device: str) -> Iterator[str]:
         yield f"model.numerics=bitwise: must be fast for the latent attention of DeepSeek-V3, {why}"
     elif shape.biased:
         yield "model.numerics=bitwise: must be fast for gpt-oss, whose sinks and biases have no exact sums yet"
+    elif shape.biased_routing:
+        yield "model.numerics=bitwise: must be fast for dots.llm1, whose shared experts have no exact sums yet"
     elif shape.experts and shape.hidden_dim % (SLICES * EXPERT_MULTIPLE):
         why = f"which is no multiple of {SLICES * EXPERT_MULTIPLE}"
         yield f"model.numerics=bitwise: must be fast for experts of width {shape.hidden_dim}, {why}"

@@ -1,5 +1,7 @@
 """Writes a tiny Qwen3, dense or with experts, as a Hugging Face folder with its own tokenizer of characters.
 
+With shared experts its format is that of dots.llm1, which is Qwen3 with these and with a bias that chooses experts.
+
     config.json  generation_config.json  tokenizer.json  tokenizer_config.json  model.safetensors
 
 Nothing is downloaded. The folder loads in plain transformers. Its weights are random, from the given seed.
@@ -64,6 +66,9 @@ class TinyModel(Settings):
     """Experts of each layer; 0 is a dense model."""
     experts_per_token: PositiveInt = 2
     """Experts that compute each token."""
+    shared_experts: NonNegativeInt = 0
+    """Further experts, as one, that compute every token. With them the others are chosen by a bias, too, which
+    `trainer.expert_bias_rate` moves; without them `trainer.expert_balance` spreads the tokens."""
     max_context: PositiveInt = 512
     """Most tokens of a sequence."""
     rope_theta: float = 10_000.0
@@ -97,7 +102,7 @@ class TinyModel(Settings):
         if self.experts and self.experts_per_token > self.experts:
             yield f"{at.experts_per_token}: must be at most {at.experts}"
         if not self.experts:
-            yield from at.idle("the model has no experts", "experts_per_token")
+            yield from at.idle("the model has no experts", "experts_per_token", "shared_experts")
 
 
 def write_tiny_model(folder: str | Path, size: TinyModel | None = None) -> Path:
@@ -151,6 +156,21 @@ def model_config(size: TinyModel) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
+    if size.shared_experts:
+        experts = {
+            "architectures": ["Dots1ForCausalLM"],
+            "model_type": "dots1",
+            "moe_intermediate_size": size.hidden_dim,
+            "n_routed_experts": size.experts,
+            "n_shared_experts": size.shared_experts,
+            "num_experts_per_tok": size.experts_per_token,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "sliding_window": None,
+        }
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -200,11 +220,15 @@ def _weights(size: TinyModel) -> "dict[str, torch.Tensor]":
             f"{prefix}.self_attn.q_norm.weight": torch.ones(size.head_dim),
             f"{prefix}.self_attn.k_norm.weight": torch.ones(size.head_dim),
         }
-        for expert in [f"experts.{index}." for index in range(size.experts)] or [""]:
+        widths = {f"experts.{index}.": size.hidden_dim for index in range(size.experts)} or {"": size.hidden_dim}
+        if size.shared_experts:
+            widths["shared_experts."] = size.shared_experts * size.hidden_dim
+            weights[f"{prefix}.mlp.gate.e_score_correction_bias"] = torch.zeros(size.experts)
+        for network, width in widths.items():
             weights |= {
-                f"{prefix}.mlp.{expert}gate_proj.weight": normal(size.hidden_dim, size.dim),
-                f"{prefix}.mlp.{expert}up_proj.weight": normal(size.hidden_dim, size.dim),
-                f"{prefix}.mlp.{expert}down_proj.weight": normal(size.dim, size.hidden_dim),
+                f"{prefix}.mlp.{network}gate_proj.weight": normal(width, size.dim),
+                f"{prefix}.mlp.{network}up_proj.weight": normal(width, size.dim),
+                f"{prefix}.mlp.{network}down_proj.weight": normal(size.dim, width),
             }
         if size.experts:
             weights[f"{prefix}.mlp.gate.weight"] = normal(size.experts, size.dim)

@@ -154,7 +154,8 @@ class TrainerSettings(RanksSettings):
     expert_bias_rate: NonNegativeFloat = 0.0
     """Balances experts without a loss: after each batch, the bias by which tokens choose an expert rises by this much
     if the expert had fewer trained tokens than the mean of its layer, and falls if it had more (arXiv:2408.15664).
-    Needs a model with such a bias, as DeepSeek-V3; its authors used 0.001. A critic of such a model has the same."""
+    Needs a model with such a bias, as DeepSeek-V3, whose authors used 0.001, or dots.llm1. A critic of such a model
+    has the same."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients above this norm are scaled down to it; null disables clipping."""
     activation_checkpointing: Literal["off", "selective", "full"] = "off"

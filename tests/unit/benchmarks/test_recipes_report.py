@@ -35,18 +35,18 @@ def done(name: str, pass_at_1: float = 0.9, area: float = 0.6, seed: int = 0) ->
     return replace(outcome(named(name, seed=seed), SUMMARY | {"pass_at_1_after": pass_at_1}, RATES), area=area)
 
 
-def test_the_recipes_are_all_files_of_the_folder_and_the_two_they_stand_on() -> None:
+def test_the_recipes_are_all_files_of_the_folder_the_two_they_stand_on_and_those_with_experts() -> None:
     names = list(files())
-    assert names[:2] == ["grpo/tiny", "ppo/tiny"]
+    assert names[:4] == ["grpo/tiny", "ppo/tiny", "grpo/tiny_moe", "grpo/tiny_moe_shared"]
     recipes = sorted(file.stem for file in Path("configs/recipes").glob("*.yaml"))
-    assert names[2:] == [*recipes, "control/shuffled", "control/flipped", "control/other_group"]
+    assert names[4:] == [*recipes, "control/shuffled", "control/flipped", "control/other_group"]
 
 
 def test_only_names_recipes_and_one_that_is_not_there_is_told_with_those_that_are() -> None:
     assert list(chosen("dapo,ppo/tiny")) == ["dapo", "ppo/tiny"]
     assert chosen(None) == files()
     with pytest.raises(
-        ValueError, match=r"--only=dapo,dpo: there is no recipe dpo; known are grpo/tiny, ppo/tiny, a3po"
+        ValueError, match=r"--only=dapo,dpo: there is no recipe dpo; known are grpo/tiny, ppo/tiny, grpo/tiny_moe"
     ):
         chosen("dapo,dpo")
 
@@ -80,6 +80,11 @@ def test_a_warm_start_of_other_settings_is_another_result(
     assert settings_with("") == settings_with("output: elsewhere")
     assert settings_with("") != settings_with("steps: 7")
     bench.recipes.warm_start.cache_clear()
+
+
+def test_a_recipe_starts_from_the_warm_start_of_its_name_if_there_is_one() -> None:
+    experts = [bench.recipes.warm_start(name)["tiny"]["experts"] for name in ("gspo.yaml", "tiny_moe.yaml")]
+    assert experts == [0, 8]
 
 
 def test_what_is_finished_is_not_run_again_and_what_had_other_settings_or_seeds_is(tmp_path: Path) -> None:
@@ -128,7 +133,7 @@ def test_a_recipe_passes_only_if_every_seed_learns_and_learns_more_than_every_co
     assert content(runs, 1)["pass_at_1"] == {"slow": 0.9, "collapsed": 0.9, "low": 0.849, "control/learns": 0.85}
     json.dumps(content(runs, 1))
     text = page(runs, 1)
-    assert "0 of\n4 recipes pass: they reach 0.85" in text
+    assert "0 of 4 recipes pass: they reach 0.85" in text
     assert "- collapsed, seed 0: area" in text
     assert "All passed." in page({"a": [done("a")]}, 1)
     assert "| low | 1 | 0.400 -> 0.849 (0.849 to 0.849) | 0.600 (0.600 to 0.600) | 160 | 70 | 85 |" in text

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from random_model import write_random_deepseek
+from random_model import write_random_deepseek, write_random_dots
 
 from goaly.models.spec import model_spec, prepare_torchtitan
 
@@ -129,6 +129,6 @@ def test_models_and_devices_that_have_no_exact_order_are_refused(tmp_path):
         "model.numerics=bitwise: must be fast on GPUs",
     ]
     assert list(bitwise_problems(architecture(model_config(TinyModel(experts=3, hidden_dim=32))), "cpu")) == []
-    write_random_deepseek(tmp_path)
-    with pytest.raises(ConfigError, match="must be fast for the latent attention of DeepSeek-V3"):
-        model_spec(tmp_path, numerics="bitwise")
+    for write, said in ((write_random_deepseek, "latent attention of DeepSeek-V3"), (write_random_dots, "dots.llm1")):
+        with pytest.raises(ConfigError, match=f"must be fast for .*{said}"):
+            model_spec(write(tmp_path / said), numerics="bitwise")

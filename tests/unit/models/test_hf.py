@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_model import native_tensors, write_random_deepseek, write_random_gpt_oss
+from random_model import native_tensors, write_random_deepseek, write_random_dots, write_random_gpt_oss
 from safetensors.torch import load_file
 
 import goaly.folder
@@ -68,6 +68,9 @@ def write_random(folder: Path, family: str, *, tied: bool) -> Path:
         return write_random_gpt_oss(folder)
     if family.startswith("latent"):
         return write_random_deepseek(folder, **(YARN if family == "latent-yarn" else {}))
+    if family.startswith("shared"):
+        groups = {"n_group": 4, "topk_group": 2, "n_shared_experts": 2} if family == "shared-groups" else {}
+        return write_random_dots(folder, tie_word_embeddings=tied, **groups)
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
@@ -92,6 +95,7 @@ def write_random(folder: Path, family: str, *, tied: bool) -> Path:
 
 
 FAMILIES = ["qwen3", "qwen3_tied", "experts", "experts_tied", "llama3", "llama3_tied", "latent", "latent-yarn", "sinks"]
+FAMILIES += ["shared", "shared_tied", "shared-groups"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -152,7 +156,7 @@ def test_native_tensors_are_what_a_loaded_model_has_of_its_folder(folder: Path):
     expected = dict(model.named_parameters()) | biases
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-    assert len(biases) == (2 if "latent" in str(folder) else 0)
+    assert len(biases) == (2 if "latent" in str(folder) or "shared" in str(folder) else 0)
     assert all(bias.any() for bias in biases.values())
 
 
@@ -211,6 +215,24 @@ def test_a_deepseek_model_that_torchtitan_would_not_reproduce_is_refused_by_name
 ):
     config = read_config(write_random_deepseek(tmp_path))
     assert architecture(config).family == "deepseek_v3"
+    with pytest.raises(ConfigError, match=named):
+        architecture(config | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types=.*sliding"),
+        ({"layer_types": None, "sliding_window": 64, "max_window_layers": 2}, "max_window_layers=2"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=yarn"),
+    ],
+)
+def test_a_dots_model_that_torchtitan_would_not_reproduce_is_refused_by_name(tmp_path: Path, change: dict, named: str):
+    config = read_config(write_random_dots(tmp_path))
+    shape = architecture(config)
+    assert (shape.family, shape.dense_layers, shape.shared_hidden_dim) == ("dots1", 1, 64)
+    assert architecture(config | {"layer_types": None, "sliding_window": 64, "max_window_layers": 3}) == shape
     with pytest.raises(ConfigError, match=named):
         architecture(config | change)
 

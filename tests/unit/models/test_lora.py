@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from random_model import SIZE, write_random_deepseek, write_random_gpt_oss, write_random_model
+from random_model import SIZE, write_random_deepseek, write_random_dots, write_random_gpt_oss, write_random_model
 from safetensors.torch import load_file, save_file
 
 from goaly.config import load
@@ -237,12 +237,19 @@ def test_a_reference_has_adapters_only_if_it_is_refreshed():
         ),
         ("dense", ["trainer.lora={}", "generator.engine=native"], "generator.engine=native: must be torchtitan where"),
         ("latent", ["trainer.lora={}"], "trainer.lora.rank=16: adapters are not supported for the latent attention"),
+        (
+            "shared",
+            ["trainer.lora={}"],
+            "trainer.lora.rank=16: adapters are not supported for dots.llm1, whose experts",
+        ),
         ("sinks", ["trainer.lora={}"], "trainer.lora.rank=16: adapters are not supported for gpt-oss, whose layers"),
     ],
 )
 def test_adapters_that_cannot_work_are_refused(model: str, overrides: list[str], line: str, tmp_path: Path):
     if model == "latent":
         path = write_random_deepseek(tmp_path)
+    elif model == "shared":
+        path = write_random_dots(tmp_path)
     elif model == "sinks":
         path = write_random_gpt_oss(tmp_path)
     else:

@@ -45,6 +45,8 @@ LAYOUTS = {
     "bitwise-experts-tp-ep": {"tp": 2, "ep": 2},
     "latent-tp": {"tp": 2},
     "latent-fsdp-ep": {"fsdp": 2, "ep": 2},
+    "shared-experts-tp": {"tp": 2},
+    "shared-experts-fsdp-ep": {"fsdp": 2, "ep": 2},
     "sinks-tp": {"tp": 2},
     "sinks-fsdp-ep": {"fsdp": 2, "ep": 2},
     "lora-fsdp": {"fsdp": 2},
@@ -59,7 +61,7 @@ LAYOUTS = {
 WHOLE = [name for name in LAYOUTS if "lora" not in name]
 """The layouts in which all parameters are trained."""
 IN_PARTS = ("fsdp", "tp", "experts-fsdp-ep", "lora-fsdp", "cp")
-REPLAYED = ("experts-tp", "experts-fsdp-ep", "experts-tp-ep", "lora-experts-tp-ep", "experts-cp")
+REPLAYED = ("experts-tp", "experts-fsdp-ep", "experts-tp-ep", "shared-experts-tp", "lora-experts-tp-ep", "experts-cp")
 REWRITTEN = ("fsdp", "tp", "bitwise-tp", "experts-fsdp-ep", "latent-tp", "cp")
 JUDGED = ("fsdp", "tp", "bitwise-fsdp", "experts-tp-ep", "latent-fsdp-ep", "cp")
 """Layouts of one more property each, which have every way in which it depends on the layout."""
@@ -70,6 +72,9 @@ EXPERTS = {"experts": 4, "hidden_dim": 32}
 LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_hidden_layers": 2, "moe_intermediate_size": 32}
 SINKS = {"num_local_experts": 4, "num_hidden_layers": 1, "intermediate_size": 32}
 SMALL_STEPS = OptimizerSettings(lr=1e-3)
+BIAS_RATE = 0.01
+CHECKPOINTED = "_checkpoint_wrapped_module."
+"""In the names of parameters in blocks that are computed again."""
 ROWS = 4
 LENGTHS = (30, 20, 50, 40, 30, 30, 40, 30, 30, 20)
 """Rows of two lengths."""
@@ -89,7 +94,16 @@ def settings_of(layout: str, settings: TrainerSettings, **divided: Any) -> Train
     rows these have."""
     if divided:
         divided = {"microbatch_rows": ROWS // 2 // divided.get("fsdp", 1), **divided}
-    return dataclasses.replace(settings, lora=LORA if "lora" in layout else None, **divided)
+    rate = BIAS_RATE if "shared" in layout else 0.0
+    return dataclasses.replace(settings, lora=LORA if "lora" in layout else None, expert_bias_rate=rate, **divided)
+
+
+def write_model(folder: Path, *, layers: int = 1) -> Path:
+    """A model as the name of the folder says."""
+    from goaly.models.tiny import TinyModel, write_tiny_model
+
+    size: dict[str, Any] = EXPERTS if "experts" in folder.name else {"tied": folder.name == "tp"}
+    return write_tiny_model(folder, TinyModel(layers=layers, shared_experts=int("shared" in folder.name), **size))
 
 
 def change_adapters(engine: TrainEngine) -> None:
@@ -134,7 +148,7 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
             for key, parameter in engine._model.named_parameters()
             if parameter.grad is not None
         }
-    metrics |= engine.optimizer_step()
+    metrics |= engine.optimizer_step() | engine._expert_loads()
     parameters = {name: whole(tensor) for name, tensor in engine.named_tensors().items()}
     kept = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
     for tensor in engine.named_tensors().values():
@@ -151,6 +165,30 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
         "angles": angles(engine._model),
         "engine": engine,
     }
+
+
+def assert_same_step(found: dict[str, Any], alone: dict[str, Any], degrees: dict[str, int]) -> None:
+    """What a rank has found is what one process found alone."""
+    gradients = {name.replace(CHECKPOINTED, ""): one for name, one in found["gradients"].items()}
+    assert gradients.keys() == alone["gradients"].keys()
+    for name, one in alone["gradients"].items():
+        tolerance = 5e-6 * one.abs().max().item() + 1e-8
+        torch.testing.assert_close(gradients[name], one, atol=tolerance, rtol=2e-3, msg=name)
+    assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-6)
+    rows = alone["logprobs"][found["dp_rank"] :: degrees.get("fsdp", 1)]
+    torch.testing.assert_close(found["logprobs"], rows, atol=1e-5, rtol=1e-4)
+    biases = [name for name in alone["parameters"] if name.endswith("expert_bias_E")]
+    assert all(torch.equal(found["parameters"][name], alone["parameters"][name]) for name in biases)
+    assert found["resumed"]
+
+
+def assert_same_replay(found: dict[str, Any], alone: dict[str, Any], degrees: dict[str, int]) -> None:
+    """What a rank has found with the sampler's choices is what one process found alone."""
+    assert 0.3 < alone["metrics"]["experts/rerouted"] < 0.7
+    assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-3, abs=1e-5)
+    for which in ("frozen", "after"):
+        rows = alone[which][found["dp_rank"] :: degrees.get("fsdp", 1)]
+        torch.testing.assert_close(found[which], rows, atol=1e-4, rtol=1e-4)
 
 
 def in_two(batch: PackedRows, rank: int, ranks: int) -> PackedRows:
@@ -229,8 +267,6 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], Path]:
     """What one process gives for each layout's model, and the folder with what two gave."""
-    from goaly.models.tiny import TinyModel, write_tiny_model
-
     out = tmp_path_factory.mktemp("out")
     models = out / MODELS
     for layout in LAYOUTS:
@@ -239,8 +275,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[st
         elif "sinks" in layout:
             write_random_gpt_oss(models / layout, **SINKS)
         else:
-            size = EXPERTS if "experts" in layout else {"tied": layout == "tp"}
-            write_tiny_model(models / layout, TinyModel(layers=1, **size))
+            write_model(models / layout)
     port = lasting_port()
     torch.multiprocessing.start_processes(in_each_process, (port, models, out), nprocs=2, start_method="forkserver")
     return {name: trained(models / name, settings_of(name, ALONE)) for name in LAYOUTS}, out
@@ -254,15 +289,9 @@ def test_two_ranks_have_the_gradient_metrics_and_step_of_one(  # LP-2
     alone, out = results[0][layout], results[1]
     for rank in range(2):
         found = torch.load(out / f"{layout}.{rank}", weights_only=False)
-        assert found["gradients"].keys() == alone["gradients"].keys()
-        for name, one in alone["gradients"].items():
-            tolerance = 5e-6 * one.abs().max().item() + 1e-8
-            torch.testing.assert_close(found["gradients"][name], one, atol=tolerance, rtol=2e-3, msg=name)
-        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-6)
+        assert_same_step(found, alone, LAYOUTS[layout])
         rows = alone["logprobs"][found["dp_rank"] :: LAYOUTS[layout].get("fsdp", 1)]
-        torch.testing.assert_close(found["logprobs"], rows, atol=1e-5, rtol=1e-4)
         assert torch.equal(found["logprobs"], rows) or "bitwise" not in layout  # BW-2, BE-2
-        assert found["resumed"]
         assert found["angles"] == 1
 
 
@@ -285,13 +314,9 @@ def test_two_ranks_replay_choices_of_experts_as_one_does(  # TE-7
 ):
     _, out = results
     alone = replayed(out / MODELS / layout, settings_of(layout, ALONE))
-    assert 0.3 < alone["metrics"]["experts/rerouted"] < 0.7
     for rank in range(2):
         found = torch.load(out / f"{layout}.replayed.{rank}", weights_only=False)
-        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-3, abs=1e-5)
-        for which in ("frozen", "after"):
-            rows = alone[which][found["dp_rank"] :: LAYOUTS[layout].get("fsdp", 1)]
-            torch.testing.assert_close(found[which], rows, atol=1e-4, rtol=1e-4)
+        assert_same_replay(found, alone, LAYOUTS[layout])
 
 
 @pytest.mark.timeout(240)
