@@ -86,6 +86,10 @@ def build_parallel(
     lora = trainer.lora
     attention = None if trainer.cp == 1 else _context_attention(settings, trainer, device)
     spec = model_spec(settings.path, attention=attention, numerics=settings.numerics, lora=lora)
+    if device.type == "cpu" and settings.numerics == "fast":
+        from goaly.models.cpu_layers import use_lean_linears
+
+        use_lean_linears(spec.model)
     model, parallel_dims = sharded_on_meta(spec, settings.dtype, trainer, head, trains=trains, offload=offload)
     model.to_empty(device="cpu" if offload else device)
     with torch.no_grad():

@@ -1,17 +1,19 @@
-"""The CPU's layers compute torchtitan's values to the last bit, and gradients as exact as autograd's."""
+"""The CPU's norm and rotation compute torchtitan's values to the last bit; all gradients are as exact as autograd's."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from goaly.models.spec import prepare_torchtitan
+from goaly.models.spec import architecture, prepare_torchtitan, spec_of
 
 prepare_torchtitan()
 
 from torchtitan.models.common import CosSinRoPE, RMSNorm  # noqa: E402
+from torchtitan.models.common.linear import Linear  # noqa: E402
 
-from goaly.models.cpu_layers import LeanRMSNorm, LeanRoPE  # noqa: E402
+from goaly.models.cpu_layers import LeanLinear, LeanRMSNorm, LeanRoPE, use_lean_linears  # noqa: E402
+from goaly.models.tiny import TinyModel, model_config  # noqa: E402
 
 TOKENS = 3000
 """More than one piece."""
@@ -36,6 +38,15 @@ def rotations(kind: type[CosSinRoPE]) -> Callable[..., torch.Tensor]:
     return rotated
 
 
+def linears(kind: type[Linear], width: int, outputs: int) -> Callable[..., torch.Tensor]:
+    made = kind.Config(in_features=width, out_features=outputs).build()
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(made, {"weight": weight}, (x,))
+
+    return product
+
+
 def value_and_gradients(
     layer: Callable[..., torch.Tensor], inputs: list[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -55,6 +66,26 @@ def test_the_norm_has_torchtitans_bits_and_a_gradient_no_less_exact(shape: tuple
     for mine, plain, true in zip(our_gradients, their_gradients, exact, strict=True):
         scale = true.abs().max()
         assert (mine - true).abs().max() <= 2 * (plain - true).abs().max() + 1e-7 * scale
+
+
+@pytest.mark.parametrize("tokens", [1, 30, TOKENS])
+def test_the_linear_layer_and_its_gradients_are_no_less_exact_than_torchs(tokens: int) -> None:
+    inputs = [torch.randn(1, tokens, 256), torch.randn(96, 256)]
+    layer = linears(LeanLinear, 256, 96)
+    ours, our_gradients = value_and_gradients(layer, inputs)
+    theirs, their_gradients = value_and_gradients(linears(Linear, 256, 96), inputs)
+    exact, exact_gradients = value_and_gradients(linears(Linear, 256, 96), [tensor.double() for tensor in inputs])
+    mine, plain = (ours, *our_gradients), (theirs, *their_gradients)
+    for one, other, true in zip(mine, plain, (exact, *exact_gradients), strict=True):
+        assert (one - true).abs().max() <= 2 * (other - true).abs().max() + 1e-6 * true.abs().max()
+    assert torch.equal(layer(*inputs), ours)  # CL-3: without gradients
+
+
+def test_every_linear_layer_of_a_config_becomes_lean() -> None:
+    decoder = spec_of(architecture(model_config(TinyModel(layers=2)))).model
+    use_lean_linears(decoder)
+    layers = [one for one in decoder.build().modules() if isinstance(one, Linear)]
+    assert [type(one) for one in layers] == [LeanLinear] * (2 * 5 + 1)
 
 
 def test_the_rotation_has_torchtitans_bits_in_both_directions() -> None:
