@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 UV_SOURCES := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)",$(if $(filter cpu,$(EXTRA)),UV_TORCH_BACKEND=cpu))
 UV_OVERRIDES := $(wildcard constraints/$(EXTRA)-overrides.txt)
 
-.PHONY: install sft grpo eval calculator guessing test check peer mutants clean
+.PHONY: install sft grpo eval calculator guessing test gpu check peer mutants clean
 
 install: $(INSTALLED)
 
@@ -73,6 +73,10 @@ test: $(INSTALLED) $(OPENENV)/.installed
 # A slow lane of an hour; with SETTINGS="--minutes 20" it stops after that time, and goes on at the next call.
 mutants: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m bench.mutants $(SETTINGS)
+
+# What only a GPU can show, on one of them: needs EXTRA=cuda. Writes docs/results/gpu.json.
+gpu: $(INSTALLED)
+	$(RUN) -m bench.gpu $(SETTINGS)
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check .
