@@ -10,8 +10,10 @@ from served_policy import QUESTION, Scripted, Serve, of_anthropic, of_openai, wr
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.public_gateway import PublicGateway
+from goaly.agents.served import Ask, Repeats
 from goaly.agents.session import SessionLimits
 from goaly.agents.session_files import SessionFiles
+from goaly.errors import AnswerBroken
 from goaly.generate.request import Sampling
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -76,6 +78,29 @@ async def test_a_retry_that_arrives_while_the_answer_is_sampled_gets_it(serve: S
             made = (await retry).json()
         assert made["choices"][0]["message"]["content"].strip() == "first"
         assert len(served.session.turns) == len(served.scripted.prompts) == 1
+
+
+async def test_a_retry_after_an_error_is_sampled_once_though_others_still_wait_for_the_failed_answer(
+    serve: Serve,
+) -> None:  # CA-1
+    with serve(wrote("lost", "x"), wrote("second", "x"), wrote("third", "x")) as served:
+        session, call = served._served, served._served.call("chat", b"{}", Repeats())
+        ask = Ask(continuation=served.session.extend([QUESTION]), tools=(), given={})
+
+        async def asks_again() -> str:
+            with pytest.raises(AnswerBroken):
+                await session.answers(call, ask)
+            served.scripted.breaks = None
+            return (await session.answers(call, ask))[0].message["content"]
+
+        served.scripted.breaks = AnswerBroken("its generator died")
+        first = asyncio.create_task(asks_again())
+        other = asyncio.create_task(session.answers(call, ask))
+        with pytest.raises(AnswerBroken):
+            await other
+        again = await session.answers(call, ask)
+        assert await first == again[0].message["content"]
+        assert len(served.session.turns) == 1
 
 
 async def test_equal_requests_whose_answers_were_lost_get_one_each(serve: Serve, tmp_path: Any) -> None:  # CA-2

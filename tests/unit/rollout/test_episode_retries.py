@@ -182,6 +182,25 @@ async def test_a_verifier_that_fails_does_not_begin_an_episode_again() -> None:
     assert [name for name, *_ in sampler.asked] == ["4.0.0"]
 
 
+async def test_a_score_that_an_earlier_attempt_asked_for_says_nothing_of_a_later_one() -> None:
+    async def fails(verdict: asyncio.Future[float]) -> None:
+        with pytest.raises(RuntimeError):
+            await running.judged(verdict)
+
+    running, *_ = runner(FakeSampler(), FakeQueue())._trained_group(TICKET).episodes
+    early, late = asyncio.Future[float](), asyncio.Future[float]()
+    running.begin(0)
+    first = asyncio.create_task(fails(early))
+    await asyncio.sleep(0)
+    running.begin(1)
+    early.set_exception(RuntimeError("no score"))
+    await first
+    assert not running.is_unjudged
+    late.set_exception(RuntimeError("no score"))
+    await fails(late)
+    assert running.is_unjudged
+
+
 async def test_an_evaluations_episode_begins_again_too(caplog: pytest.LogCaptureFixture) -> None:
     failures = [EnvironmentDied("its process ended")]
 
