@@ -1,13 +1,15 @@
 """Whole runs with bitwise numerics: every importance ratio is 1, and the number of replicas changes no bit."""
 
 import json
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import launching
 from launched import REWARDED, START_SECONDS, LaunchedRun
+from random_model import write_random_model
 
-STEPS = 4
+STEPS = 3
 BITWISE = [
     f"steps={STEPS}",
     REWARDED,
@@ -26,19 +28,22 @@ def metrics_of(run: LaunchedRun) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.parametrize(("experts", "dtype"), [(0, "float32"), (8, "bfloat16")])
 def test_ratios_are_one_and_two_replicas_make_the_policy_of_one_to_the_last_bit(  # PC-1
-    launch: Callable[..., LaunchedRun],
+    tmp_path: Path, experts: int, dtype: str
 ):
+    model = write_random_model(tmp_path / "model", experts=experts)
     policies = set()
-    for replicas in (1, 2):
-        run = launch(*BITWISE, f"generator.replicas={replicas}")
-        assert run.wait(START_SECONDS) == 0, run.text()
-        metrics = metrics_of(run)
-        assert len(metrics) == STEPS
-        for step in metrics:
-            assert step["ratio_mean"] == step["ratio_max"] == 1.0
-            assert step["parity/differing_tokens"] == 0
-            assert step["parity/tokens"] > 0
-        assert any(step["grad_norm"] > 0 for step in metrics)
-        policies.add((run.folder / "policy" / "model.safetensors").read_bytes())
+    with launching(tmp_path, model) as launch:
+        for replicas in (1, 2):
+            run = launch(*BITWISE, f"model.dtype={dtype}", f"generator.replicas={replicas}")
+            assert run.wait(START_SECONDS) == 0, run.text()
+            metrics = metrics_of(run)
+            assert len(metrics) == STEPS
+            for step in metrics:
+                assert step["ratio_mean"] == step["ratio_max"] == 1.0
+                assert step["parity/differing_tokens"] == 0
+                assert step["parity/tokens"] > 0
+            assert any(step["grad_norm"] > 0 for step in metrics)
+            policies.add((run.folder / "policy" / "model.safetensors").read_bytes())
     assert len(policies) == 1
