@@ -2,10 +2,11 @@
 
     python -m bench.parity [--requests N] [--json FILE] [--markdown FILE]
 
-Generators of TP 1 and 2, with experts also of EP 2, each in float32 and bfloat16, sample requests of mixed lengths with
-shared prefixes, in a cache so small that some are preempted. Trainers of one rank, of two threads, of FSDP 2 and of TP
-2, with experts also of EP 2, recompute what each of them sampled, on three packings. `tokens` counts each time that a
-token is compared, `differing_tokens` those that are not equal.
+Generators of TP 1 and 2, with experts also of EP 2, those of two ranks also with two threads each, all in float32 and
+bfloat16, sample requests of mixed lengths with shared prefixes, in a cache so small that some are preempted. Trainers
+of one rank, of two threads, of FSDP 2, of TP 2 and of both, with experts also of EP 2 and 4, recompute what each of
+them sampled, on three packings. `tokens` counts each time that a token is compared, `differing_tokens` those that are
+not equal.
 
 `generate_cost` and `train_cost` are the CPU seconds of bitwise numerics over those of the fast ones, in one process of
 one thread where the two take turns: the same requests sampled by an engine, and forward and backward passes over the
@@ -48,10 +49,21 @@ from goaly.train.settings import TrainerSettings
 TRAINING_ROUNDS, GENERATION_ROUNDS = 8, 3
 LONGEST = 512
 DTYPES = ("float32", "bfloat16")
-GENERATORS = {"TP 1": {}, "TP 2": {"tp": 2}}
-TRAINERS = {"1 rank": {}, "1 rank, 2 threads": {"threads": 2}, "FSDP 2": {"fsdp": 2}, "TP 2": {"tp": 2}}
-OF_EXPERTS = {"EP 2": {"tp": 2, "ep": 2}}
-TRAINERS_OF_EXPERTS = {"FSDP 2, EP 2": {"fsdp": 2, "ep": 2}, "TP 2, EP 2": {"tp": 2, "ep": 2}}
+GENERATORS = {"TP 1": {}, "TP 2": {"tp": 2}, "TP 2, 2 threads": {"tp": 2, "threads": 2}}
+TRAINERS = {
+    "1 rank": {},
+    "1 rank, 2 threads": {"threads": 2},
+    "FSDP 2": {"fsdp": 2},
+    "TP 2": {"tp": 2},
+    "FSDP 2, TP 2": {"fsdp": 2, "tp": 2},
+}
+OF_EXPERTS = {"EP 2": {"tp": 2, "ep": 2}, "EP 2, 2 threads": {"tp": 2, "ep": 2, "threads": 2}}
+TRAINERS_OF_EXPERTS = {
+    "FSDP 2, EP 2": {"fsdp": 2, "ep": 2},
+    "TP 2, EP 2": {"tp": 2, "ep": 2},
+    "FSDP 2, TP 2, EP 2": {"fsdp": 2, "tp": 2, "ep": 2},
+    "FSDP 2, TP 2, EP 4": {"fsdp": 2, "tp": 2, "ep": 4},
+}
 SIZES = {"dense": TinyModel(), "experts": TinyModel(experts=8)}
 PACKINGS = ((1024, 4), (512, 1), (2048, 2))
 BARS = {"generate_cost": 1.3, "train_cost": 1.15}
@@ -246,6 +258,7 @@ def report(result: Result) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write."""
     os.environ.setdefault("OMP_NUM_THREADS", "2")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two ranks of two threads each would spin for each other
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=96, help="answers of each generator")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; a tiny random model by default")
