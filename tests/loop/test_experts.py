@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import launching
 from launched import REWARDED, START_SECONDS, assert_whole, replayed
-from random_model import write_random_deepseek, write_random_gpt_oss, write_random_model
+from random_model import write_random_deepseek, write_random_dots, write_random_gpt_oss, write_random_model
 
 from goaly.durable.run_log import LOG_FOLDER, records
 from goaly.trajectory import Group
@@ -34,8 +34,6 @@ REPLAY = (
 FRESH = (
     "steps=2",
     "backlog.max_staleness=0",
-    "trainer.fsdp=2",
-    "trainer.ep=2",
     "trainer.optimizer.lr=1e-2",
     "evaluation.prompts=1",
     REWARDED,
@@ -65,12 +63,14 @@ def test_a_run_that_replays_choices_of_experts_can_be_trained_again(tmp_path: Pa
     assert all(0 < step["experts/rerouted"] < 0.5 for step in steps[1:])
 
 
+TWO, FOUR = ("trainer.fsdp=2", "trainer.ep=2"), ("trainer.fsdp=2", "trainer.tp=2", "trainer.ep=4")
 MODELS: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
-    "Qwen3": (partial(write_random_model, experts=8), ("generator.tp=2",)),
-    "DeepSeek-V3": (write_random_deepseek, ("generator.tp=2", "generator.ep=2")),
-    "gpt-oss": (write_random_gpt_oss, ("generator.tp=2", "generator.ep=2")),
+    "Qwen3": (partial(write_random_model, experts=8), (*FOUR, "generator.tp=2")),
+    "dots.llm1": (write_random_dots, (*FOUR, "trainer.expert_bias_rate=0.1", "generator.tp=2", "generator.ep=2")),
+    "DeepSeek-V3": (write_random_deepseek, (*TWO, "generator.tp=2", "generator.ep=2")),
+    "gpt-oss": (write_random_gpt_oss, (*TWO, "generator.tp=2", "generator.ep=2")),
 }
-"""Models with experts, and the ranks of their generators."""
+"""Models with experts, and the ranks of their trainers and generators."""
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -129,6 +129,15 @@ def test_a_tiny_recipe_keeps_family_experts_loss_and_the_pattern_of_parallelism(
     check_this_machine(config)
 
 
+def test_both_recipes_with_experts_become_the_same_tiny_run(data: list[str]):
+    """So a whole run of one, in `tests/loop/test_tiny_recipe.py`, is one of the other."""
+    smaller, larger = (
+        to_yaml(config_of(NAMED[name], data, "model.tiny=true", "run_dir=run", "generator.start_minutes=1"))
+        for name in ("qwen3_30b_a3b", "qwen3_235b_a22b")
+    )
+    assert smaller == larger
+
+
 def of(config: object, key: str) -> object:
     for name in key.split("."):
         config = getattr(config, name)
