@@ -9,7 +9,6 @@ Invariants
     BR-2  The stop token that ends an answer is in the tokens once: sampled, or else the first token of the bridge.
 """
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,10 +88,9 @@ class _Marked:
         if text is None or any(mark not in text for mark in self.marks):
             return None
         end = max(text.rfind(mark) + len(mark) for mark in self.marks)
-        stops = chat.stops
-        if not stops or (found := re.compile("|".join(map(re.escape, stops))).search(text, end)) is None:
+        if (found := chat.stop_pattern.search(text, end)) is None:
             return None
-        return _Split(text[end : found.start()], text[found.start() :], stops[found.group()])
+        return _Split(text[end : found.start()], text[found.start() :], chat.stops[found.group()])
 
 
 def _render(

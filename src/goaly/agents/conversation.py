@@ -7,13 +7,14 @@ Invariants
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
 from goaly.prompts.prompt import ASSISTANT, Message
 
+_PLAIN = {"role", "content"}
 _NAMED = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
@@ -64,11 +65,11 @@ class Conversation:
         digests = list(known)
         for message in messages:
             before = digests[-1] if digests else _json([self.tools, self.template_args])
-            digests.append(blake2b(before + _json(_compared(message)), digest_size=16).digest())
+            digests.append(blake2b(before + _compared(message), digest_size=16).digest())
         return tuple(digests)
 
     def _with(self, messages: tuple[Message, ...], digests: tuple[bytes, ...]) -> "Conversation":
-        made = replace(self, messages=messages)
+        made = Conversation(messages=messages, tools=self.tools, template_args=self.template_args)
         made.__dict__["digests"] = digests
         return made
 
@@ -76,6 +77,8 @@ class Conversation:
 def canonical(message: Mapping[str, Any]) -> Message:
     """A client's message as templates expect it: without empty values, content that has text only as one string, and
     tool calls with their arguments as an object, as vLLM gives them to templates. ValueError if it is no message."""
+    if message.keys() == _PLAIN and isinstance(message["role"], str) and isinstance(message["content"], str):
+        return Message(role=message["role"], content=message["content"])
     given = {key: value for key, value in message.items() if value not in (None, [], {})}
     if "reasoning" in given:
         given.setdefault("reasoning_content", given.pop("reasoning"))
@@ -112,15 +115,15 @@ def _call(call: Any) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 
-def _compared(message: Message) -> dict[str, Any]:
+def _compared(message: Message) -> bytes:
     """The parts by which messages are compared: of an assistant's, only those that clients send back."""
-    if message.role != ASSISTANT:
-        return message.as_dict()
-    return {
-        "role": ASSISTANT,
-        "content": message.content,
-        "tool_calls": [_compared_call(c) for c in message.tool_calls or ()],
-    }
+    content, calls, is_own = message.content, message.tool_calls, message.role == ASSISTANT
+    others = calls or not (is_own or message.tool_call_id is message.name is message.reasoning_content is None)
+    if isinstance(content, str) and not others and (is_own or not message.extra):  # most messages
+        return f"text {len(message.role)} {message.role}{content}".encode(errors="surrogatepass")
+    if not is_own:
+        return _json(message.as_dict())
+    return _json({"content": content, "tool_calls": [_compared_call(c) for c in calls or ()]})
 
 
 def _compared_call(call: Mapping[str, Any]) -> list[Any]:

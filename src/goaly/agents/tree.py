@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from goaly.agents.turn import RecordedTurn
@@ -33,13 +34,10 @@ def trajectory_of(
     the reward sits on the last trained token. `truncated`: whether a limit ended its session."""
     path, own = leaf.path(), {turn.number: turn for turn in own_turns(leaf)}
     tokens_T = torch.tensor(leaf.path_tokens(), dtype=torch.int64)
-    columns = {
-        "tokens": tokens_T,
-        "trained": torch.zeros(len(tokens_T), dtype=torch.bool),
-        "sampler_logprobs": torch.zeros(len(tokens_T)),
-        "sampler_versions": torch.full((len(tokens_T),), NO_VERSION, dtype=torch.int32),
-        "rewards": torch.zeros(len(tokens_T)),
-    }
+    length = len(tokens_T)
+    trained_T, rewards_T = np.zeros(length, bool), np.zeros(length, np.float32)  # writes a part faster than torch
+    logprobs_T, versions_T = np.zeros(length, np.float32), np.full(length, NO_VERSION, np.int32)
+    last_trained = -1
     turns: list[Turn] = []
     stop = 0
     for turn in path:
@@ -51,18 +49,25 @@ def trajectory_of(
         if turn.number not in own:
             continue
         if turn.trained:
-            columns["trained"][start:stop] = True
-            columns["sampler_logprobs"][start:stop] = turn.logprobs
-            columns["sampler_versions"][start:stop] = turn.versions
-        columns["rewards"][stop - 1] = credits[turn.number]
-    trained = columns["trained"].nonzero()
-    columns["rewards"][int(trained[-1]) if len(trained) else -1] += reward
+            trained_T[start:stop] = True
+            logprobs_T[start:stop] = turn.logprobs.numpy()
+            versions_T[start:stop] = turn.versions.numpy()
+            last_trained = stop - 1 if stop > start else last_trained
+        rewards_T[stop - 1] = credits[turn.number]
+    rewards_T[last_trained] += reward
+    columns = {
+        "tokens": tokens_T,
+        "trained": torch.from_numpy(trained_T),
+        "sampler_logprobs": torch.from_numpy(logprobs_T),
+        "sampler_versions": torch.from_numpy(versions_T),
+        "rewards": torch.from_numpy(rewards_T),
+    }
     choices = [own[number].choices for number in sorted(own)]
     if known := [one for one in choices if one is not None]:
-        rest = known[0].new_zeros(len(tokens_T) - sum(map(len, known)), *known[0].shape[1:])
+        rest = known[0].new_zeros(length - sum(map(len, known)), *known[0].shape[1:])
         columns[EXPERT_CHOICES] = torch.cat([*known, rest])  # TR-6
     return Trajectory(
-        tokens=TensorDict(columns, batch_size=[len(tokens_T)]),
+        tokens=TensorDict(columns, batch_size=[length]),
         prompt_id=prompt_id,
         sample_index=sample_index,
         turns=tuple(turns),

@@ -100,6 +100,12 @@ class Sampling:
         named = {key.name: value for key in fields(changes) if (value := getattr(changes, key.name)) is not None}
         return replace(self, **named)
 
+    def limited(self, limits: Mapping[str, int]) -> "Sampling":
+        """This sampling with these values, which are possible ones."""
+        if all(getattr(self, key) == value for key, value in limits.items()):
+            return self
+        return replace(self, **limits)
+
     @property
     def distribution(self) -> dict[str, Any]:
         """The parameters that decide the distribution that tokens are drawn from: every key of `NEUTRAL`."""

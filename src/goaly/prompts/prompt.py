@@ -49,17 +49,22 @@ class Message:
 
     def as_dict(self) -> dict[str, Any]:
         """The message for a template, without keys that are None, except `content`."""
-        named = {key: value for key in _OPTIONAL if (value := getattr(self, key)) is not None}
-        return {"role": self.role, "content": self.content, **named, **self.extra}
+        shown = {"role": self.role, "content": self.content}
+        if self.tool_calls is not None:
+            shown["tool_calls"] = self.tool_calls
+        if self.tool_call_id is not None:
+            shown["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            shown["name"] = self.name
+        if self.reasoning_content is not None:
+            shown["reasoning_content"] = self.reasoning_content
+        return {**shown, **self.extra} if self.extra else shown
 
     @property
     def key(self) -> str:
         """A text that identifies the message."""
         rest = {key: value for key, value in self.as_dict().items() if key not in ("role", "content")}
         return f"{self.role}\x1f{self.content}" + (f"\x1f{json.dumps(rest, sort_keys=True)}" if rest else "")
-
-
-_OPTIONAL = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

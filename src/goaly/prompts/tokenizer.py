@@ -10,6 +10,7 @@ Invariants
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,17 @@ class ChatTokenizer:
         """The size of the vocabulary, with special tokens."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    @property
+    @cached_property
     def stops(self) -> dict[str, int]:
         """The stop tokens by their text."""
         known = {stop: self._tokenizer.id_to_token(stop) for stop in self.stop_token_ids}
         return {text: stop for stop, text in known.items() if text is not None}
+
+    @cached_property
+    def stop_pattern(self) -> re.Pattern[str]:
+        """Finds the text of a stop token; of two that begin alike, the longer one."""
+        texts = sorted(self.stops, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     def render_text(
         self,
@@ -100,11 +107,10 @@ class ChatTokenizer:
         """The position in the rendered chat where the last answer ends: after its stop token, or before it if the
         recorded tokens have none."""
         last = max((at for at, message in enumerate(messages) if message.role == ASSISTANT), default=-1)
-        ends = self.stops
-        pattern = "|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or r"(?!)"
+        ends, pattern = self.stops, self.stop_pattern
 
         def count(messages: Sequence[Message]) -> int:
-            return len(re.findall(pattern, self.render_text(messages, False, tools))) if messages else 0
+            return len(pattern.findall(self.render_text(messages, False, tools))) if messages else 0
 
         stops = count(messages[: last + 1])
         if last < 0 or stops == count(messages[:last]):
@@ -112,7 +118,7 @@ class ChatTokenizer:
                 "as_recorded=True: the last assistant's message must end with a stop token in the chat template "
                 f"({', '.join(ends)}); otherwise use context.encode for the next tokens"
             )
-        end = list(re.finditer(pattern, whole))[stops - 1]
+        end = list(pattern.finditer(whole))[stops - 1]
         return end.end() if tokens and tokens[-1] == ends[end.group()] else end.start()
 
     def encode(self, text: str) -> list[int]:

@@ -11,7 +11,7 @@ Invariants
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -102,6 +102,8 @@ class Policy:
     _requests: int = field(default=0, init=False)
     _under_way: set[asyncio.Task[Sample]] = field(default_factory=set, init=False)
     _ended: bool = field(default=False, init=False)
+    _asked: dict[str, Sampling] = field(default_factory=dict, init=False)
+    """The sampling of the request before, by what it overrode: the turns of an episode mostly ask for the same."""
 
     @property
     def generating(self) -> bool:
@@ -135,11 +137,7 @@ class Policy:
         those of the last step."""
         if self._ended:  # PO-3
             raise self._end()
-        wanted = self.sampling.changed(sampling or Sampling()).changed(sampling_of(changes))
-        if trained and not self.evaluation:
-            _refuse_another_distribution(wanted, self.sampling)
-        if wanted != self.sampling:
-            _refuse_impossible_values(wanted)
+        wanted = self._wanted(sampling, changes, trained)
         prompt = tuple(prompt_tokens)
         room = self.max_context - len(prompt)
         if room < 1:
@@ -158,7 +156,7 @@ class Policy:
         with span("generation", request=request_id, prompt_tokens=len(prompt)) as generation:
             sample = await self._unless_ended(
                 self.sampler.generate(
-                    request_id, list(prompt), replace(wanted, **limits), self.min_version, self.session, on_part
+                    request_id, list(prompt), wanted.limited(limits), self.min_version, self.session, on_part
                 )
             )
             generation.note(tokens=len(sample.tokens))
@@ -175,6 +173,19 @@ class Policy:
             choices=sample.choices,
             trained=trained,
         )
+
+    def _wanted(self, sampling: Sampling | None, changes: dict[str, Any], trained: bool) -> Sampling:
+        """The sampling of a request with these overrides; raises for values that it can't have."""
+        asked = f"{trained} {sampling} {changes}"
+        if (known := self._asked.get(asked)) is not None:
+            return known
+        wanted = self.sampling.changed(sampling or Sampling()).changed(sampling_of(changes))
+        if trained and not self.evaluation:
+            _refuse_another_distribution(wanted, self.sampling)
+        if wanted != self.sampling:
+            _refuse_impossible_values(wanted)
+        self._asked = {asked: wanted}
+        return wanted
 
     async def _unless_ended(self, request: Coroutine[Any, Any, Sample]) -> Sample:
         """The sample of this request; EpisodeError if the episode ends before."""
