@@ -1,19 +1,23 @@
 """Agents whose environments are slow now and then: a thousand sessions at once on the real loop.
 
-    python -m bench.agents [--steps N] [--rounds N] [--json FILE] [key=value ...]
+    python -m bench.agents [--steps N] [--rounds N] [--arms NAMES] [--runs FILE] [--json FILE] [key=value ...]
 
 A session has 2 to 6 turns. Between them its environment works: in 40 % of the sessions for less than 30 ms in all, in
 10 % for more than 0.6 s, and for 12 s at most. That is agentic work, a thousand times faster. Sessions that take longer
 have more turns. Delays are drawn from the prompt, so every arm has the same. Arms, on the same cores:
 
+    alone         generation without training
     async         generation runs ahead, by a window that holds a thousand sessions
     barrier       each batch is sampled, then trained, then the next: `backlog.max_staleness=0`
     wide barrier  the same with a thousand sessions in a batch: rarer updates, for the same number of sessions
 
-`speedup_vs_barrier` is async / barrier in trained tokens per second; `utilization` is async's tokens per second over
-those of the same run without training. Both are medians over the rounds. `sessions` compares the first round's trained
-sessions of async with all that were launched up to the last one of them, by their number of turns: a run that left slow
-ones out would train shorter ones. Their `staleness` is that of their oldest token.
+`speedup_vs_barrier` is async / barrier in trained tokens per second, of the medians over the rounds; `utilization` is
+async's tokens per second over those of generation alone, the median over the rounds. The arms with a barrier take
+minutes, and run in the first round only. `sessions` compares the first round's trained sessions of async with all that
+were launched up to the last one of them, by their number of turns: a run that left slow ones out would train shorter
+ones. Their `staleness` is that of their oldest token.
+
+Every finished run is a line of the `--runs` file, and is not repeated; `--arms` names the arms to measure now.
 """
 
 import argparse
@@ -23,12 +27,14 @@ import shutil
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.loop import Measured, measure_alone, measure_arm
+from bench.loop import measure_alone, measure_arm
 from bench.machine import Machine
+from bench.record import append, finished
 from bench.tail import drawn
 from goaly.config import load
 from goaly.config.schema import plain
@@ -54,8 +60,9 @@ SETTINGS = (
     "generator.max_context=256",
     "generator.max_running=256",
 )
+ALONE, ASYNC = "alone", "async"
 ARMS: Mapping[str, tuple[str, ...]] = {
-    "async": ("backlog.max_staleness=24",),
+    ASYNC: ("backlog.max_staleness=24",),
     "barrier": ("backlog.max_staleness=0",),
     "wide barrier": ("backlog.max_staleness=0", f"backlog.groups_per_step={WINDOW}"),
 }
@@ -89,23 +96,43 @@ async def episode(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
     return context.chat.finish(float(drawn(f"reward {key}") < 0.5))
 
 
-def numbers(runs: Sequence[Measured], alone: Sequence[float], batch_tokens: float) -> dict[str, Any]:
-    """Medians, by arm, and the ratios. `alone`: seconds of a step's generation without training, of each round."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """One run of an arm."""
 
-    def speeds(arm: str) -> list[float]:
-        return [run.tokens_per_second for run in runs if run.arm == arm]
+    round: int
+    arm: str
+    step_seconds: float
+    machine: dict[str, Any]
+    tokens_per_second: float = 0.0
+    step_tokens: float = 0.0
+    age_mean: float = 0.0
+    sessions: dict[str, Any] = field(default_factory=dict)
+    last_step: dict[str, float] = field(default_factory=dict)
 
-    def over(arm: str) -> float:
-        return statistics.median(ours / theirs for ours, theirs in zip(speeds("async"), speeds(arm), strict=True))
 
-    utilization = [speed * seconds / batch_tokens for speed, seconds in zip(speeds("async"), alone, strict=True)]
-    ages = [run.age_mean for run in runs if run.arm == "async"]
+def schedule(rounds: int) -> Iterator[tuple[int, str]]:
+    """The runs of so many rounds, by round and arm."""
+    for number in range(rounds):
+        yield from ((number, ALONE), (number, ASYNC))
+    yield from ((0, arm) for arm in ARMS if arm != ASYNC)
+
+
+def numbers(runs: Sequence[Finished]) -> dict[str, Any]:
+    """Medians, by arm, and the ratios."""
+    speeds = {arm: [run.tokens_per_second for run in runs if run.arm == arm] for arm in ARMS}
+    medians = {arm: statistics.median(found) for arm, found in speeds.items()}
+    alone = {run.round: run.step_seconds for run in runs if run.arm == ALONE}
+    of_async = [run for run in runs if run.arm == ASYNC]
+    utilization = [run.tokens_per_second * alone[run.round] / run.step_tokens for run in of_async]
     return {
-        "speedup_vs_barrier": over("barrier"),
-        "speedup_vs_wide_barrier": over("wide barrier"),
+        "speedup_vs_barrier": medians[ASYNC] / medians["barrier"],
+        "speedup_vs_wide_barrier": medians[ASYNC] / medians["wide barrier"],
         "utilization": statistics.median(utilization),
-        "age_mean": statistics.median(ages),
-        "tokens_per_second": {arm: statistics.median(speeds(arm)) for arm in ARMS},
+        "utilization_by_round": utilization,
+        "age_mean": statistics.median(run.age_mean for run in of_async),
+        "tokens_per_second": medians,
+        "sessions": of_async[0].sessions,
     }
 
 
@@ -126,46 +153,65 @@ def sessions(facts: Sequence[LoggedEpisode]) -> dict[str, Any]:
     }
 
 
+def measure(config: RunConfig, number: int, arm: str, place: Path) -> Finished:
+    """One run of an arm, with these settings, in this folder."""
+    machine = Machine.now()
+    if arm == ALONE:
+        seconds = measure_alone(config, episode, place)[0]
+        return Finished(round=number, arm=arm, step_seconds=seconds, machine=machine.record())
+    found = measure_arm(config, "agents", episode, arm, place)
+    steps = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return Finished(
+        round=number,
+        arm=arm,
+        step_seconds=found.step_seconds,
+        machine=machine.record(),
+        tokens_per_second=found.tokens_per_second,
+        step_tokens=statistics.fmean(step["step/tokens"] for step in steps),
+        age_mean=found.age_mean,
+        sessions=sessions(read_log(RunFolder(place, plain(config))).episodes) if arm == ASYNC else {},
+        last_step=steps[-1],
+    )
+
+
 def main() -> None:
     """Measure, print, and write the numbers where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/grpo/tiny.yaml")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--arms", default=",".join((ALONE, *ARMS)))
+    parser.add_argument("--runs", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", help="key=value settings of every arm")
     arguments = parser.parse_args()
-    machine = Machine.now()
     folder = Path(tempfile.mkdtemp(prefix="bench-agents-"))
+    file = arguments.runs or folder / "runs.jsonl"
     base = ["--config", arguments.config, "telemetry.progress=off", *SETTINGS]
 
-    def config(*overrides: str) -> RunConfig:
-        argv = [*base, *overrides, *arguments.overrides]
+    def config(arm: str) -> RunConfig:
+        steps = arguments.steps if arm in (ALONE, ASYNC) else max(12, arguments.steps // 8)
+        argv = [*base, *ARMS[ASYNC if arm == ALONE else arm], f"steps={steps}", *arguments.overrides]
         return load(RunConfig, argv, prog="bench.agents", description="").config
 
-    runs: list[Measured] = []
-    alone: list[float] = []
     try:
-        for number in range(arguments.rounds):
-            place = folder / f"alone-{number}"
-            settings = config(*ARMS["async"], f"steps={arguments.steps}")
-            alone.append(measure_alone(settings, episode, place)[0])
-            print(f"alone {alone[-1]:.3f} s a step", flush=True)
-            for arm, settings in ARMS.items():
-                few = f"steps={arguments.steps if arm == 'async' else max(12, arguments.steps // 8)}"
-                place = folder / f"{arm}-{number}".replace(" ", "-")
-                runs.append(measure_arm(config(*settings, few), "agents", episode, arm, place))
-                print(f"{arm:12} {runs[-1].tokens_per_second:.0f} tokens/s", flush=True)
-        lines = (folder / "async-0" / "metrics.jsonl").read_text().splitlines()
-        steps = [json.loads(line) for line in lines]
-        found = sessions(read_log(RunFolder(folder / "async-0", plain(config(*ARMS["async"])))).episodes)
+        known = {(run.round, run.arm) for run in finished(file, Finished)}
+        for number, arm in schedule(arguments.rounds):
+            if (number, arm) in known or arm not in arguments.arms.split(","):
+                continue
+            run = measure(config(arm), number, arm, folder / f"{arm}-{number}".replace(" ", "-"))
+            append(file, run)
+            print(f"{arm:12} {run.step_seconds:.3f} s a step, {run.tokens_per_second:.0f} tokens/s", flush=True)
+        runs = finished(file, Finished)
     finally:
         shutil.rmtree(folder)
-    tokens = statistics.fmean(step["step/tokens"] for step in steps)
-    found = {**numbers(runs, alone, tokens), "sessions": found}
+    if {run.arm for run in runs} < {ALONE, *ARMS}:
+        return
+    found = numbers(runs)
     print(json.dumps(found, indent=1))
     if arguments.json:
-        record = {**found, "machine": machine.record(), "last_step": steps[-1]}
+        of_async = [run for run in runs if run.arm == ASYNC]
+        record = {**found, "machine": of_async[0].machine, "last_step": of_async[0].last_step}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

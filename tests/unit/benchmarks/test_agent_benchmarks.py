@@ -7,7 +7,6 @@ import pytest
 
 from bench import agents, gateway
 from bench.gateway_client import Load, Seen, ask
-from bench.loop import Measured
 from goaly.backlog.ledger import State
 from goaly.journal.episodes import LoggedEpisode
 
@@ -22,28 +21,24 @@ def test_environments_are_as_slow_as_the_profile_says():
     assert [agents.turns(one) for one in (0.01, 0.1, 5.0)] == [2, 3, 6]
 
 
-def run_of(arm: str, speed: float) -> Measured:
-    return Measured(
-        load="agents",
-        arm=arm,
-        step_seconds=1.0,
-        tokens_per_second=speed,
-        pass_rate=0.5,
-        age_mean=3.0,
-        update_steps=1.0,
-        publish_share=0.1,
-        machine=MACHINE,
+def run_of(number: int, arm: str, speed: float, seconds: float = 1.0) -> agents.Finished:
+    return agents.Finished(
+        round=number, arm=arm, step_seconds=seconds, machine=MACHINE, tokens_per_second=speed, step_tokens=200.0
     )
 
 
-def test_ratios_of_agents_are_medians_over_rounds():
-    speeds = {"async": (400.0, 300.0, 900.0), "barrier": (100.0, 100.0, 100.0), "wide barrier": (200.0, 100.0, 200.0)}
-    runs = [run_of(arm, speeds[arm][number]) for number in range(3) for arm in agents.ARMS]
-    found = agents.numbers(runs, alone=[0.5, 0.5, 0.1], batch_tokens=200.0)
+def test_ratios_of_agents_are_those_of_medians_over_rounds():
+    speeds, alone = (400.0, 300.0, 900.0), (0.5, 0.5, 0.1)
+    runs = [run_of(number, agents.ASYNC, speed) for number, speed in enumerate(speeds)]
+    runs += [run_of(number, agents.ALONE, 0.0, seconds) for number, seconds in enumerate(alone)]
+    runs += [run_of(0, "barrier", 100.0), run_of(0, "wide barrier", 200.0)]
+    assert sorted((run.round, run.arm) for run in runs) == sorted(agents.schedule(3))
+    found = agents.numbers(runs)
     assert found["speedup_vs_barrier"] == 4.0
-    assert found["speedup_vs_wide_barrier"] == 3.0
-    assert found["utilization"] == pytest.approx(0.75)  # of 1, 0.75 and 0.45
-    assert found["tokens_per_second"]["async"] == 400.0
+    assert found["speedup_vs_wide_barrier"] == 2.0
+    assert found["utilization_by_round"] == pytest.approx([1.0, 0.75, 0.45])
+    assert found["utilization"] == pytest.approx(0.75)
+    assert found["tokens_per_second"][agents.ASYNC] == 400.0
 
 
 def test_sessions_are_compared_as_launched_and_as_trained():
