@@ -1,6 +1,6 @@
 """How many log-probs of trainer and sampler differ under bitwise numerics, and what these cost.
 
-    python -m bench.parity [--requests N] [--json FILE] [--markdown FILE]
+    python -m bench.parity [--only bits|costs] [--requests N] [--json FILE] [--markdown FILE]
 
 Generators of TP 1 and 2, with experts also of EP 2, those of two ranks also with two threads each, all in float32 and
 bfloat16, sample requests of mixed lengths with shared prefixes, in a cache so small that some are preempted. Trainers
@@ -262,6 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=96, help="answers of each generator")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; a tiny random model by default")
+    parser.add_argument("--only", choices=("bits", "costs"), help="measure only these; both by default")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--markdown", type=Path, help="write the page of the result to this file")
     arguments = parser.parse_args(argv)
@@ -270,12 +271,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         models = {name: str(write_tiny_model(Path(made) / name, size)) for name, size in SIZES.items()}
         if arguments.model is not None:
             models = {arguments.model.name: str(arguments.model)}
-        compared = [one for name, model in models.items() for one in combinations(name, model, arguments.requests)]
+        compared: list[Combination] = []
+        if arguments.only != "costs":
+            compared = [one for name, model in models.items() for one in combinations(name, model, arguments.requests)]
         import torch
 
         torch.set_num_threads(1)
         seconds: dict[str, dict[str, list[float]]] = {}
-        for model in models.values():
+        for model in models.values() if arguments.only != "bits" else ():
             before = "experts_" if architecture(read_config(model)).experts else ""
             seconds[f"{before}train_cost"] = training(model)
             seconds[f"{before}generate_cost"] = generation(model)

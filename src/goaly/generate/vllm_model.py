@@ -179,7 +179,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
                 dump_folder="",
                 skip_dp=True,
             )
-        self._fused_experts = [one for one in self.model.modules() if isinstance(one, cpu_kernels.FusedExperts)]
+        self._packs = [one.pack for one in self.model.modules() if hasattr(one, "pack")]
         if RECORDS_CHOICES in additional:
             self.choices = ChoiceCache(
                 [layer.moe for layer in self.model.layers.values() if layer.moe_enabled], vllm_config
@@ -246,8 +246,8 @@ class TorchtitanForCausalLM(torch.nn.Module):
 
     def weights_changed(self) -> None:
         """Make what is computed from the parameters anew, after they were overwritten."""
-        for experts in self._fused_experts:
-            experts.pack()  # KE-1
+        for pack in self._packs:
+            pack()  # KE-1
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters that weight updates fill, by torchtitan's names. With tp > 1 they are DTensors in the

@@ -17,6 +17,8 @@ Invariants
     BW-2  A product over features that tensor-parallel ranks divide is the sum of the products over `SLICES` equal
           parts of them, each rounded to the model's type. So one rank and `SLICES` ranks add the same numbers.
     BW-3  An activation has the same bits in any place of a tensor: it never comes to the remainder of a vector loop.
+    BW-4  A norm gives a row the same bits in any place. In float32 it is vLLM's kernel, which is one operation, on both
+          sides; in other types torchtitan's.
 """
 
 from collections.abc import Callable
@@ -26,11 +28,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 
 from goaly.errors import ConfigError
+from goaly.models.cpu_layers import LeanRMSNorm, norm_gradients
 
 TILE = 32
 ROWS_OF_A_THREAD = 8
@@ -90,6 +93,53 @@ class BitwiseFeedForward(FeedForward):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The network's output."""
         return self.w2(_on_local(silu, self.w1(x)) * self.w3(x))
+
+
+class BitwiseRMSNorm(LeanRMSNorm):
+    """RMSNorm whose rows do not depend on their place (BW-4)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LeanRMSNorm.Config):
+        """torchtitan's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The normalized input."""
+        weight = self.weight
+        if x.dtype != torch.float32 or self.eps is None:
+            return super().forward(x)
+        if not isinstance(x, DTensor):
+            return _norm(x, weight, self.eps)
+        assert isinstance(weight, DTensor), "tensor-parallel layers exchange DTensors"
+        (given,) = x.placements
+        weight_D = weight.to_local(grad_placements=[Partial() if isinstance(given, Shard) else Replicate()])
+        return DTensor.from_local(_norm(x.to_local(), weight_D, self.eps), x.device_mesh, [given], run_check=False)
+
+
+def _norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    return _Norm.apply(x, weight_D, eps) if torch.is_grad_enabled() else _normed(x, weight_D, eps)
+
+
+def _normed(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    from vllm import _custom_ops as kernels
+
+    out = torch.empty(x.shape)
+    kernels.rms_norm(out, x.contiguous(), weight_D, eps)
+    return out
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight_D)
+        ctx.eps = eps
+        return _normed(x, weight_D, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight_D = ctx.saved_tensors
+        x_TD = x.reshape(-1, len(weight_D))
+        scale_T1 = torch.linalg.vector_norm(x_TD, dim=1, keepdim=True).square_().div_(len(weight_D))
+        return *norm_gradients(x_TD, weight_D, scale_T1.add_(ctx.eps).rsqrt_(), grad), None
 
 
 def product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
@@ -158,7 +208,7 @@ class _Linear(torch.autograd.Function):
 
 def row_multiple() -> int:
     """What the number of rows must be a multiple of; others are padded."""
-    return ROWS_OF_A_THREAD * max(2, torch.get_num_threads())
+    return ROWS_OF_A_THREAD * torch.get_num_threads()
 
 
 @cache

@@ -4,16 +4,20 @@ from typing import Any
 
 from torchtitan.models.common.linear import Linear
 
-from goaly.models.bitwise import BitwiseFeedForward, BitwiseLinear
-from goaly.models.bitwise_experts import BitwiseDispatcher, BitwiseExperts, BitwiseRouter
+from goaly.models.bitwise import BitwiseFeedForward, BitwiseLinear, BitwiseRMSNorm
+from goaly.models.bitwise_experts import BitwiseDispatcher, BitwiseExperts, BitwiseRoutedExperts, BitwiseRouter
 from goaly.models.settings import SLICES
 from goaly.models.titan_config import fields_of
 
 
 def make_bitwise(decoder: Any) -> None:
     """Replace the layers in the config of a torchtitan decoder."""
+    decoder.norm = _norm(decoder.norm)
     for layer in decoder.layers:
         attention, network = layer.attention, layer.feed_forward
+        layer.attention_norm, layer.ffn_norm = _norm(layer.attention_norm), _norm(layer.ffn_norm)
+        if getattr(attention, "qk_norm", None) is not None:
+            attention.qk_norm = _norm(attention.qk_norm)
         attention.qkv_linear.wqkv = _layer(attention.qkv_linear.wqkv)
         attention.wo = _layer(attention.wo, SLICES)
         if layer.moe is not None:
@@ -21,12 +25,17 @@ def make_bitwise(decoder: Any) -> None:
             layer.moe.router = BitwiseRouter.Config(**fields_of(router) | {"gate": _layer(router.gate)})
             routed.inner_experts = BitwiseExperts.Config(**fields_of(routed.inner_experts))
             routed.token_dispatcher = BitwiseDispatcher.Config(**fields_of(routed.token_dispatcher))
+            layer.moe.routed_experts = BitwiseRoutedExperts.Config(**fields_of(routed))
             continue
         layer.feed_forward = BitwiseFeedForward.Config(
             **fields_of(network)
             | {"w1": _layer(network.w1), "w2": _layer(network.w2, SLICES), "w3": _layer(network.w3)}
         )
     decoder.lm_head = _layer(decoder.lm_head)
+
+
+def _norm(config: Any) -> Any:
+    return BitwiseRMSNorm.Config(**fields_of(config))
 
 
 def _layer(config: Linear.Config, slices: int = 1) -> BitwiseLinear.Config:

@@ -8,19 +8,17 @@ Gradients are those of the ordinary experts.
 
 Shape suffixes: B = 1, L tokens, T the same, D model dim, E experts, e those of this rank, K experts of a token, R rows
 routed to experts, grouped by expert, N the rows of all experts, F inputs and G outputs of a product, S slices of the
-hidden features that this rank has.
+hidden features that this rank has, H tokens of both halves of the experts.
 
 Invariants
     BE-1  A token's experts are those with the highest scores, and of equal ones those with the lowest numbers. They are
           in the order of their numbers, and their weights are divided by the sum in this order.
     BE-2  A token's output is the sum of `SLICES` slices, each the sum of the lower and the upper half of the experts. A
           half is the sum of weight times output in the order of the experts, in float32, rounded to the model's type.
-          An expert's output of a slice is the rounded product with that slice of its hidden features (BW-2).
+          An expert's output of a slice is that of a network with this slice of its hidden features only (BN-2).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,9 +26,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.spmd_types import current_spmd_mesh
-from torchtitan.models.common.moe import TokenChoiceTopKRouter
+from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 
-from goaly.models.bitwise import multiply, row_multiple, silu
+from goaly.models.bitwise_networks import Packed, by_kernel, fit_kernel, networks, pack
 from goaly.models.experts import Dispatcher, Experts, OwnExpertsDispatcher
 from goaly.models.settings import SLICES
 
@@ -68,7 +66,7 @@ def highest(scores_BLE: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class BitwiseExperts(Experts):
-    """Gives each row its expert's output, an exact product for each slice of the hidden features: rows `[R, S * D]`."""
+    """Gives each row its expert's output of each slice of the hidden features (BN-2): rows `[R, S * D]`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Experts.Config):
@@ -77,108 +75,52 @@ class BitwiseExperts(Experts):
     def __init__(self, config: Config):
         super().__init__(config)
         self._hidden_dim = config.hidden_dim
+        self.packed: Packed | None = None
+        """Its weights in the kernel's order, once `pack` has been called."""
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """The slices' outputs of each row, side by side."""
-        w1, w2, w3 = (_local(weight) for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
-        slices = SLICES * w2.shape[2] // self._hidden_dim
-        return by_expert(x_RD, w1, w2, w3, num_tokens_per_expert_E.tolist(), slices)
+        return networks(x_RD, *self._networks(), num_tokens_per_expert_E.tolist(), self._slices(), self.packed)
+
+    def pack(self) -> None:
+        """Keep the weights in the kernel's order for the passes to come; to be called anew when they change (KE-1)."""
+        if fit_kernel(_local(self.w1_EFD), self._slices()):
+            self.packed = pack(*(weight.detach() for weight in self._networks()), self._slices())
+
+    def _networks(self) -> list[torch.Tensor]:
+        return [_local(weight) for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
+
+    def _slices(self) -> int:
+        """The slices of a rank that has these hidden features."""
+        return SLICES * _local(self.w1_EFD).shape[1] // self._hidden_dim
 
 
-def by_expert(
-    x_RD: torch.Tensor,
-    w1_eFD: torch.Tensor,
-    w2_eDF: torch.Tensor,
-    w3_eFD: torch.Tensor,
-    rows: Sequence[int],
-    slices: int = 1,
-) -> torch.Tensor:
-    """The output of each expert's network for its rows, of each slice of the hidden features, side by side (BW-1)."""
-    if torch.is_grad_enabled():
-        return _Networks.apply(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)
-    return _networks(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)[0]
+class BitwiseRoutedExperts(RoutedExperts):
+    """Adds a token's experts in the order of BE-2."""
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        """torchtitan's."""
 
-def _networks(
-    x_RD: torch.Tensor,
-    w1_eFD: torch.Tensor,
-    w2_eDF: torch.Tensor,
-    w3_eFD: torch.Tensor,
-    rows: Sequence[int],
-    slices: int,
-) -> tuple[torch.Tensor, ...]:
-    """The output, the gate, what is made of it, the up projection and the hidden features."""
-    multiple = row_multiple()
-    starts = [end - count for end, count in zip(accumulate(rows), rows, strict=True)]
-    # Rows of the next experts make a multiple of an expert's; what they give is overwritten by theirs.
-    spans = [(expert, starts[expert], starts[expert] + _up(n, multiple)) for expert, n in enumerate(rows) if n]
-    total, end = len(x_RD), max((stop for *_, stop in spans), default=0)
-    if end > total:
-        x_RD = torch.cat([x_RD, x_RD.new_zeros(end - total, x_RD.shape[1])])
-    gate_RF, up_RF = _products(x_RD, w1_eFD, spans), _products(x_RD, w3_eFD, spans)
-    active_RF = silu(gate_RF)
-    hidden_RF = active_RF * up_RF
-    return _products(hidden_RF, w2_eDF, spans, slices)[:total], gate_RF, active_RF, up_RF, hidden_RF
-
-
-def _products(
-    x_RF: torch.Tensor, weight_eGF: torch.Tensor, spans: Sequence[tuple[int, int, int]], slices: int = 1
-) -> torch.Tensor:
-    """The product of each expert's span of rows with each slice of its weight, side by side."""
-    width = weight_eGF.shape[1]
-    out_RG = torch.empty(len(x_RF), slices * width)
-    parts = (x_RF.float().chunk(slices, 1), weight_eGF.float().chunk(slices, 2), out_RG.chunk(slices, 1))
-    for part_RF, part_eGF, part_RG in zip(*parts, strict=True):
-        weights = part_eGF.unbind()
-        for expert, start, stop in spans:
-            multiply(part_RF[start:stop], weights[expert], part_RG[start:stop])
-    return out_RG.to(weight_eGF.dtype)
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
-
-
-class _Networks(torch.autograd.Function):
-    @staticmethod
     def forward(
-        ctx: Any,
-        x_RD: torch.Tensor,
-        w1_eFD: torch.Tensor,
-        w2_eDF: torch.Tensor,
-        w3_eFD: torch.Tensor,
-        rows: Sequence[int],
-        slices: int,
+        self,
+        x_BLD: torch.Tensor,
+        topk_scores_BLK: torch.Tensor,
+        topk_expert_ids_BLK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
     ) -> torch.Tensor:
-        out_RG, *computed = _networks(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)
-        ctx.save_for_backward(x_RD, w1_eFD, w2_eDF, w3_eFD, *computed)
-        ctx.rows, ctx.slices = rows, slices
-        return out_RG
-
-    @staticmethod
-    def backward(ctx: Any, grad_RG: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """An expert at a time: the gradients of its hidden features stay in the processor's cache."""
-        inputs, computed = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-        x_RD, w1_eFD, w2_eDF, w3_eFD = inputs
-        grads = grad_x_RD, grad_w1_eFD, grad_w2_eDF, grad_w3_eFD = [torch.empty_like(one) for one in inputs]
-        stop = 0
-        for expert, count in enumerate(ctx.rows):
-            start, stop = stop, stop + count
-            x, grad_x, grad = x_RD[start:stop], grad_x_RD[start:stop], grad_RG[start:stop]
-            gate, active, up, hidden = (one[start:stop] for one in computed)
-            grad_hidden = torch.empty_like(hidden)
-            cut = grad, w2_eDF[expert], hidden, grad_hidden, grad_w2_eDF[expert]
-            parts = (one.chunk(ctx.slices, 1) for one in cut)
-            for grad_out, w2, of_slice, grad_of_slice, grad_w2 in zip(*parts, strict=True):
-                torch.mm(grad_out, w2, out=grad_of_slice)
-                torch.mm(grad_out.t(), of_slice, out=grad_w2)
-            grad_up = grad_hidden * active
-            grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate)
-            torch.mm(grad_gate, w1_eFD[expert], out=grad_x)
-            grad_x.addmm_(grad_up, w3_eFD[expert])
-            torch.mm(grad_gate.t(), x, out=grad_w1_eFD[expert])
-            torch.mm(grad_up.t(), x, out=grad_w3_eFD[expert])
-        return *grads, None, None
+        """The weighted sum of each token's experts; a sampler that has all of them need not sort their rows."""
+        packed = getattr(self.inner_experts, "packed", None)
+        if packed is None or type(self.token_dispatcher) is not BitwiseDispatcher:
+            return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
+        x_TD, experts_TK = x_BLD.flatten(0, 1), topk_expert_ids_BLK.flatten(0, 1)
+        tokens, each = experts_TK.shape
+        rows_NG = by_kernel(x_TD.repeat_interleave(each, 0), experts_TK.flatten(), packed)
+        weights_TK, is_upper_TK = topk_scores_BLK.flatten(0, 1), experts_TK >= self.token_dispatcher.num_experts // 2
+        halves_HK = torch.cat([weights_TK.masked_fill(is_upper_TK, 0.0), weights_TK.masked_fill(~is_upper_TK, 0.0)])
+        row_HK = torch.arange(tokens * each).view(tokens, each).repeat(2, 1)
+        lower_TG, upper_TG = F.embedding_bag(row_HK, rows_NG, mode="sum", per_sample_weights=halves_HK).chunk(2)
+        return _whole(lower_TG + upper_TG, x_TD).view(x_BLD.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

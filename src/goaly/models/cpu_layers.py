@@ -121,17 +121,23 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x_TD, weight_D, scale_T1 = ctx.saved_tensors
-        grad_TD = grad.reshape(x_TD.shape)
-        grad_x_TD = torch.empty_like(x_TD)
-        grad_weight_D = torch.zeros_like(weight_D)
-        for x_, scale_, grad_, grad_x_ in _pieces(x_TD, scale_T1, grad_TD, grad_x_TD):
-            normed = x_ * scale_
-            product = torch.mul(grad_, normed, out=grad_x_)
-            grad_weight_D += product.sum(0)
-            along_1 = torch.mv(product, weight_D)[:, None].div_(-len(weight_D))
-            torch.mul(grad_, weight_D, out=grad_x_).addcmul_(normed, along_1).mul_(scale_)
-        return grad_x_TD.view(grad.shape), grad_weight_D, None
+        return *norm_gradients(*ctx.saved_tensors, grad), None
+
+
+def norm_gradients(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, scale_T1: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of the input and the weight of a norm, of which `scale_T1` is one over the root mean square."""
+    grad_TD = grad.reshape(x_TD.shape)
+    grad_x_TD = torch.empty_like(x_TD)
+    grad_weight_D = torch.zeros_like(weight_D)
+    for x_, scale_, grad_, grad_x_ in _pieces(x_TD, scale_T1, grad_TD, grad_x_TD):
+        normed = x_ * scale_
+        product = torch.mul(grad_, normed, out=grad_x_)
+        grad_weight_D += product.sum(0)
+        along_1 = torch.mv(product, weight_D)[:, None].div_(-len(weight_D))
+        torch.mul(grad_, weight_D, out=grad_x_).addcmul_(normed, along_1).mul_(scale_)
+    return grad_x_TD.view(grad.shape), grad_weight_D
 
 
 class _Linear(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """The layers of bitwise numerics give a token the same bits, whatever is computed beside it."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from goaly.models.spec import model_spec, prepare_torchtitan
 
 prepare_torchtitan()
 
+from torchtitan.models.common import RMSNorm  # noqa: E402
+
 from goaly.errors import ConfigError  # noqa: E402
 from goaly.models import bitwise  # noqa: E402
 from goaly.models.attention import PackedAttention, PackedDocuments  # noqa: E402
-from goaly.models.bitwise import BitwiseLinear, product, silu  # noqa: E402
+from goaly.models.bitwise import BitwiseLinear, BitwiseRMSNorm, product, silu  # noqa: E402
 from goaly.models.bitwise_attention import BitwiseAttention, PagedDocuments, Queries, write_pages  # noqa: E402
 from goaly.models.spec import architecture, bitwise_problems  # noqa: E402
 from goaly.models.tiny import TinyModel, model_config  # noqa: E402
@@ -64,6 +67,33 @@ def test_a_linear_layer_has_the_gradients_of_an_ordinary_one():
     plain = torch.autograd.grad(F.linear(x, layer.weight), given, upstream)
     for one, other in zip(mine, plain, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def norm(kind: type, width: int) -> Any:
+    """A norm with random weights, the same of any kind."""
+    built = kind.Config(normalized_shape=width, eps=1e-6).build()
+    built.weight.data = random(width, seed=1)
+    return built
+
+
+@pytest.mark.parametrize("width", [32, 96])
+@torch.no_grad()
+def test_a_row_of_a_norm_is_the_same_in_any_place(threads: int, width: int):  # BW-4
+    x, layer = random(200, 2, width), norm(BitwiseRMSNorm, width)
+    whole = layer(x)
+    for start, count in ((0, 1), (1, 1), (7, 3), (5, 100)):
+        rows = slice(start, start + count)
+        assert torch.equal(layer(x[rows]), whole[rows])
+
+
+def test_a_norm_has_the_values_and_gradients_of_an_ordinary_one():
+    x, upstream, found = random(200, 2, 96).requires_grad_(), random(200, 2, 96, seed=2), []
+    for kind in (BitwiseRMSNorm, RMSNorm):
+        layer = norm(kind, 96)
+        out = layer(x)
+        found.append([out, *torch.autograd.grad(out, [x, layer.weight], upstream)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-6 * float(other.detach().abs().max()), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,22 +10,25 @@ from goaly.models.spec import prepare_torchtitan, spec_of
 
 prepare_torchtitan()
 
-from goaly.models.bitwise import product, silu  # noqa: E402
 from goaly.models.bitwise_decoder import make_bitwise  # noqa: E402
-from goaly.models.bitwise_experts import Combined, by_expert, highest  # noqa: E402
+from goaly.models.bitwise_experts import Combined, highest  # noqa: E402
+from goaly.models.bitwise_networks import networks  # noqa: E402
 from goaly.models.spec import architecture  # noqa: E402
 from goaly.models.tiny import TinyModel, model_config  # noqa: E402
 from tests.unit.models.test_bitwise import random  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 COUNTS = (1, 2, 5, 16, 33, 150)
-EXPERTS, CHOSEN, DIM, HIDDEN = 6, 3, 96, 48
+EXPERTS, CHOSEN, DIM = 6, 3, 96
+KERNEL, EXACT = 128, 48
+"""Hidden features of experts that the kernel computes, and of others."""
+KINDS = [(torch.float32, KERNEL), (torch.float32, EXACT), (torch.bfloat16, KERNEL)]
 TOKENS = 200
 
 
-def layer(numerics: str = "bitwise", dtype: torch.dtype = torch.float32) -> Any:
+def layer(numerics: str = "bitwise", dtype: torch.dtype = torch.float32, hidden: int = KERNEL) -> Any:
     """A layer of experts with random weights, the same with any numerics."""
-    size = TinyModel(layers=1, dim=DIM, experts=EXPERTS, experts_per_token=CHOSEN, hidden_dim=HIDDEN)
+    size = TinyModel(layers=1, dim=DIM, experts=EXPERTS, experts_per_token=CHOSEN, hidden_dim=hidden)
     decoder = spec_of(architecture(model_config(size))).model
     if numerics == "bitwise":
         make_bitwise(decoder)
@@ -36,10 +39,12 @@ def layer(numerics: str = "bitwise", dtype: torch.dtype = torch.float32) -> Any:
     return built.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "hidden"), KINDS)
 @torch.no_grad()
-def test_a_token_has_the_same_experts_weights_and_output_in_any_batch(threads: int, dtype: torch.dtype):  # BE-1 BE-2
-    experts, x = layer(dtype=dtype), random(1, TOKENS, DIM, seed=9).to(dtype)
+def test_a_token_has_the_same_experts_weights_and_output_in_any_batch(
+    threads: int, dtype: torch.dtype, hidden: int
+):  # BE-1 BE-2 BN-1
+    experts, x = layer(dtype=dtype, hidden=hidden), random(1, TOKENS, DIM, seed=9).to(dtype)
     whole, routed = experts(x), experts.router(x)
     assert routed[2].dtype == torch.float32
     for count, start in itertools.product(COUNTS, (0, 7)):
@@ -83,38 +88,42 @@ ROWS = (5, 0, 16, 31, 1, 47)
 """Rows of each expert."""
 
 
-def networks(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Rows, and the weights of the experts' networks."""
-    gate, up = (random(EXPERTS, HIDDEN, DIM, seed=seed).to(dtype) for seed in (1, 3))
-    return [random(sum(ROWS), DIM).to(dtype), gate, random(EXPERTS, DIM, HIDDEN, seed=2).to(dtype), up]
+def weights(dtype: torch.dtype, hidden: int) -> list[torch.Tensor]:
+    """Of the experts' networks: gates, down and up projections."""
+    gates, ups = (random(EXPERTS, hidden, DIM, seed=seed).to(dtype) for seed in (1, 3))
+    return [gates, random(EXPERTS, DIM, hidden, seed=2).to(dtype), ups]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "hidden"), KINDS)
 @torch.no_grad()
-def test_the_outputs_of_an_expert_are_those_of_its_rows_alone_slice_by_slice(threads: int, dtype: torch.dtype):  # BW-2
-    x, *weights = networks(dtype)
-    found = by_expert(x, *weights, ROWS, 2)
-    assert found.shape == (len(x), 2 * DIM)
-    for rows, of_expert, w1, w2, w3 in zip(found.split(ROWS), x.split(ROWS), *weights, strict=True):
-        hidden = silu(product(of_expert, w1)) * product(of_expert, w3)
-        parts = zip(hidden.chunk(2, 1), w2.chunk(2, 1), strict=True)
-        assert torch.equal(rows, torch.cat([product(part, half.contiguous()) for part, half in parts], 1))
+def test_the_outputs_of_an_expert_are_those_of_its_rows_and_of_each_slice_alone(
+    threads: int, dtype: torch.dtype, hidden: int
+):  # BN-1 BN-2
+    x, (w1, w2, w3) = random(sum(ROWS), DIM).to(dtype), weights(dtype, hidden)
+    found = networks(x, w1, w2, w3, ROWS, 2).split(ROWS)
+    for number, (rows, of_expert) in enumerate(zip(found, x.split(ROWS), strict=True)):
+        own = slice(number, number + 1)
+        for half, out in zip((slice(0, hidden // 2), slice(hidden // 2, None)), rows.chunk(2, 1), strict=True):
+            assert torch.equal(out, networks(of_expert, w1[own, half], w2[own, :, half], w3[own, half], [len(rows)]))
 
 
-def test_the_networks_of_experts_have_ordinary_gradients():
-    inputs, upstream = [one.requires_grad_() for one in networks()], random(sum(ROWS), 2 * DIM, seed=4)
-    outputs = []
+@pytest.mark.parametrize("hidden", [KERNEL, EXACT])
+def test_the_networks_of_experts_have_ordinary_values_and_gradients(hidden: int):
+    inputs = [one.requires_grad_() for one in (random(sum(ROWS), DIM), *weights(torch.float32, hidden))]
+    plain = []
     for x, w1, w2, w3 in zip(inputs[0].split(ROWS), *inputs[1:], strict=True):
-        hidden = torch.nn.functional.silu(x @ w1.t()) * (x @ w3.t())
-        outputs += [torch.cat([a @ b.t() for a, b in zip(hidden.chunk(2, 1), w2.chunk(2, 1), strict=True)], 1)]
-    mine = torch.autograd.grad(by_expert(*inputs, ROWS, 2), inputs, upstream)
-    for one, other in zip(mine, torch.autograd.grad(torch.cat(outputs), inputs, upstream), strict=True):
-        torch.testing.assert_close(one, other, atol=2e-6 * float(other.abs().max()), rtol=1e-5)
+        features = torch.nn.functional.silu(x @ w1.t()) * (x @ w3.t())
+        plain += [torch.cat([a @ b.t() for a, b in zip(features.chunk(2, 1), w2.chunk(2, 1), strict=True)], 1)]
+    found, upstream = [], random(sum(ROWS), 2 * DIM, seed=4)
+    for out in (networks(*inputs, ROWS, 2), torch.cat(plain)):
+        found.append([out, *torch.autograd.grad(out, inputs, upstream)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-6 * float(other.detach().abs().max()), rtol=1e-5)
 
 
-def rank(dtype: torch.dtype, *, hidden: slice = slice(None), own: slice = slice(None)) -> Any:
+def rank(dtype: torch.dtype, size: int, *, hidden: slice = slice(None), own: slice = slice(None)) -> Any:
     """What a rank with these hidden features and experts gives for each token: the sums of its slices `[T, S * D]`."""
-    experts = layer(dtype=dtype)
+    experts = layer(dtype=dtype, hidden=size)
     x = random(1, TOKENS, DIM, seed=9).to(dtype)
     weights, chosen, _ = experts.router(x)
     counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
@@ -129,15 +138,31 @@ def rank(dtype: torch.dtype, *, hidden: slice = slice(None), own: slice = slice(
     return Combined.of(token, weight, TOKENS, lower).sums(inner(rows[mine], sizes[own]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "size"), KINDS)
 @torch.no_grad()
-def test_ranks_that_divide_the_experts_or_their_features_add_up_to_what_one_computes(dtype: torch.dtype):  # BE-2
-    alone = layer(dtype=dtype)(random(1, TOKENS, DIM, seed=9).to(dtype))[0]
-    by_features = [rank(dtype, hidden=half) for half in (slice(0, HIDDEN // 2), slice(HIDDEN // 2, None))]
+def test_ranks_that_divide_the_experts_or_their_features_add_up_to_what_one_computes(
+    dtype: torch.dtype, size: int
+):  # BE-2
+    alone = layer(dtype=dtype, hidden=size)(random(1, TOKENS, DIM, seed=9).to(dtype))[0]
+    by_features = [rank(dtype, size, hidden=half) for half in (slice(0, size // 2), slice(size // 2, None))]
     assert torch.equal(by_features[1] + by_features[0], alone)
-    by_experts = [rank(dtype, own=half) for half in (slice(0, EXPERTS // 2), slice(EXPERTS // 2, None))]
+    by_experts = [rank(dtype, size, own=half) for half in (slice(0, EXPERTS // 2), slice(EXPERTS // 2, None))]
     first, second = (by_experts[1] + by_experts[0]).chunk(2, 1)
     assert torch.equal(first + second, alone)
+
+
+@torch.no_grad()
+def test_packed_weights_give_the_bits_of_those_that_are_not_until_they_change(threads: int):  # BE-2 KE-1
+    experts = layer()
+    for seed, count in ((9, TOKENS), (8, 7), (7, 1)):
+        x = random(1, count, DIM, seed=seed)
+        experts.routed_experts.inner_experts.packed = None
+        alone = experts(x)
+        experts.routed_experts.inner_experts.pack()
+        assert torch.equal(experts(x), alone)
+    experts.routed_experts.inner_experts.w2_EDF *= 2
+    experts.routed_experts.inner_experts.pack()
+    assert torch.equal(experts(x), 2 * alone)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,196 @@
+"""The networks of experts with `model.numerics=bitwise`: a row gets the same bits, whatever is computed beside it.
+
+vLLM's kernel of experts, which computes a row in the same way in any batch (BN-1), computes float32 networks whose
+widths fit. Others are exact products (BW-1). Widths and type decide, so trainer and sampler do the same. Gradients are
+those of ordinary products.
+
+Shape suffixes: e experts, D model dim, F hidden features, R rows, grouped by expert, S slices of the hidden features, G
+outputs of a product.
+
+Invariants
+    BN-1  The kernel gives a row the bits that it gives in any other place, on any number of threads. The first use with
+          networks of some widths checks it.
+    BN-2  The output of a slice of the hidden features is that of a network that has only these.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from goaly.errors import ConfigError
+from goaly.models.bitwise import multiply, row_multiple, silu
+
+INSTRUCTIONS = "vec"
+"""The kernel for every CPU; vLLM's other one is for bfloat16."""
+PACKED = 32
+"""The kernel's widths are multiples of it."""
+
+
+class Packed(NamedTuple):
+    """The weights in the kernel's order: each expert's first slices, then each one's second."""
+
+    gates_and_ups: torch.Tensor
+    downs: torch.Tensor
+    slices: int
+
+
+def networks(
+    x_RD: torch.Tensor,
+    w1_eFD: torch.Tensor,
+    w2_eDF: torch.Tensor,
+    w3_eFD: torch.Tensor,
+    rows: Sequence[int],
+    slices: int = 1,
+    packed: Packed | None = None,
+) -> torch.Tensor:
+    """Each expert's outputs for its rows, of each slice of the hidden features, side by side: `[R, S * D]` (BN-2).
+    `packed` are these weights, if they have been packed before."""
+    if torch.is_grad_enabled():
+        return _Networks.apply(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)
+    if not fit_kernel(w1_eFD, slices):
+        return _exact(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)
+    if not _kernel_is_exact(x_RD.shape[1], w1_eFD.shape[1] // slices, torch.get_num_threads()):
+        why = f"the kernel's result for a row of an expert of width {w1_eFD.shape[1]} depends on its place"
+        raise ConfigError([f"model.numerics=bitwise: cannot work on this machine: {why}"])
+    return _by_kernel(x_RD, rows, packed or pack(w1_eFD, w2_eDF, w3_eFD, slices))
+
+
+def fit_kernel(w1_eFD: torch.Tensor, slices: int) -> bool:
+    """Whether the kernel computes networks with these gates."""
+    _, hidden, width = w1_eFD.shape
+    return w1_eFD.dtype == torch.float32 and width % PACKED == 0 and hidden // slices % PACKED == 0
+
+
+def pack(w1_eFD: torch.Tensor, w2_eDF: torch.Tensor, w3_eFD: torch.Tensor, slices: int) -> Packed:
+    """A copy of the weights in the kernel's order."""
+    prepack = _kernels().cpu_prepack_moe_weight
+    gates_and_ups = torch.cat([torch.cat(w1_eFD.chunk(slices, 1)), torch.cat(w3_eFD.chunk(slices, 1))], 1)
+    downs = torch.cat(w2_eDF.chunk(slices, 2))
+    return Packed(prepack(gates_and_ups, INSTRUCTIONS), prepack(downs, INSTRUCTIONS), slices)
+
+
+def _by_kernel(x_RD: torch.Tensor, rows: Sequence[int], packed: Packed) -> torch.Tensor:
+    expert_R = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(rows), output_size=len(x_RD))
+    return by_kernel(x_RD, expert_R, packed)
+
+
+def by_kernel(x_RD: torch.Tensor, expert_R: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """The output of its expert for each row, as `networks`, in any order of the experts."""
+    (rows, width), slices = x_RD.shape, packed.slices
+    if slices > 1:
+        x_RD = x_RD.repeat_interleave(slices, 0)
+        first_S = torch.arange(0, len(packed.downs), len(packed.downs) // slices)
+        expert_R = (expert_R[:, None] + first_S).flatten()
+    x_RD, out_RD = x_RD.contiguous(), torch.empty(rows * slices, width)
+    if rows:
+        each = x_RD.new_ones(len(x_RD), 1), expert_R.int()[:, None]
+        weights = packed.gates_and_ups, packed.downs
+        _kernels().cpu_fused_moe(out_RD, x_RD, *weights, None, None, *each, "silu", INSTRUCTIONS, True)
+    return out_RD.view(rows, slices * width)
+
+
+@cache
+def _kernel_is_exact(width: int, hidden: int, threads: int) -> bool:
+    """Whether the kernel gives rows the same bits in other places and without each other (BN-1)."""
+    random = torch.Generator().manual_seed(0)
+    experts, each = 2, 80
+    weights = [torch.randn(experts, *shape, generator=random) for shape in ((hidden, width), (width, hidden)) * 2]
+    packed = pack(*weights[:3], 1)
+    x_RD = torch.randn(experts * each, width, generator=random)
+    whole_RD = _by_kernel(x_RD, [each, each], packed)
+    for start, size in ((0, 1), (3, 1), (5, 2), (7, 3), (1, 8), (2, 17), (9, 64)):
+        rows = slice(each - start, each - start + size + 1)  # the last `start` of one expert, and of the next
+        first = min(start, size + 1)
+        if not torch.equal(_by_kernel(x_RD[rows], [first, size + 1 - first], packed), whole_RD[rows]):
+            return False
+    return True
+
+
+def _exact(
+    x_RD: torch.Tensor,
+    w1_eFD: torch.Tensor,
+    w2_eDF: torch.Tensor,
+    w3_eFD: torch.Tensor,
+    rows: Sequence[int],
+    slices: int,
+) -> torch.Tensor:
+    multiple = row_multiple()
+    starts = [end - count for end, count in zip(accumulate(rows), rows, strict=True)]
+    # Rows of the next experts make a multiple of an expert's; what they give is overwritten by theirs.
+    spans = [(expert, starts[expert], starts[expert] + _up(n, multiple)) for expert, n in enumerate(rows) if n]
+    total, end = len(x_RD), max((stop for *_, stop in spans), default=0)
+    if end > total:
+        x_RD = torch.cat([x_RD, x_RD.new_zeros(end - total, x_RD.shape[1])])
+    hidden_RF = silu(_products(x_RD, w1_eFD, spans)) * _products(x_RD, w3_eFD, spans)
+    return _products(hidden_RF, w2_eDF, spans, slices)[:total]
+
+
+def _products(
+    x_RF: torch.Tensor, weight_eGF: torch.Tensor, spans: Sequence[tuple[int, int, int]], slices: int = 1
+) -> torch.Tensor:
+    """The product of each expert's span of rows with each slice of its weight, side by side."""
+    width = weight_eGF.shape[1]
+    out_RG = torch.empty(len(x_RF), slices * width)
+    parts = (x_RF.float().chunk(slices, 1), weight_eGF.float().chunk(slices, 2), out_RG.chunk(slices, 1))
+    for part_RF, part_eGF, part_RG in zip(*parts, strict=True):
+        weights = part_eGF.unbind()
+        for expert, start, stop in spans:
+            multiply(part_RF[start:stop], weights[expert], part_RG[start:stop])
+    return out_RG.to(weight_eGF.dtype)
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+class _Networks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RD: torch.Tensor,
+        w1_eFD: torch.Tensor,
+        w2_eDF: torch.Tensor,
+        w3_eFD: torch.Tensor,
+        rows: Sequence[int],
+        slices: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_RD, w1_eFD, w2_eDF, w3_eFD)
+        ctx.rows, ctx.slices = rows, slices
+        with torch.no_grad():
+            return networks(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RG: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """An expert at a time, whose hidden features are computed once more: they stay in the processor's cache."""
+        x_RD, w1_eFD, w2_eDF, w3_eFD = inputs = ctx.saved_tensors
+        grads = grad_x_RD, grad_w1_eFD, grad_w2_eDF, grad_w3_eFD = [torch.empty_like(one) for one in inputs]
+        stop = 0
+        for expert, count in enumerate(ctx.rows):
+            start, stop = stop, stop + count
+            x, grad_x, grad = x_RD[start:stop], grad_x_RD[start:stop], grad_RG[start:stop]
+            gate, up = torch.mm(x, w1_eFD[expert].t()), torch.mm(x, w3_eFD[expert].t())
+            active = torch.nn.functional.silu(gate)
+            hidden = active * up
+            grad_hidden = torch.empty_like(hidden)
+            cut = grad, w2_eDF[expert], hidden, grad_hidden, grad_w2_eDF[expert]
+            parts = (one.chunk(ctx.slices, 1) for one in cut)
+            for grad_out, w2, of_slice, grad_of_slice, grad_w2 in zip(*parts, strict=True):
+                torch.mm(grad_out, w2, out=grad_of_slice)
+                torch.mm(grad_out.t(), of_slice, out=grad_w2)
+            grad_up = active.mul_(grad_hidden)
+            grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate)
+            torch.mm(grad_gate, w1_eFD[expert], out=grad_x)
+            grad_x.addmm_(grad_up, w3_eFD[expert])
+            torch.mm(grad_gate.t(), x, out=grad_w1_eFD[expert])
+            torch.mm(grad_up.t(), x, out=grad_w3_eFD[expert])
+        return *grads, None, None
+
+
+def _kernels() -> Any:
+    """vLLM's; only a process that computes imports them."""
+    from vllm import _custom_ops
+
+    return _custom_ops
