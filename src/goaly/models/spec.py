@@ -181,10 +181,8 @@ def spec_of(
         attention = _inner_attention(device, numerics, sinks=shape.biased)
     norm, rope = _layers(device)
     match shape.family:
-        case "qwen3":
+        case "qwen3" | "dots1":
             family = _qwen3(shape, rope)
-        case "dots1":
-            family = _qwen3(shape, rope)._replace(adapter=dots1.adapter)
         case "llama3":
             family = _llama3(shape)
         case "gpt_oss":
@@ -282,7 +280,8 @@ def _qwen3(shape: Architecture, rope: Any) -> _Family:
     from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
     angles = rope.Config(dim=shape.head_dim, max_seq_len=shape.max_context, theta=shape.rope_theta)
-    return _Family(Qwen3Model.Config, Qwen3TransformerBlock.Config, angles, parallelize_qwen3, Qwen3StateDictAdapter)
+    adapter = dots1.adapter if shape.family == "dots1" else Qwen3StateDictAdapter
+    return _Family(Qwen3Model.Config, Qwen3TransformerBlock.Config, angles, parallelize_qwen3, adapter)
 
 
 def _llama3(shape: Architecture) -> _Family:
