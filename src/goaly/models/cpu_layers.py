@@ -73,15 +73,20 @@ class LeanLinear(Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the weight."""
-        if self.bias is None and _is_float32(input, self.weight):
-            return _Linear.apply(input, self.weight)
+        if self.bias is None and not isinstance(self.weight, DTensor):
+            return lean_linear(input, self.weight)
         return super().forward(input)
 
 
+def lean_linear(x: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
+    """The product of `x` with a weight, by oneDNN if it can (CL-2)."""
+    if torch.backends.mkldnn.is_available() and x.device.type == "cpu" and _is_float32(x, weight_OD):
+        return _LeanProduct.apply(x, weight_OD)
+    return torch.nn.functional.linear(x, weight_OD)
+
+
 def use_lean_linears(config: Any) -> None:
-    """Replace torchtitan's linear layers in the config of a model, if torch has oneDNN."""
-    if not torch.backends.mkldnn.is_available():
-        return
+    """Replace torchtitan's linear layers in the config of a model."""
     for field in fields(config):
         part = getattr(config, field.name)
         if type(part) is Linear.Config:
@@ -140,7 +145,7 @@ def norm_gradients(
     return grad_x_TD.view(grad.shape), grad_weight_D
 
 
-class _Linear(torch.autograd.Function):
+class _LeanProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight_OD)

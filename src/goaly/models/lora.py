@@ -27,13 +27,13 @@ from typing import Any
 
 import spmd_types
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan.models.common.attention import QKVLinear
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.sharding import ShardingConfig, SpmdLayout
 
 from goaly.errors import WeightsError
+from goaly.models.cpu_layers import lean_linear
 from goaly.models.experts import Experts
 from goaly.models.settings import LoraSettings
 from goaly.models.titan_config import fields_of
@@ -102,7 +102,7 @@ class LoraLinear(Linear):
         return DTensor.from_local(out, mesh, [Shard(out.ndim - 1) if by_output else Partial()], run_check=False)
 
     def _output(self, x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.add(F.linear(x, weight), F.linear(F.linear(x, a), b), alpha=self._scale)
+        return torch.add(lean_linear(x, weight), lean_linear(lean_linear(x, a), b), alpha=self._scale)
 
 
 class SeparateQKV(QKVLinear):
