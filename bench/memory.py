@@ -55,6 +55,8 @@ CASES: dict[str, tuple[TinyModel, str, dict[str, Any]]] = {
     ),
     "dense, TP 2": (DENSE, "float32", {"tp": 2}),
     "dense, CP 2": (DENSE, "float32", {"cp": 2}),
+    "dense, PP 2": (DENSE, "float32", {"pp": 2}),
+    "dense, PP 2, FSDP 2, bfloat16": (DENSE, "bfloat16", {"pp": 2, "fsdp": 2}),
     "experts": (EXPERTS, "float32", {}),
     "experts, FSDP 2, EP 2": (EXPERTS, "float32", {"fsdp": 2, "ep": 2}),
     "experts, FSDP 2, EP 2, all recomputed": (

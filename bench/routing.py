@@ -84,12 +84,12 @@ def asked(count: int) -> list[CheckedRequest]:
 
 def agreement(engine: Any, rows: TensorDict, dtype: str, routing: str) -> Agreement:
     """Compute the log-probs of these rows with this trainer, and compare them and the choices with the sampler's."""
-    chosen: list[list[torch.Tensor]] = [[] for _ in engine._expert_layers]
+    chosen: list[list[torch.Tensor]] = [[] for _ in engine._experts.layers]
 
     def noting(number: int) -> Callable[..., None]:
         return lambda module, given, out: chosen[number].append(out[1][0])
 
-    hooks = [layer.router.register_forward_hook(noting(number)) for number, layer in enumerate(engine._expert_layers)]
+    hooks = [layer.router.register_forward_hook(noting(number)) for number, layer in enumerate(engine._experts.layers)]
     differing = choices = 0
     greatest, divergence, tokens = 0.0, 0.0, 0
     for part in rows.split(MICROBATCH_ROWS):

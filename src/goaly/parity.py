@@ -289,7 +289,7 @@ def _compute_alone(_: int, search: Search) -> None:
     one, at = search.recomputer, search.difference
     ((row_length, microbatch_rows),) = one.packings
     join_process_group(one.trainer.threads, 1)
-    alone = replace(one.trainer, fsdp=1, tp=1, ep=1, microbatch_rows=microbatch_rows)
+    alone = replace(one.trainer, pp=1, fsdp=1, tp=1, ep=1, microbatch_rows=microbatch_rows)
     engine, sequences = TrainEngine(one.model, alone), _sequences(one)
     said = engine.explain(rows_of(sequences, row_length))
     sequence = sequences[at.sequence]

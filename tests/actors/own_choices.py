@@ -30,7 +30,7 @@ class OwnChoices:
         found: list[torch.Tensor] = []
         hooks = [
             layer.router.register_forward_hook(lambda *call: found.append(call[2][1][0]))
-            for layer in self._engine._expert_layers
+            for layer in self._engine._experts.layers
         ]
         self.logprobs({"tokens": torch.tensor(tokens), "trained": torch.arange(len(tokens)) > 0})
         for hook in hooks:
@@ -43,7 +43,7 @@ class OwnChoices:
 
     def change_biases(self) -> None:
         """Let the routers prefer other experts."""
-        for layer in self._engine._expert_layers:
+        for layer in self._engine._experts.layers:
             layer.expert_bias_E.copy_(torch.randn(len(layer.expert_bias_E), generator=torch.Generator().manual_seed(1)))
 
     def assert_recorded(self, prompt: list[int], sample: Sample, first: int = 0, last: int | None = None) -> None:

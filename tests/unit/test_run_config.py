@@ -324,6 +324,7 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
 ):
     experts = write_tiny_model(tmp_path / "experts", TinyModel(layers=1, experts=6))
     narrow = write_tiny_model(tmp_path / "narrow", TinyModel(layers=1, experts=6, hidden_dim=24))
+    tied = write_tiny_model(tmp_path / "tied", TinyModel(layers=2, tied=True))
     odd = {"n_shared_experts": 1, "moe_intermediate_size": 33, "intermediate_size": 257}
     latent = write_random_deepseek(tmp_path / "latent", **odd)
     sinks = write_random_gpt_oss(tmp_path / "sinks", intermediate_size=24)
@@ -347,8 +348,15 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
         (sinks, ["generator.engine=native"], "generator.engine=native: must be torchtitan for a model with experts"),
         (sinks, ["trainer.expert_bias_rate=0.1"], "trainer.expert_bias_rate=0.1: must be 0, the model chooses experts"),
         (sinks, ["generator.tp=2"], "generator.tp=2: the model's experts have width 24, must be a multiple of 8 for"),
-        (tiny_model_folder, ["trainer.pp=2"], "trainer.pp=2: pipeline parallelism is not supported, because each rank"),
-        (tiny_model_folder, ["critic={pp: 2}"], "critic.pp=2: pipeline parallelism is not supported, because each"),
+        (experts, ["trainer.pp=2"], "trainer.pp=2: must be at most the model's 1 layers"),
+        (experts, ["critic={pp: 2}"], "critic.pp=2: must be at most the model's 1 layers"),
+        (tied, ["trainer.pp=2"], "trainer.pp=2: must be 1 for tied embeddings: the first and the last stage would"),
+        (tied, ["reference={pp: 2}", "loss.kl_coef=0.1"], "reference.pp=2: must be 1 for tied embeddings: the"),
+        (
+            experts,
+            ["trainer.pp=2", "trainer.fsdp=2", "trainer.ep=4"],
+            "trainer.ep=4: must divide the number of ranks of a stage, trainer.fsdp * trainer.tp * trainer.cp = 2",
+        ),
         (experts, ["critic={fsdp: 4}"], "critic.fsdp=4: must divide the model's 6 experts"),
         (
             narrow,

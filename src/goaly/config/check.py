@@ -126,7 +126,7 @@ def faults(error: ValidationError, schema: Any, path: str = "") -> list[Fault]:
             kind, location = "too_short", location[:-1]  # a tuple's last items
         steps, annotation = _follow(schema, location)
         if kind == "unexpected_keyword_argument":
-            complaint = _of_unknown(schema, steps, str(location[-1]), path)
+            complaint = f"unknown key; {_suggestion(schema, steps, str(location[-1]), path)}"
             steps = (*steps, str(location[-1]))
         elif kind == "missing":
             complaint = f"missing, must be {type_words(annotation)}"
@@ -171,11 +171,6 @@ def _item(annotation: Any, step: str | int) -> Any:
         if origin is dict and isinstance(step, str):
             return args[1]
     return None
-
-
-def _of_unknown(schema: Any, steps: tuple[str | int, ...], name: str, path: str) -> str:
-    section: Any = section_of(_follow(schema, steps)[1])
-    return section.why_absent(name) or f"unknown key; {_suggestion(schema, steps, name, path)}"
 
 
 def _suggestion(schema: Any, steps: tuple[str | int, ...], name: str, path: str) -> str:

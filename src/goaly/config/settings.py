@@ -74,11 +74,6 @@ class Settings:
     def _problems(self, at: Section) -> Iterator[str]:
         yield from ()
 
-    @classmethod
-    def why_absent(cls, name: str) -> str | None:
-        """Why there is no setting of this name, if somebody who looks for it should be told."""
-        return None
-
     def __init_subclass__(cls) -> None:
         cls.__pydantic_config__ = STRICT  # type: ignore[attr-defined]
         made: Any = dataclass(frozen=True, kw_only=True)(cls)

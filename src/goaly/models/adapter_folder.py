@@ -14,7 +14,7 @@ Invariants
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from goaly.errors import ConfigError
-from goaly.models.hf import gathered, staged_folder, write_folder, write_gathered
+from goaly.models.hf import Tensors, gathered, staged_folder, write_folder, write_gathered
 from goaly.models.lora import A, B, merged
 from goaly.models.settings import ADAPTER_CONFIG, LoraSettings
 from goaly.models.spec import versioned_tensors
@@ -36,11 +36,17 @@ PREFIX = "base_model.model."
 
 
 def save_adapters(
-    model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, base: str | Path, lora: LoraSettings
+    model: torch.nn.Module,
+    spec: "ModelSpec",
+    folder: str | Path,
+    base: str | Path,
+    lora: LoraSettings,
+    gather: Callable[[Tensors], Tensors] = iter,
 ) -> None:
-    """Write the folder of a model's adapters; `base` is the model's. Every rank must call it."""
-    tensors = _in_peft_format(model, spec.state_dict_adapter(spec.model, None))
-    write_gathered(tensors, lambda: _write(dict(tensors), Path(folder), Path(base), lora))
+    """Write the folder of a model's adapters; `base` is the model's. Every rank must call it. `gather` as in
+    `save_hf`."""
+    tensors = gather(_in_peft_format(model, spec.state_dict_adapter(spec.model, None)))
+    write_gathered(tensors, lambda whole: _write(dict(whole), Path(folder), Path(base), lora))
 
 
 def merge(adapters: str | Path, folder: str | Path) -> None:

@@ -34,6 +34,8 @@ from goaly.models.spec import read_config
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
+Tensors = Iterator[tuple[str, torch.Tensor]]
+
 MAX_FILE_BYTES = 5 * 2**30
 NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json", "policy_score.json", "sft.json")
 """Ends of the names of weights, and of what runs say of the folder that they made."""
@@ -65,10 +67,12 @@ def save_hf(
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
     scale: float = 0.0,
+    gather: Callable[[Tensors], Tensors] = iter,
 ) -> None:
     """Write the model as a folder, with the config and tokenizer files of `source_folder`. Every rank must call it.
 
-    Adapters are added to their weights with the factor `scale`.
+    Adapters are added to their weights with the factor `scale`. On rank 0 `gather` adds the tensors of other stages to
+    those of this one.
     """
     adapter = spec.state_dict_adapter(spec.model, None)
     tensors = (
@@ -76,7 +80,9 @@ def save_hf(
         for state in _by_block(model)
         for name, whole in adapter.to_hf(merged({key: gathered(one) for key, one in state.items()}, scale)).items()
     )
-    write_gathered(tensors, lambda: write_folder(tensors, Path(folder), Path(source_folder), max_file_bytes))
+    write_gathered(
+        gather(tensors), lambda whole: write_folder(whole, Path(folder), Path(source_folder), max_file_bytes)
+    )
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,11 +90,11 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def write_gathered(tensors: Iterator[Any], write: Callable[[], None]) -> None:
-    """Call `write` on rank 0, which takes from `tensors` what every rank gathers. Every rank must call it."""
+def write_gathered(tensors: Tensors, write: Callable[[Tensors], None]) -> None:
+    """Call `write` on rank 0 with the `tensors` that all ranks gather. Every rank must call it."""
     try:
         if _writes():
-            write()
+            write(tensors)
     finally:
         for _ in tensors:  # rank 0 must take part in all gathers, also if it can't write
             pass

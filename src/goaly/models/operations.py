@@ -46,7 +46,7 @@ def by_token(outputs: Outputs, *, has_all_experts: bool = True) -> Outputs:
     """The outputs that have a part for each token: `[1, T, …]`, and those of experts as `[1, T, K, G]`, which takes a
     rank that `has_all_experts`. Ranks that divide a tensor must all make this call."""
     whole = {name: tuple(map(_whole, parts)) for name, parts in outputs.items()}
-    tokens = whole["tok_embeddings"][0].shape[1]
+    tokens = next(iter(whole.values()))[0].shape[1]  # of the embedding, or the first norm of a later stage
     found = {}
     for name, parts in whole.items():
         if parts[0].shape[:2] == (1, tokens):

@@ -100,8 +100,11 @@ def traced_pass(
     *,
     trains: bool = True,
 ) -> PassMemory:
-    """A pass over documents of these lengths; settings that change no memory do not lead to another trace."""
+    """A pass over documents of these lengths, on the ranks of the pipeline stage that need most: the first one, whose
+    microbatches wait longest, the second, which may have a layer more, or the last, which has the head. Settings that
+    change no memory do not lead to another trace."""
     alike = TrainerSettings(
+        pp=settings.pp,
         fsdp=settings.fsdp,
         tp=settings.tp,
         cp=settings.cp,
@@ -112,4 +115,6 @@ def traced_pass(
     )
     if missing := -sum(documents) % settings.token_multiple:
         documents = (*documents, missing)  # as microbatches are padded
-    return trace(shape, model.dtype, alike, documents, on_gpu=on_gpu, trains=trains)
+    stages = sorted({0, min(1, settings.pp - 1), settings.pp - 1})
+    found = [trace(shape, model.dtype, alike, documents, on_gpu=on_gpu, trains=trains, stage=stage) for stage in stages]
+    return max(found, key=lambda one: one.parameters + 3 * one.trained + one.activations + one.logprobs)

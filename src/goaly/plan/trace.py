@@ -2,7 +2,8 @@
 
 The real model is built and sharded at full width by the code that builds it in a run, with a few layers; a pass
 over one microbatch is run, and each tensor is counted for as long as it lives. Layers are alike, so what a layer adds
-is added for the others. Where experts are divided among ranks, a rank counts a tenth more tokens than the mean.
+is added for the others. A rank of a pipeline also holds the activations of the microbatches that wait for their
+backward passes. Where experts are divided among ranks, a rank counts a tenth more tokens than the mean.
 
 Invariants
     TM-1  A trace has a process of its own, whose process group ends with it, and takes no memory for the tensors.
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from goaly.models.spec import Architecture
+from goaly.train.pipeline import Stage, entering, leaving, stage_of
 from goaly.train.settings import TrainerSettings
 
 FEW_LAYERS, MORE_LAYERS = 3, 4
@@ -119,19 +121,20 @@ def trace(
     *,
     on_gpu: bool,
     trains: bool = True,
+    stage: int = 0,
 ) -> PassMemory:
-    """The memory of rank 0 in a pass over one microbatch of documents of these lengths: forward and backward, or only
-    forward in a frozen model.
+    """The memory of the first rank of this pipeline stage in a pass over one microbatch of documents of these lengths:
+    forward and backward, or only forward in a frozen model.
 
     ConfigError or torch's own error if the ranks cannot divide the model.
     """
-    key = repr((shape, dtype, trainer, documents, on_gpu, trains))
+    key = repr((shape, dtype, trainer, documents, on_gpu, trains, stage))
     if key not in _TRACED:
         # torch keeps plans for meshes that are equal but for their groups, so a second group would find the first's.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["goaly.train.engine", "goaly.models.bitwise", "goaly.plan.gpu_attention"])
         with ProcessPoolExecutor(1, mp_context=context) as process:
-            _TRACED[key] = process.submit(_trace, shape, dtype, trainer, documents, on_gpu, trains).result()
+            _TRACED[key] = process.submit(_trace, shape, dtype, trainer, documents, on_gpu, trains, stage).result()
     return _TRACED[key]
 
 
@@ -145,19 +148,32 @@ def most_process_bytes() -> int:
 
 
 def _trace(
-    shape: Architecture, dtype: Any, trainer: TrainerSettings, documents: tuple[int, ...], on_gpu: bool, trains: bool
+    shape: Architecture,
+    dtype: Any,
+    trainer: TrainerSettings,
+    documents: tuple[int, ...],
+    on_gpu: bool,
+    trains: bool,
+    number: int,
 ) -> PassMemory:
     began = time.monotonic()
     with _fake_ranks(trainer.ranks), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP and autocast warn of what a run filters
-        whole = _sharded(shape, dtype, trainer, on_gpu, trains)
+        stage = stage_of(shape.layers, trainer.pp, number)
+        whole, _ = _sharded(shape, dtype, trainer, stage, on_gpu, trains)
         parameters, trained = _held(whole.parameters()), _held(one for one in whole.parameters() if one.requires_grad)
         del whole
-        least = min(shape.layers, FEW_LAYERS)
-        few = more = _phases(replace(shape, layers=least), dtype, trainer, documents, on_gpu, trains)
-        if shape.layers > least:
-            more = _phases(replace(shape, layers=MORE_LAYERS), dtype, trainer, documents, on_gpu, trains)
-    rest = (shape.layers - least) / (MORE_LAYERS - FEW_LAYERS)
+        dense = max(shape.dense_layers - stage.layers.start, 0)
+
+        def phases(layers: int) -> list[int]:
+            part, alone = replace(stage, layers=range(layers)), replace(shape, layers=layers, dense_layers=dense)
+            return _phases(alone, dtype, trainer, part, documents, on_gpu, trains)
+
+        least = min(len(stage.layers), FEW_LAYERS)
+        few = more = phases(least)
+        if len(stage.layers) > least:
+            more = phases(MORE_LAYERS)
+    rest = (len(stage.layers) - least) / (MORE_LAYERS - FEW_LAYERS)
     trunk, before_head, in_head = (int(one + rest * (other - one)) for one, other in zip(few, more, strict=True))
     logprobs = max(in_head - before_head, 0)
     return PassMemory(
@@ -171,10 +187,16 @@ def _trace(
 
 
 def _phases(
-    shape: Architecture, dtype: Any, trainer: TrainerSettings, documents: tuple[int, ...], on_gpu: bool, trains: bool
+    shape: Architecture,
+    dtype: Any,
+    trainer: TrainerSettings,
+    stage: Stage,
+    documents: tuple[int, ...],
+    on_gpu: bool,
+    trains: bool,
 ) -> list[int]:
     """The peak in the blocks, what is there before the output projection, and the peak in it; without parameters and
-    gradients."""
+    gradients. A stage without a head has nothing in it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from goaly.models.attention import PackedDocuments, causal_mask
@@ -182,7 +204,7 @@ def _phases(
     from goaly.train.parallel import context_mesh, context_ranks
 
     causal_mask.cache_clear()  # each trace counts its masks
-    model = _sharded(shape, dtype, trainer, on_gpu, trains)
+    model, parallel_dims = _sharded(shape, dtype, trainer, stage, on_gpu, trains)
     positions_1T = torch.cat([torch.arange(length) for length in documents])[None]
     masks: Any = None
     if trainer.cp > 1:
@@ -205,9 +227,21 @@ def _phases(
             for one in model.parameters() if trains else ():  # as in all but a batch's first microbatch
                 one.grad = torch.empty_like(one) if one.requires_grad else None
             live.peak = live.now
-            hidden = model(torch.zeros(1, tokens, dtype=torch.int64), positions=positions_1T, attention_masks=masks)
+            given = torch.zeros(1, tokens, dtype=torch.int64)
+            if not stage.is_first:
+                part = torch.empty(
+                    1, tokens // trainer.tp, shape.dim, dtype=getattr(torch, dtype), requires_grad=trains
+                )
+                given = entering(part, parallel_dims.get_mesh("tp") if trainer.tp > 1 else None)
+            hidden = model(given, positions=positions_1T, attention_masks=masks)
             gradients = _held(one.grad for one in model.parameters() if one.grad is not None)
             forward, before, live.peak = live.peak, live.now, live.now
+            waiting = (stage.count - 1 - stage.number) * (before - gradients) if trains else 0  # PP-3
+            if not stage.is_last:
+                if trains:
+                    hidden = leaving(hidden)
+                    hidden.backward(torch.empty_like(hidden))
+                return [max(forward, live.peak) - gradients + waiting, 0, 0]
             where, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64)
             found, entropies = model.lm_head(hidden, where, targets, trainer.logprob_chunk, trainer.temperature)
             if not trains:
@@ -223,8 +257,10 @@ def _phases(
     return phases
 
 
-def _sharded(shape: Architecture, dtype: Any, trainer: TrainerSettings, on_gpu: bool, trains: bool) -> Any:
-    """The model as a run builds it, without memory."""
+def _sharded(
+    shape: Architecture, dtype: Any, trainer: TrainerSettings, stage: Stage, on_gpu: bool, trains: bool
+) -> tuple[Any, Any]:
+    """The stage of the model as a run builds it, without memory, and torchtitan's dimensions of the ranks."""
     from goaly.models.context_attention import ContextAttention
     from goaly.models.spec import spec_of
     from goaly.plan.gpu_attention import FlashShapes
@@ -233,8 +269,7 @@ def _sharded(shape: Architecture, dtype: Any, trainer: TrainerSettings, on_gpu: 
 
     on_cpu = ContextAttention.Config() if trainer.cp > 1 else None
     spec = spec_of(shape, attention=FlashShapes.Config() if on_gpu else on_cpu, lora=trainer.lora)
-    model, _ = sharded_on_meta(spec, dtype, trainer, LOGPROBS, trains=trains)
-    return model
+    return sharded_on_meta(spec, dtype, trainer, LOGPROBS, stage, trains=trains)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,9 @@ from goaly.errors import ConfigError
 from goaly.run.cluster import POOL, Cluster, Gpu
 from goaly.run.config import RunConfig
 from goaly.run.host_settings import COMPUTING, ROLES, HostSettings, RolePlacement
-from goaly.train.settings import CriticSettings, ReferenceSettings, TrainerSettings
+from goaly.train.settings import AXES, CriticSettings, ReferenceSettings, TrainerSettings
 
-RANKS = {role: f"{role}.fsdp * {role}.tp * {role}.cp" for role in COMPUTING} | {
+RANKS = {role: " * ".join(f"{role}.{axis}" for axis in AXES) for role in COMPUTING} | {
     "generator": "generator.replicas * generator.tp"
 }
 """The settings that make the ranks of each role."""

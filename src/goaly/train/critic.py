@@ -1,7 +1,7 @@
 """The actor of the critic: adds `values` to the rows of a batch, and learns from the `returns` computed from them.
 
-A mesh of `fsdp * tp * cp` actors is one critic; the controller calls each endpoint on all ranks at once. It may have
-fewer or more ranks than the trainer (`resharding.py`).
+A mesh of `pp * fsdp * tp * cp` actors is one critic; the controller calls each endpoint on all ranks at once. It may
+have fewer or more ranks than the trainer (`resharding.py`).
 """
 
 import time

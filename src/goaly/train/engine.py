@@ -4,7 +4,8 @@
 replaces the output projection, and in the objective.
 
 Consumes packed rows, produces parameters. All ranks call the same methods in the same order; data-parallel ranks have
-different rows, tensor-parallel and context-parallel ranks the same.
+different rows, all others the same. Of a pipeline's ranks only those of the last stage have outputs of the model; they
+give all ranks the results.
 
 Invariants
     TE-1  The gradient is that of (sum of the objective over the global batch) / (its denominator over the global
@@ -32,6 +33,7 @@ from goaly.errors import ParityError
 from goaly.losses.objective import PROXIMAL, Contribution, Objective
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import versioned_tensors
+from goaly.train.expert_layers import ExpertLayers
 from goaly.train.microbatch import Microbatch, microbatch
 from goaly.train.parallel import Head, build_parallel
 from goaly.train.settings import TrainerSettings
@@ -62,12 +64,11 @@ class ModelEngine(ABC):
         assert not (trains and offload), "only a frozen model can be offloaded"
         self._parallel = build_parallel(model, settings, self._head(), trains=trains, offload=offload)
         self._model = self._parallel.model
-        self._expert_layers = [layer for layer in self._model.modules() if hasattr(layer, "tokens_per_expert_E")]
-        counts = [torch.zeros_like(local(layer.tokens_per_expert_E)) for layer in self._expert_layers]
-        for layer, count_E in zip(self._expert_layers, counts, strict=True):
-            layer.rerouted = count_E.new_zeros(())
-        self._loads_LE = torch.stack(counts) if counts else None
-        """Each expert's share of its layer's tokens in the last step; zeros before the first."""
+        self._pipeline = self._parallel.pipeline
+        self._experts = None
+        config = self._parallel.spec.model
+        if any(layer.moe is not None for layer in config.layers):
+            self._experts = ExpertLayers(self._model, config, self._pipeline.stage, self._parallel.device)
         self.dp_rank, self.dp_ranks, self.leads = self._parallel.dp_rank, settings.fsdp, self._parallel.leads
         self._row_multiple = settings.token_multiple
         if model.numerics == "bitwise":
@@ -80,7 +81,7 @@ class ModelEngine(ABC):
         if trains:
             from goaly.train.optimizer import ScheduledOptimizer
 
-            self._optimizer = ScheduledOptimizer(self._model, settings)
+            self._optimizer = ScheduledOptimizer(self._model, settings, self._pipeline.mesh)
         else:
             self._model.requires_grad_(False)
 
@@ -105,13 +106,15 @@ class ModelEngine(ABC):
             raise ValueError(f"denominator={denominator}: must be at least 1; the batch has no trained token")
         parts: list[dict[str, torch.Tensor]] = []
         maxima: list[dict[str, torch.Tensor]] = []
-        for rows in microbatches:
-            batch = self._microbatch(rows)
-            part = objective(*self._outputs(batch), batch.columns, self.steps_done)
+
+        def loss_of(batch: Microbatch, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            part = objective(*outputs, batch.columns, self.steps_done)
             loss = part.total / denominator
-            loss.backward()
             parts.append(sums(part, loss, len(batch.cells_P)))
             maxima.append(greatest(part))
+            return loss
+
+        self._pass_through(list(microbatches), loss_of, trains=True)
         summed = self._across_ranks(parts, dist.ReduceOp.SUM)
         found = step_metrics(summed, self._across_ranks(maxima, dist.ReduceOp.MAX))
         self._check_finite(found.means | found.maxima)
@@ -138,49 +141,13 @@ class ModelEngine(ABC):
         steps = []
         for number, minibatch in enumerate(minibatches, 1):
             microbatches = minibatch.rows.split(self._settings.microbatch_rows)
-            self._balance_experts(minibatch.batch_trained_tokens)
+            if self._experts is not None:
+                self._experts.balance(self._settings.expert_balance, minibatch.batch_trained_tokens)
             found = self.forward_backward(microbatches, objective, counted(minibatch))
             found.means |= self.optimizer_step(last=number == len(minibatches))
             steps.append(found)
-        return combine(steps).metrics | self._expert_loads()
-
-    def _expert_loads(self) -> dict[str, float]:
-        """How evenly the trained tokens since the last call were spread over each layer's experts, on all ranks; and if
-        their experts were the sampler's choices, how many of these the router would have made differently.
-
-        Moves the biases that choose experts by `trainer.expert_bias_rate`."""
-        if self._loads_LE is None:
-            return {}
-        found = [local(layer.tokens_per_expert_E) for layer in self._expert_layers]
-        rerouted = [layer.rerouted for layer in self._expert_layers]
-        counted = torch.cat([torch.stack(found).flatten(), torch.stack(rerouted)])
-        torch._foreach_zero_([*found, *rerouted])
-        if dist.is_initialized():
-            dist.all_reduce(counted)
-        tokens_LE = counted[: -len(rerouted)].view_as(self._loads_LE)
-        self._loads_LE.copy_(tokens_LE / tokens_LE.sum(1, keepdim=True).clamp(min=1))
-        if rate := self._settings.expert_bias_rate:
-            rises_LE = torch.sign(tokens_LE.mean(1, keepdim=True) - tokens_LE) * rate
-            torch._foreach_add_([local(layer.expert_bias_E) for layer in self._expert_layers], list(rises_LE))
-        metrics = {
-            "experts/load_max": float(self._loads_LE.max()) * self._loads_LE.shape[1],
-            "experts/unused": float((tokens_LE == 0).sum()),
-        }
-        if self._expert_layers[0].choices_BLK is not None:
-            differ = counted[-len(rerouted) :].sum() / tokens_LE.sum().clamp(min=1)
-            metrics["experts/rerouted"] = float(differ)
-        return metrics
-
-    def _balance_experts(self, trained_tokens: int) -> None:
-        """Add the gradient of `trainer.expert_balance` to the next passes' router scores.
-
-        The shares are those of the batch before, so that they are known in each pass, on any packing and rank.
-        """
-        weight = self._settings.expert_balance
-        if weight and self._loads_LE is not None:
-            layers, experts = self._loads_LE.shape  # without a trained token, `forward_backward` raises
-            for layer, share_E in zip(self._expert_layers, self._loads_LE, strict=True):
-                layer.score_gradient_E = share_E * (weight * experts / layers / max(trained_tokens, 1))
+        metrics = combine(steps).metrics
+        return metrics if self._experts is None else metrics | self._experts.take_loads(self._settings.expert_bias_rate)
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters by torchtitan name, of a model with adapters these alone (LR-1); read them between steps
@@ -202,8 +169,9 @@ class ModelEngine(ABC):
         if lora is not None and lora.save == "adapter":
             from goaly.models.adapter_folder import save_adapters
 
-            return save_adapters(self._model, self._parallel.spec, folder, self._source, lora)
-        save_hf(self._model, self._parallel.spec, folder, self._source, scale=0.0 if lora is None else lora.scale)
+            return save_adapters(self._model, self._parallel.spec, folder, self._source, lora, self._pipeline.gathered)
+        scale = 0.0 if lora is None else lora.scale
+        save_hf(self._model, self._parallel.spec, folder, self._source, scale=scale, gather=self._pipeline.gathered)
 
     def digest(self) -> str:
         """A digest of the current parameters, the same on every rank and any mesh; every rank must call it."""
@@ -218,8 +186,8 @@ class ModelEngine(ABC):
         state = {f"model.{name}": tensor for name, tensor in self.named_tensors().items()}
         if self._optimizer is not None:
             state |= self._optimizer.state_dict()
-        if self._loads_LE is not None:
-            state["expert_loads"] = self._loads_LE
+        if self._experts is not None:
+            state["expert_loads"] = self._experts.loads_LE
         return state | {"steps_done": self._steps_done}
 
     @torch.no_grad()
@@ -239,51 +207,74 @@ class ModelEngine(ABC):
     def _apply_head(self, hidden_1TD: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, ...]:
         """The head's outputs for each trained token, `[P]` each: the objective's first arguments."""
 
-    def _outputs(self, batch: Microbatch) -> tuple[torch.Tensor, ...]:
+    def _pass_through(
+        self,
+        rows: Sequence[TensorDict],
+        finish: Callable[[Microbatch, tuple[torch.Tensor, ...]], torch.Tensor | None],
+        *,
+        trains: bool = False,
+    ) -> None:
+        """Take a microbatch for each of these `rows` through all stages. The last one calls `finish` with the outputs
+        for all its trained tokens, which gives the loss if the model `trains`."""
+
+        def forward(batch: Microbatch, hidden_1TD: torch.Tensor | None) -> torch.Tensor | None:
+            outputs = self._outputs(batch, hidden_1TD)
+            return finish(batch, outputs) if self._pipeline.stage.is_last else outputs[0]
+
+        def restore(batch: Microbatch) -> None:
+            self._begin(self._part(batch)[0])
+
+        self._pipeline.run(rows, self._microbatch, forward, restore if trains else None)
+
+    def _outputs(self, batch: Microbatch, hidden_1TD: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """The head's outputs for all trained tokens, given the hidden states of the previous stage if there is one;
+        before the last stage, the hidden states of this one."""
         from goaly.models.attention import document_masks
 
         context = self._parallel.context
-        if context is None:
-            return self._outputs_of(batch, document_masks(self._model, batch.positions_1T))
-        places = context.share(batch.tokens_1T.shape[1]).to(self._parallel.device)
-        part, own = batch.part(places)
-        outputs = self._outputs_of(part, context.documents(batch.positions_1T))
+        part, own = self._part(batch)
+        masks = (
+            document_masks(self._model, batch.positions_1T)
+            if context is None
+            else context.documents(batch.positions_1T)
+        )
+        self._begin(part)
+        given = part.tokens_1T if hidden_1TD is None else hidden_1TD
+        hidden_1TD = self._model(given, positions=part.positions_1T, attention_masks=masks)
+        assert hidden_1TD is not None
+        if not self._pipeline.stage.is_last:
+            return (hidden_1TD,)
+        outputs = self._apply_head(hidden_1TD, part)
+        if context is None or own is None:
+            return outputs
         return context.joined(outputs, own, len(batch.cells_P))  # CP-4
 
-    def _outputs_of(self, batch: Microbatch, attention_masks: Any) -> tuple[torch.Tensor, ...]:
-        """The outputs for the tokens that this rank computes."""
-        if self._expert_layers:
-            trained_1T1 = torch.zeros_like(batch.tokens_1T, dtype=torch.float32)[..., None]
-            trained_1T1[:, batch.predicting_P] = 1.0
-            for layer in self._expert_layers:
-                layer.trained_BL1 = trained_1T1
-            if self._replays:
-                self._replay(batch)
-        hidden_1TD = self._model(
-            batch.tokens_1T,
-            positions=batch.positions_1T,
-            attention_masks=attention_masks,
-        )
-        return self._apply_head(hidden_1TD, batch)
+    def _part(self, batch: Microbatch) -> tuple[Microbatch, torch.Tensor | None]:
+        """The tokens that this rank computes, and the places of their trained tokens if they are not all."""
+        context = self._parallel.context
+        if context is None:
+            return batch, None
+        return batch.part(context.share(batch.tokens_1T.shape[1]).to(self._parallel.device))
 
-    def _replay(self, batch: Microbatch) -> None:
-        """Let the next pass send tokens to the experts that the sampler chose, if they are known (TE-7)."""
-        for number, layer in enumerate(self._expert_layers):
-            layer.choices_BLK = None if batch.choices_1TNK is None else batch.choices_1TNK[:, :, number]
-            layer.replayed_BL1 = None if batch.replayed_1T is None else batch.replayed_1T[..., None]
+    def _begin(self, part: Microbatch) -> None:
+        """Tell the layers about the tokens of the next forward or backward pass (PP-4, TE-7)."""
+        if self._experts is not None:
+            self._experts.begin(part, replays=self._replays)
 
     @torch.no_grad()
     def _column(self, rows: TensorDict) -> torch.Tensor:
         """The head's first output at the trained tokens as a column `[R, L]` f32; 0 at all others."""
-        parts = []
-        for part in rows.split(self._settings.microbatch_rows):
-            batch = self._microbatch(part)
-            out = torch.zeros(part.batch_size.numel())
-            out[batch.cells_P.cpu()] = self._outputs(batch)[0].float().cpu()
-            parts.append(out.view(part.batch_size))
+        microbatches = rows.split(self._settings.microbatch_rows)
+        column_RL = torch.zeros(rows.batch_size)
+        parts = iter(column_RL.split(self._settings.microbatch_rows))
+
+        def keep(batch: Microbatch, outputs: tuple[torch.Tensor, ...]) -> None:
+            next(parts).view(-1)[batch.cells_P.cpu()] = outputs[0].float().cpu()
+
+        self._pass_through(microbatches, keep)
         if isinstance(self._model, FSDPModule):
             self._model.reset_iter_state()  # TE-5: or the next pass would reuse the gathered parameters
-        return torch.cat(parts)
+        return self._pipeline.from_last(column_RL)
 
     def _microbatch(self, rows: TensorDict) -> Microbatch:
         progress()
@@ -297,14 +288,15 @@ class ModelEngine(ABC):
         return factor
 
     def _across_ranks(self, parts: list[dict[str, torch.Tensor]], operation: Any) -> dict[str, float]:
-        """Reduce values over the microbatches, and over the ranks with different rows."""
-        if not parts or not parts[0]:
-            return {}
-        stacked = torch.stack([torch.stack([value.double() for value in part.values()]) for part in parts])
-        joined = stacked.sum(0) if operation == dist.ReduceOp.SUM else stacked.amax(0)
-        if self._parallel.dp_group is not None:
-            dist.all_reduce(joined, operation, self._parallel.dp_group)
-        return dict(zip(parts[0], joined.tolist(), strict=True))
+        """Reduce the last stage's values over the microbatches, and over the ranks with different rows (PP-5)."""
+        found: dict[str, float] = {}
+        if parts and parts[0]:
+            stacked = torch.stack([torch.stack([value.double() for value in part.values()]) for part in parts])
+            joined = stacked.sum(0) if operation == dist.ReduceOp.SUM else stacked.amax(0)
+            if self._parallel.dp_group is not None:
+                dist.all_reduce(joined, operation, self._parallel.dp_group)
+            found = dict(zip(parts[0], joined.tolist(), strict=True))
+        return self._pipeline.from_last(found)
 
     def _check_finite(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -349,8 +341,7 @@ class TrainEngine(ModelEngine):
         """What the check of bitwise numerics says about these rows; empty if no log-prob differs."""
         self._compares = True
         try:
-            for part in rows.split(self._settings.microbatch_rows):
-                self._outputs(self._microbatch(part))
+            self._pass_through(rows.split(self._settings.microbatch_rows), lambda *_: None)
         except ParityError as error:
             return str(error)
         finally:
@@ -363,7 +354,7 @@ class TrainEngine(ModelEngine):
         from goaly.models.operations import by_token, recorded
 
         with recorded(self._model) as outputs:
-            self._outputs(self._microbatch(rows))
+            self._pass_through([rows], lambda *_: None)
         return by_token(outputs, has_all_experts=self._settings.ep == 1)
 
     def optimizer_step(self, *, last: bool = True) -> dict[str, float]:
@@ -375,9 +366,9 @@ class TrainEngine(ModelEngine):
         """Log-probs `[R, L]` f32 of the trained tokens; 0 at all others."""
         return self._column(rows)
 
-    def _outputs(self, batch: Microbatch) -> tuple[torch.Tensor, ...]:
-        outputs = super()._outputs(batch)
-        if self._parity is not None and self._compares:
+    def _outputs(self, batch: Microbatch, hidden_1TD: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        outputs = super()._outputs(batch, hidden_1TD)
+        if self._parity is not None and self._compares and self._pipeline.stage.is_last:
             self._parity.compare(batch, outputs[0], self.policy_version)
         return outputs
 

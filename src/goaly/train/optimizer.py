@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.distributed.utils import clip_grad_norm_
 
@@ -17,7 +18,8 @@ class ScheduledOptimizer:
     """AdamW over all parameters of a model that are not frozen, in its fused form, with torchtitan's warm-up, stable,
     decay schedule."""
 
-    def __init__(self, model: torch.nn.Module, settings: TrainerSettings):
+    def __init__(self, model: torch.nn.Module, settings: TrainerSettings, pipeline: DeviceMesh | None = None):
+        """`pipeline` is the mesh of the ranks that have the other stages of the model."""
         adamw, schedule = settings.optimizer, settings.schedule
         group = ParamGroupConfig(
             pattern=r".*",
@@ -43,6 +45,7 @@ class ScheduledOptimizer:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._max_grad_norm = settings.max_grad_norm
         self._divides_experts = settings.ep > 1
+        self._pipeline = pipeline
         self._total_steps = total
 
     @property
@@ -53,7 +56,8 @@ class ScheduledOptimizer:
     def clip(self) -> float:
         """Clip the gradients to the norm limit, and return the global norm before clipping."""
         limit = float("inf") if self._max_grad_norm is None else self._max_grad_norm
-        return float(clip_grad_norm_(self._parameters, limit, foreach=True, ep_enabled=self._divides_experts))
+        how = {"foreach": True, "ep_enabled": self._divides_experts, "pp_mesh": self._pipeline}
+        return float(clip_grad_norm_(self._parameters, limit, **how))
 
     def step(self, *, advance: bool = True) -> None:
         """Take an optimizer step and zero the gradients; with `advance`, step the schedule too, until it ends."""

@@ -5,8 +5,9 @@ are float32, and all other parameters are frozen ones of the compute type. A sin
 compute type gets the plain model, without FSDP hooks and all-gathers. In all other cases torchtitan's `parallelize_fn`
 shards it (FSDP2 over `fsdp * cp`, tensor parallelism over `tp`). That is all that torchtitan knows of `cp`: the engine
 gives each rank its share of the tokens, and the model has an attention over all shares (`models/context_parallel.py`).
+With `pp` the ranks of a stage build the whole model without memory, and keep their layers (`pipeline.py`).
 
-Ranks are numbered with `tp` innermost and `fsdp` outermost.
+Ranks are numbered with `tp` innermost and `pp` outermost: `pp`, `fsdp`, `cp`, `tp`.
 """
 
 import logging
@@ -29,7 +30,9 @@ from goaly.models.spec import (
     versioned_tensors,
 )
 from goaly.models.titan_config import divide
+from goaly.train.pipeline import Pipeline, Stage, keep_stage, stage_of
 from goaly.train.settings import (
+    AXES,
     NEEDS_GPU,
     NO_BITWISE_CONTEXT,
     NO_CONTEXT,
@@ -53,6 +56,7 @@ class ParallelModel:
     """The ranks with different rows; None if all have the same."""
     context: "ContextRanks | None"
     """The ranks that divide the tokens of the same rows; None if each has all."""
+    pipeline: Pipeline
     leads: bool
     """Whether this rank reports for the ranks that have the same rows."""
 
@@ -90,7 +94,10 @@ def build_parallel(
         from goaly.models.cpu_layers import use_lean_linears
 
         use_lean_linears(spec.model)
-    model, parallel_dims = sharded_on_meta(spec, settings.dtype, trainer, head, trains=trains, offload=offload)
+    config: Any = spec.model
+    rank = dist.get_rank() if trainer.ranks > 1 else 0
+    stage = stage_of(len(config.layers), trainer.pp, rank // trainer.stage_ranks)
+    model, parallel_dims = sharded_on_meta(spec, settings.dtype, trainer, head, stage, trains=trains, offload=offload)
     model.to_empty(device="cpu" if offload else device)
     with torch.no_grad():
         model.init_weights(buffer_device=device if offload else None)
@@ -101,7 +108,9 @@ def build_parallel(
         if trains:
             draw_adapters(versioned_tensors(model), lora.seed)
     model.train()
-    rank, alike = dist.get_rank() if trainer.ranks > 1 else 0, trainer.tp * trainer.cp
+    if trains and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError([f"trainer.lora.targets: no layer of stage {stage.number} of {stage.count} has one of them"])
+    alike = trainer.tp * trainer.cp
     mesh = None if trainer.cp == 1 else context_mesh(trainer, device.type)
     dp_group = None
     if trainer.fsdp > 1:
@@ -110,10 +119,11 @@ def build_parallel(
         model=model,
         spec=spec,
         device=device,
-        dp_rank=rank // alike,
+        dp_rank=rank % trainer.stage_ranks // alike,
         dp_group=dp_group,
         context=None if mesh is None else context_ranks(mesh),
-        leads=rank % alike == 0,
+        pipeline=_pipeline(stage, trainer, parallel_dims, config.dim, getattr(torch, settings.dtype), device),
+        leads=stage.is_first and rank % alike == 0,
     )
 
 
@@ -122,11 +132,13 @@ def sharded_on_meta(
     dtype: Literal["float32", "bfloat16"],
     trainer: TrainerSettings,
     head: Head,
+    stage: Stage,
     *,
     trains: bool = True,
     offload: bool = False,
 ) -> tuple[Any, Any]:
-    """The sharded model without memory, and torchtitan's dimensions of the ranks (None for a plain model)."""
+    """The sharded stage of the model without memory, and torchtitan's dimensions of the ranks (None for a plain
+    model)."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import CompileConfig, TrainingConfig
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -144,6 +156,7 @@ def sharded_on_meta(
     head.install(spec.model)
     with torch.device("meta"), set_default_dtype(getattr(torch, kept)):
         model = spec.model.build()
+    keep_stage(model, stage)
     if lora is not None and trains:
         train_only_adapters(model)
     model._skip_lm_head = True
@@ -177,7 +190,8 @@ def backends() -> str:
 
 def context_mesh(trainer: TrainerSettings, device: str) -> DeviceMesh:
     """The mesh of the ranks in which an axis divides tokens; every rank must call it."""
-    return init_device_mesh(device, (trainer.fsdp, trainer.cp, trainer.tp), mesh_dim_names=("rows", "cp", "tp"))
+    sizes = (trainer.pp, trainer.fsdp, trainer.cp, trainer.tp)
+    return init_device_mesh(device, sizes, mesh_dim_names=("pp", "rows", "cp", "tp"))
 
 
 def context_ranks(mesh: DeviceMesh) -> "ContextRanks":
@@ -185,6 +199,25 @@ def context_ranks(mesh: DeviceMesh) -> "ContextRanks":
     from goaly.models.context_parallel import ContextRanks
 
     return ContextRanks(group=mesh.get_group("cp"), rank=mesh.get_local_rank("cp"), count=mesh["cp"].size())
+
+
+def _pipeline(
+    stage: Stage, trainer: TrainerSettings, parallel_dims: Any, width: int, dtype: torch.dtype, device: torch.device
+) -> Pipeline:
+    """The stages of a model of this width and type of hidden states, on the ranks of this one's column."""
+    if stage.count == 1:
+        return Pipeline(stage)
+
+    def hidden(tokens: int) -> torch.Tensor:
+        return torch.empty(1, tokens // (trainer.cp * trainer.tp), width, dtype=dtype, device=device)
+
+    return Pipeline(
+        stage,
+        mesh=parallel_dims.get_mesh("pp"),
+        tp_mesh=parallel_dims.get_mesh("tp") if trainer.tp > 1 else None,
+        writes=dist.get_rank() % trainer.stage_ranks == 0,
+        hidden=hidden,
+    )
 
 
 def _context_attention(settings: ModelSettings, trainer: TrainerSettings, device: torch.device) -> Any:
@@ -201,7 +234,7 @@ def _context_attention(settings: ModelSettings, trainer: TrainerSettings, device
 def _check_ranks(trainer: TrainerSettings, device: torch.device) -> None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks != trainer.ranks:
-        product = f"fsdp={trainer.fsdp} * tp={trainer.tp} * cp={trainer.cp}"
+        product = " * ".join(f"{axis}={getattr(trainer, axis)}" for axis in AXES)
         raise ConfigError([f"trainer: {product} must be the number of ranks, {ranks}"])
     if trainer.compile and device.type == "cpu":
         raise ConfigError([f"trainer.compile=true: {NEEDS_GPU}"])
@@ -215,10 +248,13 @@ def _layout(trainer: TrainerSettings) -> tuple[Any, Any]:
     if not dist.is_initialized():
         dist.init_process_group(backends(), store=dist.HashStore(), rank=0, world_size=1)
     parallelism = ParallelismConfig(
+        pipeline_parallel_degree=trainer.pp,
         data_parallel_shard_degree=trainer.shards,
         tensor_parallel_degree=trainer.tp,
         expert_parallel_degree=trainer.ep,
         spmd_backend="partial_dtensor",
+        # torchtitan keeps a stage's whole parameters from a forward pass to the backward pass.
+        fsdp_reshard_after_forward="default" if trainer.pp == 1 else "always",
     )
     set_spmd_backend(parallelism.spmd_backend)
     parallel_dims = ParallelDims.from_config(parallelism, trainer.ranks)

@@ -7,7 +7,8 @@ where FSDP and tensor parallelism divide one dim unevenly (WA-1).
 Invariants
     SS-1  `write` writes the state of the last `stage`, whatever the engine has done since.
     SS-2  All ranks' files of a folder have the state of one version.
-    SS-3  A state loads into any mesh unchanged. A folder with other tensors, shapes or types is refused.
+    SS-3  A state loads into any mesh unchanged, also with more or fewer stages. A folder with other tensors, shapes or
+          types than all ranks have together is refused.
 """
 
 import os
@@ -86,11 +87,16 @@ def load_state(engine: ModelEngine, folder: Path) -> None:
     """Continue from the state in this folder; every rank must call it."""
     (folder / ".metadata").stat()  # or it would be reported as an assertion
     state = engine.state_dict()
+    names = set(state)
+    if several_ranks():
+        of_ranks: list[set[str]] = [names] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, names)
+        names = names.union(*of_ranks)
     with _cause_raised(folder):
         dcp.load(
             _local_tensors(state),
             storage_reader=dcp.FileSystemReader(folder),
-            planner=_LoadPlanner(),
+            planner=_LoadPlanner(names),
             no_dist=not several_ranks(),
         )
     engine.load_state_dict(state)
@@ -157,11 +163,16 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     state_dict: dict[str, _LocalTensor]
 
+    def __init__(self, names: set[str]):
+        """`names` are those of all ranks' tensors."""
+        super().__init__()
+        self._names = names
+
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
         """Refuse a folder of another model (SS-3)."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
         saved = metadata.state_dict_metadata
-        for names, problem in ((state_dict.keys() - saved, "has no"), (saved.keys() - state_dict, "also has")):
+        for names, problem in ((self._names - saved.keys(), "has no"), (saved.keys() - self._names, "also has")):
             if names:
                 raise ValueError(f"the checkpoint {problem} {', '.join(sorted(names)[:SHOWN])}; is it another model's?")
         for name, held in self.state_dict.items():

@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from goaly.models.spec import Architecture
 
 NEEDS_GPU = "needs a GPU: shapes of the CPU's packed attention change with the documents"
-NO_PIPELINE = (
-    "pipeline parallelism is not supported, because each rank publishes and saves shards of all layers, and a stage "
-    "has some layers only: use fsdp, tp, cp and ep"
-)
+AXES = ("pp", "fsdp", "tp", "cp")
+"""The settings whose product is the number of ranks."""
+TIED_STAGES = "for tied embeddings: the first and the last stage would each need the weight that the other one changes"
 NO_CONTEXT = {
     "deepseek_v3": "for DeepSeek-V3: attention over the shares of several ranks has keys and values of one width",
     "gpt_oss": "for gpt-oss: attention over the shares of several ranks has no windows and no sinks",
@@ -76,6 +75,11 @@ class ScheduleSettings(Settings):
 class RanksSettings(Settings):
     """The ranks of a model."""
 
+    pp: PositiveInt = 1
+    """Pipeline stages, each of which has some of the layers, on ranks of its own. Set it for a model that is too large
+    for the ranks whose communication is fast: stages exchange hidden states only. A batch should have many more
+    microbatches for each data-parallel rank than there are stages, because stages wait for each other at its start and
+    end."""
     fsdp: PositiveInt = 1
     """Ranks over which parameters, gradients and optimizer state are sharded; each trains its own rows."""
     tp: PositiveInt = 1
@@ -84,14 +88,19 @@ class RanksSettings(Settings):
     """Context-parallel ranks that divide the tokens of every row, for rows that are too long for one rank's memory.
     Parameters are sharded over these ranks too."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks, taken from the `fsdp * tp * cp` ones: each computes with its own share of a layer's
-    experts."""
+    """Expert-parallel ranks, taken from the `fsdp * tp * cp` ones of a stage: each computes with its own share of a
+    layer's experts."""
     threads: PositiveInt = 1
     """CPU threads of each rank."""
 
     @property
     def ranks(self) -> int:
         """Processes of the model."""
+        return self.pp * self.stage_ranks
+
+    @property
+    def stage_ranks(self) -> int:
+        """Those of a pipeline stage."""
         return self.fsdp * self.tp * self.cp
 
     @property
@@ -105,14 +114,11 @@ class RanksSettings(Settings):
         divided = self.tp if self.cp == 1 else 2 * self.cp * self.tp
         return divided if self.tp == 1 else math.lcm(divided, SHARED_PLANS)
 
-    @classmethod
-    def why_absent(cls, name: str) -> str | None:
-        """Why there is no pipeline parallelism."""
-        return NO_PIPELINE if name == "pp" else super().why_absent(name)
-
     def _problems(self, at: Section) -> Iterator[str]:
-        if self.ranks % self.ep:
-            yield f"{at.ep}: must divide the number of ranks, {at}fsdp * {at}tp * {at}cp = {self.ranks}"
+        if self.stage_ranks % self.ep:
+            of_stage = " of a stage" if self.pp > 1 else ""
+            product = f"{at}fsdp * {at}tp * {at}cp = {self.stage_ranks}"
+            yield f"{at.ep}: must divide the number of ranks{of_stage}, {product}"
         elif self.ep > 1 and self.ep % self.tp:
             yield f"{at.ep}: must be 1 or a multiple of {at.tp}"
 
@@ -121,10 +127,14 @@ class RanksSettings(Settings):
         yield from division_problems(at, self.tp, self.ep, shape, whose)
         if self.cp > 1 and shape.family in NO_CONTEXT:
             yield f"{at.cp}: must be 1 {NO_CONTEXT[shape.family]}"
+        if self.pp > shape.layers:
+            yield f"{at.pp}: must be at most the {whose}'s {shape.layers} layers"
+        if self.pp > 1 and shape.tied:
+            yield f"{at.pp}: must be 1 {TIED_STAGES}"
         if not shape.experts:
             return
         if self.ep > 1:
-            among, name = self.ranks, f"{at}fsdp * {at}tp * {at}cp = {self.ranks}"
+            among, name = self.stage_ranks, f"{at}fsdp * {at}tp * {at}cp = {self.stage_ranks}"
         else:
             among, name = self.shards, f"{at}fsdp * {at}cp = {self.shards}" if self.cp > 1 else f"{at.fsdp}"
         if among > shape.experts:
@@ -173,7 +183,7 @@ class TrainerSettings(RanksSettings):
     def _problems(self, at: Section) -> Iterator[str]:
         yield from super()._problems(at)
         if self.compile and self.ranks > 1:
-            yield f"{at.compile}: works on one rank, {at}fsdp * {at}tp * {at}cp is {self.ranks}"
+            yield f"{at.compile}: works on one rank, {' * '.join(f'{at}{axis}' for axis in AXES)} is {self.ranks}"
 
     def shape_problems(self, at: Section, shape: "Architecture", whose: str) -> Iterator[str]:
         """Also of what else these settings do with the model."""
@@ -212,7 +222,7 @@ class ReferenceSettings(RanksSettings):
     def engine_settings(self, trainer: TrainerSettings) -> TrainerSettings:
         """The trainer's settings with this section's keys, and without those that only training needs. Without a
         refresh the reference is the model without adapters."""
-        own = {key: getattr(self, key) for key in ("fsdp", "tp", "cp", "ep", "threads")}
+        own = {key: getattr(self, key) for key in (*AXES, "ep", "threads")}
         lora = None if self.refresh_every is None else trainer.lora
         return replace(trainer, compile=False, activation_checkpointing="off", lora=lora, **own)
 
@@ -249,8 +259,12 @@ class CriticSettings(RanksSettings):
 
     def engine_settings(self, trainer: TrainerSettings) -> TrainerSettings:
         """The trainer's settings with this section's keys. A critic has no adapters."""
-        keys = ("fsdp", "tp", "cp", "ep", "threads", "max_grad_norm", "optimizer", "schedule")
+        keys = (*AXES, "ep", "threads", "max_grad_norm", "optimizer", "schedule")
         return replace(trainer, compile=False, lora=None, **{key: getattr(self, key) for key in keys})
+
+    def shape_problems(self, at: Section, shape: "Architecture", whose: str) -> Iterator[str]:
+        """Those of a model whose embedding is its own: the value head replaces a tied projection."""
+        yield from super().shape_problems(at, replace(shape, tied=False), whose)
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from super()._problems(at)

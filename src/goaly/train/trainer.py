@@ -1,7 +1,7 @@
 """The actor that trains the policy: pulls its rows of a batch, takes the optimizer steps, publishes its shards.
 
-A mesh of `fsdp * tp * cp` actors is one trainer; the controller calls each endpoint on all ranks at once. The torch
-environment (RANK and friends) must be set before `start`.
+A mesh of `pp * fsdp * tp * cp` actors is one trainer; the controller calls each endpoint on all ranks at once. The
+torch environment (RANK and friends) must be set before `start`.
 
 Invariants
     PT-1  Weights are published only between two batches; their version is the number of batches trained. A version is

@@ -82,6 +82,18 @@ def test_ranks_that_divide_tokens_shard_parameters_and_halve_activations(on_gpu:
     assert both.logprobs < alone.logprobs / 1.5
 
 
+def test_a_stage_holds_its_layers_and_the_activations_of_microbatches_that_wait():  # PP-3
+    settings, documents = TrainerSettings(pp=2, tp=2), (400, 112)
+    shape = replace(DENSE, layers=6)
+    first, last = (trace(shape, "bfloat16", settings, documents, on_gpu=True, stage=stage) for stage in range(2))
+    alone = trace(shape, "bfloat16", TrainerSettings(tp=2), documents, on_gpu=True)
+    assert first.parameters + last.parameters == alone.parameters
+    assert first.parameters == last.parameters - 4 * shape.dim  # the last norm
+    assert (first.logprobs, last.logprobs) == (0, pytest.approx(alone.logprobs, rel=0.05))
+    assert last.activations < 0.75 * alone.activations
+    assert first.activations > 1.5 * last.activations
+
+
 def test_layers_that_are_left_out_count_as_those_that_are_run():
     settings, documents = TrainerSettings(fsdp=2), (200, 56)
     extended, four, three = (

@@ -188,7 +188,7 @@ def test_the_rate_warms_up_decays_and_stays_at_its_end(engine):
 def test_what_can_not_work_is_refused_with_its_key(engine):
     with pytest.raises(ConfigError, match=r"trainer.compile=true: needs a GPU"):
         engine(TrainerSettings(compile=True))
-    with pytest.raises(ConfigError, match=r"fsdp=2 \* tp=1 \* cp=1 must be the number of ranks, 1"):
+    with pytest.raises(ConfigError, match=r"pp=1 \* fsdp=2 \* tp=1 \* cp=1 must be the number of ranks, 1"):
         engine(TrainerSettings(fsdp=2))
     with pytest.raises(ValueError, match="denominator=0"):
         engine().forward_backward([], PolicyObjective(LOSS), 0)
@@ -196,7 +196,7 @@ def test_what_can_not_work_is_refused_with_its_key(engine):
     assert check(TrainerSettings, given, "trainer")[1] == [
         "trainer.temperature=0: must be above 0",
         "trainer.schedule.total_steps: is not set, trainer.schedule.decay=linear needs it",
-        "trainer.compile=true: works on one rank, trainer.fsdp * trainer.tp * trainer.cp is 2",
+        "trainer.compile=true: works on one rank, trainer.pp * trainer.fsdp * trainer.tp * trainer.cp is 2",
     ]
 
 

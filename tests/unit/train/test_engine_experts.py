@@ -44,7 +44,7 @@ def test_a_step_reports_how_its_tokens_were_spread_over_the_experts_and_counts_n
                 parameter.zero_()  # all experts are alike: the first two have every token
     assert engine.train_step(batch, objective)["experts/load_max"] == 2.0
     engine.logprobs(batch.rows)
-    assert engine._expert_loads() == {"experts/load_max": 0.0, "experts/unused": 8.0}  # none was trained since
+    assert engine._experts.take_loads() == {"experts/load_max": 0.0, "experts/unused": 8.0}  # none was trained since
 
 
 def test_no_token_is_dropped_also_if_one_expert_is_chosen_by_all(with_experts: Callable[[float], TrainEngine]):
@@ -66,13 +66,13 @@ def test_the_balance_adds_the_gradient_of_its_loss(with_experts: Callable[[float
     batch = pack(documents(8), rows=4, row_length=160)
     shares_LE = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]])
     for engine in (plain, balanced):
-        engine._loads_LE.copy_(shares_LE)
-        engine._balance_experts(batch.batch_trained_tokens)
+        engine._experts.loads_LE.copy_(shares_LE)
+        engine._experts.balance(engine._settings.expert_balance, batch.batch_trained_tokens)
     found, without = gradients(balanced, batch, 2), gradients(plain, batch, 2)
 
     scores: list[torch.Tensor] = []
     hooks = [
-        layer.router.register_forward_hook(lambda *call: scores.append(call[2][2])) for layer in plain._expert_layers
+        layer.router.register_forward_hook(lambda *call: scores.append(call[2][2])) for layer in plain._experts.layers
     ]
     microbatch = plain._microbatch(batch.rows)
     plain._outputs(microbatch)
@@ -97,7 +97,7 @@ def test_balanced_experts_are_used_more_evenly(tmp_path: Path):
     def loads(balance: float) -> list[float]:
         engine = TrainEngine(ModelSettings(path=str(folder)), dataclasses.replace(slowly, expert_balance=balance))
         with torch.no_grad():
-            for layer in engine._expert_layers:
+            for layer in engine._experts.layers:
                 layer.router.gate.weight[0].mul_(8)  # the first expert has most tokens
         return [engine.train_step(batch, objective)["experts/load_max"] for _ in range(40)]
 
@@ -118,7 +118,7 @@ def test_a_bias_that_follows_the_loads_spreads_the_tokens(tmp_path: Path):
     unchanged, engine = steps(0.0, 2)
     assert unchanged[0] == unchanged[1]
     name = "layers.1.moe.expert_bias_E"
-    before_E, tokens_E = engine.named_tensors()[name].clone(), engine._loads_LE[0].clone()
+    before_E, tokens_E = engine.named_tensors()[name].clone(), engine._experts.loads_LE[0].clone()
     once_E = steps(0.01, 1)[1].named_tensors()[name]
     torch.testing.assert_close(once_E - before_E, 0.01 * (tokens_E.mean() - tokens_E).sign(), atol=1e-7, rtol=0)
     assert {1.0, -1.0} <= set((once_E - before_E).sign().tolist())
@@ -150,7 +150,7 @@ def test_experts_have_the_same_gradients_each_time_with_several_threads(tmp_path
 
 def test_the_scores_of_a_pass_are_freed_with_it(with_experts: Callable[[float], TrainEngine]):
     engine, kept = with_experts(0.1), []
-    for layer in engine._expert_layers:
+    for layer in engine._experts.layers:
         layer.router.register_forward_hook(lambda *call: kept.append(weakref.ref(call[2][2])))
     batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
     for _ in range(2):
@@ -173,7 +173,7 @@ def routed(engine: TrainEngine, rows: TensorDict) -> tuple[Microbatch, list[Rout
         if torch.is_grad_enabled():  # not of the pass that counts the choices that differ
             found.append(tuple(part[0] for part in outputs))
 
-    hooks = [layer.router.register_forward_hook(keep) for layer in engine._expert_layers]
+    hooks = [layer.router.register_forward_hook(keep) for layer in engine._experts.layers]
     batch = engine._microbatch(rows)
     engine._outputs(batch)
     for hook in hooks:
@@ -212,7 +212,7 @@ def test_replay_trains_the_routers_and_reports_what_they_would_have_chosen_diffe
         for layer, (_, _, scores_TE) in enumerate(found)
     ]
     assert all(made.abs().max() > 0 for name, made in gradients(engine, batch, 2).items() if "router.gate" in name)
-    engine._expert_loads()
+    engine._experts.take_loads()
     metrics = engine.train_step(batch, PolicyObjective(LOSS))
     assert metrics["experts/rerouted"] == pytest.approx(torch.stack(differ).float().mean().item())
     assert 0.3 < metrics["experts/rerouted"] < 0.7

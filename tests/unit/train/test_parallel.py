@@ -19,7 +19,7 @@ from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine
 from goaly.train.parallel import _layout
 from goaly.train.rank import join_process_group
-from goaly.train.settings import CriticSettings, OptimizerSettings, TrainerSettings
+from goaly.train.settings import AXES, CriticSettings, OptimizerSettings, TrainerSettings
 from goaly.trajectory import Minibatch, PackedRows
 from tests.unit.train.batches import documents, pack
 
@@ -126,9 +126,9 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
-    if engine._loads_LE is not None:
-        engine._loads_LE.copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
-        engine._balance_experts(batch.batch_trained_tokens)
+    if engine._experts is not None:
+        engine._experts.loads_LE.copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+        engine._experts.balance(settings.expert_balance, batch.batch_trained_tokens)
     logprobs = engine.logprobs(rows)
     metrics, gradients = {}, {}
     for name, loss in OBJECTIVES.items():
@@ -219,11 +219,11 @@ def rewritten(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     return {"before": before, "after": engine.logprobs(rows), "dp_rank": engine.dp_rank}
 
 
-def replayed(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
+def replayed(folder: Path, settings: TrainerSettings, layers: int = 1) -> dict[str, Any]:
     """What a step and a frozen model give on this rank if the sampler has chosen the experts."""
     model = model_of(folder)
     engine = TrainEngine(model, dataclasses.replace(settings, optimizer=SMALL_STEPS))
-    batch = pack(batch_documents(choices=(1, EXPERTS["experts"], 2)), rows=ROWS, row_length=160)
+    batch = pack(batch_documents(choices=(layers, EXPERTS["experts"], 2)), rows=ROWS, row_length=160)
     batch.rows["sampler_versions"].fill_(-1)  # no policy of this engine sampled them
     share = dataclasses.replace(batch, rows=batch.rows[engine.dp_rank :: settings.fsdp])
     frozen = TrainEngine(model, settings, trains=False).logprobs(share.rows)
@@ -233,7 +233,7 @@ def replayed(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
 
 def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a critic's two passes over a batch in two parts give on this rank: metrics, and values after them."""
-    degrees = {axis: getattr(settings, axis) for axis in ("fsdp", "tp", "cp", "ep")}
+    degrees = {axis: getattr(settings, axis) for axis in (*AXES, "ep")}
     critic = CriticSettings(optimizer=OptimizerSettings(lr=1e-2), epochs=2, value_clip=1.0, **degrees)
     engine = CriticEngine(model_of(folder), critic, settings)
     share = in_two(pack(batch_documents(), rows=ROWS, row_length=160), engine.dp_rank, settings.fsdp)
