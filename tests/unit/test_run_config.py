@@ -384,6 +384,7 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
         (experts, ["generator.tp=2", "generator.ep=3"], "generator.ep=3: must be 1 or generator.tp=2"),
     ]:
         assert [line for line in refused(model, *overrides) if line.startswith(said)], refused(model, *overrides)
+    assert not any("pp" in line for line in refused(tied, "critic={pp: 2}"))  # its head replaces the tied projection
 
 
 def test_choices_that_cannot_be_replayed_are_told_before_anything_starts(tiny_model_folder: Path, tmp_path: Path):

@@ -108,8 +108,6 @@ def build_parallel(
         if trains:
             draw_adapters(versioned_tensors(model), lora.seed)
     model.train()
-    if trains and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError([f"trainer.lora.targets: no layer of stage {stage.number} of {stage.count} has one of them"])
     alike = trainer.tp * trainer.cp
     mesh = None if trainer.cp == 1 else context_mesh(trainer, device.type)
     dp_group = None

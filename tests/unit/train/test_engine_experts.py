@@ -51,13 +51,13 @@ def test_no_token_is_dropped_also_if_one_expert_is_chosen_by_all(with_experts: C
     engine = with_experts(0.0)
     batch, rows = pack(documents(8), rows=4, row_length=160), []
     with torch.no_grad():
-        for layer in engine._expert_layers:
+        for layer in engine._experts.layers:
             layer.router.gate.weight.zero_()  # all experts are alike: the same two have every token
             layer.routed_experts.inner_experts.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
     microbatch = engine._microbatch(batch.rows)
     engine._outputs(microbatch)
     assert rows == [2 * microbatch.tokens_1T.numel()] * 2
-    for layer in engine._expert_layers:
+    for layer in engine._experts.layers:
         assert sorted(layer.tokens_per_expert_E.tolist()) == [0, 0] + [batch.batch_trained_tokens] * 2
 
 

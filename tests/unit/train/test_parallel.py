@@ -148,7 +148,9 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
             for key, parameter in engine._model.named_parameters()
             if parameter.grad is not None
         }
-    metrics |= engine.optimizer_step() | engine._expert_loads()
+    metrics |= engine.optimizer_step()
+    if engine._experts is not None:
+        metrics |= engine._experts.take_loads(settings.expert_bias_rate)
     parameters = {name: whole(tensor) for name, tensor in engine.named_tensors().items()}
     kept = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
     for tensor in engine.named_tensors().values():
