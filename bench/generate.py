@@ -1,7 +1,8 @@
 """How much of a bare engine's speed is left when requests come through the generator actor, and what vLLM's own model
 would reach.
 
-    python -m bench.generate [--streams N ...] [--rounds N] [--model FOLDER] [--json FILE] [--markdown FILE]
+    python -m bench.generate [--only dense|experts | --model FOLDER] [--streams N ...] [--rounds N] [--json FILE]
+                             [--markdown FILE]
 
 A stream sends its next request when its last answer is there, as an episode does. Answers have heavy-tailed lengths.
 One thread of one core generates, and the streams are on another core. Sides take turns:
@@ -259,6 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=SIZES, help="measure one of the tiny random models; both by default")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; two tiny random models if not given")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     parser.add_argument("--markdown", type=Path, help="write the page of the results to this file")
@@ -266,7 +268,8 @@ def main() -> None:
     machine = Machine.now()
     loads: list[Load] = []
     with tempfile.TemporaryDirectory() as made:
-        models = {name: write_tiny_model(Path(made) / name, size) for name, size in SIZES.items()}
+        sizes = SIZES if arguments.only is None else {arguments.only: SIZES[arguments.only]}
+        models = {name: write_tiny_model(Path(made) / name, size) for name, size in sizes.items()}
         if arguments.model is not None:
             models = {arguments.model.name: arguments.model}
         for name, folder in models.items():
