@@ -33,7 +33,7 @@ from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 
 from goaly.errors import ConfigError
-from goaly.models.cpu_layers import LeanRMSNorm, norm_gradients
+from goaly.models.cpu_layers import LeanRMSNorm, linear_gradients, norm_gradients
 
 TILE = 32
 ROWS_OF_A_THREAD = 8
@@ -174,7 +174,9 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 def _linear(x: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
     x_TK = x.reshape(-1, x.shape[-1])
-    out_TN = _Linear.apply(x_TK, weight_NK, slices) if torch.is_grad_enabled() else _sliced(x_TK, weight_NK, slices)
+    out_TN = (
+        _ExactLinear.apply(x_TK, weight_NK, slices) if torch.is_grad_enabled() else _sliced(x_TK, weight_NK, slices)
+    )
     return out_TN.view(*x.shape[:-1], len(weight_NK))
 
 
@@ -188,7 +190,7 @@ def _sliced(x_TK: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.T
     return out_TN
 
 
-class _Linear(torch.autograd.Function):
+class _ExactLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
         ctx.save_for_backward(x_TK, weight_NK)
@@ -197,6 +199,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_TK, weight_NK = ctx.saved_tensors
+        if weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            return *linear_gradients(x_TK, weight_NK, grad, ctx.needs_input_grad), None
         grad_TN = grad.float()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:

@@ -80,15 +80,17 @@ class BitwiseExperts(Experts):
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """The slices' outputs of each row, side by side."""
-        return networks(x_RD, *self._networks(), num_tokens_per_expert_E.tolist(), self._slices(), self.packed)
+        w1, w2, w3 = self._networks()
+        return networks(x_RD, w1, w2, w3, num_tokens_per_expert_E.tolist(), self._slices(), self.packed)
 
     def pack(self) -> None:
         """Keep the weights in the kernel's order for the passes to come; to be called anew when they change (KE-1)."""
-        if fit_kernel(_local(self.w1_EFD), self._slices()):
-            self.packed = pack(*(weight.detach() for weight in self._networks()), self._slices())
+        w1, w2, w3 = self._networks()
+        if fit_kernel(w1, self._slices()):
+            self.packed = pack(w1.detach(), w2.detach(), w3.detach(), self._slices())
 
-    def _networks(self) -> list[torch.Tensor]:
-        return [_local(weight) for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
+    def _networks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return _local(self.w1_EFD), _local(self.w2_EDF), _local(self.w3_EFD)
 
     def _slices(self) -> int:
         """The slices of a rank that has these hidden features."""

@@ -97,8 +97,8 @@ def _kernel_is_exact(width: int, hidden: int, threads: int) -> bool:
     """Whether the kernel gives rows the same bits in other places and without each other (BN-1)."""
     random = torch.Generator().manual_seed(0)
     experts, each = 2, 80
-    weights = [torch.randn(experts, *shape, generator=random) for shape in ((hidden, width), (width, hidden)) * 2]
-    packed = pack(*weights[:3], 1)
+    w1_eFD, w3_eFD = torch.randn(2, experts, hidden, width, generator=random)
+    packed = pack(w1_eFD, torch.randn(experts, width, hidden, generator=random), w3_eFD, 1)
     x_RD = torch.randn(experts * each, width, generator=random)
     whole_RD = _by_kernel(x_RD, [each, each], packed)
     for start, size in ((0, 1), (3, 1), (5, 2), (7, 3), (1, 8), (2, 17), (9, 64)):

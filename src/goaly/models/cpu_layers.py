@@ -18,6 +18,7 @@ Invariants
     CL-3  A linear layer has the same bits with gradients and without: a policy and its copy agree.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -126,7 +127,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return *norm_gradients(*ctx.saved_tensors, grad), None
+        x_TD, weight_D, scale_T1 = ctx.saved_tensors
+        return *norm_gradients(x_TD, weight_D, scale_T1, grad), None
 
 
 def norm_gradients(
@@ -154,10 +156,16 @@ class _LeanProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight_OD = ctx.saved_tensors
-        grad_TO, x_TD = grad.reshape(-1, grad.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
-        needs_x, needs_weight = ctx.needs_input_grad
-        grad_x = _product(grad_TO, weight_OD.t()).view(x.shape) if needs_x else None
-        return grad_x, _product(grad_TO.t(), x_TD.t()) if needs_weight else None
+        return linear_gradients(x, weight_OD, grad, ctx.needs_input_grad)
+
+
+def linear_gradients(
+    x: torch.Tensor, weight_OD: torch.Tensor, grad: torch.Tensor, needed: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of a float32 linear layer's input and weight, those that are needed."""
+    grad_TO, x_TD = grad.reshape(-1, grad.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
+    grad_x = _product(grad_TO, weight_OD.t()).view(x.shape) if needed[0] else None
+    return grad_x, _product(grad_TO.t(), x_TD.t()) if needed[1] else None
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -115,7 +115,8 @@ def test_the_networks_of_experts_have_ordinary_values_and_gradients(hidden: int)
         features = torch.nn.functional.silu(x @ w1.t()) * (x @ w3.t())
         plain += [torch.cat([a @ b.t() for a, b in zip(features.chunk(2, 1), w2.chunk(2, 1), strict=True)], 1)]
     found, upstream = [], random(sum(ROWS), 2 * DIM, seed=4)
-    for out in (networks(*inputs, ROWS, 2), torch.cat(plain)):
+    x, w1, w2, w3 = inputs
+    for out in (networks(x, w1, w2, w3, ROWS, 2), torch.cat(plain)):
         found.append([out, *torch.autograd.grad(out, inputs, upstream)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=2e-6 * float(other.detach().abs().max()), rtol=1e-5)
