@@ -13,6 +13,8 @@ lines of its error. A check whose hardware is missing is `not run`, with the rea
     updates               versions from a trainer to vLLM by copy and by flip: vLLM's log-probs are the trainer's
     pinned staging        a GPU's weights through a pinned ring into pinned spares (`weights.spare=host`)
     GPU-direct buffers    a GPU's weights by RDMA into a GPU (`weights.transport=direct`), where there is such a device
+    bitwise operations    bits of each operation of bitwise numerics that do not depend on the batch, their cost, and a
+                          trainer that computes the log-probs that vLLM sampled
     tiny loop             a GRPO run whose trainer and generator share the GPU
 
 Without `--check` the results are written to `docs/results/gpu.json`. The exit code is 1 if a check failed, and 2
@@ -73,6 +75,7 @@ CHECKS: dict[str, Check] = {
         target="bench.gpu_weights:direct_buffers",
         environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},  # Monarch registers such segments only
     ),
+    "bitwise operations": Check(target="bench.gpu_bitwise:bitwise_operations", seconds=600.0),
     "tiny loop": Check(target="bench.gpu_loop:tiny_loop", anywhere=True, seconds=600.0),
 }
 

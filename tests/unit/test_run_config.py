@@ -319,6 +319,21 @@ def test_what_cannot_be_bitwise_is_told_before_anything_starts(tiny_model_folder
             run_config(GRPO, model, bitwise, recompute)
 
 
+def test_on_a_gpu_bitwise_numerics_are_for_one_tensor_parallel_rank_without_the_compiler(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("goaly.run.config.vllm_device", lambda: "cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    bitwise = GRPO, tiny_model_folder, "model.numerics=bitwise", "generator.on_update=recompute"
+    assert run_config(*bitwise, "trainer.fsdp=2", "generator.replicas=2")
+    with pytest.raises(ConfigError) as error:
+        run_config(*bitwise, "trainer.tp=2", "generator.tp=2")
+    for section in ("trainer", "generator"):
+        assert any(f"{section}.tp=2: must be 1 with model.numerics=bitwise on" in one for one in error.value.problems)
+    with pytest.raises(ConfigError, match=r"trainer\.compile=true: must be false with model"):
+        run_config(*bitwise, "trainer.compile=true")
+
+
 def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_starts(
     tiny_model_folder: Path, tmp_path: Path
 ):

@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from goaly.models.bitwise_attention import Queries, write_pages
+from goaly.models.bitwise_attention import Queries, by_token, write_pages
 
 
 class BitwiseBackend(CPUAttentionBackend):
@@ -35,17 +35,10 @@ class BitwiseBuilder(CPUAttentionMetadataBuilder):
     ) -> Any:
         """The step's tokens as queries."""
         step = common_attn_metadata
-        tokens, ends, lengths, pages = (
-            step.num_actual_tokens,
-            step.query_start_loc[1:],
-            step.seq_lens,
-            step.block_table_tensor,
-        )
+        tokens, lengths, pages = step.num_actual_tokens, step.seq_lens, step.block_table_tensor
         if step.max_query_len > 1:
-            counts = torch.diff(step.query_start_loc)
-            request_T = torch.arange(len(counts)).repeat_interleave(counts, output_size=tokens)
-            left_T = ends[request_T] - torch.arange(tokens, dtype=torch.int32) - 1
-            lengths, pages = lengths[request_T] - left_T, pages[request_T]
+            starts, ends = step.query_start_loc[:-1], step.query_start_loc[1:]
+            lengths, pages = by_token(ends, lengths, pages, starts, tokens)
         return Queries.of(
             lengths[:tokens].contiguous(),
             pages[:tokens].contiguous(),

@@ -140,6 +140,10 @@ class Engine:
         self._core._finalizer.atexit = False  # the end of the process releases everything; vLLM would collect first
         self._scheduler = self._core.engine_core.scheduler
         self._grammars = Grammars(self._core, Path(model.path), chat or ChatSettings())
+        if model.numerics == "bitwise" and self._device() == "cuda":
+            from goaly.generate.bitwise_gpu_backend import use_exact_logprobs
+
+            use_exact_logprobs(self._vllm.model_executor.driver_worker.worker.model_runner.sampler)
         self._supported_tasks = self._vllm.get_supported_tasks()
         self._vocabulary = self._vllm.model_config.get_vocab_size()
         self._recorder = ChoiceRecorder(self._scheduler, self._model().choices) if records_choices else None

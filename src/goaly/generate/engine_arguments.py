@@ -39,8 +39,11 @@ def engine_arguments(
     if on_cuda:
         overrides["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         overrides["gpu_memory_utilization"] = FREE_ENOUGH
-    if model.numerics == "bitwise" and settings.engine == "native":
+    bitwise = model.numerics == "bitwise"
+    if bitwise and settings.engine == "native":
         raise ConfigError(["model.numerics=bitwise: must be fast with generator.engine=native"])
+    if bitwise and on_cuda:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # its sampler divides by the temperature in another way
     if lora is not None and settings.engine == "native":
         raise ConfigError([f"generator.engine=native: {NO_ADAPTERS}"])
     if settings.engine == "torchtitan":
@@ -73,7 +76,7 @@ def engine_arguments(
         block_size=None if on_cuda else CPU_BLOCK_TOKENS,
         enable_prefix_caching=settings.prefix_caching,
         disable_hybrid_kv_cache_manager=True if shape.windows else None,  # one table of blocks for all layers
-        enforce_eager=not (on_cuda and settings.cuda_graphs and not waits),
+        enforce_eager=bitwise or not (on_cuda and settings.cuda_graphs and not waits),
         logprobs_mode="processed_logprobs",
         async_scheduling=settings.async_scheduling,
         structured_outputs_config=StructuredOutputsConfig(backend=BACKEND),

@@ -55,7 +55,8 @@ class GeneratorSettings(Settings):
     prefix_caching: bool = True
     """Compute the shared prompt of a group's samples only once."""
     cuda_graphs: bool = True
-    """Record decode steps as CUDA graphs. No effect on CPU, and on experts in float32 or on a GPU older than Hopper."""
+    """Record decode steps as CUDA graphs. No effect on CPU, with `model.numerics=bitwise`, and on experts in float32 or
+    on a GPU older than Hopper."""
     async_scheduling: bool = False
     """GPU only: plan the next decode step while the GPU computes this one. Each weight update first waits for the step
     under way. Set it where steps are short; it has not been measured on a GPU yet."""

@@ -81,9 +81,6 @@ class PagedAttention(Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        backend = None  # vLLM's own
-        if config.numerics == "bitwise":
-            from goaly.generate.bitwise_backend import BitwiseBackend as backend
         tp = get_tensor_model_parallel_world_size()
         # vLLM's kernels for sinks must be chosen here; the layer's parameter takes this one's place.
         sinks: dict[str, Any] = {"sinks": torch.empty(config.heads // tp)} if config.sinks else {}
@@ -94,7 +91,7 @@ class PagedAttention(Module):
             num_kv_heads=config.kv_heads // tp,
             cache_config=get_current_vllm_config().cache_config,
             prefix=f"layers.{config.layer}.attention.inner_attention",  # must be unique: vLLM finds the KV cache by it
-            attn_backend=backend,
+            attn_backend=_bitwise_backend() if config.numerics == "bitwise" else None,  # None: vLLM's own
             per_layer_sliding_window=config.window_size[0] + 1 or None,
             **sinks,
         )
@@ -148,7 +145,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
         """The experts that were chosen for the tokens in the key-value cache, if they are recorded."""
         self._dims: ParallelDims | None = None
         self._row_multiple: Callable[[], int] | None = None
-        if self.numerics == "bitwise":
+        if self.numerics == "bitwise" and device.type == "cpu":
             from goaly.models.bitwise import row_multiple
 
             self._row_multiple = row_multiple
@@ -288,6 +285,16 @@ class BitwiseForCausalLM(TorchtitanForCausalLM):
     """The same with `model.numerics=bitwise`."""
 
     numerics = "bitwise"
+
+
+def _bitwise_backend() -> Any:
+    if get_current_vllm_config().device_config.device_type == "cpu":
+        from goaly.generate.bitwise_backend import BitwiseBackend
+
+        return BitwiseBackend
+    from goaly.generate.bitwise_gpu_backend import BitwiseGpuBackend
+
+    return BitwiseGpuBackend
 
 
 def _divide_experts(config: Any, ranks: int, numerics: Numerics) -> None:

@@ -62,12 +62,13 @@ class PackedDocuments:
         classes, count = torch.unique(padded, return_counts=True)
         order = torch.argsort(padded, stable=True)
         first_slot = torch.empty_like(padded)
+        index_T = torch.arange(tokens, device=lengths.device)
         first_slot[order] = torch.cumsum(padded[order], 0) - padded[order]
         return cls(
             classes=tuple(zip(count.tolist(), classes.tolist(), strict=True)),
             slots=int(padded.sum()),
             first_slot_T=first_slot.repeat_interleave(lengths, output_size=tokens),
-            offset_T=torch.arange(tokens) - start_index.repeat_interleave(lengths, output_size=tokens),
+            offset_T=index_T - start_index.repeat_interleave(lengths, output_size=tokens),
             length_T=padded.repeat_interleave(lengths, output_size=tokens),
             _places={},
         )
@@ -75,12 +76,11 @@ class PackedDocuments:
     def places(self, heads: int) -> "Places":
         """The mapping from `[T * heads, H]` to `[S * heads, H]`, which is ordered by class, document, head, slot."""
         if heads not in self._places:
-            head = torch.arange(heads)
+            head = torch.arange(heads, device=self.offset_T.device)
             first = (self.first_slot_T * heads + self.offset_T)[:, None]
             slot_of_row = (first + self.length_T[:, None] * head).flatten()
-            row_of_slot = torch.full((self.slots * heads,), -1).index_copy_(
-                0, slot_of_row, torch.arange(len(slot_of_row))
-            )
+            row = torch.arange(len(slot_of_row), device=slot_of_row.device)
+            row_of_slot = row.new_full((self.slots * heads,), -1).index_copy_(0, slot_of_row, row)
             padding = (row_of_slot < 0).nonzero().flatten()
             self._places[heads] = Places(slot_of_row, row_of_slot.clamp_(min=0), padding)
         return self._places[heads]
@@ -264,7 +264,7 @@ class _ShortAttention(torch.autograd.Function):
 
 def _short_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     length = k.shape[1]
-    mask = causal_mask(length, q.shape[1] // length, q.dtype)
+    mask = causal_mask(length, q.shape[1] // length, q.dtype, q.device)
     return torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale).softmax(-1)
 
 
@@ -284,6 +284,6 @@ def _long(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> to
 
 
 @cache
-def causal_mask(length: int, repeats: int, dtype: torch.dtype) -> torch.Tensor:
+def causal_mask(length: int, repeats: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """-inf above the diagonal, once for each query head that shares a key head."""
-    return torch.full((length, length), float("-inf"), dtype=dtype).triu(1).repeat(repeats, 1)
+    return torch.full((length, length), float("-inf"), dtype=dtype, device=device).triu(1).repeat(repeats, 1)

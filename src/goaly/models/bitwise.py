@@ -1,8 +1,9 @@
 """The layers of `model.numerics=bitwise`: a token gets the same bits, whatever is computed beside it.
 
 Trainer and sampler build the same layers, so their log-probs are equal to the last bit. Only forward passes are exact;
-gradients are those of ordinary layers. `bitwise_attention.py` has the attention, `bitwise_experts.py` the experts, and
-`bitwise_decoder.py` puts all of them into a model.
+gradients are those of ordinary layers. `bitwise_attention.py` has the attention, `bitwise_experts.py` the experts,
+`bitwise_rows.py` softmaxes, and `bitwise_decoder.py` puts all of them into a model. On a GPU the operations
+are those of `bitwise_kernels.py`, in which a row never depends on another.
 
 Matrix products on a CPU are float32 for any type of the model, and rounded to that type once. MKL computes a row in the
 same way in every product of enough rows, and in another way in one of a few rows. So few rows are padded, and the first
@@ -17,8 +18,8 @@ Invariants
     BW-2  A product over features that tensor-parallel ranks divide is the sum of the products over `SLICES` equal
           parts of them, each rounded to the model's type. So one rank and `SLICES` ranks add the same numbers.
     BW-3  An activation has the same bits in any place of a tensor: it never comes to the remainder of a vector loop.
-    BW-4  A norm gives a row the same bits in any place. In float32 it is vLLM's kernel, which is one operation, on both
-          sides; in other types torchtitan's.
+    BW-4  A norm gives a row the same bits in any place. On a CPU it is vLLM's kernel in float32, one operation on both
+          sides, and torchtitan's in other types.
 """
 
 from collections.abc import Callable
@@ -92,7 +93,12 @@ class BitwiseFeedForward(FeedForward):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The network's output."""
-        return self.w2(_on_local(silu, self.w1(x)) * self.w3(x))
+        return self.w2(on_local(silu, self.w1(x)) * self.w3(x))
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether the kernels of `bitwise_kernels.py` compute with this tensor."""
+    return tensor.is_cuda
 
 
 class BitwiseRMSNorm(LeanRMSNorm):
@@ -105,7 +111,7 @@ class BitwiseRMSNorm(LeanRMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The normalized input."""
         weight = self.weight
-        if x.dtype != torch.float32 or self.eps is None:
+        if self.eps is None or not (x.dtype == torch.float32 or on_gpu(x)):
             return super().forward(x)
         if not isinstance(x, DTensor):
             return _norm(x, weight, self.eps)
@@ -120,6 +126,10 @@ def _norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _normed(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    if on_gpu(x):
+        from goaly.models import bitwise_kernels
+
+        return bitwise_kernels.normalized(x.reshape(-1, x.shape[-1]), weight_D, eps).view(x.shape)
     from vllm import _custom_ops as kernels
 
     out = torch.empty(x.shape)
@@ -137,6 +147,11 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight_D = ctx.saved_tensors
+        if on_gpu(x):
+            given = [one.detach().requires_grad_() for one in (x, weight_D)]
+            with torch.enable_grad():
+                out = F.rms_norm(given[0], weight_D.shape, given[1], ctx.eps)
+            return *torch.autograd.grad(out, given, grad), None
         x_TD = x.reshape(-1, len(weight_D))
         scale_T1 = torch.linalg.vector_norm(x_TD, dim=1, keepdim=True).square_().div_(len(weight_D))
         return *norm_gradients(x_TD, weight_D, scale_T1.add_(ctx.eps).rsqrt_(), grad), None
@@ -144,6 +159,10 @@ class _Norm(torch.autograd.Function):
 
 def product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T`, of which each row is that of BW-1."""
+    if on_gpu(x_TK):
+        from goaly.models import bitwise_kernels
+
+        return bitwise_kernels.product(x_TK, weight_NK)
     rows = len(x_TK)
     padding = -rows % row_multiple()
     x_TK = x_TK.float()
@@ -163,7 +182,10 @@ def multiply(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: torch.Tensor |
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """The activation of each element (BW-3): torch's, over a number of elements that has no remainder."""
+    """The activation of each element (BW-3): torch's, over a number of elements that has no remainder. On a GPU every
+    element is computed alone."""
+    if on_gpu(x):
+        return F.silu(x)
     count = x.numel()
     threads = min(torch.get_num_threads(), -(-count // GRAIN))
     remainder = count % (LOOP * max(threads, 1))
@@ -199,19 +221,20 @@ class _ExactLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_TK, weight_NK = ctx.saved_tensors
-        if weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        if weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available() and not on_gpu(grad):
             return *linear_gradients(x_TK, weight_NK, grad, ctx.needs_input_grad), None
-        grad_TN = grad.float()
+        dtype = weight_NK.dtype if on_gpu(grad) else torch.float32  # a GPU adds in float32 in any case
+        grad_TN = grad.to(dtype)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.mm(grad_TN, weight_NK.float()).to(x_TK.dtype)
+            grad_x = torch.mm(grad_TN, weight_NK.to(dtype)).to(x_TK.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.mm(grad_TN.t(), x_TK.float()).to(weight_NK.dtype)
+            grad_weight = torch.mm(grad_TN.t(), x_TK.to(dtype)).to(weight_NK.dtype)
         return grad_x, grad_weight, None
 
 
 def row_multiple() -> int:
-    """What the number of rows must be a multiple of; others are padded."""
+    """What the number of rows must be a multiple of on a CPU; others are padded."""
     return ROWS_OF_A_THREAD * torch.get_num_threads()
 
 
@@ -249,7 +272,7 @@ def _tiled(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.mm(x_RK, weight_NK.t()) for x_RK in x_TK.split(TILE)])
 
 
-def _on_local(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def on_local(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """The function of each rank's part."""
     if not isinstance(x, DTensor):
         return function(x)

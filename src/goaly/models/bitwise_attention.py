@@ -1,9 +1,10 @@
-"""The attention of `model.numerics=bitwise`, in the trainer as in vLLM on the CPU: one kernel, one query at a time.
+"""The attention of `model.numerics=bitwise`, in the trainer as in vLLM: one kernel, one query at a time.
 
 vLLM's kernel for its paged cache computes a request's queries in tiles whose sizes depend on their number, and divides
 long requests among threads. Here each token is a request of its own: one query over the keys before it, never divided.
 What the kernel does then depends on the token's position only. The trainer writes the keys and values of its packed
-documents into pages and calls the same kernel; its gradient is that of the ordinary attention.
+documents into pages and calls the same kernel; its gradient is that of the ordinary attention. On a GPU the kernel is
+goaly's own (`bitwise_kernels.py`), over the same pages in the trainer and over vLLM's in a generator.
 
 Shape suffixes: B rows, L tokens of a row, T tokens, N query heads, K key heads, H head dim, P pages, S slots of a page
 for keys and as many for values, M most pages of a document.
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from goaly.models.attention import PackedAttention, PackedDocuments, packed_gradients
+from goaly.models.bitwise import on_gpu
 
 PAGE = 32
 """Tokens of a page of keys and values. The kernel's steps are not longer."""
@@ -33,16 +35,18 @@ class Queries:
     """i32: the tokens up to and including this one."""
     pages_TM: torch.Tensor
     """i32: the pages of the token's document, in order."""
-    starts_T1: torch.Tensor
-    """i32: 0, 1, …, T."""
-    schedule: torch.Tensor
-    """The kernel's division of the work."""
+    starts_T1: torch.Tensor | None
+    """i32: 0, 1, …, T; None: on a GPU, whose kernel needs none."""
+    schedule: torch.Tensor | None
+    """The CPU kernel's division of the work."""
 
     @classmethod
     def of(
         cls, lengths_T: torch.Tensor, pages_TM: torch.Tensor, *, heads: int, kv_heads: int, head_dim: int, dtype: Any
     ) -> "Queries":
         """The queries of a model's heads."""
+        if on_gpu(lengths_T):
+            return cls(lengths_T, pages_TM, None, None)
         starts_T1 = torch.arange(len(lengths_T) + 1, dtype=torch.int32)
         schedule = _kernels().get_scheduler_metadata(
             len(lengths_T),
@@ -64,6 +68,11 @@ class Queries:
     def attend(self, q_TNH: torch.Tensor, cache_PKSH: torch.Tensor, out_TNH: torch.Tensor, scale: float) -> None:
         """Write each query's attention over the cache."""
         keys, values = cache_PKSH.chunk(2, dim=2)
+        if self.schedule is None:
+            from goaly.models import bitwise_kernels
+
+            bitwise_kernels.attend(q_TNH, keys, values, out_TNH, self.lengths_T, self.pages_TM, scale)
+            return
         _kernels().cpu_attention_with_kv_cache(
             q_TNH,
             keys,
@@ -91,6 +100,10 @@ def write_pages(
 ) -> None:
     """Put keys and values into their slots of the cache, in the kernel's order."""
     keys, values = cache_PKSH.chunk(2, dim=2)
+    if on_gpu(k_TKH):
+        page_T, place_T = slot_T // keys.shape[2], slot_T % keys.shape[2]
+        keys[page_T, :, place_T], values[page_T, :, place_T] = k_TKH, v_TKH
+        return
     _kernels().cpu_attn_reshape_and_cache(k_TKH, v_TKH, keys, values, slot_T, instructions(head_dim), 1.0, 1.0, "auto")
 
 
@@ -99,6 +112,17 @@ def instructions(head_dim: int) -> str:
     if head_dim % PAGE:
         return "vec16"
     return "neon" if platform.machine() in ("aarch64", "arm64") else "vec"
+
+
+def by_token(
+    ends_R: torch.Tensor, lengths_R: torch.Tensor, pages_RM: torch.Tensor, starts_R: torch.Tensor, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lengths and pages of tokens as requests of their own, of a step's requests: request r has the tokens from
+    `starts_R` to `ends_R`, which are the last ones of its `lengths_R` (i32)."""
+    counts_R = ends_R - starts_R
+    request_T = torch.arange(len(counts_R), device=ends_R.device).repeat_interleave(counts_R, output_size=tokens)
+    left_T = ends_R[request_T] - torch.arange(tokens, dtype=torch.int32, device=ends_R.device) - 1
+    return lengths_R[request_T] - left_T, pages_RM[request_T]
 
 
 class Pages(Protocol):
@@ -129,7 +153,7 @@ class PagedDocuments:
         counts = torch.bincount(document_T)
         pages = (counts + PAGE - 1) // PAGE
         first = torch.cumsum(pages, 0) - pages
-        longest = torch.arange(int(pages.max()))
+        longest = torch.arange(int(pages.max()), device=pages.device)
         pages_DM = (first[:, None] + longest).clamp_(max=int(pages.sum()) - 1)
         return cls(
             packed=packed,
@@ -169,8 +193,8 @@ class GrowingDocument:
             self._caches.append(_empty_pages(self._pages, k_TKH))
         cache_PKSH = self._caches[self._layer]
         self._layer += 1
-        slot_T = torch.arange(self._seen, self._seen + self._now)
-        pages_TM = torch.arange(self._pages, dtype=torch.int32).repeat(self._now, 1)
+        slot_T = torch.arange(self._seen, self._seen + self._now, device=q_TNH.device)
+        pages_TM = torch.arange(self._pages, dtype=torch.int32, device=q_TNH.device).repeat(self._now, 1)
         queries = _queries((slot_T + 1).int(), pages_TM, q_TNH, k_TKH)
         return _attention(queries, q_TNH, k_TKH, v_TKH, cache_PKSH, slot_T, scale)
 

@@ -28,7 +28,9 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed.spmd_types import current_spmd_mesh
 from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 
+from goaly.models.bitwise import on_local
 from goaly.models.bitwise_networks import Packed, by_kernel, fit_kernel, networks, pack
+from goaly.models.bitwise_rows import softmax
 from goaly.models.experts import Dispatcher, Experts, OwnExpertsDispatcher
 from goaly.models.settings import SLICES
 
@@ -44,7 +46,7 @@ class BitwiseRouter(TokenChoiceTopKRouter):
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The weights of each token's experts, the experts (BE-1), and the scores of all."""
-        scores_BLE = F.softmax(self.gate(x_BLD).float(), dim=-1)
+        scores_BLE = on_local(softmax, self.gate(x_BLD).float())
         preferred_BLE = scores_BLE if expert_bias_E is None else scores_BLE + expert_bias_E
         experts_BLK = highest(_local(preferred_BLE.detach()), self.top_k)
         if isinstance(preferred_BLE, DTensor):

@@ -1,8 +1,8 @@
 """The networks of experts with `model.numerics=bitwise`: a row gets the same bits, whatever is computed beside it.
 
 vLLM's kernel of experts, which computes a row in the same way in any batch (BN-1), computes float32 networks whose
-widths fit. Others are exact products (BW-1). Widths and type decide, so trainer and sampler do the same. Gradients are
-those of ordinary products.
+widths fit. Others, and all on a GPU, are exact products (BW-1). Widths and type decide, so trainer and sampler do the
+same. Gradients are those of ordinary products.
 
 Shape suffixes: e experts, D model dim, F hidden features, R rows, grouped by expert, S slices of the hidden features, G
 outputs of a product.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from goaly.errors import ConfigError
-from goaly.models.bitwise import multiply, row_multiple, silu
+from goaly.models.bitwise import multiply, on_gpu, row_multiple, silu
 
 INSTRUCTIONS = "vec"
 """The kernel for every CPU; vLLM's other one is for bfloat16."""
@@ -50,6 +50,11 @@ def networks(
     `packed` are these weights, if they have been packed before."""
     if torch.is_grad_enabled():
         return _Networks.apply(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)
+    if on_gpu(x_RD):
+        from goaly.models.bitwise_kernels import by_expert
+
+        hidden_RF = silu(by_expert(x_RD, w1_eFD, rows, 1)) * by_expert(x_RD, w3_eFD, rows, 1)
+        return by_expert(hidden_RF, w2_eDF, rows, slices)
     if not fit_kernel(w1_eFD, slices):
         return _exact(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)
     if not _kernel_is_exact(x_RD.shape[1], w1_eFD.shape[1] // slices, torch.get_num_threads()):
@@ -59,9 +64,10 @@ def networks(
 
 
 def fit_kernel(w1_eFD: torch.Tensor, slices: int) -> bool:
-    """Whether the kernel computes networks with these gates."""
+    """Whether vLLM's kernel for CPUs computes networks with these gates."""
     _, hidden, width = w1_eFD.shape
-    return w1_eFD.dtype == torch.float32 and width % PACKED == 0 and hidden // slices % PACKED == 0
+    fit = width % PACKED == 0 and hidden // slices % PACKED == 0
+    return fit and w1_eFD.dtype == torch.float32 and not on_gpu(w1_eFD)
 
 
 def pack(w1_eFD: torch.Tensor, w2_eDF: torch.Tensor, w3_eFD: torch.Tensor, slices: int) -> Packed:

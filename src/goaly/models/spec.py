@@ -199,7 +199,7 @@ def spec_of(
     if numerics == "bitwise":
         from goaly.models.bitwise_decoder import make_bitwise
 
-        if problems := list(bitwise_problems(shape, device)):
+        if problems := list(bitwise_problems(shape)):
             raise ConfigError(problems)
         make_bitwise(decoder)
     return ModelSpec(
@@ -237,8 +237,8 @@ def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tenso
     return {canonical_fqn(name): tensor for name, tensor in tensors}
 
 
-def bitwise_problems(shape: Architecture, device: str) -> Iterator[str]:
-    """One line for each reason why a model of this shape cannot have bitwise numerics on this kind of device."""
+def bitwise_problems(shape: Architecture) -> Iterator[str]:
+    """One line for each reason why a model of this shape cannot have bitwise numerics."""
     if shape.latent is not None:
         why = "which has no kernels for it yet"
         yield f"model.numerics=bitwise: must be fast for the latent attention of DeepSeek-V3, {why}"
@@ -249,8 +249,6 @@ def bitwise_problems(shape: Architecture, device: str) -> Iterator[str]:
     elif shape.experts and shape.hidden_dim % (SLICES * EXPERT_MULTIPLE):
         why = f"which is no multiple of {SLICES * EXPERT_MULTIPLE}"
         yield f"model.numerics=bitwise: must be fast for experts of width {shape.hidden_dim}, {why}"
-    if device == "cuda":
-        yield "model.numerics=bitwise: must be fast on GPUs, which have no kernels for it yet"
 
 
 def _inner_attention(device: str, numerics: Numerics, *, sinks: bool) -> "Module.Config":

@@ -277,8 +277,10 @@ class RunConfig(Settings):
         """One line for each setting with which trainer and sampler cannot compute the same bits."""
         from goaly.models.spec import bitwise_problems
 
-        yield from bitwise_problems(shape, vllm_device())
+        yield from bitwise_problems(shape)
         because = f"with {at}model.numerics=bitwise"
+        if self.trainer.compile:
+            yield f"{at.trainer.compile}: must be false {because}: the compiler would fuse its operations into others"
         if self.generator.engine == "native":
             yield f"{at.generator.engine}: must be torchtitan {because}: vLLM's own models compute in their own order"
         if self.generator.on_update == "keep":
@@ -298,7 +300,9 @@ class RunConfig(Settings):
             if ranks.cp > 1:
                 yield f"{section.cp}: must be 1 {NO_BITWISE_CONTEXT}"
         for section, ranks in ((at.trainer, self.trainer), (at.generator, self.generator)):
-            if ranks.tp > SLICES:
+            if ranks.tp > 1 and vllm_device() == "cuda":
+                yield f"{section.tp}: must be 1 {because} on GPUs, whose kernels have no tensor-parallel ranks yet"
+            elif ranks.tp > SLICES:
                 yield f"{section.tp}: must be at most {SLICES} {because}: its sums have {SLICES} parts"
 
     def _folders(self) -> dict[str, tuple[ModelSettings, dict[str, RanksSettings | GeneratorSettings]]]:

@@ -30,6 +30,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.sharding import ShardingConfig
 
 from goaly.models.bitwise import BitwiseLinear, product
+from goaly.models.bitwise_rows import log_softmax
 from goaly.train.parallel import Head
 
 
@@ -161,12 +162,15 @@ class _Logprobs(torch.autograd.Function):
 
 def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, exact: bool) -> torch.Tensor:
     logits_CV = product(hidden_CD, weight_VD).float() if exact else _product(hidden_CD, weight_VD.t())
-    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+    if temperature == 1.0:
+        return logits_CV
+    # By a tensor, as vLLM does (LP-4): a GPU multiplies by the reciprocal of a number.
+    return logits_CV.div_(logits_CV.new_full((), temperature) if exact else temperature)
 
 
 def _as_sampled(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probs as vLLM computes them (LP-4), entropies and normalizers."""
-    log_softmax_CV = logits_CV.log_softmax(1)
+    log_softmax_CV = log_softmax(logits_CV)
     logprob_C = log_softmax_CV.gather(1, targets_C[:, None]).squeeze(1)
     chosen_C = logits_CV.gather(1, targets_C[:, None]).squeeze(1)
     return logprob_C, -log_softmax_CV.exp().mul_(log_softmax_CV).sum(1), chosen_C - logprob_C

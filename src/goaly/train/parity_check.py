@@ -104,7 +104,7 @@ def first_difference(model: Any, head: Head, batch: Microbatch, first: int) -> s
     }
     if (name := first_other(of_document, alone)) is not None:
         return name
-    place, target = torch.tensor([0]), batch.targets_P[first : first + 1]
+    place, target = batch.targets_P.new_zeros(1), batch.targets_P[first : first + 1]
     beside = head(packed["norm"][0], batch.predicting_P, batch.targets_P)[0][first]
     return None if float(head(steps[-1]["norm"][0], place, target)[0]) == float(beside) else "lm_head"
 

@@ -152,13 +152,12 @@ def test_the_attention_has_values_and_gradients_of_the_ordinary_one():
         torch.testing.assert_close(one, other)
 
 
-def test_models_and_devices_that_have_no_exact_order_are_refused(tmp_path):
+def test_models_that_have_no_exact_order_are_refused(tmp_path):
     narrow = architecture(model_config(TinyModel(experts=4, hidden_dim=24)))
-    assert [line.partition(", ")[0] for line in bitwise_problems(narrow, "cuda")] == [
-        "model.numerics=bitwise: must be fast for experts of width 24",
-        "model.numerics=bitwise: must be fast on GPUs",
+    assert [line.partition(", ")[0] for line in bitwise_problems(narrow)] == [
+        "model.numerics=bitwise: must be fast for experts of width 24"
     ]
-    assert list(bitwise_problems(architecture(model_config(TinyModel(experts=3, hidden_dim=32))), "cpu")) == []
+    assert list(bitwise_problems(architecture(model_config(TinyModel(experts=3, hidden_dim=32))))) == []
     for write, said in ((write_random_deepseek, "latent attention of DeepSeek-V3"), (write_random_dots, "dots.llm1")):
         with pytest.raises(ConfigError, match=f"must be fast for .*{said}"):
             model_spec(write(tmp_path / said), numerics="bitwise")
