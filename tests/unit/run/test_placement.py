@@ -209,7 +209,7 @@ def test_a_mesh_of_two_hosts_has_the_roles_ranks_and_not_twice_as_many():
     assert placed["generator-1"].seats == range(1, 2)
     assert placed["rollout-1"].ranks[0].host == "host-6"
     assert refused([role("trainer", 3), *replicas(1), HUB], HostSettings(), on) == [
-        "hosts.trainer.hosts=null: must be a divisor of trainer.fsdp * trainer.tp * trainer.cp=3, "
+        "hosts.trainer.hosts=null: must be a divisor of trainer.pp * trainer.fsdp * trainer.tp * trainer.cp=3, "
         "the mesh trainer has 2 hosts"
     ]
 
@@ -247,11 +247,11 @@ def test_shared_gpus_are_the_other_roles_in_its_order():
         ),
         (
             {"trainer": RolePlacement(gpus=3)},
-            "hosts.trainer.gpus=3: must divide trainer.fsdp * trainer.tp * trainer.cp=4",
+            "hosts.trainer.gpus=3: must divide trainer.pp * trainer.fsdp * trainer.tp * trainer.cp=4",
         ),
         (
             {"trainer": RolePlacement(hosts=2, gpus=4)},
-            "hosts.trainer: hosts=2 * gpus=4 must be trainer.fsdp * trainer.tp * trainer.cp=4",
+            "hosts.trainer: hosts=2 * gpus=4 must be trainer.pp * trainer.fsdp * trainer.tp * trainer.cp=4",
         ),
         (
             {"generator": RolePlacement(hosts=2)},
@@ -264,9 +264,8 @@ def test_shared_gpus_are_the_other_roles_in_its_order():
         ),
         (
             {"reference": RolePlacement(share_with="generator")},
-            "hosts.reference.share_with=generator: reference.fsdp * reference.tp * reference.cp=4: needs 4 GPUs, "
-            "generator has 3 on "
-            "host-0",
+            "hosts.reference.share_with=generator: reference.pp * reference.fsdp * reference.tp * reference.cp=4: "
+            "needs 4 GPUs, generator has 3 on host-0",
         ),
         ({"rollout": WorkerPlacement(hosts=3)}, "hosts.rollout.hosts=3: must be at most 2, the hosts there are"),
         ({"bind": {"generator": [0, 9]}}, "hosts.bind.generator=[0, 9]: host-1 has no core 9 for this run"),
@@ -287,7 +286,7 @@ def test_too_few_gpus_are_refused_with_what_is_free_and_how_to_share():
     ]
     hosts = HostSettings(trainer=RolePlacement(hosts=2))
     assert refused([*replicas(1), role("trainer", 6), HUB], hosts, cluster(hosts=2, gpus=2)) == [
-        "trainer.fsdp * trainer.tp * trainer.cp=6: needs 6 GPUs, 3 on each of 2 hosts in a row, "
+        "trainer.pp * trainer.fsdp * trainer.tp * trainer.cp=6: needs 6 GPUs, 3 on each of 2 hosts in a row, "
         "free are 2 on host-0, 2 on "
         "host-1; use fewer, or share with a role by hosts.trainer.share_with"
     ]
@@ -349,7 +348,7 @@ def test_memory_is_checked_where_roles_share_and_where_one_alone_is_too_large():
         "reference), GPU 0 of host-0 has 64.0 GiB"
     ]
     assert refused(processes, HostSettings(), cluster(gpus=4, gpu_gib=40), gib) == [
-        "trainer.fsdp * trainer.tp * trainer.cp=2: a rank needs 50.0 GiB at least, GPU 0 of host-0 has 40.0 GiB"
+        "trainer.pp * trainer.fsdp * trainer.tp * trainer.cp=2: a rank needs 50.0 GiB at least, GPU 0 of host-0 has 40.0 GiB"
     ]
 
 
