@@ -5,10 +5,11 @@ gradients are those of ordinary layers. `bitwise_attention.py` has the attention
 `bitwise_rows.py` softmaxes, and `bitwise_decoder.py` puts all of them into a model. On a GPU the operations
 are those of `bitwise_kernels.py`, in which a row never depends on another.
 
-Matrix products on a CPU are float32 for any type of the model, and rounded to that type once. MKL computes a row in the
-same way in every product of enough rows, and in another way in one of a few rows. So few rows are padded, and the first
-product with a weight of some shape is compared with the definition in BW-1. On a machine where they differ, rows are
-multiplied a tile at a time.
+Matrix products on a CPU are float32 for any type of the model, and rounded to that type once. oneDNN, or MKL in a torch
+without it, computes a row in the same way in every product of enough rows, and in another way in one of a few rows. So
+few rows are padded, and the first product with a weight of some shape is compared with the definition in BW-1. On a
+machine where they differ, rows are multiplied a tile at a time. A sampler on one rank has its weights in the order of
+vLLM's kernel, which is oneDNN, too, and is compared in the same way.
 
 Shape suffixes: T tokens, K input features, N output features, R rows of a tile.
 
@@ -34,7 +35,7 @@ from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 
 from goaly.errors import ConfigError
-from goaly.models.cpu_layers import LeanRMSNorm, linear_gradients, norm_gradients
+from goaly.models.cpu_layers import LeanRMSNorm, linear_gradients, norm_gradients, onednn_product
 
 TILE = 32
 ROWS_OF_A_THREAD = 8
@@ -43,6 +44,10 @@ LOOP = 64
 """Elements that torch's vector loops take at once are a divisor of this."""
 GRAIN = 1 << 15
 """Fewest elements for which torch uses a further thread."""
+BATCH_SIZES = 512
+"""Numbers of rows for which vLLM's kernel keeps what it has prepared."""
+PackedSlices = tuple[Any, ...]
+"""vLLM's handles of a weight's slices of input features."""
 
 
 class BitwiseLinear(Linear):
@@ -57,10 +62,19 @@ class BitwiseLinear(Linear):
     def __init__(self, config: Config):
         super().__init__(config)
         self._slices = config.slices
+        self._packed: PackedSlices | None = None
+
+    def pack(self) -> None:
+        """Copy the weight into the order of vLLM's kernel, for a sampler on one rank; again whenever it changes."""
+        weight = self.weight
+        is_whole = weight.shape == (self.out_features, self.in_features) and not isinstance(weight, DTensor)
+        self._packed = pack(weight.detach(), self._slices) if is_whole and not on_gpu(weight) else None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the weight."""
         weight = self.weight
+        if self._packed is not None:
+            return _packed_product(input, self._packed, weight.dtype)
         if not isinstance(weight, DTensor):
             return _linear(input, weight, self._slices_here(weight))
         mesh, (placement,) = weight.device_mesh, weight.placements
@@ -175,10 +189,9 @@ def multiply(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: torch.Tensor |
     """The product of a multiple of `row_multiple` rows, all float32, if `out_TN` is set in its memory; each row is that
     of BW-1."""
     width, features = weight_NK.shape
-    if _whole_is_exact(features, width, torch.get_num_threads()):
-        return torch.mm(x_TK, weight_NK.t(), out=out_TN)
-    tiled_TN = _tiled(x_TK, weight_NK)[: len(x_TK)]
-    return tiled_TN if out_TN is None else out_TN.copy_(tiled_TN)
+    whole = _whole_is_exact(features, width, torch.get_num_threads())
+    made_TN = _product(x_TK, weight_NK) if whole else _tiled(x_TK, weight_NK)[: len(x_TK)]
+    return made_TN if out_TN is None else out_TN.copy_(made_TN)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
@@ -192,6 +205,24 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     if not remainder:
         return F.silu(x)
     return F.silu(F.pad(x.reshape(-1), (0, LOOP * threads - remainder)))[:count].view(x.shape)
+
+
+def pack(weight_NK: torch.Tensor, slices: int) -> PackedSlices | None:
+    """A copy of the weight in the order of vLLM's kernel, which needs no padding; None where it is not exact (BW-1)."""
+    width, features = len(weight_NK), weight_NK.shape[1] // slices
+    if not _packed_is_exact(features, width, torch.get_num_threads()):
+        return None
+    return tuple(_handler(part_NK) for part_NK in weight_NK.float().chunk(slices, 1))
+
+
+def _packed_product(x: torch.Tensor, packed: PackedSlices, dtype: torch.dtype) -> torch.Tensor:
+    from vllm import _custom_ops as kernels
+
+    first, *others = zip(x.float().chunk(len(packed), -1), packed, strict=True)
+    out = kernels.onednn_mm(first[1], first[0].contiguous(), None).to(dtype)
+    for part, handler in others:
+        out += kernels.onednn_mm(handler, part.contiguous(), None).to(dtype)  # BW-2
+    return out
 
 
 def _linear(x: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
@@ -255,7 +286,7 @@ def _whole_is_exact(features: int, width: int, threads: int) -> bool:
         whole &= torch.equal(multiply(x_TK[odd], weight_NK), expected_TN[odd])
         return whole and torch.equal(multiply(moved_TK, weight_NK).roll(-TILE // 2 - 1, 0), expected_TN)
 
-    if exact(lambda x, weight: torch.mm(x, weight.t())):
+    if exact(_product):
         return True
     if exact(_tiled):
         return False
@@ -267,9 +298,37 @@ def _whole_is_exact(features: int, width: int, threads: int) -> bool:
     )
 
 
+@cache
+def _packed_is_exact(features: int, width: int, threads: int) -> bool:
+    """Whether vLLM's kernel gives rows the bits of BW-1 on this machine, in any number."""
+    from vllm import _custom_ops as kernels
+
+    if not torch.backends.mkldnn.is_available():
+        return False
+    random = torch.Generator().manual_seed(0)
+    x_TK = torch.randn(8 * TILE, features, generator=random)
+    weight_NK = torch.randn(width, features, generator=random)
+    expected_TN, handler = _tiled(x_TK, weight_NK), _handler(weight_NK)
+    places = [(0, 1), (7, 1), (3, 2), (1, 3), (2, 7), (5, 17), (9, TILE), (1, 2 * TILE), (0, len(x_TK))]
+    parts = [slice(start, start + size) for start, size in places]
+    return all(torch.equal(kernels.onednn_mm(handler, x_TK[part], None), expected_TN[part]) for part in parts)
+
+
+def _handler(weight_NK: torch.Tensor) -> Any:
+    from vllm import _custom_ops as kernels
+
+    return kernels.create_onednn_mm(weight_NK.contiguous().t(), BATCH_SIZES)
+
+
 def _tiled(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     x_TK = F.pad(x_TK, (0, 0, 0, -len(x_TK) % TILE)) if len(x_TK) % TILE else x_TK
-    return torch.cat([torch.mm(x_RK, weight_NK.t()) for x_RK in x_TK.split(TILE)])
+    return torch.cat([_product(x_RK, weight_NK) for x_RK in x_TK.split(TILE)])
+
+
+def _product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    if torch.backends.mkldnn.is_available():
+        return onednn_product(x_TK, weight_NK)
+    return torch.mm(x_TK, weight_NK.t())
 
 
 def on_local(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

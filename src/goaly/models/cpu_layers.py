@@ -86,16 +86,16 @@ def lean_linear(x: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.linear(x, weight_OD)
 
 
-def use_lean_linears(config: Any) -> None:
-    """Replace torchtitan's linear layers in the config of a model."""
+def replace_linears(config: Any, kind: Any) -> None:
+    """Replace torchtitan's linear layers in the config of a model by layers of this kind."""
     for field in fields(config):
         part = getattr(config, field.name)
         if type(part) is Linear.Config:
-            setattr(config, field.name, LeanLinear.Config(**fields_of(part)))
+            setattr(config, field.name, kind.Config(**fields_of(part)))
             continue
         for inner in part if isinstance(part, list) else (part,):
             if is_dataclass(inner):
-                use_lean_linears(inner)
+                replace_linears(inner, kind)
 
 
 def _plain(*tensors: torch.Tensor) -> bool:
@@ -151,7 +151,7 @@ class _LeanProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight_OD)
-        return _product(x.reshape(-1, x.shape[-1]), weight_OD).view(*x.shape[:-1], len(weight_OD))
+        return onednn_product(x.reshape(-1, x.shape[-1]), weight_OD).view(*x.shape[:-1], len(weight_OD))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -164,13 +164,18 @@ def linear_gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of a float32 linear layer's input and weight, those that are needed."""
     grad_TO, x_TD = grad.reshape(-1, grad.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
-    grad_x = _product(grad_TO, weight_OD.t()).view(x.shape) if needed[0] else None
-    return grad_x, _product(grad_TO.t(), x_TD.t()) if needed[1] else None
+    grad_x = onednn_product(grad_TO, weight_OD.t()).view(x.shape) if needed[0] else None
+    return grad_x, onednn_product(grad_TO.t(), x_TD.t()) if needed[1] else None
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The matrix product of `a` and the transpose of `b`."""
-    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+def onednn_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The matrix product of `a` and the transpose of `b`, both float32, by oneDNN."""
+    return torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b), None, "none", [], "")
+
+
+def _dense(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix without gaps in memory: oneDNN takes a thousand times as long for others."""
+    return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
 
 
 class _Rotation(torch.autograd.Function):

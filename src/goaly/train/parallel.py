@@ -91,9 +91,9 @@ def build_parallel(
     attention = None if trainer.cp == 1 else _context_attention(settings, trainer, device)
     spec = model_spec(settings.path, attention=attention, numerics=settings.numerics, lora=lora)
     if device.type == "cpu" and settings.numerics == "fast":
-        from goaly.models.cpu_layers import use_lean_linears
+        from goaly.models.cpu_layers import LeanLinear, replace_linears
 
-        use_lean_linears(spec.model)
+        replace_linears(spec.model, LeanLinear)
     config: Any = spec.model
     rank = dist.get_rank() if trainer.ranks > 1 else 0
     stage = stage_of(len(config.layers), trainer.pp, rank // trainer.stage_ranks)

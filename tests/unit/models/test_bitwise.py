@@ -50,6 +50,22 @@ def test_products_a_tile_at_a_time_have_the_bits_of_whole_ones(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slices", [1, 2])
+@torch.no_grad()
+def test_a_packed_weight_gives_the_bits_of_one_that_is_not(threads: int, slices: int, dtype: torch.dtype):  # BW-1, KE-1
+    plain, packed = (BitwiseLinear.Config(in_features=96, out_features=40, slices=slices).build() for _ in range(2))
+    for seed in (1, 2):
+        for layer in (plain.to(dtype), packed.to(dtype)):
+            layer.weight.copy_(random(40, 96, seed=seed))
+        packed.pack()
+        assert packed._packed is not None
+        x = random(200, 96).to(dtype)
+        whole = plain(x)
+        for count in COUNTS:
+            assert torch.equal(packed(x[:count]), whole[:count]), count
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_that_divide_the_features_add_up_to_what_one_rank_computes(dtype: torch.dtype):  # BW-2
     alone = BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build().to(dtype)
     x = random(50, 96).to(dtype)

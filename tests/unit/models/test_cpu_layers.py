@@ -12,7 +12,7 @@ prepare_torchtitan()
 from torchtitan.models.common import CosSinRoPE, RMSNorm  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 
-from goaly.models.cpu_layers import LeanLinear, LeanRMSNorm, LeanRoPE, use_lean_linears  # noqa: E402
+from goaly.models.cpu_layers import LeanLinear, LeanRMSNorm, LeanRoPE, replace_linears  # noqa: E402
 from goaly.models.tiny import TinyModel, model_config  # noqa: E402
 
 TOKENS = 3000
@@ -83,7 +83,7 @@ def test_the_linear_layer_and_its_gradients_are_no_less_exact_than_torchs(tokens
 
 def test_every_linear_layer_of_a_config_becomes_lean() -> None:
     decoder = spec_of(architecture(model_config(TinyModel(layers=2)))).model
-    use_lean_linears(decoder)
+    replace_linears(decoder, LeanLinear)
     layers = [one for one in decoder.build().modules() if isinstance(one, Linear)]
     assert [type(one) for one in layers] == [LeanLinear] * (2 * 5 + 1)
 

@@ -348,7 +348,8 @@ def test_memory_is_checked_where_roles_share_and_where_one_alone_is_too_large():
         "reference), GPU 0 of host-0 has 64.0 GiB"
     ]
     assert refused(processes, HostSettings(), cluster(gpus=4, gpu_gib=40), gib) == [
-        "trainer.pp * trainer.fsdp * trainer.tp * trainer.cp=2: a rank needs 50.0 GiB at least, GPU 0 of host-0 has 40.0 GiB"
+        "trainer.pp * trainer.fsdp * trainer.tp * trainer.cp=2: a rank needs 50.0 GiB at least, "
+        "GPU 0 of host-0 has 40.0 GiB"
     ]
 
 
