@@ -86,6 +86,7 @@ def vllms_own_stamp() -> tuple[str, Sample]:
     engine, load_scaled = engines_in_child.engines.torchtitan, engines_in_child.engines.load_scaled
     for version in (1, 2):
         load_scaled(version)
+        engine._model().weights_changed()
         engine._vllm.set_weight_version(str(version))
         if version == 1:
             engine.add("one", PROMPTS[0], GREEDY)
