@@ -52,7 +52,7 @@ class NotHere(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """What one process runs."""
+    """The work of one process."""
 
     target: str
     """`module:function`, which returns numbers by name. It raises if the check fails, `NotHere` if it cannot run."""

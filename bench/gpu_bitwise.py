@@ -24,7 +24,7 @@ STARTS = (0, 1, 63, 200)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the operations compute with."""
+    """The inputs of the operations."""
 
     tokens: int = MOST_TOKENS
     width: int = 1024

@@ -104,7 +104,7 @@ class Result:
         return {"differing_tokens": 0, **of_costs}
 
     def missed(self) -> list[str]:
-        """What is above its bar."""
+        """The costs above their bars."""
         numbers = self.numbers()
         return [
             f"{name} {numbers[name]:,.4g} is above {bar:g}" for name, bar in self.bars().items() if numbers[name] > bar

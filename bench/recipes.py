@@ -158,8 +158,8 @@ def recipe(name: str, file: Path, *overrides: str, seed: int = 0) -> Recipe:
 
 @functools.cache
 def warm_start(file: str) -> dict[str, Any]:
-    """What decides the model that a recipe in a file of this name starts from, up to rounding, which differs between
-    processors."""
+    """The settings that decide the model from which a recipe in a file of this name starts, up to rounding, which
+    differs between processors."""
     from apps.sft.config import SftConfig
     from goaly.config import load
 

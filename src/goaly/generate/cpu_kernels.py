@@ -2,9 +2,9 @@
 
 torchtitan writes a norm as six operations and a rotation as sixteen, which take a fifth of a tiny model's decode step;
 its experts are a loop of matrix products, half of a step. vLLM's kernels need one operation each. A linear layer whose
-weight is in the kernel's order takes half the time of one whose weight is not. They round
-differently in the last bits, so `numerics: bitwise` does not use them. They keep the rotation's angles in the type of
-the queries, so bfloat16 does not use them either: torchtitan rotates in float32.
+weight is in the kernel's order takes half the time of one whose weight is not. Results differ from torchtitan's in the
+last bits; `numerics: bitwise` has layers of its own, which compute the same on both sides. The rotation keeps its
+angles in the type of the queries, so bfloat16 does not use these layers: torchtitan rotates in float32.
 
 Invariants
     KE-1  The kernels of experts and linear layers read a copy of the weights in their own order. `pack` makes it anew
@@ -22,16 +22,10 @@ from vllm import _custom_ops as kernels
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from goaly.models.cpu_layers import replace_linears
+from goaly.models.bitwise_networks import INSTRUCTIONS, PACKED, Packed, pack
+from goaly.models.cpu_layers import packed_weight, replace_linears
 from goaly.models.experts import Experts
 from goaly.models.titan_config import fields_of
-
-INSTRUCTIONS = "vec"
-"""The kernel of experts for every CPU; vLLM's other one is for bfloat16."""
-PACKED = 32
-"""Widths of experts must be multiples of it."""
-BATCH_SIZES = 512
-"""Numbers of rows for which the kernel of linear layers keeps what it has prepared."""
 
 
 class FusedRMSNorm(RMSNorm):
@@ -62,7 +56,7 @@ class PackedLinear(Linear):
 
     def pack(self) -> None:
         """Copy the weight into the kernel's order (KE-1)."""
-        self._handler = kernels.create_onednn_mm(self.weight.detach().contiguous().t(), BATCH_SIZES)
+        self._handler = packed_weight(self.weight.detach())
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the weight."""
@@ -103,15 +97,12 @@ class FusedExperts(RoutedExperts):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self._gates_and_ups = self._downs = torch.empty(0)
+        self._packed: Packed | None = None
 
     def pack(self) -> None:
         """Copy the weights into the kernel's order (KE-1)."""
         weights: Any = self.inner_experts
-        gates_and_ups = torch.cat([weights.w1_EFD.detach(), weights.w3_EFD.detach()], 1)
-        downs = weights.w2_EDF.detach().contiguous()
-        self._gates_and_ups = kernels.cpu_prepack_moe_weight(gates_and_ups, INSTRUCTIONS)
-        self._downs = kernels.cpu_prepack_moe_weight(downs, INSTRUCTIONS)
+        self._packed = pack(weights.w1_EFD.detach(), weights.w2_EDF.detach(), weights.w3_EFD.detach(), slices=1)
 
     def forward(
         self,
@@ -121,6 +112,7 @@ class FusedExperts(RoutedExperts):
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> torch.Tensor:
         """The weighted sum of each token's experts."""
+        assert self._packed is not None, "weights are packed when they are loaded"
         x_TD = x_BLD.flatten(0, 1).contiguous()
         out_TD = torch.empty_like(x_TD)
         scores_TK = topk_scores_BLK.flatten(0, 1).float().contiguous()
@@ -128,8 +120,8 @@ class FusedExperts(RoutedExperts):
         kernels.cpu_fused_moe(
             out_TD,
             x_TD,
-            self._gates_and_ups,
-            self._downs,
+            self._packed.gates_and_ups,
+            self._packed.downs,
             None,
             None,
             scores_TK,

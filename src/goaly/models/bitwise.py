@@ -35,7 +35,7 @@ from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 
 from goaly.errors import ConfigError
-from goaly.models.cpu_layers import LeanRMSNorm, linear_gradients, norm_gradients, onednn_product
+from goaly.models.cpu_layers import LeanRMSNorm, linear_gradients, norm_gradients, onednn_product, packed_weight
 
 TILE = 32
 ROWS_OF_A_THREAD = 8
@@ -44,8 +44,6 @@ LOOP = 64
 """Elements that torch's vector loops take at once are a divisor of this."""
 GRAIN = 1 << 15
 """Fewest elements for which torch uses a further thread."""
-BATCH_SIZES = 512
-"""Numbers of rows for which vLLM's kernel keeps what it has prepared."""
 PackedSlices = tuple[Any, ...]
 """vLLM's handles of a weight's slices of input features."""
 
@@ -212,7 +210,7 @@ def pack(weight_NK: torch.Tensor, slices: int) -> PackedSlices | None:
     width, features = len(weight_NK), weight_NK.shape[1] // slices
     if not _packed_is_exact(features, width, torch.get_num_threads()):
         return None
-    return tuple(_handler(part_NK) for part_NK in weight_NK.float().chunk(slices, 1))
+    return tuple(packed_weight(part_NK) for part_NK in weight_NK.float().chunk(slices, 1))
 
 
 def _packed_product(x: torch.Tensor, packed: PackedSlices, dtype: torch.dtype) -> torch.Tensor:
@@ -265,7 +263,7 @@ class _ExactLinear(torch.autograd.Function):
 
 
 def row_multiple() -> int:
-    """What the number of rows must be a multiple of on a CPU; others are padded."""
+    """The divisor of the number of rows on a CPU; others are padded."""
     return ROWS_OF_A_THREAD * torch.get_num_threads()
 
 
@@ -308,16 +306,10 @@ def _packed_is_exact(features: int, width: int, threads: int) -> bool:
     random = torch.Generator().manual_seed(0)
     x_TK = torch.randn(8 * TILE, features, generator=random)
     weight_NK = torch.randn(width, features, generator=random)
-    expected_TN, handler = _tiled(x_TK, weight_NK), _handler(weight_NK)
+    expected_TN, handler = _tiled(x_TK, weight_NK), packed_weight(weight_NK)
     places = [(0, 1), (7, 1), (3, 2), (1, 3), (2, 7), (5, 17), (9, TILE), (1, 2 * TILE), (0, len(x_TK))]
     parts = [slice(start, start + size) for start, size in places]
     return all(torch.equal(kernels.onednn_mm(handler, x_TK[part], None), expected_TN[part]) for part in parts)
-
-
-def _handler(weight_NK: torch.Tensor) -> Any:
-    from vllm import _custom_ops as kernels
-
-    return kernels.create_onednn_mm(weight_NK.contiguous().t(), BATCH_SIZES)
 
 
 def _tiled(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:

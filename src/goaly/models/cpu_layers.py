@@ -30,6 +30,8 @@ from torchtitan.models.common.linear import Linear
 
 from goaly.models.titan_config import fields_of
 
+BATCH_SIZES = 512
+"""Numbers of rows for which vLLM's kernel keeps what it has prepared."""
 PIECE = 1 << 18
 """Elements of a piece, 1 MiB. Smaller pieces cost more in calls than they save."""
 
@@ -171,6 +173,13 @@ def linear_gradients(
 def onednn_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The matrix product of `a` and the transpose of `b`, both float32, by oneDNN."""
     return torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b), None, "none", [], "")
+
+
+def packed_weight(weight_OD: torch.Tensor) -> Any:
+    """A copy of a float32 weight in the order of vLLM's kernel, as that kernel's handle."""
+    from vllm import _custom_ops as kernels
+
+    return kernels.create_onednn_mm(weight_OD.contiguous().t(), BATCH_SIZES)
 
 
 def _dense(matrix: torch.Tensor) -> torch.Tensor:

@@ -174,7 +174,7 @@ class Pipeline:
         self._exchange(sent)
 
     def from_last(self, found: Found) -> Found:
-        """What the last stage found, on every rank of the column (PP-5), which all must call it."""
+        """The last stage's value, on every rank of the column (PP-5), which all must call it."""
         if self._group is None:
             return found
         box: list[Any] = [found if self.stage.is_last else None]
