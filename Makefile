@@ -68,7 +68,7 @@ $(OPENENV)/.installed: constraints/openenv.txt constraints/openenv-overrides.txt
 
 # Three workers keep two cores busy: tests wait for processes, timeouts and clients.
 test: $(INSTALLED) $(OPENENV)/.installed
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # A slow lane of an hour; with SETTINGS="--minutes 20" it stops after that time, and goes on at the next call.
 mutants: $(INSTALLED)

@@ -9,10 +9,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")  # where no run watches processes
 
 import gc
+import logging
 import multiprocessing
 import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import monarch.actor
 import pytest
@@ -32,6 +34,8 @@ forkserver.set_forkserver_preload = lambda modules: None  # a dry run and goaly.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 """That server does not get `sys.path`."""
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+LAST_WORDS = "GOALY_TESTS_LAST_WORDS"
+"""The file in which a worker says why it ends itself: what it prints is captured, and lost with it."""
 FIRST = (
     "test_parity",
     "test_parallel",
@@ -50,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="fork-server-")
         server = ForkServer(1, Path(folder.name) / "fork_server.log")
         config.add_cleanup(folder.cleanup)
+        os.environ[LAST_WORDS] = str(Path(folder.name) / "last_words")
         config.add_cleanup(server.close)
         os.environ[SHARED] = server.name
 
@@ -57,6 +62,27 @@ def pytest_configure(config: pytest.Config) -> None:
 if IS_WORKER:
     atexit.register(os._exit, 0)  # the last to run; what would follow, the end of each module, takes seconds
 gc.disable()  # while all test files and their libraries are imported: it takes a quarter less time
+
+
+class LastWords(logging.FileHandler):
+    """Writes the reason, and the test during which the worker ended."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The test, and the record."""
+        return f"{os.environ.get('PYTEST_CURRENT_TEST')}: {super().format(record)}"
+
+
+if IS_WORKER:
+    last_words = LastWords(os.environ[LAST_WORDS], delay=True)
+    last_words.setLevel(logging.CRITICAL)
+    logging.getLogger("goaly.process").addHandler(last_words)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Show why workers ended themselves."""
+    if not IS_WORKER and (file := Path(os.environ[LAST_WORDS])).exists():
+        terminalreporter.section("why workers ended")
+        terminalreporter.write(file.read_text())
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,7 @@
 """Evaluations of agents and episodes, and of a policy that an API elsewhere serves."""
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from goaly.prompts.settings import ArithmeticSettings, ChatSettings, PromptSetti
 from goaly.reward.settings import RewardSettings
 from tests.loop.conftest import launching
 from tests.loop.launched import START_SECONDS
-from tests.loop.memorized import write_memorized_model
+from tests.loop.memorized import SUMS, write_memorized_model
 from tests.vllm_server import forked_vllm_server
 
 KEY = "sesame"
@@ -154,6 +155,13 @@ def test_agents_episodes_and_a_policy_have_the_same_scores_at_vllms_own_server_a
 @pytest.mark.timeout(900)  # runs three programs
 def test_the_agents_that_ship_are_trained_by_their_programs(model: Path, tmp_path: Path) -> None:
     sums = ["backlog.row_length=256", "generator.max_context=256", "sampling.max_tokens=96"]
+    known = model.with_name("sums.jsonl")
+    called = tmp_path / "called.jsonl"
+    called.write_text(
+        "".join(line + "\n" for line in known.read_text().splitlines() if SUMS[json.loads(line)["id"]][0])
+    )
+    sums += [f"prompts.files=[{called}]", f"evaluation.sets.sum.files=[{known}]", "evaluation.prompts=256"]
+    sums += ["prompts.task=null", "prompts.arithmetic.max_digits=12", "prompts.arithmetic.weight_power=1.5"]
     games = [f"prompts.files=[{model.with_name('games.jsonl')}]", "backlog.groups_per_step=8", "backlog.window=8"]
     games += ["evaluation.prompts=256", "evaluation.sets.game.samples_per_prompt=1"]
     games += ["backlog.group_size=1", f"evaluation.sets.game.files=[{model.with_name('evaluation.jsonl')}]"]
