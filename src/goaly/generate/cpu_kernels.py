@@ -1,10 +1,9 @@
-"""vLLM's CPU kernels for the norms, the rotary embedding, the linear layers and the experts of a sampler.
+"""vLLM's CPU kernels for the linear layers and the experts of a sampler, and with `kernel_layers.py` for all others.
 
-torchtitan writes a norm as six operations and a rotation as sixteen, which take a fifth of a tiny model's decode step;
-its experts are a loop of matrix products, half of a step. vLLM's kernels need one operation each. A linear layer whose
-weight is in the kernel's order takes half the time of one whose weight is not. Results differ from torchtitan's in the
-last bits; `numerics: bitwise` has layers of its own, which compute the same on both sides. The rotation keeps its
-angles in the type of the queries, so bfloat16 does not use these layers: torchtitan rotates in float32.
+torchtitan's norms and rotations take a fifth of a tiny model's decode step; its experts are a loop of matrix products,
+half of a step. vLLM's kernels need one operation each. A linear layer whose weight is in the kernel's order takes half
+the time of one whose weight is not. Results differ from torchtitan's in the last bits; `numerics: bitwise` has layers
+of its own, which compute the same on both sides. These layers are for float32.
 
 Invariants
     KE-1  The kernels of experts and linear layers read a copy of the weights in their own order. `pack` makes it anew
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtitan.models.common import CosSinRoPE, RMSNorm
+from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import RoutedExperts
 from vllm import _custom_ops as kernels
@@ -25,22 +24,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from goaly.models.bitwise_networks import INSTRUCTIONS, PACKED, Packed, pack
 from goaly.models.cpu_layers import packed_weight, replace_linears
 from goaly.models.experts import Experts
+from goaly.models.kernel_layers import KernelRMSNorm, KernelRoPE
 from goaly.models.titan_config import fields_of
-
-
-class FusedRMSNorm(RMSNorm):
-    """RMSNorm by vLLM's kernel. Without gradients."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(RMSNorm.Config):
-        """torchtitan's."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The normalized input."""
-        assert self.eps is not None
-        out = torch.empty(x.shape, dtype=x.dtype)
-        kernels.rms_norm(out, x.contiguous(), self.weight, self.eps)
-        return out
 
 
 class PackedLinear(Linear):
@@ -61,31 +46,6 @@ class PackedLinear(Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the weight."""
         return kernels.onednn_mm(self._handler, input, self.bias)
-
-
-class FusedRoPE(CosSinRoPE):
-    """Rotary embedding by vLLM's kernel, in the memory of queries and keys. Without gradients."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(CosSinRoPE.Config):
-        """torchtitan's."""
-
-    def _precompute_cache(self) -> torch.Tensor:
-        """The cosine and the sine of each angle once, `[positions, dim]`; torchtitan's cache has them twice."""
-        cos, sin = super()._precompute_cache().chunk(2, -1)
-        half = self.config.dim // 2
-        return torch.cat([cos[:, :half], sin[:, :half]], -1).contiguous()
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rotated queries and keys."""
-        assert positions is not None
-        tokens = positions.numel()
-        kernels.rotary_embedding(
-            positions.flatten(), query.view(tokens, -1), key.view(tokens, -1), query.shape[-1], self.cache, True
-        )
-        return query, key
 
 
 class FusedExperts(RoutedExperts):
@@ -136,15 +96,15 @@ def use_fused_kernels(decoder: Any) -> None:
     """Replace these layers in the config of a torchtitan decoder."""
     if get_tensor_model_parallel_world_size() == 1:
         replace_linears(decoder, PackedLinear)
-    decoder.norm = _as(FusedRMSNorm, decoder.norm)
+    decoder.norm = _as(KernelRMSNorm, decoder.norm)
     for layer in decoder.layers:
         attention = layer.attention
-        layer.attention_norm = _as(FusedRMSNorm, layer.attention_norm)
-        layer.ffn_norm = _as(FusedRMSNorm, layer.ffn_norm)
+        layer.attention_norm = _as(KernelRMSNorm, layer.attention_norm)
+        layer.ffn_norm = _as(KernelRMSNorm, layer.ffn_norm)
         if getattr(attention, "qk_norm", None) is not None:
-            attention.qk_norm = _as(FusedRMSNorm, attention.qk_norm)
+            attention.qk_norm = _as(KernelRMSNorm, attention.qk_norm)
         if isinstance(getattr(attention, "rope", None), CosSinRoPE.Config):
-            attention.rope = _as(FusedRoPE, attention.rope)
+            attention.rope = _as(KernelRoPE, attention.rope)
         if layer.moe is not None and _fits_kernel(layer.moe):
             layer.moe.routed_experts = _as(FusedExperts, layer.moe.routed_experts)
 

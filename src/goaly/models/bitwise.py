@@ -1,9 +1,9 @@
 """The layers of `model.numerics=bitwise`: a token gets the same bits, whatever is computed beside it.
 
 Trainer and sampler build the same layers, so their log-probs are equal to the last bit. Only forward passes are exact;
-gradients are those of ordinary layers. `bitwise_attention.py` has the attention, `bitwise_experts.py` the experts,
-`bitwise_rows.py` softmaxes, and `bitwise_decoder.py` puts all of them into a model. On a GPU the operations
-are those of `bitwise_kernels.py`, in which a row never depends on another.
+gradients are those of ordinary layers. `kernel_layers.py` has norms and rotations, `bitwise_attention.py` attention,
+`bitwise_experts.py` experts, `bitwise_rows.py` softmaxes, and `bitwise_decoder.py` puts all of them into a model. On a
+GPU the operations are those of `bitwise_kernels.py`, in which a row never depends on another.
 
 Matrix products on a CPU are float32 for any type of the model, and rounded to that type once. oneDNN, or MKL in a torch
 without it, computes a row in the same way in every product of enough rows, and in another way in one of a few rows. So
@@ -19,8 +19,6 @@ Invariants
     BW-2  A product over features that tensor-parallel ranks divide is the sum of the products over `SLICES` equal
           parts of them, each rounded to the model's type. So one rank and `SLICES` ranks add the same numbers.
     BW-3  An activation has the same bits in any place of a tensor: it never comes to the remainder of a vector loop.
-    BW-4  A norm gives a row the same bits in any place. On a CPU it is vLLM's kernel in float32, one operation on both
-          sides, and torchtitan's in other types.
 """
 
 from collections.abc import Callable
@@ -30,12 +28,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 
 from goaly.errors import ConfigError
-from goaly.models.cpu_layers import LeanRMSNorm, linear_gradients, norm_gradients, onednn_product, packed_weight
+from goaly.models.cpu_layers import linear_gradients, onednn_product, packed_weight
 
 TILE = 32
 ROWS_OF_A_THREAD = 8
@@ -111,62 +109,6 @@ class BitwiseFeedForward(FeedForward):
 def on_gpu(tensor: torch.Tensor) -> bool:
     """Whether the kernels of `bitwise_kernels.py` compute with this tensor."""
     return tensor.is_cuda
-
-
-class BitwiseRMSNorm(LeanRMSNorm):
-    """RMSNorm whose rows do not depend on their place (BW-4)."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(LeanRMSNorm.Config):
-        """torchtitan's."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The normalized input."""
-        weight = self.weight
-        if self.eps is None or not (x.dtype == torch.float32 or on_gpu(x)):
-            return super().forward(x)
-        if not isinstance(x, DTensor):
-            return _norm(x, weight, self.eps)
-        assert isinstance(weight, DTensor), "tensor-parallel layers exchange DTensors"
-        (given,) = x.placements
-        weight_D = weight.to_local(grad_placements=[Partial() if isinstance(given, Shard) else Replicate()])
-        return DTensor.from_local(_norm(x.to_local(), weight_D, self.eps), x.device_mesh, [given], run_check=False)
-
-
-def _norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    return _Norm.apply(x, weight_D, eps) if torch.is_grad_enabled() else _normed(x, weight_D, eps)
-
-
-def _normed(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    if on_gpu(x):
-        from goaly.models import bitwise_kernels
-
-        return bitwise_kernels.normalized(x.reshape(-1, x.shape[-1]), weight_D, eps).view(x.shape)
-    from vllm import _custom_ops as kernels
-
-    out = torch.empty(x.shape)
-    kernels.rms_norm(out, x.contiguous(), weight_D, eps)
-    return out
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        ctx.save_for_backward(x, weight_D)
-        ctx.eps = eps
-        return _normed(x, weight_D, eps)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight_D = ctx.saved_tensors
-        if on_gpu(x):
-            given = [one.detach().requires_grad_() for one in (x, weight_D)]
-            with torch.enable_grad():
-                out = F.rms_norm(given[0], weight_D.shape, given[1], ctx.eps)
-            return *torch.autograd.grad(out, given, grad), None
-        x_TD = x.reshape(-1, len(weight_D))
-        scale_T1 = torch.linalg.vector_norm(x_TD, dim=1, keepdim=True).square_().div_(len(weight_D))
-        return *norm_gradients(x_TD, weight_D, scale_T1.add_(ctx.eps).rsqrt_(), grad), None
 
 
 def product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:

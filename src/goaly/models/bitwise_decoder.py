@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.linear import Linear
 
-from goaly.models.bitwise import BitwiseFeedForward, BitwiseLinear, BitwiseRMSNorm
+from goaly.models.bitwise import BitwiseFeedForward, BitwiseLinear
 from goaly.models.bitwise_experts import BitwiseDispatcher, BitwiseExperts, BitwiseRoutedExperts, BitwiseRouter
+from goaly.models.kernel_layers import KernelRMSNorm, KernelRoPE
 from goaly.models.settings import SLICES
 from goaly.models.titan_config import fields_of
 
@@ -18,6 +20,8 @@ def make_bitwise(decoder: Any) -> None:
         layer.attention_norm, layer.ffn_norm = _norm(layer.attention_norm), _norm(layer.ffn_norm)
         if getattr(attention, "qk_norm", None) is not None:
             attention.qk_norm = _norm(attention.qk_norm)
+        if isinstance(attention.rope, CosSinRoPE.Config):
+            attention.rope = KernelRoPE.Config(**fields_of(attention.rope))
         attention.qkv_linear.wqkv = _layer(attention.qkv_linear.wqkv)
         attention.wo = _layer(attention.wo, SLICES)
         if layer.moe is not None:
@@ -35,7 +39,7 @@ def make_bitwise(decoder: Any) -> None:
 
 
 def _norm(config: Any) -> Any:
-    return BitwiseRMSNorm.Config(**fields_of(config))
+    return KernelRMSNorm.Config(**fields_of(config))
 
 
 def _layer(config: Linear.Config, slices: int = 1) -> BitwiseLinear.Config:

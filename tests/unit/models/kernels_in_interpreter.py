@@ -29,7 +29,7 @@ from goaly.models.spec import prepare_torchtitan
 
 prepare_torchtitan()
 
-from goaly.models import bitwise, bitwise_attention, bitwise_networks, bitwise_rows  # noqa: E402
+from goaly.models import bitwise, bitwise_attention, bitwise_networks, bitwise_rows, kernel_layers  # noqa: E402
 from goaly.models.attention import PackedAttention, PackedDocuments  # noqa: E402
 from goaly.models.settings import ModelSettings  # noqa: E402
 from goaly.models.tiny import TinyModel, write_tiny_model  # noqa: E402
@@ -55,7 +55,7 @@ def exact_dot(self: Any, a: Any, b: Any, sums: Any, *_: Any) -> Any:
 
 
 interpreter.InterpreterBuilder.create_dot = exact_dot
-for module in (bitwise, bitwise_attention, bitwise_networks, bitwise_rows):
+for module in (bitwise, bitwise_attention, bitwise_networks, bitwise_rows, kernel_layers):
     module.on_gpu = lambda tensor: True
 
 
@@ -109,7 +109,7 @@ def an_experts_rows_have_the_bits_of_its_own_product() -> None:  # BW-1, BN-2
 def a_rows_norm_and_softmaxes_are_torchs_and_the_same_in_any_rows() -> None:  # BW-4, BX-1
     for dtype, width in itertools.product(DTYPES, (33, 96, 1500)):
         x = 3 * random(9, width)
-        norm = bitwise.BitwiseRMSNorm.Config(normalized_shape=width, eps=1e-6).build().to(dtype)
+        norm = kernel_layers.KernelRMSNorm.Config(normalized_shape=width, eps=1e-6).build().to(dtype)
         norm.weight.data.copy_(random(width, seed=1))
         given = x.to(dtype).requires_grad_()
         if dtype == torch.float32:

@@ -12,13 +12,14 @@ from goaly.models.spec import model_spec, prepare_torchtitan
 
 prepare_torchtitan()
 
-from torchtitan.models.common import RMSNorm  # noqa: E402
+from torchtitan.models.common import CosSinRoPE, RMSNorm  # noqa: E402
 
 from goaly.errors import ConfigError  # noqa: E402
 from goaly.models import bitwise  # noqa: E402
 from goaly.models.attention import PackedAttention, PackedDocuments  # noqa: E402
-from goaly.models.bitwise import BitwiseLinear, BitwiseRMSNorm, product, silu  # noqa: E402
+from goaly.models.bitwise import BitwiseLinear, product, silu  # noqa: E402
 from goaly.models.bitwise_attention import BitwiseAttention, PagedDocuments, Queries, write_pages  # noqa: E402
+from goaly.models.kernel_layers import KernelRMSNorm, KernelRoPE  # noqa: E402
 from goaly.models.spec import architecture, bitwise_problems  # noqa: E402
 from goaly.models.tiny import TinyModel, model_config  # noqa: E402
 
@@ -95,7 +96,7 @@ def norm(kind: type, width: int) -> Any:
 @pytest.mark.parametrize("width", [32, 96])
 @torch.no_grad()
 def test_a_row_of_a_norm_is_the_same_in_any_place(threads: int, width: int):  # BW-4
-    x, layer = random(200, 2, width), norm(BitwiseRMSNorm, width)
+    x, layer = random(200, 2, width), norm(KernelRMSNorm, width)
     whole = layer(x)
     for start, count in ((0, 1), (1, 1), (7, 3), (5, 100)):
         rows = slice(start, start + count)
@@ -104,12 +105,42 @@ def test_a_row_of_a_norm_is_the_same_in_any_place(threads: int, width: int):  # 
 
 def test_a_norm_has_the_values_and_gradients_of_an_ordinary_one():
     x, upstream, found = random(200, 2, 96).requires_grad_(), random(200, 2, 96, seed=2), []
-    for kind in (BitwiseRMSNorm, RMSNorm):
+    for kind in (KernelRMSNorm, RMSNorm):
         layer = norm(kind, 96)
         out = layer(x)
         found.append([out, *torch.autograd.grad(out, [x, layer.weight], upstream)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=2e-6 * float(other.detach().abs().max()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [8, 32, 96])
+@torch.no_grad()
+def test_a_rotated_token_is_the_same_in_any_place(threads: int, width: int, dtype: torch.dtype):  # BW-4
+    rope = KernelRoPE.Config(dim=width, max_seq_len=300).build()
+    q, k, positions = random(1, 200, 4, width).to(dtype), random(1, 200, 2, width).to(dtype), 7 + torch.arange(200)
+    given = q.clone(), k.clone()
+    whole = rope(q, k, positions[None])
+    assert torch.equal(q, given[0])
+    assert torch.equal(k, given[1])
+    for start, count in ((0, 1), (1, 1), (7, 3), (5, 100)):
+        rows = slice(start, start + count)
+        part = rope(q[:, rows], k[:, rows], positions[None, rows])
+        assert all(torch.equal(mine, of_all[:, rows]) for mine, of_all in zip(part, whole, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rotation_has_the_values_and_gradients_of_an_ordinary_one(dtype: torch.dtype):
+    both, found = random(2, 50, 6, 32).to(dtype).requires_grad_(), []
+    q, k = both[:, :, :4], both[:, :, 4:]  # with gaps in memory
+    positions = torch.stack([torch.arange(50), torch.arange(50).roll(20)])
+    for kind in (KernelRoPE, CosSinRoPE):
+        out = torch.cat(kind.Config(dim=32, max_seq_len=64).build()(q, k, positions), 2)
+        found.append(
+            [out, *torch.autograd.grad(out, [both], random(2, 50, 6, 32, seed=1).to(dtype), retain_graph=True)]
+        )
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
