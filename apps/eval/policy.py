@@ -140,6 +140,7 @@ class _Sampler:
         min_version: int = 0,
         session: str | None = None,
         on_part: OnPart | None = None,
+        begun_at: int | None = None,
     ) -> Sample:
         sample = await self._loop.generate(request_id, tokens, sampling, on_part=on_part)
         self.tokens += len(sample.tokens)

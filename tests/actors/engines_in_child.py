@@ -124,6 +124,25 @@ def update_while_sampling(mode: str, **changes: Any) -> tuple[list[Sample], list
     return [samples[name] for name in names], [samples[f"later {name}"] for name in names]
 
 
+def next_turns_after_an_update(mode: str) -> tuple[list[int], dict[str, Sample]]:
+    """A conversation that began under version 4, and what version 5 says next: in a turn of it, in one that waits
+    while the weights come, and in a conversation that begins with the same tokens."""
+    engine = engines.torchtitan
+    engine._settings = replace(engines.settings, on_update=mode)
+    engine.apply(partial(engines.load, 0, 4))
+    engine.add("first", PROMPTS[0], GREEDY)
+    said = [*PROMPTS[0], *steps(engine)["first"].tokens.tolist()]
+    if mode != "drain":
+        engine.add("waited", said, GREEDY, begun_at=4)
+    engine.apply(partial(engines.load, 1, 5))
+    engine.add("next", said, GREEDY, begun_at=4)
+    engine.add("new", said, GREEDY)
+    ended = steps(engine)
+    engine._settings = engines.settings
+    engine.apply(partial(engines.load, 0, 0))
+    return said, ended
+
+
 def stream_over_an_update() -> tuple[Sample, list[Any], set[str]]:
     """A sample over which new weights came, its parts, and the requests that had parts."""
     engine = engines.torchtitan

@@ -123,15 +123,16 @@ class Connection:
         min_version: int = 0,
         on_part: OnPart | None = None,
         written: int = 0,
+        begun_at: int | None = None,
     ) -> asyncio.Future[Sample]:
         """The replica's answer to this prompt, under weights of at least `min_version`. `on_part` gets its parts
-        before; `written` is as in `Request`."""
+        before; `written` and `begun_at` are as in `Request`."""
         future = self._expect(request_id)
         if self._ended is None:
             if not self._unsent:
                 asyncio.get_running_loop().call_soon(self._send)
             sent, streams = self._sent(request_id), on_part is not None
-            self._unsent.append(Request(sent, prompt, sampling, min_version, streams, written))
+            self._unsent.append(Request(sent, prompt, sampling, min_version, streams, written, begun_at))
             if on_part is not None:
                 self._streams[request_id] = on_part
         return future

@@ -6,8 +6,8 @@ and all of them must get the same calls in the same order.
 Invariants
     EN-1  A token's version is that of the weights that produced its logits: the weights change only when every step
           that was launched has been read, and its tokens are stamped with the version set before.
-    EN-2  No KV block that was cached under other weights is reused after a weight update, in any mode. With `keep`,
-          only running requests keep their blocks.
+    EN-2  No KV block that was cached under other weights is reused after a weight update, but with `keep` by what was
+          begun under them: a running request keeps its blocks, and a conversation those of its earlier turns.
     EN-3  A request that is running at an update continues with the tokens it has: none is lost or drawn again.
 """
 
@@ -69,6 +69,8 @@ class _Running:
     name: str
     prompt: list[int]
     sampling: Sampling
+    begun_at: int | None
+    """As in `Request`."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -172,9 +174,19 @@ class Engine:
         """Raise ValueError if this prompt cannot be served. May be called from any thread."""
         check_prompt(name, prompt, vocabulary=self._vocabulary, max_context=self._settings.max_context)
 
-    def add(self, name: str, prompt: list[int], sampling: Sampling, *, streams: bool = False, written: int = 0) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        streams: bool = False,
+        written: int = 0,
+        begun_at: int | None = None,
+    ) -> None:
         """Start a request. With `streams`, `parts` has its tokens. The last `written` tokens of the prompt are the
-        beginning of its answer. Raises ValueError if it cannot be served."""
+        beginning of its answer, and its conversation was `begun_at` this version. Raises ValueError if it cannot be
+        served."""
         if name in self._names:
             raise duplicate_request(name)
         stops = None
@@ -184,7 +196,7 @@ class Engine:
             stops = StopStrings(sampling.stop, decoder(str(self._model_folder)), before, fewest)
             for token in begun:
                 stops.wrote(token)
-        self._add(_Running(name, prompt, sampling, stops=stops, streams=streams))
+        self._add(_Running(name, prompt, sampling, begun_at, stops=stops, streams=streams))
 
     def cancel(self, names: list[str]) -> list[tuple[str, Sample]]:
         """End these requests and return their samples so far. Names of ended requests are ignored."""
@@ -274,7 +286,8 @@ class Engine:
             self._vllm.engine_core.shutdown()
 
     def _add(self, request: _Running) -> None:
-        salt = f"version {self.version}" if self._settings.on_update == "keep" else None  # EN-2
+        begun_at = self.version if request.begun_at is None else request.begun_at
+        salt = f"version {begun_at}" if self._settings.on_update == "keep" else None  # EN-2
         inputs = self._vllm.input_processor
         try:
             core_request = inputs.process_inputs(
@@ -339,10 +352,12 @@ class Engine:
         return request
 
     def _restart_waiting(self) -> None:
-        """Add requests that vLLM has not started once more: with their old salt they would find blocks of the version
-        under which they were added."""
+        """Add requests that vLLM has not started once more, unless they go on with a conversation: with their old salt
+        they would find blocks of the version under which they were added."""
         fresh = [
-            r.request_id for r in self._scheduler.waiting if r.num_computed_tokens == 0 and r.num_output_tokens == 0
+            r.request_id
+            for r in self._scheduler.waiting
+            if r.num_computed_tokens == 0 and r.num_output_tokens == 0 and self._requests[r.request_id].begun_at is None
         ]
         self._core.abort_requests(fresh)
         for request in [self._forget(key) for key in fresh]:

@@ -215,7 +215,14 @@ class EngineLoop:
         self._command(request)
 
     async def generate(
-        self, name: str, prompt: list[int], sampling: Sampling, *, min_version: int = 0, on_part: OnPart | None = None
+        self,
+        name: str,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        min_version: int = 0,
+        on_part: OnPart | None = None,
+        begun_at: int | None = None,
     ) -> Sample:
         """The sample of this request; `on_part` gets its parts before. Cancelling the call cancels the request."""
         future: asyncio.Future[Sample] = self._events.create_future()
@@ -226,7 +233,8 @@ class EngineLoop:
             elif on_part is not None:
                 on_part(result)
 
-        self.submit(Request(name, prompt, sampling, min_version, on_part is not None), deliver)
+        request = Request(name, prompt, sampling, min_version, on_part is not None, begun_at=begun_at)
+        self.submit(request, deliver)
         try:
             return await future  # a step, a cancel or `stop` unblocks it (LO-2)
         except asyncio.CancelledError:
@@ -290,10 +298,10 @@ class EngineLoop:
                     return False
                 case Apply():
                     self._apply()
-                case Request(name, prompt, sampling, _, streams, written):
+                case Request(name, prompt, sampling, _, streams, written, begun_at):
                     try:
                         streams = streams and not self._follows  # rank 0 sends
-                        self._engine.add(name, prompt, sampling, streams=streams, written=written)
+                        self._engine.add(name, prompt, sampling, streams=streams, written=written, begun_at=begun_at)
                     except ValueError as error:  # the request's own error: it fails alone
                         self._post(self._deliver, [(name, error)])
                 case Cancel(names):

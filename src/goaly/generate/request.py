@@ -175,6 +175,8 @@ class Request:
     """Whether the client gets the answer's parts while it is sampled (`streamed_answer.py`)."""
     written: int = 0
     """So many of the prompt's last tokens are the beginning of the answer, which another replica wrote."""
+    begun_at: int | None = None
+    """The version under which its conversation began; None: it begins with this request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

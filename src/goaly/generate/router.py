@@ -83,8 +83,10 @@ class Router:
         min_version: int = 0,
         session: str | None = None,
         on_part: OnPart | None = None,
+        begun_at: int | None = None,
     ) -> Sample:
-        """The sample of this request, drawn by one of the replicas. `on_part` gets its parts before."""
+        """The sample of this request, drawn by one of the replicas. `on_part` gets its parts before; `begun_at` is as
+        in `Request`."""
         answer = None if on_part is None else StreamedAnswer(request_id, on_part)
         deaths: set[str] = set()
         attempt = 0
@@ -101,7 +103,7 @@ class Router:
                 if len(deaths) >= SUSPECT_DEATHS:
                     await connection.wait_turn(call_id)
                 submitted = True
-                sample = await connection.submit(call_id, *asked)
+                sample = await connection.submit(call_id, *asked, begun_at=begun_at)
                 self._breaks.pop(replica.name, None)
                 return sample if answer is None else answer.ended_by(sample)
             except asyncio.CancelledError:

@@ -51,7 +51,8 @@ class GeneratorSettings(Settings):
     """Memory of the key-value cache of each process, in GiB."""
     on_update: Literal["recompute", "keep", "drain"] = "recompute"
     """Running requests under new weights: "recompute" computes their key-value cache again, "keep" keeps the old cache,
-    "drain" waits for them to finish before it applies the weights."""
+    "drain" waits for them to finish before it applies the weights. With "keep" the next turn of an episode also goes on
+    with the cache of its earlier ones, and with the others it computes them again under the new weights."""
     prefix_caching: bool = True
     """Compute the shared prompt of a group's samples only once."""
     cuda_graphs: bool = True
@@ -90,6 +91,10 @@ class GeneratorSettings(Settings):
     def shape_problems(self, at: Section, shape: "Architecture", whose: str) -> Iterator[str]:
         """One line for each reason why a replica cannot divide a model of this shape; `whose` is its name."""
         yield from division_problems(at, self.tp, self.ep, shape, whose)
+        if shape.vocab_size % self.tp:
+            yield f"{at.tp}: must divide the {whose}'s vocabulary of {shape.vocab_size} tokens"
+        if not shape.experts and shape.hidden_dim % self.tp:
+            yield f"{at.tp}: must divide the width {shape.hidden_dim} of the {whose}'s feed-forward networks"
 
     def model_problems(
         self, at: Section, model: str, shape: "Architecture", *, device: str | None = None

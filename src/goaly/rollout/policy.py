@@ -75,8 +75,9 @@ class TokenSampler(Protocol):
         min_version: int = 0,
         session: str | None = None,
         on_part: OnPart | None = None,
+        begun_at: int | None = None,
     ) -> Sample:
-        """The sample of this request; `on_part` gets its parts before."""
+        """The sample of this request; `on_part` gets its parts before. Its conversation was `begun_at` this version."""
         ...
 
 
@@ -102,6 +103,8 @@ class Policy:
     _requests: int = field(default=0, init=False)
     _under_way: set[asyncio.Task[Sample]] = field(default_factory=set, init=False)
     _ended: bool = field(default=False, init=False)
+    _begun_at: int | None = field(default=None, init=False)
+    """The version of its first token."""
     _asked: dict[str, Sampling] = field(default_factory=dict, init=False)
     """The sampling of the request before, by what it overrode: the turns of an episode mostly ask for the same."""
 
@@ -156,9 +159,17 @@ class Policy:
         with span("generation", request=request_id, prompt_tokens=len(prompt)) as generation:
             sample = await self._unless_ended(
                 self.sampler.generate(
-                    request_id, list(prompt), wanted.limited(limits), self.min_version, self.session, on_part
+                    request_id,
+                    list(prompt),
+                    wanted.limited(limits),
+                    self.min_version,
+                    self.session,
+                    on_part,
+                    self._begun_at,
                 )
             )
+            if self._begun_at is None and len(sample.versions):
+                self._begun_at = int(sample.versions[0])
             generation.note(tokens=len(sample.tokens))
         if sample.finish is Finish.CANCELLED:
             raise EpisodeError(f"request {request_id} was cancelled at the generator")

@@ -49,6 +49,7 @@ class Scripted:
         min_version: int = 0,
         session: str | None = None,
         on_part: OnPart | None = None,
+        begun_at: int | None = None,
     ) -> Sample:
         self.prompts.append(list(tokens))
         self.asked.append(sampling)

@@ -81,6 +81,7 @@ class FakeConnection:
         min_version: int,
         on_part: OnPart | None = None,
         written: int = 0,
+        begun_at: int | None = None,
     ) -> asyncio.Future[Any]:
         future = self._expect(request_id)
         self.replica.seen.append(request_id)

@@ -45,7 +45,9 @@ class CountingEngine:
         if 99 in prompt:
             raise ValueError(f"request {name}: token id 99")
 
-    def add(self, name: str, prompt: list[int], sampling: Sampling, *, streams: bool, written: int) -> None:
+    def add(
+        self, name: str, prompt: list[int], sampling: Sampling, *, streams: bool, written: int, begun_at: int | None
+    ) -> None:
         if (sampling.top_p or 0) > 1:
             raise ValueError(f"request {name}: top_p={sampling.top_p}")
         self._written[name] = []

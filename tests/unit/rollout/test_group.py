@@ -60,7 +60,9 @@ class FakeSampler:
     most_under_way: int = 0
     cancelled: list[str] = field(default_factory=list)
 
-    async def generate(self, request_id, tokens, sampling, min_version=0, session=None, on_part=None) -> Sample:
+    async def generate(
+        self, request_id, tokens, sampling, min_version=0, session=None, on_part=None, begun_at=None
+    ) -> Sample:
         self.asked.append((request_id, len(tokens), sampling.max_tokens, min_version, session))
         self.temperatures.append(sampling.temperature)
         self.seeds.append(sampling.seed)

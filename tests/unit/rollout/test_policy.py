@@ -35,7 +35,9 @@ class Recorder:
         self.asked: list[Sampling] = []
         self._stop = stop
 
-    async def generate(self, request_id, tokens, sampling, min_version=0, session=None, on_part=None) -> Sample:
+    async def generate(
+        self, request_id, tokens, sampling, min_version=0, session=None, on_part=None, begun_at=None
+    ) -> Sample:
         self.asked.append(sampling)
         return Sample(
             tokens=torch.tensor([ord("o"), ord("k")]),
