@@ -1,7 +1,8 @@
 r"""The verifier of maths problems: is the last answer in a response equal to the prompt's answer? Uses math-verify.
 
 An answer is `\boxed{...}`, what follows "Answer:" or "the answer is", what follows `####`, or a response of one line.
-Where there are several, the last one counts; text inside `<think>` does not.
+Where there are several, the last one counts; text inside `<think>` does not, nor do words after a box, as in "the
+answer is unique".
 
 Invariants
     MV-1  One answer of a response is compared: a response that lists several candidates gains nothing.
@@ -82,12 +83,14 @@ def extract(response: str) -> str | None:
     if "<think>" in response and "</think>" not in response:
         return None  # cut off while it was thinking
     response = response.rpartition("</think>")[2].strip()
-    markers = [*_MARKER.finditer(response)]
     boxes = [found for found in _BOX.finditer(response) if _closing(response, found.end()) is not None]
-    if boxes and (not markers or boxes[-1].start() > markers[-1].start()):
+    box = boxes[-1].start() if boxes else -1
+    said = ((found.start(), _said(response[found.end() :])) for found in _MARKER.finditer(response))
+    named = [text for start, text in said if start > box and not (boxes and (text is None or _is_text(text)))]
+    if named:
+        return named[-1]
+    if boxes:
         return response[boxes[-1].end() : _closing(response, boxes[-1].end())]
-    if markers:
-        return _said(response[markers[-1].end() :])
     return _said(response) if response and "\n" not in response else None
 
 
