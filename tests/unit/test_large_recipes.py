@@ -144,6 +144,11 @@ def of(config: object, key: str) -> object:
     return config
 
 
+def test_pipeline_stages_become_two_of_a_tiny_model() -> None:
+    replaced = tiny.tiny_values({"model": {"architecture": "qwen3-8b"}, "trainer": {"pp": 4, "fsdp": 1}})
+    assert (replaced["trainer.pp"], replaced["trainer.fsdp"]) == (2, 1)
+
+
 def test_overrides_count_after_the_switch_and_the_resolved_config_is_tiny_by_itself(data: list[str], tmp_path: Path):
     config = config_of(NAMED["qwen3_30b_a3b"], data, "model.tiny=true", "steps=7", "trainer.fsdp=4")
     assert (config.steps, config.trainer.fsdp) == (7, 4)

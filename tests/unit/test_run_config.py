@@ -344,7 +344,10 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
     latent = write_random_deepseek(tmp_path / "latent", **odd)
     sinks = write_random_gpt_oss(tmp_path / "sinks", intermediate_size=24)
     shared = write_tiny_model(tmp_path / "shared", TinyModel(layers=1, experts=6, shared_experts=1))
+    uneven = write_tiny_model(tmp_path / "uneven", TinyModel(layers=1, hidden_dim=97, characters="abc"))
     for model, overrides, said in [
+        (uneven, ["generator.tp=2"], "generator.tp=2: must divide the model's vocabulary of 9 tokens"),
+        (uneven, ["generator.tp=2"], "generator.tp=2: must divide the width 97 of the model's feed-forward networks"),
         (tiny_model_folder, ["trainer.fsdp=2", "trainer.ep=2"], "trainer.ep=2: must be 1, because the model has no"),
         (experts, ["trainer.fsdp=4", "trainer.ep=4"], "trainer.ep=4: must divide the model's 6 experts"),
         (experts, ["trainer.fsdp=4"], "trainer.fsdp=4: must divide the model's 6 experts"),

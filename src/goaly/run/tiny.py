@@ -92,9 +92,9 @@ def write(shape: Architecture) -> Path:
 
 def _two_ranks(role: str, given: dict[str, Any], first: str) -> dict[str, Any]:
     """Two ranks along the first of the role's axes that has several; experts are divided if they were."""
-    axes = [axis for axis in (first, "tp", "cp", "ep") if isinstance(given.get(axis), int) and given[axis] > 1]
+    axes = [axis for axis in (first, "tp", "cp", "pp", "ep") if isinstance(given.get(axis), int) and given[axis] > 1]
     axis = next((axis for axis in axes if axis != "ep"), "tp")
-    changed: dict[str, Any] = {f"{role}.{name}": 1 for name in ("fsdp", "tp", "cp", "ep") if name in given}
+    changed: dict[str, Any] = {f"{role}.{name}": 1 for name in ("fsdp", "tp", "cp", "pp", "ep") if name in given}
     if axes:
         changed[f"{role}.{axis}"] = 2
         changed[f"{role}.ep"] = 2 if "ep" in axes else 1
