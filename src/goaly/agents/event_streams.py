@@ -9,7 +9,9 @@ from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Send
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
 from vllm.entrypoints.serve import create_error_response
 
@@ -19,6 +21,8 @@ KEEP_ALIVE_SECONDS = 10.0
 """A stream sends something after so many seconds of silence, such as while its request waits or a tool call is
 sampled: clients and proxies give up a connection on which nothing comes."""
 COMMENT, PING = ": keep-alive\n\n", 'event: ping\ndata: {"type": "ping"}\n\n'
+MALFORMED_INPUT = "malformed_arguments"
+"""The key of Anthropic's input of a tool that has, as a text, arguments that are no object."""
 _DATA = "data: "
 _FAILED = _DATA + '{"error"'
 
@@ -71,7 +75,14 @@ async def response_events(stream: AsyncGenerator[Any]) -> AsyncGenerator[str]:
 
 
 class Messages(AnthropicServingMessages):
-    """Tells an error in the middle of a stream, which vLLM's converter would take for a chunk that it cannot read."""
+    """Returns malformed calls, and tells errors in the middle of a stream: vLLM's converters can read neither."""
+
+    def messages_full_converter(self, generator: ChatCompletionResponse) -> AnthropicMessagesResponse:
+        for choice in generator.choices:
+            for call in choice.message.tool_calls:
+                if not _is_object(call.function.arguments):  # a block's input must be an object
+                    call.function.arguments = json.dumps({MALFORMED_INPUT: call.function.arguments})
+        return super().messages_full_converter(generator)
 
     async def message_stream_converter(self, generator: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         failed = []
@@ -88,3 +99,10 @@ class Messages(AnthropicServingMessages):
         for message in failed:
             error = {"type": "error", "error": {"type": "api_error", "message": message}}
             yield f"event: error\ndata: {json.dumps(error)}\n\n"
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False

@@ -45,6 +45,9 @@ REOPEN_SECONDS = 60.0
 """Longest wait of a request for its session to go on in this worker; SDKs repeat it then."""
 MOST_DIGITS = 18
 """Of a number in a header."""
+IDLE_SECONDS = 600
+"""A client's connection stays open for so long between two requests. A tool that takes longer makes its next request
+fail, if it comes while the connection ends."""
 MOST_BODY_BYTES = 64 << 20
 """Largest request."""
 
@@ -206,7 +209,8 @@ class AppServer:
             def capture_signals(self) -> Iterator[None]:  # PR-3: only the controller ends this process
                 yield
 
-        self._server = Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+        quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off"}
+        self._server = Server(uvicorn.Config(app, timeout_keep_alive=IDLE_SECONDS, **quiet))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="agents' endpoint")
         self._serving.add_done_callback(_check_end)
 

@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any
 
 from goaly.agents.answers import AnswerParser
-from goaly.agents.gateway import SAMPLED, HttpServer
+from goaly.agents.gateway import REWARDED, SAMPLED, HttpServer
 from goaly.agents.listeners import listening
 from goaly.agents.refusals import Refusal
 from goaly.agents.served import Repeats, ServedSession, request_digest
@@ -92,6 +92,8 @@ class PublicGateway:
 
     def session(self, key: str, path: str, body: bytes, repeats: Repeats) -> ServedSession:
         """A new session, or the one of the request that this one repeats, or of the response that it continues."""
+        if path.endswith(REWARDED):
+            raise Refusal("this server trains nothing: it takes no rewards", HTTPStatus.NOT_FOUND, "unknown_session")
         if path not in SAMPLED:
             return self._new()
         name = (key, f"key {repeats.idempotency_key}" if repeats.idempotency_key else request_digest(path, body))

@@ -24,7 +24,7 @@ from goaly.agents.refusals import Refusal
 from goaly.agents.session import Session
 from goaly.agents.turn import Continuation, RecordedTurn
 from goaly.errors import first_error
-from goaly.generate.request import Sampling
+from goaly.generate.request import Sampling, seed_of
 from goaly.generate.settings import NEUTRAL
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.rollout.policy import Completion, Policy
@@ -302,7 +302,7 @@ class ServedSession:
 
     def _sampling(self, ask: Ask) -> Sampling:
         """The sampling that a client asks for. Answers keep the run's distribution unless they are evaluated, but for
-        the form that they must have, and none may exceed the session's tokens."""
+        the form that they must have, and a seed is that of one episode. None may exceed the session's tokens."""
         given, kept = ask.given, dict(ask.given)
         if not self.policy.evaluation:
             run, asked = self.policy.sampling.distribution, Sampling(**given).distribution
@@ -313,10 +313,9 @@ class ServedSession:
                     _TOLD.update(new)
                     logger.warning("agents name %s: trained answers have the run's instead", ", ".join(sorted(new)))
             kept = {key: value for key, value in given.items() if key not in changed}
-        limit = self.session.limits.tokens
-        if limit is not None:
-            left = max(1, limit - self.session.sampled_tokens)  # a parallel answer may have taken the rest
-            kept["max_tokens"] = min(left, kept.get("max_tokens") or self.policy.sampling.max_tokens or left)
+            if (seed := kept.get("seed")) is not None:  # or an agent's constant one would make a group's samples equal
+                kept["seed"] = seed_of(f"{seed}.{self.policy.name}")
+        kept["max_tokens"] = self.session.room_for(kept.get("max_tokens") or self.policy.sampling.max_tokens)
         return Sampling(**kept, structured_outputs=ask.structured_outputs)
 
 

@@ -64,7 +64,7 @@ class SessionLimits:
     turns: int | None = None
     """Answers in the whole session."""
     tokens: int | None = None
-    """Sampled tokens in the whole session. A request that starts below the limit may exceed it."""
+    """Sampled tokens in the whole session. Only answers that are sampled at the same time may exceed it."""
     parallel: int | None = None
     """Answers that are sampled at the same time."""
 
@@ -88,7 +88,7 @@ class Session:
         self.limits = limits or SessionLimits()
         self.ended: SessionEnd | None = None
         self.turns: list[RecordedTurn] = []
-        self.sampled_tokens = 0
+        self._sampled_tokens = 0
         self.overridden_requests = 0
         """Requests whose sampling parameters were replaced with the run's. Not in the log: a session that goes on in
         another worker counts again from 0."""
@@ -109,6 +109,13 @@ class Session:
         self._by_key: dict[str, RecordedTurn] = {}
         self._by_conversation: dict[bytes, list[RecordedTurn]] = {}
 
+    def room_for(self, asked: int | None) -> int | None:
+        """The most tokens of an answer for which so many are asked, by the limit of the session's."""
+        if self.limits.tokens is None:
+            return asked
+        left = max(1, self.limits.tokens - self._sampled_tokens)  # a parallel answer may have taken the rest
+        return left if asked is None else min(left, asked)
+
     @contextmanager
     def sampling(self, answers: int = 1) -> Iterator[None]:
         """Counts answers as under way. SessionExhausted or SessionBusy if the limits don't allow them (SE-5)."""
@@ -117,9 +124,11 @@ class Session:
         if limits.turns is not None and turns > limits.turns:
             self._refuse(LIMITS if len(self.turns) >= limits.turns else LAST)
             raise SessionExhausted(f"{self._where}: {turns} turns, the limit is {limits.turns}")
-        if limits.tokens is not None and self.sampled_tokens >= limits.tokens:
+        if limits.tokens is not None and self._sampled_tokens >= limits.tokens:
             self._refuse(LIMITS)
-            raise SessionExhausted(f"{self._where}: {self.sampled_tokens} sampled tokens, the limit is {limits.tokens}")
+            raise SessionExhausted(
+                f"{self._where}: {self._sampled_tokens} sampled tokens, the limit is {limits.tokens}"
+            )
         if limits.parallel is not None and self._under_way + answers > limits.parallel:
             raise SessionBusy(f"{self._where}: at most {limits.parallel} answers can be sampled at the same time")
         self._under_way += answers
@@ -339,7 +348,7 @@ class Session:
         if turn.trained:  # such as the first of a shorter chat
             self._refused.discard(LAST)
         self._credits.append(-self._malformed_penalty * turn.malformed)
-        self.sampled_tokens += len(turn.tokens)
+        self._sampled_tokens += len(turn.tokens)
         if turn.parent is not None:
             self._continued.add(turn.parent.number)
         if turn.key is not None:

@@ -14,6 +14,11 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Completion
 
 Message = Mapping[str, Any]
+MALFORMED = {
+    "a call that cannot be read": '<tool_call>\n{"name": "add", "arguments": {"a": 2\n</tool_call>',
+    "an unknown tool": '<tool_call>\n{"name": "subtract", "arguments": {"a": 2}}\n</tool_call>',
+    "arguments that are no object": '<tool_call>\n{"name": "add", "arguments": [2]}\n</tool_call>',
+}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
     for name in ("add", "search")

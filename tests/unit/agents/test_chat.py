@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from agent_sessions import TOOLS, Agent
+from agent_sessions import MALFORMED, TOOLS, Agent
 from chat_templates import hermes
 from served_policy import policy_of
 
@@ -29,8 +29,10 @@ class Sampler:
         self._chat = chat
         self._texts = iter(texts)
         self.prompts: list[str] = []
+        self.limits: list[int | None] = []
 
-    async def generate(self, name: str, tokens: Sequence[int], *_: Any) -> Sample:
+    async def generate(self, name: str, tokens: Sequence[int], sampling: Sampling, *_: Any) -> Sample:
+        self.limits.append(sampling.max_tokens)
         self.prompts.append(self._chat.decode(tokens, skip_special_tokens=False))
         written = torch.tensor([*self._chat.encode(next(self._texts)), self._chat.stop_token_ids[0]])
         versions = torch.full(written.shape, 3, dtype=torch.int32)
@@ -55,13 +57,6 @@ def chat_with(
 
 def user(text: str) -> Message:
     return Message(role="user", content=text)
-
-
-MALFORMED = {
-    "a call that cannot be read": '<tool_call>\n{"name": "add", "arguments": {"a": 2\n</tool_call>',
-    "an unknown tool": '<tool_call>\n{"name": "subtract", "arguments": {"a": 2}}\n</tool_call>',
-    "arguments that are no object": '<tool_call>\n{"name": "add", "arguments": [2]}\n</tool_call>',
-}
 
 
 @pytest.mark.parametrize("what", MALFORMED)
@@ -202,6 +197,16 @@ async def test_an_answer_of_the_sampled_tools_names_them_in_the_prompt(chats: di
     await chat.say([user("a")])
     await chat.say([user("a")], tools=[])
     assert [all(name in prompt for name in ("add", "search")) for prompt in sampler.prompts] == [True, False]
+
+
+async def test_an_answer_ends_at_the_limit_of_its_sessions_tokens(chats: dict[str, ChatTokenizer]) -> None:
+    chat, sampler = chat_with(chats["chatml"], "abc", "abcdefghijkl", limits=SessionLimits(tokens=12))
+    said = [user("a")]
+    first = await chat.say(said)
+    await chat.say([*said, first, user("b")], max_tokens=50)
+    assert sampler.limits == [12, 12 - len(chat.session.turns[0].tokens)]
+    with pytest.raises(SessionExhausted, match="sampled tokens, the limit is 12"):
+        await chat.say([user("c")])
 
 
 async def test_limits_and_mistakes_are_told(chats: dict[str, ChatTokenizer]) -> None:

@@ -12,13 +12,14 @@ import anthropic
 import httpx
 import openai
 import pytest
-from agent_sessions import TOOLS
+from agent_sessions import MALFORMED, TOOLS
 from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, serving, started, wrote
 
 from goaly.agents.gateway import REOPEN_SECONDS, Gateway
 from goaly.agents.refusals import Refusal
 from goaly.agents.session import SessionLimits
 from goaly.agents.session_files import SessionFiles, forget_group, forget_sessions
+from goaly.generate.request import seed_of
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.settings import EndpointSettings
 
@@ -103,6 +104,31 @@ async def test_anthropics_messages_continue_with_tools_in_full_and_in_streams(se
         assert served.session.turns[1].parent is served.session.turns[0]
 
 
+@pytest.mark.parametrize("what", MALFORMED)
+async def test_malformed_calls_are_returned_by_every_api(serve: Serve, what: str) -> None:
+    with serve(MALFORMED[what], MALFORMED[what], MALFORMED[what]) as served:
+        tool: Any = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+        whole = await of_openai(served).chat.completions.create(
+            model="m", messages=[QUESTION], tools=[{"type": "function", "function": tool}]
+        )
+        said = whole.choices[0].message
+        answered = await of_openai(served).responses.create(
+            model="m", input="2+3?", tools=[{"type": "function", "strict": False, **tool}]
+        )
+        message = await of_anthropic(served).messages.create(
+            model="m",
+            max_tokens=100,
+            messages=[QUESTION],
+            tools=[{"name": "add", "input_schema": tool["parameters"]}],
+        )
+        assert answered.status == "completed"
+        (block,) = message.content
+        assert [block.type == "tool_use", answered.output[0].type == "function_call"] == [bool(said.tool_calls)] * 2
+        if what == "arguments that are no object":
+            assert block.input == {"malformed_arguments": "[2]"}
+        assert served.session.malformed_calls == 3
+
+
 async def test_completions_continue_texts_and_tokens(serve: Serve) -> None:
     with serve("q r", "de", "fg") as served:
         client = of_openai(served)
@@ -124,7 +150,8 @@ async def test_each_of_several_answers_is_a_sample_of_its_own(serve: Serve) -> N
         made = await client.chat.completions.create(model="m", messages=[QUESTION], n=3, seed=5, logprobs=True)
         assert [choice.index for choice in made.choices] == [0, 1, 2]
         assert len({choice.message.content for choice in made.choices}) == 3
-        assert [asked.seed for asked in served.scripted.asked] == [5, 6, 7]
+        first = seed_of("5.7.0")  # an agent has the same seed in all episodes of a group
+        assert [asked.seed for asked in served.scripted.asked] == [first, first + 1, first + 2]
         for choice, turn in zip(made.choices, served.session.turns, strict=True):
             assert [part.logprob for part in choice.logprobs.content] == turn.logprobs.tolist()
         assert len(served.session.trajectories(0.0)) == 3
