@@ -114,14 +114,20 @@ def room_for(name: str, model: Path, folder: Path) -> tuple[str, ...]:
     room = max(256, longest + 64)
     settings = (f"sampling.max_tokens={longest}", f"generator.max_context={room}")
     settings += (f"backlog.row_length={max(1024, room)}",)
+    path = with_context(room, model, folder)
+    return settings if path == model else (*settings, f"model.path={path}")
+
+
+def with_context(room: int, model: Path, folder: Path) -> Path:
+    """The model's folder, or a copy whose context has room for so many tokens."""
     described = json.loads((model / "config.json").read_text())
     if described["max_position_embeddings"] >= room:
-        return settings
+        return model
     longer = folder / f"model-{room}"
     if not longer.exists():
         shutil.copytree(model, longer)
         (longer / "config.json").write_text(json.dumps({**described, "max_position_embeddings": room}))
-    return (*settings, f"model.path={longer}")
+    return longer
 
 
 def measure_arm(config: RunConfig, load_name: str, of_load: EpisodeFunction, arm: str, run_dir: Path) -> Measured:

@@ -16,7 +16,7 @@ from goaly.trajectory import Trajectory
 MEAN, SHORTEST = 40, 4
 """Tokens of an answer."""
 
-EpisodeFunction = Callable[[Prompt, EpisodeContext], Coroutine[Any, Any, Trajectory]]
+EpisodeFunction = Callable[[Prompt, EpisodeContext], Coroutine[Any, Any, Trajectory | list[Trajectory]]]
 
 
 def tail_episode(longest_over_mean: float) -> EpisodeFunction:
