@@ -152,8 +152,10 @@ def reinforce_pp_baseline(batch: Scored, *, epsilon: NonNegativeFloat = 1e-6) ->
 def process(batch: Scored, *, epsilon: NonNegativeFloat = 1e-6) -> list[Tensor]:
     """The rewards from each step on, in standard deviations from the mean of all steps of the group.
 
-    A step is a trained turn and everything up to the next one, so a reward in between belongs to it.
+    A step is a trained turn and everything up to the next one, so a reward in between belongs to it. In that mean each
+    trajectory of an episode counts by its part of them.
     """
+    part_S = 1 / torch.bincount(batch.episodes_S)[batch.episodes_S].double()
     steps = [_steps(sample) for sample in batch.samples]
     rewards = [
         torch.stack([rewards_T[start:stop].sum() for start, stop in found]) if found else rewards_T[:0]
@@ -163,11 +165,15 @@ def process(batch: Scored, *, epsilon: NonNegativeFloat = 1e-6) -> list[Tensor]:
     for number in range(int(batch.groups_S[-1]) + 1):
         members = (batch.groups_S == number).nonzero().flatten().tolist()
         of_group = torch.cat([rewards[member] for member in members])
+        part = torch.cat([part_S[member].expand(len(rewards[member])) for member in members])
         flat = not len(of_group) or bool((of_group == of_group[0]).all())  # AV-1
+        if not flat:
+            mean = (part * of_group).sum() / part.sum()
+            deviation = ((part * (of_group - mean).square()).sum() / part.sum()).sqrt()
         for member in members:
             scaled = torch.zeros_like(rewards[member])
             if not flat:
-                scaled = (rewards[member] - of_group.mean()) / (of_group.std(correction=0) + epsilon)
+                scaled = (rewards[member] - mean) / (deviation + epsilon)
             values_T = torch.zeros_like(batch.rewards[member])
             for (start, stop), value in zip(steps[member], to_go(scaled), strict=True):
                 values_T[start:stop] = value

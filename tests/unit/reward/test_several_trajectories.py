@@ -15,7 +15,7 @@ from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group
 from tests.unit.trajectories import sampled
 
-COMPARE_GROUPS = ["group", "group_mean", "rloo"]
+COMPARE_GROUPS = ["group", "group_mean", "rloo", "process"]
 
 
 def group_of(*episodes: Sequence[float], length: int = 3) -> Group:
