@@ -10,10 +10,10 @@ from another group. Each is run to its end with several seeds, as a user runs it
 runs follow one another, since each uses the whole machine. A finished run is a line of the `--runs` file and is not
 repeated under the same settings, seed and warm start. With `--minutes` no run starts after that time.
 
-A recipe passes if every seed ends with a held-out pass@1 of at least 0.85, and the area under its curve (the mean
-training pass rate over all steps) is above that of every control's run and above the pass@1 before training, or it has
-unlearned most of what the warm start knows on its way. A control passes if no seed reaches 0.85. The
-exit code is 1 if anything that was asked for has not passed.
+A recipe passes if every seed ends with a held-out pass@1 of at least 0.85, with experts 0.9, and the area under its
+curve (the mean training pass rate over all steps) is above that of every control's run and above the pass@1 before
+training, or it has unlearned most of what the warm start knows on its way. A control passes if no seed reaches 0.85.
+The exit code is 1 if anything that was asked for has not passed.
 """
 
 import argparse
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 CONFIGS = Path("configs")
 RUNS = Path("runs/recipes")
-PASS_AT_1 = 0.85
-"""Held-out pass@1 of a recipe that learns."""
+PASS_AT_1, OF_EXPERTS = 0.85, 0.9
+"""Held-out pass@1 of a recipe that learns, and of one whose model has experts."""
 RUN_SECONDS = 1800.0
 """A run that takes longer hangs, or might as well."""
 WARM_START = CONFIGS / "sft" / "tiny.yaml"
@@ -115,7 +115,12 @@ class Finished:
     @property
     def learned(self) -> bool:
         """Whether the policy passes on held-out prompts."""
-        return self.pass_at_1 >= PASS_AT_1
+        return self.pass_at_1 >= self.least
+
+    @property
+    def least(self) -> float:
+        """The pass@1 of a policy that passes."""
+        return OF_EXPERTS if "_moe" in self.recipe else PASS_AT_1
 
 
 Runs = Mapping[str, Sequence[Finished]]
@@ -266,7 +271,7 @@ def complaints(runs: Runs, seeds: int) -> list[str]:
                 if run.learned:
                     lines.append(f"{where}: a control learned, held-out pass@1 {run.pass_at_1:.3f}")
             elif not run.learned:
-                lines.append(f"{where}: held-out pass@1 {run.pass_at_1:.3f}, must be at least {PASS_AT_1}")
+                lines.append(f"{where}: held-out pass@1 {run.pass_at_1:.3f}, must be at least {run.least}")
             elif run.area <= run.pass_at_1_before:
                 lines.append(
                     f"{where}: area {run.area:.3f}, must be above pass@1 before training ({run.pass_at_1_before:.3f})"

@@ -114,6 +114,13 @@ def test_a_seed_overrides_prompts_and_sampling_and_is_no_other_setting(tiny_mode
     assert set(two.overrides) == {model, "prompts.seed=3", "generator.seed=3"}
 
 
+def test_a_recipe_with_experts_must_reach_more() -> None:
+    one, other = (done("grpo/tiny_moe", reached) for reached in (0.9, 0.89))
+    assert (one.learned, other.learned) == (True, False)
+    (line,) = complaints({"grpo/tiny_moe": [other]}, 1)
+    assert line == "grpo/tiny_moe, seed 0: held-out pass@1 0.890, must be at least 0.9"
+
+
 def test_a_recipe_passes_only_if_every_seed_learns_and_learns_more_than_every_control() -> None:
     assert complaints({"a": [done("a"), done("a", seed=1)], "control/x": [done("control/x", 0.4, 0.45)] * 2}, 2) == []
     runs = {
