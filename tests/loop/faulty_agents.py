@@ -7,7 +7,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from goaly.environments.http_function import HttpFunction
 from goaly.environments.mcp_tools import McpTools
 from goaly.environments.process import Command, Server, ServerProcess
 from goaly.environments.protocol import EnvironmentDied
+from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.episode import EpisodeContext
 from goaly.rollout.policy import Completion, Policy
@@ -104,13 +106,13 @@ async def worker_dies(folder: Path, question: str, endpoint: Endpoint) -> str:
 
 
 def _endless(episode: str, sample: Callable[..., Awaitable[Completion]]) -> Any:
-    """`Policy.sample` that gives the parts of the episode's answers, and never their ends."""
+    """`Policy.sample` that gives the parts of the episode's answers, and never their ends. An answer has some text."""
 
-    async def sampled(policy: Policy, *arguments: Any, **facts: Any) -> Completion:
-        completion = await sample(policy, *arguments, **facts)
-        if policy.name == episode:
-            await asyncio.Event().wait()  # for the end of this process
-        return completion
+    async def sampled(policy: Policy, prompt: Sequence[int], sampling: Sampling, **facts: Any) -> Completion:
+        if policy.name != episode:
+            return await sample(policy, prompt, sampling, **facts)
+        await sample(policy, prompt, replace(sampling, min_tokens=4), **{**facts, "trained": False})
+        return await asyncio.Event().wait()  # for the end of this process
 
     return sampled
 
