@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import anthropic
@@ -101,6 +101,44 @@ async def test_reasoning_and_text_arrive_at_once_and_calls_when_they_are_whole(s
         assert [call.id for call in calls] == [call["id"] for call in turn.message["tool_calls"]]
         assert [logprob.logprob for logprob in logprobs] == turn.logprobs.tolist()
         assert usage.completion_tokens == len(turn.tokens)
+
+
+async def chat_calls(served: Served) -> list[tuple[str, str]]:
+    """The calls of a streamed chat, of the parts that OpenAI's client adds up."""
+    asked: Any = {"model": "m", "messages": [QUESTION], "tools": TOOLS}
+    async with of_openai(served).chat.completions.stream(**asked) as stream:
+        whole = await stream.get_final_completion()
+    return [(call.function.name, call.function.arguments) for call in whole.choices[0].message.tool_calls]
+
+
+async def response_calls(served: Served) -> list[tuple[str, str]]:
+    """The calls of a streamed response."""
+    tools: Any = [{"type": "function", "strict": False, **tool["function"]} for tool in TOOLS]
+    async with of_openai(served).responses.stream(model="m", input="2+3?", tools=tools) as stream:
+        whole = await stream.get_final_response()
+    return [(one.name, one.arguments) for one in whole.output if one.type == "function_call"]
+
+
+async def message_calls(served: Served) -> list[tuple[str, str]]:
+    """The calls of a streamed message of Anthropic's API."""
+    tools: Any = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
+    asked: Any = {"model": "m", "max_tokens": 400, "messages": [QUESTION], "tools": tools}
+    async with of_anthropic(served).messages.stream(**asked) as stream:
+        whole = await stream.get_final_message()
+    assert whole.stop_reason == "tool_use"
+    return [(one.name, json.dumps(one.input)) for one in whole.content if one.type == "tool_use"]
+
+
+@pytest.mark.parametrize("calls_of", [chat_calls, response_calls, message_calls])
+async def test_parallel_calls_of_a_stream_are_whole_and_apart(
+    serve: Serve, calls_of: Callable[[Served], Awaitable[list[tuple[str, str]]]]
+) -> None:
+    other = {"id": "", "type": "function", "function": {"name": "search", "arguments": json.dumps({"for": "x"})}}
+    with serve(wrote("both", "hm", CALL, other)) as served:
+        named = [(name, json.loads(arguments)) for name, arguments in await calls_of(served)]
+        assert named == [("add", {"a": 2, "b": 3}), ("search", {"for": "x"})]
+        (turn,) = served.session.turns
+        assert [call["function"]["name"] for call in turn.message["tool_calls"]] == ["add", "search"]
 
 
 async def test_each_of_several_streamed_answers_is_whole(serve: Serve) -> None:
