@@ -4,6 +4,7 @@ GOALY_STORM_REQUESTS=10000 sends so many, which takes many minutes.
 """
 
 import asyncio
+import json
 import logging
 import os
 from collections import Counter
@@ -128,6 +129,7 @@ def storm(schema: dict[str, Any], sessions: tuple[Served, ...]) -> Counter[tuple
         made = client.request(**request, timeout=HANGS_SECONDS)
         clients.put(client)
         assert made.status_code < 500, f"request {number}: {made.text}\n{request}"
+        assert not any(map(is_servers_error, made.text.splitlines())), f"request {number}: {made.text}\n{request}"
         return path, made.status_code
 
     under_way: set[Future[tuple[str, int]]] = set()
@@ -146,6 +148,30 @@ def storm(schema: dict[str, Any], sessions: tuple[Served, ...]) -> Counter[tuple
     while not clients.empty():
         clients.get().close()
     return answered
+
+
+def is_servers_error(line: str) -> bool:
+    """Whether this line of a stream, which has status 200, tells an error that is not the client's."""
+    if not line.startswith("data: {"):
+        return False
+    told = json.loads(line.removeprefix("data: "))
+    error = told.get("error") or (told if told.get("type") == "error" else {})
+    code = error.get("code")
+    return error.get("type") in ("api_error", "InternalServerError") or (isinstance(code, int) and code >= 500)
+
+
+@pytest.mark.parametrize(
+    ("told", "is_error"),
+    [
+        ({"error": {"code": 500, "type": "InternalServerError", "message": ""}}, True),
+        ({"type": "error", "error": {"type": "api_error", "message": ""}}, True),
+        ({"type": "error", "code": "InternalServerError", "error": {"code": 503}}, True),
+        ({"error": {"code": 400, "type": "BadRequestError"}}, False),
+        ({"choices": [], "error": None}, False),
+    ],
+)
+async def test_errors_in_streams_are_told_from_refusals(told: dict[str, Any], is_error: bool) -> None:
+    assert is_servers_error(f"data: {json.dumps(told)}") is is_error
 
 
 def cases(schema: dict[str, Any]) -> Iterator[tuple[Case, Random]]:
