@@ -79,9 +79,8 @@ class Echo(Actor):
         self._names += [request.request_id for request in requests]
         for request in requests:
             tokens = torch.tensor(request.prompt)
-            result = Sample(
-                tokens=tokens, logprobs=-tokens.float(), versions=tokens.to(torch.int32), finish=Finish.STOP
-            )
+            versions = (tokens + (request.begun_at or 0)).int()
+            result = Sample(tokens=tokens, logprobs=-tokens.float(), versions=versions, finish=Finish.STOP)
             if request.min_version < HELD:
                 self._clients.deliver(
                     client, request.request_id, result if request.prompt else ValueError("nothing to continue")
@@ -176,7 +175,8 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end(t
     assert cancelled == ["held"]  # LI-2, LI-4
 
     other = Connection(replica)
-    assert (await other.submit("0", [7], SAMPLING)).tokens.tolist() == [7]
+    sample = await other.submit("0", [7], SAMPLING, begun_at=3)
+    assert (sample.tokens.tolist(), sample.versions.tolist()) == ([7], [10])  # EN-2
     names = await replica.names.call_one()
     assert len(set(names)) == len(names)  # LI-3: "0" came from both
     hung_up = other.submit("1", [7], SAMPLING, HELD)

@@ -47,6 +47,7 @@ class Replica:
     error: Exception | None = None
     connections: list["FakeConnection"] = field(default_factory=list)
     streams: dict[str, Stream] = field(default_factory=dict)
+    begun_at: list[int | None] = field(default_factory=list)
     alive: bool = True
 
     def __post_init__(self) -> None:
@@ -85,6 +86,7 @@ class FakeConnection:
     ) -> asyncio.Future[Any]:
         future = self._expect(request_id)
         self.replica.seen.append(request_id)
+        self.replica.begun_at.append(begun_at)
         if on_part is not None:
             self.replica.streams[request_id] = Stream(tokens, sampling, on_part, written, future)
             return future

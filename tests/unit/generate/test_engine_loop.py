@@ -28,6 +28,7 @@ class CountingEngine:
         self.breaks = False
         self.threads: list[str] = []
         self._written: dict[str, list[int]] = {}
+        self.begun_at: dict[str, int | None] = {}
         self._given: dict[str, int] = {}
         self._wanted: dict[str, int] = {}
 
@@ -52,6 +53,7 @@ class CountingEngine:
             raise ValueError(f"request {name}: top_p={sampling.top_p}")
         self._written[name] = []
         self._wanted[name] = sampling.max_tokens
+        self.begun_at[name] = begun_at
         if streams:
             self._given[name] = 0
 
@@ -114,6 +116,13 @@ async def test_many_requests_at_once_all_get_their_own_sample(loop):
     samples = await asyncio.gather(*(ask(loop, str(n), max_tokens=n) for n in range(1, 300)))
     assert [len(sample.tokens) for sample in samples] == list(range(1, 300))
     assert loop.stats().tokens == sum(range(1, 300))
+
+
+@pytest.mark.timeout(20)
+async def test_an_engine_is_told_when_a_requests_conversation_began(loop):  # EN-2
+    await loop.generate("new", [1], Sampling(max_tokens=1))
+    await loop.generate("next", [1], Sampling(max_tokens=1), begun_at=4)
+    assert loop._engine.begun_at == {"new": None, "next": 4}
 
 
 @pytest.mark.timeout(20)

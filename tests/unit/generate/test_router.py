@@ -55,6 +55,14 @@ async def test_replicas_with_the_same_load_take_turns() -> None:
     assert [await ask(router, f"r{i}") for i in range(6)] == ["b", "c", "a", "b", "c", "a"]
 
 
+async def test_a_replica_is_told_when_a_requests_conversation_began() -> None:  # EN-2
+    router, one, _ = one_and_two()
+    announce(router, ["one"])
+    await router.generate("r", [1], Sampling(), 0, None, None, 7)
+    await ask(router, "other")
+    assert one.begun_at == [7, None]
+
+
 async def test_a_session_stays_with_its_replica_even_when_that_is_busier() -> None:
     router, one, two = one_and_two()
     announce(router, ["one", "two"])

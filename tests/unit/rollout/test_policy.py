@@ -33,16 +33,19 @@ class Recorder:
 
     def __init__(self, stop: str | None = None):
         self.asked: list[Sampling] = []
+        self.begun_at: list[int | None] = []
+        self.version = 0
         self._stop = stop
 
     async def generate(
         self, request_id, tokens, sampling, min_version=0, session=None, on_part=None, begun_at=None
     ) -> Sample:
         self.asked.append(sampling)
+        self.begun_at.append(begun_at)
         return Sample(
             tokens=torch.tensor([ord("o"), ord("k")]),
             logprobs=torch.zeros(2),
-            versions=torch.zeros(2, dtype=torch.int32),
+            versions=torch.tensor([self.version, self.version + 1], dtype=torch.int32),
             finish=Finish.STOP,
             stop=self._stop,
         )
@@ -77,6 +80,15 @@ async def test_an_episode_that_goes_on_in_another_process_has_other_requests_and
     with pytest.raises(ContextFull) as full:
         await other.sample([9] * 16)
     assert type(full.value) is ContextFull
+
+
+async def test_all_requests_of_an_episode_go_on_with_the_cache_of_its_first_token():  # EN-2
+    sampler = Recorder()
+    one = policy(sampler)
+    for sampler.version in (3, 5, 7):
+        await one.sample([9])
+    await policy(sampler).sample([9])
+    assert sampler.begun_at == [None, 3, 3, None]
 
 
 async def test_stop_tokens_and_stop_strings_are_replaced_where_they_are_named():
