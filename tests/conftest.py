@@ -79,8 +79,8 @@ if IS_WORKER:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Show why workers ended themselves."""
-    if not IS_WORKER and (file := Path(os.environ[LAST_WORDS])).exists():
+    """Show why workers ended themselves. Where all tests passed, a test has only asked what would be said."""
+    if not IS_WORKER and terminalreporter.stats.get("failed") and (file := Path(os.environ[LAST_WORDS])).exists():
         terminalreporter.section("why workers ended")
         terminalreporter.write(file.read_text())
 
