@@ -57,6 +57,8 @@ def test_clients_with_a_token_are_served_through_the_death_of_a_generator(
 
     client = openai.OpenAI(base_url=url, api_key="second")
     assert [model.id for model in client.models.list()] == ["policy"]
+    reward = httpx.post(f"{root}/sessions/own/reward", json={"reward": 1}, headers={"authorization": "Bearer second"})
+    assert (reward.status_code, "trains nothing" in reward.text) == (404, True)
     greedy: Any = {"model": "any", "temperature": 0, "max_tokens": 8}
     chat = client.chat.completions.create(messages=[QUESTION], logprobs=True, **greedy)
     assert len(chat.choices[0].logprobs.content) == chat.usage.completion_tokens
