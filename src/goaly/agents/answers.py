@@ -168,7 +168,7 @@ class AnswerParser:
             return 0
         known = {tool["function"]["name"] for tool in tools}
         calls = [call["function"] for call in message.tool_calls or ()]
-        wrong = sum(call["name"] not in known or not _is_object(call["arguments"]) for call in calls)
+        wrong = sum(call["name"] not in known or not is_object(call["arguments"]) for call in calls)
         text = message.content or ""
         if not calls:  # some parsers drop a call that they cannot read from the content
             text = self.text(completion, skip_special_tokens=False).replace(message.reasoning_content or "", "", 1)
@@ -236,7 +236,8 @@ def starts_of_calls(parser: object) -> list[str]:
     return sorted({value for value in values if isinstance(value, str) and value.strip()})
 
 
-def _is_object(arguments: str) -> bool:
+def is_object(arguments: str) -> bool:
+    """Whether the arguments of a call are a JSON object."""
     try:
         return isinstance(json.loads(arguments), dict)
     except ValueError:

@@ -41,11 +41,9 @@ class Chat:
         tools = self._tools if tools is None else tools
         with self.session.sampling():
             continuation = self.session.extend([message.as_dict() for message in messages], tools)
-            of_call = changes.get("max_tokens", sampling and sampling.max_tokens)
-            asked = self._policy.sampling.max_tokens if of_call is None else of_call
-            if (room := self.session.room_for(asked)) != asked:
-                changes["max_tokens"] = room
-            completion = await self._policy.sample(continuation.prompt, sampling, trained=trained, **changes)
+            completion = await self._policy.sample(
+                continuation.prompt, sampling, trained=trained, most_tokens=self.session.tokens_left, **changes
+            )
             answer = self._parser.message(completion, tools)
             malformed = self._parser.malformed_calls(answer, completion, tools)
             turn = self.session.record(continuation, completion, answer.as_dict(), malformed=malformed)

@@ -15,6 +15,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRespo
 from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
 from vllm.entrypoints.serve import create_error_response
 
+from goaly.agents.answers import is_object
+
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 10.0
@@ -80,7 +82,7 @@ class Messages(AnthropicServingMessages):
     def messages_full_converter(self, generator: ChatCompletionResponse) -> AnthropicMessagesResponse:
         for choice in generator.choices:
             for call in choice.message.tool_calls:
-                if not _is_object(call.function.arguments):  # a block's input must be an object
+                if not is_object(call.function.arguments):  # a block's input must be an object
                     call.function.arguments = json.dumps({MALFORMED_INPUT: call.function.arguments})
         return super().messages_full_converter(generator)
 
@@ -99,10 +101,3 @@ class Messages(AnthropicServingMessages):
         for message in failed:
             error = {"type": "error", "error": {"type": "api_error", "message": message}}
             yield f"event: error\ndata: {json.dumps(error)}\n\n"
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False

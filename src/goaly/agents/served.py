@@ -258,6 +258,7 @@ class ServedSession:
                                 ask.continuation.prompt,
                                 each,
                                 trained=trained,
+                                most_tokens=self.session.tokens_left,
                                 on_part=None if stream is None else stream.wrote,
                             )
                         )
@@ -302,7 +303,7 @@ class ServedSession:
 
     def _sampling(self, ask: Ask) -> Sampling:
         """The sampling that a client asks for. Answers keep the run's distribution unless they are evaluated, but for
-        the form that they must have, and a seed is that of one episode. None may exceed the session's tokens."""
+        the form that they must have, and a seed is that of one episode."""
         given, kept = ask.given, dict(ask.given)
         if not self.policy.evaluation:
             run, asked = self.policy.sampling.distribution, Sampling(**given).distribution
@@ -315,7 +316,6 @@ class ServedSession:
             kept = {key: value for key, value in given.items() if key not in changed}
             if (seed := kept.get("seed")) is not None:  # or an agent's constant one would make a group's samples equal
                 kept["seed"] = seed_of(f"{seed}.{self.policy.name}")
-        kept["max_tokens"] = self.session.room_for(kept.get("max_tokens") or self.policy.sampling.max_tokens)
         return Sampling(**kept, structured_outputs=ask.structured_outputs)
 
 

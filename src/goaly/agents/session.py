@@ -109,12 +109,12 @@ class Session:
         self._by_key: dict[str, RecordedTurn] = {}
         self._by_conversation: dict[bytes, list[RecordedTurn]] = {}
 
-    def room_for(self, asked: int | None) -> int | None:
-        """The most tokens of an answer for which so many are asked, by the limit of the session's."""
+    @property
+    def tokens_left(self) -> int | None:
+        """The most tokens that an answer may have by the session's limit; None: it has none."""
         if self.limits.tokens is None:
-            return asked
-        left = max(1, self.limits.tokens - self._sampled_tokens)  # a parallel answer may have taken the rest
-        return left if asked is None else min(left, asked)
+            return None
+        return max(1, self.limits.tokens - self._sampled_tokens)  # a parallel answer may have taken the rest
 
     @contextmanager
     def sampling(self, answers: int = 1) -> Iterator[None]:

@@ -129,6 +129,7 @@ class Policy:
         sampling: Sampling | None = None,
         *,
         trained: bool = True,
+        most_tokens: int | None = None,
         on_part: OnPart | None = None,
         **changes: Any,
     ) -> Completion:
@@ -136,8 +137,8 @@ class Policy:
 
         `sample(tokens, max_tokens=8, stop=["\\n"])` changes only these two; the keys are the fields of `Sampling`. With
         `trained=False` a call may also change the distribution, such as `temperature=0`; record its completion with
-        `Episode.observed`, because `Episode.wrote` refuses it. `on_part` gets the tokens while they are sampled, up to
-        those of the last step."""
+        `Episode.observed`, because `Episode.wrote` refuses it. The answer has at most `most_tokens`, whatever it asks
+        for. `on_part` gets the tokens while they are sampled, up to those of the last step."""
         if self._ended:  # PO-3
             raise self._end()
         wanted = self._wanted(sampling, changes, trained)
@@ -149,6 +150,8 @@ class Policy:
                 f"{len(prompt)} tokens leave no room in a context of {self.max_context}, the smaller of "
                 "generator.max_context and backlog.row_length"
             )
+        if most_tokens is not None:
+            room = min(room, most_tokens)
         limits = {"max_tokens": room if wanted.max_tokens is None else min(wanted.max_tokens, room)}  # PO-2
         if wanted.min_tokens is not None:
             limits["min_tokens"] = min(wanted.min_tokens, limits["max_tokens"])
