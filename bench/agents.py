@@ -190,8 +190,8 @@ def measure(config: RunConfig, tokens: int, number: int, arm: str, place: Path) 
     machine = Machine.now()
     if arm == ALONE:
         seconds, training = measure_alone(config, session(tokens), place)
-        machine_then = machine.record()
-        return Finished(round=number, arm=arm, step_seconds=seconds, train_seconds=training, machine=machine_then)
+        then = machine.record()
+        return Finished(round=number, arm=arm, step_seconds=seconds, train_seconds=training, machine=then)
     found = measure_arm(config, "agents", session(tokens), arm, place)
     steps = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     return Finished(
@@ -223,7 +223,6 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-agents-"))
     file = arguments.runs or folder / "runs.jsonl"
-
     model = arguments.model or write_tiny_model(folder / "model", MODEL)
     of_all = settings(arguments.tokens, model, folder)
 

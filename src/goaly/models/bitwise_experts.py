@@ -31,7 +31,7 @@ from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 from goaly.models.bitwise import on_local
 from goaly.models.bitwise_networks import Packed, by_kernel, fit_kernel, networks, pack
 from goaly.models.bitwise_rows import softmax
-from goaly.models.experts import Dispatcher, Experts, OwnExpertsDispatcher
+from goaly.models.experts import Dispatcher, Experts, OwnExpertsDispatcher, of_rank
 from goaly.models.settings import SLICES
 
 
@@ -48,7 +48,7 @@ class BitwiseRouter(TokenChoiceTopKRouter):
         """The weights of each token's experts, the experts (BE-1), and the scores of all."""
         scores_BLE = on_local(softmax, self.gate(x_BLD).float())
         preferred_BLE = scores_BLE if expert_bias_E is None else scores_BLE + expert_bias_E
-        experts_BLK = highest(_local(preferred_BLE.detach()), self.top_k)
+        experts_BLK = highest(of_rank(preferred_BLE.detach()), self.top_k)
         if isinstance(preferred_BLE, DTensor):
             placed = preferred_BLE.device_mesh, preferred_BLE.placements
             experts_BLK = DTensor.from_local(experts_BLK, *placed, run_check=False)
@@ -92,11 +92,11 @@ class BitwiseExperts(Experts):
             self.packed = pack(w1.detach(), w2.detach(), w3.detach(), self._slices())
 
     def _networks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return _local(self.w1_EFD), _local(self.w2_EDF), _local(self.w3_EFD)
+        return of_rank(self.w1_EFD), of_rank(self.w2_EDF), of_rank(self.w3_EFD)
 
     def _slices(self) -> int:
         """The slices of a rank that has these hidden features."""
-        return SLICES * _local(self.w1_EFD).shape[1] // self._hidden_dim
+        return SLICES * of_rank(self.w1_EFD).shape[1] // self._hidden_dim
 
 
 class BitwiseRoutedExperts(RoutedExperts):
@@ -247,7 +247,3 @@ def _whole(out_TG: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
     for slice_TD in others:
         first_TD = first_TD + slice_TD
     return first_TD
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -21,6 +21,7 @@ from torchtitan.models.common import CosSinRoPE
 
 from goaly.models.bitwise import on_gpu
 from goaly.models.cpu_layers import LeanRMSNorm, norm_gradients
+from goaly.models.experts import of_rank
 
 
 class KernelRMSNorm(LeanRMSNorm):
@@ -65,7 +66,7 @@ class KernelRoPE(CosSinRoPE):
         if not isinstance(query, DTensor):
             return _rotate(query, key, positions, self.cache)
         placed = query.device_mesh, query.placements
-        rotated = _rotate(_local(query), _local(key), _local(positions), _local(self.cache))
+        rotated = _rotate(of_rank(query), of_rank(key), of_rank(positions), of_rank(self.cache))
         q, k = (DTensor.from_local(one, *placed, run_check=False) for one in rotated)
         return q, k
 
@@ -150,7 +151,3 @@ class _Turn(torch.autograd.Function):
         cos_TD, sin_TD = cache[position_T].chunk(2, -1)
         back_TD = torch.cat([cos_TD, -sin_TD], -1)
         return *_turned(grad_query, grad_key, torch.arange(len(position_T)), back_TD), None, None
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

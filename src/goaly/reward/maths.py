@@ -84,11 +84,12 @@ def extract(response: str) -> str | None:
         return None  # cut off while it was thinking
     response = response.rpartition("</think>")[2].strip()
     boxes = [found for found in _BOX.finditer(response) if _closing(response, found.end()) is not None]
-    box = boxes[-1].start() if boxes else -1
-    said = ((found.start(), _said(response[found.end() :])) for found in _MARKER.finditer(response))
-    named = [text for start, text in said if start > box and not (boxes and (text is None or _is_text(text)))]
-    if named:
-        return named[-1]
+    after = boxes[-1].start() + 1 if boxes else 0
+    said = [_said(response[found.end() :]) for found in _MARKER.finditer(response, after)]
+    if boxes:
+        said = [text for text in said if text is not None and not _is_text(text)]
+    if said:
+        return said[-1]
     if boxes:
         return response[boxes[-1].end() : _closing(response, boxes[-1].end())]
     return _said(response) if response and "\n" not in response else None
