@@ -54,9 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="fork-server-")
         server = ForkServer(1, Path(folder.name) / "fork_server.log")
         config.add_cleanup(folder.cleanup)
-        os.environ[LAST_WORDS] = str(Path(folder.name) / "last_words")
         config.add_cleanup(server.close)
         os.environ[SHARED] = server.name
+        os.environ[LAST_WORDS] = str(Path(folder.name) / "last_words")
 
 
 if IS_WORKER:

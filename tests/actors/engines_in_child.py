@@ -7,7 +7,7 @@ import atexit
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,6 +113,7 @@ def update_while_sampling(mode: str, **changes: Any) -> tuple[list[Sample], list
     sampling = Sampling(max_tokens=40, **changes)
     for number, prompt in enumerate(PROMPTS):
         engine.add(str(number), prompt, sampling)
+    wait(engine._grammars._compiling)  # or some of the steps would be over when an answer begins
     samples = steps(engine, None if mode == "drain" else 20)
     assert engine.apply(partial(engines.load, 1, 5)) == 5
     for number, prompt in enumerate(PROMPTS):
