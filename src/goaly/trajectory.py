@@ -5,11 +5,13 @@ about token t: `sampler_logprobs[t]` is the log-probability with which the sampl
 
     tokens            i64   every token the policy saw or wrote
     trained           bool  the policy wrote this token, and it is trained
-    sampler_logprobs  f32   0 where the policy did not write the token
+    sampler_logprobs  f32   0 where the policy did not write the token; without the form that an answer had to have
     sampler_versions  i32   version of the weights that produced the token's logits; -1 where none did
     rewards           f32   credited to the token; an outcome reward sits on the last trained token
     expert_choices    u8    [T, layers, K]: the experts that the sampler chose for the token in each layer; only in runs
                             that replay them (`moe.routing`)
+    form_weights      f32   the token's probability without its answer's form, divided by that with which it was drawn;
+                            1 without a form; only if an answer has one
     (later stages)    f32   reference_logprobs, values, advantages, returns
 
 Invariants
@@ -55,7 +57,8 @@ LATER: dict[str, torch.dtype] = {
     "advantages": torch.float32,
     "returns": torch.float32,
 }
-EXPERT_CHOICES = "expert_choices"
+EXPERT_CHOICES, FORM_WEIGHTS = "expert_choices", "form_weights"
+SOMETIMES: dict[str, torch.dtype] = {EXPERT_CHOICES: torch.uint8, FORM_WEIGHTS: torch.float32}
 NO_VERSION = -1
 Row = tuple[int, ...]
 """The sequences of a packed row, by their index in the batch."""
@@ -149,7 +152,7 @@ class Group:
         """The group as bytes, for pickles and for the run's log: a safetensors file of one tensor for each column."""
         if self._encoded is not None:
             return self._encoded
-        samples = _with_choices([sample.tokens for sample in self.samples])
+        samples = _completed([sample.tokens for sample in self.samples])
         keys = [str(key) for key in samples[0].keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
         columns = {key: torch.cat([sample[key] for sample in samples]) for key in keys}
         columns["tokens"] = columns["tokens"].int()  # no vocabulary has 2^31 tokens
@@ -238,9 +241,9 @@ def check_tokens(data: TensorDict, *, where: str) -> None:
         if key not in keys:
             raise SchemaError(f"{where}: `{key}` is missing; a trajectory holds {', '.join(REQUIRED)}")
     for key in keys:
-        dtype = torch.uint8 if key == EXPERT_CHOICES else REQUIRED.get(key) or LATER.get(key)
+        dtype = SOMETIMES.get(key) or REQUIRED.get(key) or LATER.get(key)
         if dtype is None:
-            known = ", ".join([*REQUIRED, EXPERT_CHOICES, *LATER])
+            known = ", ".join([*REQUIRED, *SOMETIMES, *LATER])
             raise SchemaError(f"{where}: `{key}` is unknown; known are {known}")
         column = data[key]
         if column.dtype != dtype:
@@ -308,7 +311,7 @@ class PackedRows:
 
 def pack_rows(sequences: Sequence[TokenColumns], rows: Sequence[Row], row_length: int, pad_token: int) -> TensorDict:
     """These sequences as rows `[R, L]`, with `positions` added."""
-    sequences = _with_choices(sequences)
+    sequences = _completed(sequences)
     packed = {
         key: torch.zeros(len(rows), row_length, *shape, dtype=dtype)
         for key, (dtype, shape) in _common_columns(sequences).items()
@@ -328,16 +331,20 @@ def pack_rows(sequences: Sequence[TokenColumns], rows: Sequence[Row], row_length
     return TensorDict({**packed, "positions": positions_RL}, batch_size=[len(rows), row_length])
 
 
-def _with_choices(sequences: Sequence[TokenColumns]) -> Sequence[TokenColumns]:
-    """The sequences, with choices of experts for those without a trained token if others have them (TR-6)."""
-    known = next((one[EXPERT_CHOICES] for one in sequences if EXPERT_CHOICES in one.keys()), None)  # noqa: SIM118
-    if known is None:
+def _completed(sequences: Sequence[TokenColumns]) -> Sequence[TokenColumns]:
+    """The sequences, with the columns that only some of them have: weights of 1, and choices of experts for those
+    without a trained token (TR-6)."""
+    known = {key: one[key] for key in SOMETIMES for one in sequences if key in one.keys()}  # noqa: SIM118
+    if not known:
         return sequences
     filled: list[TokenColumns] = []
     for sequence in sequences:
         columns = dict(sequence.items())
-        if EXPERT_CHOICES not in columns and not columns["trained"].any():
-            columns[EXPERT_CHOICES] = known.new_zeros(len(columns["tokens"]), *known.shape[1:])
+        shapes = {key: (len(columns["tokens"]), *column.shape[1:]) for key, column in known.items()}
+        if FORM_WEIGHTS in known:
+            columns.setdefault(FORM_WEIGHTS, torch.ones(shapes[FORM_WEIGHTS]))
+        if EXPERT_CHOICES in known and not columns["trained"].any():
+            columns.setdefault(EXPERT_CHOICES, known[EXPERT_CHOICES].new_zeros(shapes[EXPERT_CHOICES]))
         filled.append(columns)
     return filled
 

@@ -227,11 +227,13 @@ def test_parameters_of_requests_have_the_effect_that_they_have_step_by_step(ther
         assert len(one.versions) == len(one.tokens)
 
 
-def test_a_form_is_followed_also_over_an_update_and_a_dead_end_fails_alone(there):  # GM-1
+def test_a_form_is_followed_also_over_an_update_and_a_dead_end_fails_alone(there, expected):  # GM-1, FP-1
     form = {"structured_outputs": {"regex": "(a[bc]){20}"}, "stop_token_ids": (6,)}
     samples, later = there(partial(update_while_sampling, "recompute", **form))
     for sample in (*samples, *later):
         assert re.fullmatch("(a[bc]){20}", "".join(VOCABULARY[token] for token in sample.tokens.tolist()))
+    expected.check(samples, 0, 4)
+    expected.check(samples, 1, 5)
     dead = Sampling(max_tokens=20, structured_outputs={"regex": "[^\\s\\S]"}, stop_token_ids=(6,))
     failed, sample = there(sample_all, "torchtitan", PROMPTS[:2], dead, Sampling(max_tokens=20, seed=3))
     assert isinstance(failed, InvalidRequest)

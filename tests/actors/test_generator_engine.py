@@ -150,19 +150,33 @@ def test_answers_follow_their_forms_beside_others_that_have_none(there):  # GM-1
         assert [one.tokens.tolist() for one in samples[1::2]] == [one.tokens.tolist() for one in alone[1::2]]
 
 
-def test_log_probs_of_an_answer_with_a_form_are_over_the_tokens_that_it_allows(there):
-    sampling = Sampling(max_tokens=60, structured_outputs={"regex": "abc"}, stop_token_ids=(6,))
-    (sample,) = there(sample_all, "torchtitan", PROMPTS[:1], sampling)
-    assert text_of(sample.tokens.tolist()[:-1]) == "abc"
-    assert sample.logprobs.tolist() == [0.0] * 4
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_an_answer_with_a_form_has_the_log_probs_without_it_and_what_the_form_makes_of_them(
+    there, expected, temperature
+):  # FP-1
+    sampling = Sampling(max_tokens=60, stop_token_ids=(6,), temperature=temperature)
+    formed = replace(sampling, structured_outputs={"regex": "(a[bc]){5}"})
+    samples = there(sample_all, "torchtitan", PROMPTS, formed, sampling)
+    for prompt, sample in zip(PROMPTS[::2], samples[::2], strict=True):
+        assert re.fullmatch("(a[bc]){5}", text_of(sample.tokens.tolist()[:-1]))
+        probs_NV = (expected.logits(prompt, sample) / temperature).softmax(-1)
+        allowed = [*["a", "bc"] * 5, VOCABULARY[6:7]]
+        allowed_of = [[VOCABULARY.index(text) for text in texts] for texts in allowed]
+        weights = torch.stack([row_V[ids].sum() for row_V, ids in zip(probs_NV, allowed_of, strict=True)])
+        torch.testing.assert_close(sample.form_weights, weights, atol=NOISE, rtol=1e-3)
+        reference = expected.logprobs(prompt, sample, temperature=temperature)
+        torch.testing.assert_close(sample.logprobs, reference, atol=NOISE, rtol=0)
+    assert {one.form_weights for one in samples[1::2]} == {None}
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep"])
-def test_a_form_goes_on_over_an_update(there, mode):
+def test_a_form_goes_on_over_an_update(there, expected, mode):
     form = {"structured_outputs": {"regex": "(a[bc]){20}"}, "stop_token_ids": (6,)}
     samples, later = there(partial(update_while_sampling, mode, **form))
     for sample in (*samples, *later):
         assert re.fullmatch("(a[bc]){20}", text_of(sample.tokens.tolist()))
+    if mode == "recompute":
+        expected.check(samples, 1, 5)
     assert all({4, 5} == set(sample.versions.tolist()) for sample in samples)
 
 

@@ -29,6 +29,14 @@ async def in_forms(messages: Sequence[Mapping[str, Any]], *, base_url: str, api_
     return f"{json.loads(made.content or '')['n']} {''.join(call.function.name for call in called.tool_calls or ())}"
 
 
+async def in_a_form(messages: Sequence[Mapping[str, Any]], *, base_url: str, api_key: str) -> str:
+    """Digits and letters, and nothing else."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        form = {"structured_outputs": {"regex": "[0-9a-c]{1,8}"}}
+        made = await client.chat.completions.create(model="policy", messages=list(messages), extra_body=form)  # ty: ignore
+    return made.choices[0].message.content or ""
+
+
 async def of_other_numbers(messages: Sequence[Mapping[str, Any]], *, base_url: str, api_key: str) -> str:
     """The same, but not of questions with a seven."""
     if "7" in messages[0]["content"]:

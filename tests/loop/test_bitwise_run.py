@@ -1,6 +1,7 @@
 """Whole runs with bitwise numerics: every importance ratio is 1, and the number of replicas changes no bit."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from conftest import launching
 from launched import REWARDED, START_SECONDS, LaunchedRun
 from random_model import write_random_model
+from test_agent_run import TEMPLATE
 
 STEPS = 3
 BITWISE = [
@@ -47,3 +49,21 @@ def test_ratios_are_one_and_two_replicas_make_the_policy_of_one_to_the_last_bit(
             assert any(step["grad_norm"] > 0 for step in metrics)
             policies.add((run.folder / "policy" / "model.safetensors").read_bytes())
     assert len(policies) == 1
+
+
+def test_an_agent_all_of_whose_answers_have_a_form_is_trained_to_the_last_bit(  # FP-1, PO-4
+    launch: Callable[..., LaunchedRun], tmp_path: Path
+) -> None:
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    overrides = ["rollout.endpoint={}", "agent.function=tests.loop.asking_agent:in_a_form"]
+    overrides += [f"chat.template_file={tmp_path}/chat.jinja"]
+    run = launch(*BITWISE, *overrides, app="agent", config="grpo/tiny.yaml")
+    assert run.wait(START_SECONDS) == 0, run.text()
+    metrics = metrics_of(run)
+    assert len(metrics) == STEPS
+    for step in metrics:
+        assert step["parity/differing_tokens"] == 0
+        assert step["parity/tokens"] > 0
+        assert step["ratio_mean"] == step["ratio_max"] == 1.0
+        assert 0 < step["form_weight"] < 1
+    assert any(step["grad_norm"] > 0 for step in metrics)

@@ -127,6 +127,16 @@ def test_choices_of_experts_are_packed_and_an_untrained_sequence_needs_none():  
     assert "expert_choices" not in pack_rows([samples[1]], [(0,)], 8, 0)
 
 
+def test_weights_of_forms_are_1_where_no_form_was_also_in_another_process_and_in_the_log():
+    formed = trajectory(form_weights=torch.tensor([1.0, 0.25, 0.5]))
+    packed = pack_rows([formed.tokens, trajectory().tokens], [(1, 0)], 8, 0)
+    assert packed["form_weights"][0, :6].tolist() == [1.0, 1.0, 1.0, 1.0, 0.25, 0.5]
+    group = Group(ticket=0, prompt_id="p", source="s", samples=(trajectory(), formed))
+    for back in (pickle.loads(pickle.dumps(group)), decode(b"".join(encode(group)))):
+        assert [one.tokens["form_weights"].tolist() for one in back.samples] == [[1.0, 1.0, 1.0], [1.0, 0.25, 0.5]]
+    assert "form_weights" not in pack_rows([trajectory().tokens], [(0,)], 8, 0)
+
+
 def test_choices_of_experts_survive_the_way_to_another_process_and_to_the_log():  # TR-6
     group = Group(ticket=0, prompt_id="p", source="s", samples=(untrained(), with_choices()))
     for back in (pickle.loads(pickle.dumps(group)), decode(b"".join(encode(group)))):

@@ -246,7 +246,6 @@ class ServedSession:
         with self.session.sampling(ask.answers - len(known)):
             sampling = self._sampling(ask)
             wanted = list(_seeded(sampling, ask.answers))[len(known) :]
-            trained = ask.structured_outputs is None
             if ask.streams:
                 call.streams = {number: self._stream(call, ask, sampling) for number in range(len(known), ask.answers)}
             streams = [call.streams.get(number) for number in range(len(known), ask.answers)]
@@ -257,7 +256,6 @@ class ServedSession:
                             self.policy.sample(
                                 ask.continuation.prompt,
                                 each,
-                                trained=trained,
                                 most_tokens=self.session.tokens_left,
                                 on_part=None if stream is None else stream.wrote,
                             )

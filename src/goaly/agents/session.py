@@ -225,6 +225,7 @@ class Session:
             trained=completion.trained,
             finish=completion.finish,
             choices=choices,
+            form_weights=completion.form_weights,
             message=message,
             malformed=malformed,
         )

@@ -10,6 +10,7 @@ from goaly.generate.request import Finish
 from goaly.trajectory import (
     ENVIRONMENT,
     EXPERT_CHOICES,
+    FORM_WEIGHTS,
     NO_VERSION,
     POLICY,
     PROMPT,
@@ -37,6 +38,7 @@ def trajectory_of(
     length = len(tokens_T)
     trained_T, rewards_T = np.zeros(length, bool), np.zeros(length, np.float32)  # writes a part faster than torch
     logprobs_T, versions_T = np.zeros(length, np.float32), np.full(length, NO_VERSION, np.int32)
+    weights_T = np.ones(length, np.float32)
     last_trained = -1
     turns: list[Turn] = []
     stop = 0
@@ -52,6 +54,8 @@ def trajectory_of(
             trained_T[start:stop] = True
             logprobs_T[start:stop] = turn.logprobs.numpy()
             versions_T[start:stop] = turn.versions.numpy()
+            if turn.form_weights is not None:
+                weights_T[start:stop] = turn.form_weights.numpy()
             last_trained = stop - 1 if stop > start else last_trained
         rewards_T[stop - 1] = credits[turn.number]
     rewards_T[last_trained] += reward
@@ -62,6 +66,8 @@ def trajectory_of(
         "sampler_versions": torch.from_numpy(versions_T),
         "rewards": torch.from_numpy(rewards_T),
     }
+    if any(turn.form_weights is not None for turn in own.values()):
+        columns[FORM_WEIGHTS] = torch.from_numpy(weights_T)
     choices = [own[number].choices for number in sorted(own)]
     if known := [one for one in choices if one is not None]:
         rest = known[0].new_zeros(length - sum(map(len, known)), *known[0].shape[1:])

@@ -82,6 +82,8 @@ class RecordedTurn:
     """u8 `[tokens, layers, K]`: the experts that were chosen for the tokens behind those that `goes_on` covers."""
     message: Mapping[str, Any]
     """The answer as it was returned to the client."""
+    form_weights: Tensor | None = None
+    """f32 `[N]`; None if it has no form."""
     malformed: int = 0
     """Its tool calls that are malformed."""
     answer: Message = field(init=False)
@@ -138,6 +140,7 @@ class RecordedTurn:
             "choices": None
             if choices is None
             else [list(choices.shape), b64encode(choices.numpy().tobytes()).decode()],
+            "form_weights": None if self.form_weights is None else self.form_weights.tolist(),
             "message": dict(self.message),
             "malformed": self.malformed,
         }
@@ -149,7 +152,7 @@ class RecordedTurn:
             request = Conversation.of(record["messages"], record["tools"], record["template_args"])
         else:
             request = parent.conversation.followed_by(*map(canonical, record["messages"]))
-        choices = None
+        choices, weights = None, record["form_weights"]
         if record["choices"] is not None:
             shape, encoded = record["choices"]
             choices = torch.frombuffer(bytearray(b64decode(encoded)), dtype=torch.uint8).view(shape)
@@ -167,6 +170,7 @@ class RecordedTurn:
             trained=record["trained"],
             finish=Finish(record["finish"]),
             choices=choices,
+            form_weights=None if weights is None else torch.tensor(weights, dtype=torch.float32),
             message=record["message"],
             malformed=record["malformed"],
         )

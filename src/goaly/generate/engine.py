@@ -11,6 +11,7 @@ Invariants
     EN-3  A request that is running at an update continues with the tokens it has: none is lost or drawn again.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,8 @@ class _Running:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    form_weights: list[float] = field(default_factory=list)
+    """As in `Sample`, if its answer has a form."""
     choices: torch.Tensor | None = None
     """The experts chosen for its tokens, once it has ended; None: they are not recorded."""
     stops: StopStrings | None = None
@@ -83,8 +86,11 @@ class _Running:
     given: int = 0
     """The number of tokens that `Engine.parts` has given."""
 
-    def wrote(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """Add the tokens that a step sampled."""
+    def wrote(self, tokens: list[int], logprobs: list[float], version: int, free_logprob: float | None) -> None:
+        """Add the tokens that a step sampled. A form has changed the log-prob of one that would have `free_logprob`."""
+        if self.sampling.structured_outputs:
+            drawn, logprobs = logprobs[0], logprobs if free_logprob is None else [free_logprob]
+            self.form_weights.append(math.exp(min(0.0, logprobs[0] - drawn)))
         self.tokens += tokens
         self.logprobs += logprobs
         self.versions += [version] * len(tokens)
@@ -97,7 +103,8 @@ class _Running:
 
     def sample(self, finish: Finish, stop: str | None = None) -> Sample:
         """The answer so far."""
-        return Sample.of(self.tokens, self.logprobs, self.versions, finish, stop, self.choices)
+        columns = (self.tokens, self.logprobs, self.versions)
+        return Sample.of(*columns, finish, stop, self.choices, self.form_weights or None)
 
 
 class Engine:
@@ -314,13 +321,15 @@ class Engine:
         """Take vLLM's outputs of a step; the samples that it ended, and errors."""
         ended: list[tuple[str, Sample | InvalidRequest]] = []
         stopped = []
+        free = self._grammars.free_logprobs(outputs, lambda key: self._requests[key].sampling.temperature)
         for output in outputs:
             request = self._requests[output.request_id]
             if output.finish_reason is FinishReason.ERROR:
                 self._forget(output.request_id)
                 ended.append((request.name, refused(request.sampling.structured_outputs, ENDED)))
                 continue
-            request.wrote(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), self.version)  # EN-1
+            logprobs = output.new_logprobs.logprobs[:, 0].tolist()
+            request.wrote(output.new_token_ids, logprobs, self.version, free.get(output.request_id))  # EN-1
             finish = None if output.finish_reason is None else FINISHES[output.finish_reason]
             stop = None if finish is Finish.STOP else request.stopped_by(output.new_token_ids)
             if stop is not None:

@@ -8,7 +8,7 @@ Invariants
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +19,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine import EngineCoreRequest
 
+from goaly.generate.free_logprobs import FreeLogprobs
 from goaly.generate.request import AT_ONCE, TEMPLATE_ARGS, InvalidRequest
 from goaly.prompts.settings import ChatSettings
 
@@ -81,6 +82,7 @@ class Grammars:
         self._chat = chat
         self._tokenizer: Any = None
         self._compiling: set[Future[Any]] = set()
+        self._free: FreeLogprobs | None = None
 
     def add(self, request: EngineCoreRequest, asked: Mapping[str, Any]) -> None:
         """Start this request, whose answer follows these `Sampling.structured_outputs` until one of its stop tokens;
@@ -115,6 +117,10 @@ class Grammars:
         if isinstance(started._grammar, Future):
             self._compiling.add(started._grammar)
 
+    def free_logprobs(self, outputs: Sequence[Any], temperature: Callable[[str], float | None]) -> dict[str, float]:
+        """The log-probs that the tokens of the step that was read last have without a grammar (`FreeLogprobs.of`)."""
+        return {} if self._free is None else self._free.of(outputs, temperature)
+
     def wait(self) -> None:
         """Wait until a grammar is compiled, if one is being: nothing else is under way."""
         if self._compiling:
@@ -127,6 +133,7 @@ class Grammars:
         if self._chat.reasoning_parser is not None:
             manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(self._chat.reasoning_parser)
         self._tokenizer = manager.tokenizer
+        self._free = FreeLogprobs(self._core.engine_core)
 
     def _reasoner(self, template_args: Mapping[str, Any]) -> Any:
         """The parser that finds the end of a request's reasoning. vLLM would make it in a step, where its error would

@@ -186,8 +186,8 @@ class Sample:
     tokens: Tensor
     """i64 `[N]`."""
     logprobs: Tensor
-    """f32 `[N]`, under the distribution that was drawn from: after temperature, penalties, top-p and all else. A greedy
-    sample has those of the distribution at temperature 1 (`tests/characterization` pins it)."""
+    """f32 `[N]`, under the distribution that was drawn from: after temperature, penalties, top-p and all else, but not
+    after a form. A greedy sample has those of the distribution at temperature 1 (`tests/characterization` pins it)."""
     versions: Tensor
     """i32 `[N]`: the policy version whose weights produced the token's logits."""
     finish: Finish
@@ -196,6 +196,9 @@ class Sample:
     choices: Tensor | None = None
     """u8 `[tokens, layers, K]`: the experts that were chosen for each token of the prompt and the answer but the last,
     which is not computed; None if the generator does not record them."""
+    form_weights: Tensor | None = None
+    """f32 `[N]`, from 0 to 1: the probability of each token without the answer's form, divided by the one with which it
+    was drawn; None if the answer has no form."""
 
     @classmethod
     def of(
@@ -206,6 +209,7 @@ class Sample:
         finish: Finish,
         stop: str | None = None,
         choices: Tensor | None = None,
+        form_weights: list[float] | None = None,
     ) -> "Sample":
         """The sample of these columns."""
         return cls(
@@ -215,13 +219,16 @@ class Sample:
             finish=finish,
             stop=stop,
             choices=choices,
+            form_weights=None if form_weights is None else torch.tensor(form_weights, dtype=torch.float32),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As plain bytes: to pickle three small tensors takes longer than to decode some tokens.
         columns = (self.tokens, self.logprobs, self.versions)
-        recorded = () if self.choices is None else (self.choices.numpy().tobytes(), tuple(self.choices.shape))
-        return _unpickled, (*(column.numpy().tobytes() for column in columns), self.finish.value, self.stop, *recorded)
+        weights, choices = (None if one is None else one.numpy().tobytes() for one in (self.form_weights, self.choices))
+        shape = () if self.choices is None else tuple(self.choices.shape)
+        known = (*(column.numpy().tobytes() for column in columns), self.finish.value, self.stop)
+        return _unpickled, known if weights is choices is None else (*known, weights, choices, shape)
 
 
 def _unpickled(
@@ -230,6 +237,7 @@ def _unpickled(
     versions: bytes,
     finish: str,
     stop: str | None,
+    form_weights: bytes | None = None,
     choices: bytes | None = None,
     shape: tuple[int, ...] = (),
 ) -> Sample:
@@ -243,6 +251,7 @@ def _unpickled(
         finish=Finish(finish),
         stop=stop,
         choices=None if choices is None else column(choices, torch.uint8).view(shape),
+        form_weights=None if form_weights is None else column(form_weights, torch.float32),
     )
 
 

@@ -1,9 +1,12 @@
 """The objective that the engine minimizes: the loss of a microbatch's tokens, corrected, weighted and summed. Pure.
 
-    sum over tokens of  weight * kept * (importance * loss + kl_coef * KL - entropy_coef * entropy)   /   denominator
+    sum over tokens of  weight * kept * (form * (importance * loss + kl_coef * KL) - entropy_coef * entropy)
+    -------------------------------------------------------------------------------------------------------
+                                                denominator
 
 `importance` is proximal / sampler, and `kept` masks tokens that are rejected, too old or of a truncated answer. KL and
-entropy are not importance-weighted. The aggregation gives `weight` and `denominator`:
+entropy are not importance-weighted. `form` is 1, or for a token that was drawn under a form its probability without it,
+divided by the one with it: the importance weight of that draw. The aggregation gives `weight` and `denominator`:
 
     token_mean     sum over tokens / trained tokens
     sequence_mean  sum over sequences of (mean over its tokens) / sequences
@@ -31,7 +34,7 @@ from goaly.losses.kl import divergence, k3
 from goaly.losses.policy import LOSSES, Aggregation, traits
 from goaly.losses.settings import LossSettings
 from goaly.losses.tokens import Columns, LossOutput, Tokens, sequence_count, sequence_sum
-from goaly.trajectory import TRUNCATED, PackedRows
+from goaly.trajectory import FORM_WEIGHTS, TRUNCATED, PackedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +134,9 @@ class PolicyObjective:
             reference_P = self._column(tokens.columns, "reference_logprobs")
             mean["kl_reference"] = divergence(settings.kl_estimator, tokens.logprobs_P, reference_P)
             loss_P = loss_P + settings.kl_coef * mean["kl_reference"]
+        if FORM_WEIGHTS in tokens.columns:
+            mean["form_weight"] = tokens.columns[FORM_WEIGHTS]
+            loss_P = mean["form_weight"] * loss_P
         if settings.entropy_coef > 0:
             loss_P = loss_P - settings.entropy_coef * tokens.entropies_P
         return loss_P, mean

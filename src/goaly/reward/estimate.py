@@ -13,7 +13,7 @@ from torch import Tensor
 from goaly.losses import kl
 from goaly.reward.advantages import ESTIMATORS, Estimate, Scored
 from goaly.reward.settings import AdvantageSettings, OverlongSettings
-from goaly.trajectory import Group
+from goaly.trajectory import FORM_WEIGHTS, Group
 from goaly.watchdog import Work
 
 
@@ -65,7 +65,8 @@ def penalize_divergence(
     rewards = []
     for sample, rewards_T, reference_T in zip(batch.samples, batch.rewards, references, strict=True):
         kl_T = kl.divergence(estimator, sample.tokens["sampler_logprobs"].double(), reference_T.double())
-        rewards.append(rewards_T - kl_coef * torch.where(sample.tokens["trained"], kl_T, 0.0))
+        weight_T = sample.tokens.get(FORM_WEIGHTS, torch.ones_like(rewards_T))
+        rewards.append(rewards_T - kl_coef * torch.where(sample.tokens["trained"], weight_T * kl_T, 0.0))
     return replace(batch, rewards=tuple(rewards))
 
 

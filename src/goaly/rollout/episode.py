@@ -24,6 +24,7 @@ from goaly.rollout.policy import Completion, Policy
 from goaly.trajectory import (
     ENVIRONMENT,
     EXPERT_CHOICES,
+    FORM_WEIGHTS,
     NO_VERSION,
     POLICY,
     PROMPT,
@@ -110,6 +111,7 @@ class Episode:
         self._tokens: list[int] = []
         self._columns: list[dict[str, torch.Tensor]] = []
         self._choices: list[torch.Tensor] = []
+        self._has_forms = False
         self._turns: list[Turn] = []
         self._credits: dict[int, float] = {}
         self._outcome = Outcome.COMPLETE
@@ -137,7 +139,9 @@ class Episode:
             "trained": torch.ones(len(completion.tokens), dtype=torch.bool),
             "sampler_logprobs": completion.logprobs,
             "sampler_versions": completion.versions,
+            FORM_WEIGHTS: torch.ones(len(completion.tokens)) if (known := completion.form_weights) is None else known,
         }
+        self._has_forms |= completion.form_weights is not None
         if completion.choices is not None:
             self._choices.append(completion.choices[sum(map(len, self._choices)) :])  # EP-4
         self._outcome = Outcome.TRUNCATED if completion.finish is Finish.LENGTH else Outcome.COMPLETE
@@ -157,7 +161,8 @@ class Episode:
 
     def finish(self, reward: float) -> Trajectory:
         """The trajectory, with this reward for the whole of it, in addition to its process rewards."""
-        columns = {key: torch.cat([turn[key] for turn in self._columns]) for key in self._columns[0]}
+        keys = [key for key in self._columns[0] if self._has_forms or key != FORM_WEIGHTS]
+        columns = {key: torch.cat([turn[key] for turn in self._columns]) for key in keys}
         if self._choices:
             choices = torch.cat(self._choices)
             rest = choices.new_zeros(len(self._tokens) - len(choices), *choices.shape[1:])
@@ -183,6 +188,7 @@ class Episode:
             "trained": torch.zeros(count, dtype=torch.bool),
             "sampler_logprobs": torch.zeros(count),
             "sampler_versions": torch.full((count,), NO_VERSION, dtype=torch.int32),
+            FORM_WEIGHTS: torch.ones(count),
         }
         return self._turn(author, tokens, columns)
 

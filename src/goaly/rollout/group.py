@@ -180,10 +180,7 @@ class GroupRunner:
             counts=running.counts,
         )
         if not any(group.trained_tokens):
-            raise EpisodeError(
-                "no token of its episodes can be trained: all answers followed a grammar (response_format, a forced "
-                "tool_choice), or were sampled with trained=False"
-            )
+            raise EpisodeError("no token of its episodes can be trained: all answers were sampled with trained=False")
         return group
 
     def _trained_group(self, ticket: Ticket) -> RunningGroup:

@@ -5,8 +5,9 @@ Invariants
           is never tokenized again.
     PO-2  Prompt and completion together never exceed the context.
     PO-3  A policy sends no request after its episode has ended, and cancels those under way then.
-    PO-4  Trained tokens are drawn from the distribution that the trainer computes. A request that changes it is
-          refused, except in an evaluation or with `trained=False`.
+    PO-4  Trained tokens are drawn from the distribution that the trainer computes, or from the part of it that a form
+          allows, with their weights. A request that changes it otherwise is refused, except in an evaluation or with
+          `trained=False`.
 """
 
 import asyncio
@@ -60,6 +61,8 @@ class Completion:
     choices: Tensor | None = None
     """u8 `[tokens, layers, K]`: the experts that were chosen for each token of the prompt and the completion but the
     last; None if the run does not replay them."""
+    form_weights: Tensor | None = None
+    """f32 `[N]`, as in `Sample`; None if it has no form."""
     trained: bool = True
     """Whether it may be trained; False if it was sampled with `trained=False`."""
 
@@ -185,6 +188,7 @@ class Policy:
             text=self.decode(sample.tokens.tolist()),
             stop=sample.stop,
             choices=sample.choices,
+            form_weights=sample.form_weights,
             trained=trained,
         )
 
@@ -266,7 +270,7 @@ def _refuse_another_distribution(wanted: Sampling, run: Sampling) -> None:  # PO
     problems = [
         f"{key}={value}: must be {ours[key]}, as in the run's sampling"
         for key, value in wanted.distribution.items()
-        if value != ours[key]
+        if value != ours[key] and key != "structured_outputs"  # whose tokens have weights
     ]
     if problems:
         raise EpisodeError(

@@ -236,6 +236,28 @@ def test_each_trajectory_has_the_expert_choices_of_the_answers_that_it_trains(ag
         assert second.tokens[EXPERT_CHOICES][:, 0, 0].tolist() == [3] * answered + [0] * (len(second) - answered)
 
 
+def test_an_answer_with_a_form_is_trained_with_its_weights_once(agent):  # SE-3
+    a = agent()
+
+    def say(messages, answer, weight=None):
+        continuation, tokens = a.session.extend(messages), a.written(answer)
+        weights = None if weight is None else torch.full((len(tokens),), weight)
+        completion = a.completion(continuation.prompt, tokens, form_weights=weights)
+        return a.session.record(continuation, completion, answer)
+
+    say([user("a")], assistant("b"), 0.5)
+    chat = [user("a"), assistant("b"), user("c")]
+    say(chat, assistant("d"))
+    say(chat, assistant("e"), 0.25)
+    say([user("x")], assistant("y"))
+    for session in (a.session, a.replayed()):
+        first, second, third = (one.tokens for one in session.trajectories(0.0))
+        assert first["form_weights"][first["trained"]].unique_consecutive().tolist() == [0.5, 1.0]
+        assert second["form_weights"][second["trained"]].unique().tolist() == [0.25]
+        assert [set(one["form_weights"][~one["trained"]].tolist()) for one in (first, second)] == [{1.0}, {1.0}]
+        assert "form_weights" not in third
+
+
 def test_an_answer_that_may_not_be_trained_is_context(agent):  # SE-3
     a = agent()
     opponent = a.say([user("a")], assistant("b"), trained=False)

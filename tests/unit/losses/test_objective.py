@@ -167,6 +167,39 @@ def test_the_entropy_is_taken_off_the_loss_and_reported():
     assert torch.autograd.grad(without.total, entropies, allow_unused=True) == (None,)  # costs nothing
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+def test_what_is_drawn_under_a_form_has_the_expected_gradient_of_the_policy_among_what_the_form_allows(kl_coef):
+    logits_V, reference_V = torch.randn(7, requires_grad=True), torch.randn(7).log_softmax(0)
+    advantages_V, allowed = torch.randn(7), torch.tensor([0, 2, 3])
+    logprobs_V = logits_V.log_softmax(0)
+    probs_A = logprobs_V.detach().exp()[allowed]
+    drawn_A = probs_A / probs_A.sum()  # under the form
+    batch = {
+        "sampler_logprobs": logprobs_V.detach()[allowed],
+        "sampler_versions": torch.zeros(3, dtype=torch.int32),
+        "advantages": advantages_V[allowed],
+        "documents": torch.arange(3),
+        "reference_logprobs": reference_V[allowed],
+        "form_weights": probs_A / drawn_A,
+    }
+    settings = LossSettings(name="reinforce", kl_coef=kl_coef, kl_estimator="k3", aggregation="sequence_mean")
+
+    def loss(count_A: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        parts = [
+            PolicyObjective(settings)(
+                logprobs_V[allowed[at, None]], torch.zeros(1), {key: v[at, None] for key, v in batch.items()}, 0
+            )
+            for at in range(3)
+        ]
+        assert all(("form_weight" in part.mean) == ("form_weights" in batch) for part in parts)
+        return sum(count * part.total for count, part in zip(count_A, parts, strict=True))  # ty: ignore
+
+    (found,) = torch.autograd.grad(loss(drawn_A, batch), logits_V, retain_graph=True)
+    del batch["form_weights"]
+    (expected,) = torch.autograd.grad(loss(probs_A, batch), logits_V)
+    torch.testing.assert_close(found, expected)
+
+
 def test_the_entropy_is_not_importance_weighted():
     batch = columns([1], [1.0])
     entropies = torch.tensor([1.0], requires_grad=True)
