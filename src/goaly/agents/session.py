@@ -281,7 +281,7 @@ class Session:
 
         A turn that several leaves share is trained in the one that follows the first recorded turn at each fork
         (SE-3). A leaf that trains nothing and has no reward of its own, such as a judge's, is left out, unless there is
-        no other. All are truncated if the session is `exhausted`."""
+        no other. All are truncated if the session is `exhausted`, or the time limit has ended it."""
         if reward is None and (reward := self.reward) is None:
             raise EpisodeError(f"{self._where}: no reward, neither by its agent nor by its episode")
         return [
@@ -292,7 +292,7 @@ class Session:
                 prompt_id=self._prompt_id,
                 sample_index=self._sample_index,
                 environment=self._environment,
-                truncated=self.exhausted,
+                truncated=self.exhausted or self.ended is SessionEnd.TIMED_OUT,
             )
             for leaf in self._leaves()
         ]

@@ -4,8 +4,8 @@ Invariants
     RG-1  `run` reports its ticket exactly once: as a group, as rejected, or as failed, also when it is cancelled.
     RG-2  When one episode fails, the other episodes of its group and their requests are cancelled.
     RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (EL-1).
-    RG-4  An episode that raises after its session was exhausted is trained as far as it came, as truncated, unless its
-          verifier or its environment failed.
+    RG-4  An episode that exceeds its time limit, or raises after its session was exhausted, is trained as far as it came,
+          as truncated, unless its session has no answer, its environment failed, or its verifier did not score it.
     RG-5  An episode that begins again has a session, a policy, an API key and request ids of its own. Of its earlier
           attempts nothing is trained, no request is left, and what was counted in them counts.
 """
@@ -282,13 +282,14 @@ class GroupRunner:
             )
             try:
                 made = await within(self.settings.episode_seconds, self.episode(prompt, context), name)
-            except EpisodeTimeout:
-                raise
             except Exception as error:
-                cause = first_error(error)
+                cause, is_late = first_error(error), isinstance(error, EpisodeTimeout)
                 has_broken = running.is_unjudged or isinstance(cause, EnvironmentFailed)
-                if has_broken or not (session.exhausted and session.turns):
+                is_limited = session.exhausted or (is_late and not running.policy.evaluation)
+                if has_broken or not (is_limited and session.turns):
                     raise
+                if is_late:
+                    session.end(SessionEnd.TIMED_OUT)
                 logger.info("%s is trained as truncated: %s", name, cause_of(cause))
                 made = session.trajectories(session.reward or 0.0)  # RG-4
         index = running.sample_index

@@ -63,7 +63,7 @@ class RunningEpisode:
     _stage: str = field(default=WAITING, init=False)
     _judging: int = field(default=0, init=False)
     is_unjudged: bool = field(default=False, init=False)
-    """Whether the verifier of one of its responses failed."""
+    """Whether one of its responses has no score: its verifier failed, or it was not awaited."""
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """Counts of events in it, in all attempts, by the name of the metric."""
 
@@ -105,7 +105,7 @@ class RunningEpisode:
         attempt = self.attempt
         try:
             value = await score  # Unblocked by the verifier or its time limit.
-        except Exception:
+        except BaseException:
             if attempt == self.attempt:  # what an earlier attempt left behind says nothing of this one
                 self.is_unjudged = True
             raise

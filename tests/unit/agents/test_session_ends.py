@@ -252,12 +252,35 @@ async def test_an_episode_that_goes_on_after_a_refusal_is_truncated_too(runs: Ru
     assert group.counts == {"agents/sessions_truncated": 2}
 
 
-async def test_a_session_that_runs_out_of_time_is_counted_and_its_siblings_are_abandoned(runs: Runs) -> None:
-    async def slow(prompt: Prompt, context: EpisodeContext) -> Any:
-        await context.chat.say(prompt.messages)
-        await asyncio.Event().wait()
+async def test_an_episode_that_runs_out_of_time_is_trained_as_truncated_beside_its_siblings(runs: Runs) -> None:  # RG-4
+    async def one_is_slow(prompt: Prompt, context: EpisodeContext) -> Any:
+        said = await context.chat.say(prompt.messages)
+        if context.sample_index == 1:
+            context.chat.credited(said, 0.25)
+            await asyncio.Event().wait()
+        return context.chat.finish(1.0)
 
-    end = await runs.group(slow, episode_seconds=0.1)
+    group = await runs.group(one_is_slow, episode_seconds=0.1)
+    assert group.rewards == [1.0, 0.25]
+    assert [sample.outcome for sample in group.samples] == ["complete", "truncated"]
+    assert [sample.trained_tokens > 0 for sample in group.samples] == [True, True]
+    assert group.counts == {"agents/sessions_timed_out": 1}
+
+
+@pytest.mark.parametrize("said", [False, True])
+async def test_a_group_fails_whose_episode_runs_out_of_time_before_it_said_or_scored_anything(
+    runs: Runs, said: bool
+) -> None:  # RG-4
+    async def one_is_slow(prompt: Prompt, context: EpisodeContext) -> Any:
+        if said:
+            await context.chat.say(prompt.messages)
+        await context.reward(prompt, "12")
+
+    async def never(prompt: Prompt, response: str) -> float:
+        return await asyncio.Event().wait()
+
+    runs.score = never
+    end = await runs.group(one_is_slow, episode_seconds=0.1)
     assert (end.state, end.why) == ("failed", "episode_timeout")
     assert sum(end.counts.values()) == 2
     assert end.counts["agents/sessions_timed_out"] >= 1
