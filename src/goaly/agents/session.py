@@ -297,6 +297,18 @@ class Session:
             for leaf in self._leaves()
         ]
 
+    def records(self) -> Iterator[Record]:
+        """Records of which `replay` makes a session of the same turns and rewards, if it has no penalty of its own."""
+        yield from (turn.record() for turn in self.turns)
+        for number, reward in enumerate(self._credits):
+            if reward:
+                yield {"kind": "credit", "key": None, "turns": [number], "reward": reward}
+        if self.reward is not None:
+            yield {"kind": "reward", "key": None, "reward": self.reward}
+        yield from ({"kind": "refused", "by": by} for by in sorted(self._refused))
+        if self.ended is not None:
+            yield {"kind": "end", "how": self.ended.value}
+
     def replay(self, records: Iterable[Record]) -> "Session":
         """Make the changes that another session logged, without logging them again (SE-4). Returns this session."""
         for record in records:

@@ -71,7 +71,8 @@ def _list(line: argparse.Namespace, run: "RunFolder") -> str:
     from goaly.journal.episodes import read_log
     from goaly.journal.terminal import table
 
-    reading = read_log(run, sessions=line.state == "running")
+    with_sessions = line.state in ("running", "failed")
+    reading = read_log(run, sessions=with_sessions)
     chosen = _chosen(line, reading.episodes)
     limit = line.limit if line.limit is not None else (ON_PAGE if line.html else LISTED)
     listed = chosen[: limit or None]
@@ -79,7 +80,7 @@ def _list(line: argparse.Namespace, run: "RunFolder") -> str:
     notes = [f"{said}; {_ends(reading)}", *_missing(reading)]
     if line.html is None:
         return (table(listed) if listed else "") + "".join(f"{note}\n" for note in notes)
-    read = read_log(run, {one.ticket for one in listed}, sessions=line.state == "running").read
+    read = read_log(run, {one.ticket for one in listed}, sessions=with_sessions).read
     by_id = {one.facts.id: one for one in read}
     return _write_page(line.html, run, [(one, by_id.get(one.id)) for one in listed], notes)
 
@@ -150,8 +151,8 @@ def _unknown(ticket: int, sample: int | None, reading: "Reading") -> str:
 def _without_tokens(one: "LoggedEpisode") -> str:
     from goaly.journal.terminal import facts_of
 
-    why = "its group failed" if one.state.ended else "nothing is recorded yet: a log has whole groups"
-    return f"{facts_of(one)}\nno tokens in the log, because {why}\n"
+    why = "its group failed before it chatted" if one.state.ended else "nothing is recorded yet: a log has whole groups"
+    return f"{facts_of(one)}\nno tokens, because {why}\n"
 
 
 def _ends(reading: "Reading") -> str:

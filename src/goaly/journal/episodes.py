@@ -3,6 +3,7 @@ advantages are those of the run.
 
 Invariants
     JO-1  Every ticket that the log knows is there: with its episodes, or as one entry without tokens if it has none.
+    JO-5  An episode of a failed group has the tokens that its chats sampled, and how it ended.
 """
 
 import json
@@ -35,7 +36,7 @@ from goaly.trajectory import LATER, POLICY, Group, Trajectory, episode_reward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedEpisode:
-    """The facts about an episode; or about a ticket that has none in the log, because it failed or runs."""
+    """The facts about an episode; or about a ticket of which nothing is known, because it failed or runs."""
 
     ticket: int
     sample: int | None = None
@@ -109,7 +110,7 @@ class Reading:
 
 def read_log(run: RunFolder, wanted: Collection[int] | None = None, *, sessions: bool = False) -> Reading:
     """The facts about all episodes; or the episodes of these tickets with their tokens, and facts as far as needed.
-    With `sessions` also what episodes under way have recorded so far."""
+    With `sessions` also what episodes under way, and failed ones, have recorded."""
     while True:
         beginning = segment_starts(run.log)[:1]
         try:
@@ -229,20 +230,24 @@ class _LogReader:
                 entries[place] = replace(entries[place], advantage=_advantage(episode))
 
     def _add_sessions(self) -> None:
-        """Add what the sessions under way have recorded so far."""
+        """Add what the sessions of groups under way and of failed groups have recorded."""
         found, chat = self._found.tickets, self._run.tokenizer()
-        for ticket in filter(self._queue.is_running, found if self._all else self._wanted & found.keys()):
+        for ticket in found if self._all else self._wanted & found.keys():
+            if found[ticket][0].state not in (State.RUNNING, State.FAILED):
+                continue
             (known,) = found[ticket]
-            self._groups[ticket] = [
-                ReadEpisode(
-                    facts=replace(_facts(ticket, known.source, trajectories), state=State.RUNNING),
-                    prompt=self._prompts.get(ticket),
-                    trajectories=trajectories,
-                    columns=[{} for _ in trajectories],
-                )
-                for sample, file in self._run.sessions(ticket)
-                if (trajectories := _recorded_so_far(chat, file, known.prompt_id, sample))
-            ]
+            self._groups[ticket] = []
+            for sample, file in self._run.sessions(ticket, failed=known.state is State.FAILED):
+                trajectories, end = _recorded(chat, file, known.prompt_id, sample)
+                if trajectories:
+                    facts = replace(_facts(ticket, known.source, trajectories), state=known.state, why=known.why)
+                    read = ReadEpisode(
+                        facts=facts if end is None else replace(facts, outcome=end),
+                        prompt=self._prompts.get(ticket),
+                        trajectories=trajectories,
+                        columns=[{} for _ in trajectories],
+                    )
+                    self._groups[ticket].append(read)
             found[ticket] = [one.facts for one in self._groups[ticket]] or found[ticket]
 
     def _change(self, ticket: int, **changes: Any) -> None:
@@ -292,12 +297,16 @@ def _advantage(episode: ReadEpisode) -> float | None:
     return values.double().mean().item() if len(values) else None
 
 
-def _recorded_so_far(chat: ChatTokenizer, file: Path, prompt_id: str, sample: int) -> tuple[Trajectory, ...]:
-    """The trajectories of a session under way; empty if it has none, or has ended meanwhile."""
+def _recorded(
+    chat: ChatTokenizer, file: Path, prompt_id: str, sample: int
+) -> tuple[tuple[Trajectory, ...], str | None]:
+    """The trajectories of a session; empty if it has none, or its file is gone. And how it failed, if it did (JO-5)."""
     try:
         lines = file.read_bytes()
     except FileNotFoundError:
-        return ()
+        return (), None
     told = [json.loads(line) for line in lines[: lines.rfind(b"\n") + 1].splitlines()]  # the last one is being written
+    failed = told.pop() if told and told[-1]["kind"] == "failed" else None
     session = Session(chat, prompt_id=prompt_id, sample_index=sample).replay(told)
-    return tuple(session.trajectories(session.reward or 0.0))
+    end = None if failed is None else f"{session.ended}, {failed['why'] or 'cancelled with its group'}"
+    return tuple(session.trajectories(session.reward or 0.0)), end

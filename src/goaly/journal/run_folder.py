@@ -16,6 +16,7 @@ from goaly.durable.run_log import LOG_FOLDER
 from goaly.errors import ConfigError
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.settings import AdvantageSettings
+from goaly.rollout.failed_episodes import FAILED_FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,10 @@ class RunFolder:
                 return ChatTokenizer(folder)
         raise ConfigError([f"model.path={model}: has no tokenizer.json, which is needed to read the run's tokens"])
 
-    def sessions(self, ticket: int) -> list[tuple[int, Path]]:
-        """The sessions under way of this ticket: the number of the sample, and the file with its records."""
-        files = (self.path / SESSIONS_FOLDER).glob(f"{ticket}.*.jsonl")
+    def sessions(self, ticket: int, *, failed: bool = False) -> list[tuple[int, Path]]:
+        """The sessions of this ticket, which is under way or has `failed`: the number of the sample, and the file with
+        its records."""
+        files = (self.path / (FAILED_FOLDER if failed else SESSIONS_FOLDER)).glob(f"{ticket}.*.jsonl")
         return sorted((int(file.name.split(".")[1]), file) for file in files)
 
     def _policies(self) -> Iterator[Path]:

@@ -61,7 +61,7 @@ def facts_of(one: LoggedEpisode) -> str:
     lines = [what, f"prompt {one_line(one.prompt_id)}, source {one_line(one.source)}{where}"]
     if one.trajectories:
         many = f"{one.trajectories} trajectories" if one.trajectories > 1 else "1 trajectory"
-        lines.append(f"{many} ({one.outcome}), {one.turns} turns, {one.tokens} tokens, {one.trained} trained")
+        lines.append(f"{many} ({one_line(one.outcome)}), {one.turns} turns, {one.tokens} tokens, {one.trained} trained")
         lines.append(
             f"reward {_number(one.reward)}, advantage {_number(one.advantage, sign='+')}, "
             f"policy versions {_range(one.versions)}, staleness {_range(one.staleness)}"

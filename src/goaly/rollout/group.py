@@ -4,8 +4,8 @@ Invariants
     RG-1  `run` reports its ticket exactly once: as a group, as rejected, or as failed, also when it is cancelled.
     RG-2  When one episode fails, the other episodes of its group and their requests are cancelled.
     RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (EL-1).
-    RG-4  An episode that exceeds its time limit, or raises after its session was exhausted, is trained as far as it came,
-          as truncated, unless its session has no answer, its environment failed, or its verifier did not score it.
+    RG-4  An episode that exceeds its time limit, or raises after its session was exhausted, is trained as far as it
+          came, as truncated, unless nothing was sampled, its environment failed, or its verifier did not score it.
     RG-5  An episode that begins again has a session, a policy, an API key and request ids of its own. Of its earlier
           attempts nothing is trained, no request is left, and what was counted in them counts.
 """
@@ -31,6 +31,7 @@ from goaly.generate.router import Router
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction, trajectories_of
+from goaly.rollout.failed_episodes import FailedEpisodes
 from goaly.rollout.policy import ContextFull, Policy, PromptFillsContext
 from goaly.rollout.running import EpisodeTimeout, GroupProgress, GroupTimeout, RunningEpisode, RunningGroup, within
 from goaly.rollout.settings import RolloutSettings
@@ -87,6 +88,8 @@ class GroupRunner:
     """Serves the sessions of episodes by HTTP."""
     session_files: SessionFiles | None = None
     """Has the records of sessions, for a worker that takes over a group."""
+    failed_episodes: FailedEpisodes | None = None
+    """Keeps what the chats of failed groups have said."""
     seed: int = 0
     """Seeds the requests of evaluations, and with `rollout.repeatable` all others."""
 
@@ -124,6 +127,8 @@ class GroupRunner:
             failed = f"prompt {prompt.id}: {type(error).__name__}: {error}"
             await self.report(Dropped.failed(ticket.index, failed, running.counts))
         finally:
+            if failed is not None and self.failed_episodes is not None:
+                await asyncio.to_thread(self.failed_episodes.keep, ticket.index, running.episodes)
             del self._running[ticket.index]
             if self.session_files is not None:
                 for episode in running.episodes:
@@ -250,6 +255,7 @@ class GroupRunner:
                     return await self._attempt(prompt, running, name)
                 except Exception as error:
                     cause = first_error(error)
+                    running.why = cause_of(cause)
                     has_lost = isinstance(cause, EnvironmentFailed) and not isinstance(cause, ActionRefused)
                     if not has_lost or running.attempt >= self.settings.episode_retries:
                         raise
@@ -269,7 +275,7 @@ class GroupRunner:
             with span("reward", prompt=prompt.id):
                 return await running.judged(self.score(prompt, response))
 
-        session = self._session(prompt, running)
+        session = running.session = self._session(prompt, running)
         with running.under_way(), _ended(session), self._served(session, running.policy) as endpoint:
             context = EpisodeContext(
                 policy=running.policy,

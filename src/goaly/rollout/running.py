@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from goaly.agents.session import Session
 from goaly.errors import EpisodeError
 from goaly.reward.failures import Unscored
 from goaly.rollout.policy import Policy
@@ -59,6 +60,10 @@ class RunningEpisode:
     sample_index: int
     attempt: int = field(default=0, init=False)
     """How often it has begun again."""
+    session: Session | None = field(default=None, init=False)
+    """What was said in this attempt, once it has begun."""
+    why: str | None = field(default=None, init=False)
+    """The error that ended this attempt."""
     _first: Policy = field(init=False)
     _stage: str = field(default=WAITING, init=False)
     _judging: int = field(default=0, init=False)
@@ -73,7 +78,7 @@ class RunningEpisode:
     def begin(self, attempt: int) -> None:
         """Make this attempt the one that runs, with a policy of its own: requests, key and seeds have its number, so
         nothing that an earlier attempt asked for can reach it (RG-5)."""
-        self.attempt, self.is_unjudged = attempt, False
+        self.attempt, self.is_unjudged, self.why = attempt, False, None
         if attempt:
             first, number = self._first, f"retry{attempt}"
             seeds = None if first.seeds is None else f"{first.seeds}.{number}"

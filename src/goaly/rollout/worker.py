@@ -37,6 +37,7 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifiers import Judge
 from goaly.rollout.episode import EpisodeFunction
+from goaly.rollout.failed_episodes import FAILED_FOLDER, FailedEpisodes
 from goaly.rollout.group import GroupRunner, GroupSummary
 from goaly.rollout.running import GroupProgress
 from goaly.rollout.settings import RolloutSettings
@@ -98,8 +99,8 @@ class RolloutWorker(Actor):
 
         `max_context` is the limit on prompt and answer together: the smaller of the generator's and a packed row's.
         Among replicas of equal load the router prefers `first_replica`; each worker should have a different one, which
-        also decides its port. `sessions` is the folder of the run's sessions that are reached by HTTP, and `listener`
-        the name of the socket that the controller keeps for them.
+        also decides its port. `sessions` is the folder of the run's sessions that are reached by HTTP, beside that of
+        failed episodes, and `listener` the name of the socket that the controller keeps for them.
         """
         self._chat = ChatTokenizer(tokenizer, chat)
         self._parser = AnswerParser(self._chat, chat)
@@ -131,6 +132,7 @@ class RolloutWorker(Actor):
             max_context=max_context,
             gateway=self._gateway,
             session_files=files,
+            failed_episodes=None if sessions is None else FailedEpisodes(sessions.with_name(FAILED_FOLDER)),
             seed=seed,
         )
 

@@ -1,6 +1,8 @@
 """How episodes and their sessions end: what limits cut short is trained as far as it came, and each end is counted."""
 
 import asyncio
+import json
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,7 +19,7 @@ from apps.agent.main import by_function
 from apps.agent.main import episode as of_agent
 from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
-from goaly.agents.session import SessionBusy, SessionExhausted
+from goaly.agents.session import Session, SessionBusy, SessionExhausted
 from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped
@@ -27,7 +29,9 @@ from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.verifier_process import VerifierError
+from goaly.rollout import failed_episodes
 from goaly.rollout.episode import EpisodeContext
+from goaly.rollout.failed_episodes import FailedEpisodes
 from goaly.rollout.group import GroupRunner
 from goaly.rollout.policy import ContextFull
 from goaly.rollout.settings import EndpointSettings, RolloutSettings, SessionSettings
@@ -47,7 +51,13 @@ class Runs:
         self.end: Group | Dropped | None = None
 
     def runner(
-        self, episode: Any, max_context: int = 4096, gateway: Any = None, files: Any = None, **limits: Any
+        self,
+        episode: Any,
+        max_context: int = 4096,
+        gateway: Any = None,
+        files: Any = None,
+        failed_episodes: Any = None,
+        **limits: Any,
     ) -> Any:
         """Runs groups of these episodes."""
         self.sampler, self.parser = Scripted(self.chat), AnswerParser(self.chat, ChatSettings())
@@ -65,6 +75,7 @@ class Runs:
             max_context=max_context,
             gateway=gateway,
             session_files=files,
+            failed_episodes=failed_episodes,
         )
 
     async def group(self, episode: Any, max_context: int = 4096, prompt: Prompt = PROMPT, **facts: Any) -> Any:
@@ -179,6 +190,34 @@ async def test_other_errors_of_an_episode_fail_its_group_also_where_it_was_trunc
     end = await runs.group(going_on, max_context=4)
     assert (end.state, end.why) == ("rejected", "prompt_too_long")
     assert end.counts == {"agents/sessions_abandoned": 2}
+
+
+async def test_what_the_episodes_of_a_failed_group_have_said_is_kept(runs: Runs, tmp_path: Path) -> None:
+    async def breaks(prompt: Prompt, context: EpisodeContext) -> Any:
+        if context.sample_index == 0:
+            said = await context.chat.say(prompt.messages)
+            context.chat.credited(said, 0.5)
+            raise ValueError("a mistake of its own")
+        await asyncio.Event().wait()
+
+    assert isinstance(await runs.group(breaks, failed_episodes=FailedEpisodes(tmp_path)), Dropped)
+    assert os.listdir(tmp_path) == [f"{TICKET.index}.0.jsonl"]  # the other one has said nothing
+    *records, failed = map(json.loads, (tmp_path / f"{TICKET.index}.0.jsonl").read_text().splitlines())
+    assert failed == {"kind": "failed", "why": "ValueError: a mistake of its own"}
+    session = Session(runs.chat, prompt_id="q1").replay(records)
+    assert session.ended == "abandoned"
+    (trajectory,) = session.trajectories(0.0)
+    assert (trajectory.reward, trajectory.trained_tokens) == (0.5, len(session.turns[0].tokens))
+    await runs.group(going_on, failed_episodes=FailedEpisodes(tmp_path / "trained"), session=LIMITED)
+    assert not (tmp_path / "trained").exists()
+
+
+def test_only_the_newest_failed_episodes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # FE-1
+    monkeypatch.setattr(failed_episodes, "MOST_KEPT", 2)
+    for name in ("9.0", "10.1", "10.0", "2.0"):
+        (tmp_path / f"{name}.jsonl").touch()
+    FailedEpisodes(tmp_path).keep(11, [])
+    assert {file.stem for file in tmp_path.iterdir()} == {"10.0", "10.1"}
 
 
 @pytest.mark.parametrize("error", [VerifierError("it is down"), EnvironmentDied("it was killed")])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from goaly.agents.session import Session
+from goaly.agents.session import Session, SessionEnd
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
@@ -56,8 +56,8 @@ def write_model(folder: Path) -> Path:
 
 
 class LoggedRun:
-    """A run that has trained two steps: tickets 0 and 1, then 3 and 4. Ticket 2 failed, 5 is queued, 6 and 7 run, and
-    an episode of 6 has answered once. 4.0 has three trajectories, 4.1 hostile text."""
+    """A run that has trained two steps: tickets 0 and 1, then 3 and 4. Ticket 2 failed after 2.1 had answered, 5 is
+    queued, 6 and 7 run, and an episode of 6 has answered once. 4.0 has three trajectories, 4.1 hostile text."""
 
     def __init__(self, folder: Path):
         self.chat = ChatTokenizer(write_model(folder / "model"))
@@ -104,6 +104,13 @@ class LoggedRun:
             )
             file.write('{"kind": "turn", "par')  # the worker is writing
         self._log.close()
+        failed = self.folder / "failed"
+        failed.mkdir()
+        session = Session(self.chat, prompt_id="p2")
+        self._answer(session, [], "oops")
+        session.end(SessionEnd.ABANDONED)
+        records = [*session.records(), {"kind": "failed", "why": FAILURE}]
+        (failed / "2.1.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
     def _report(self, ticket: int, samples: Sequence[Trajectory]) -> None:
         numbered, index = [], -1

@@ -43,7 +43,7 @@ def test_the_states_to_choose_from_are_those_of_the_ledger() -> None:
         ("", "5.1 5.0 4.1 4.0 3.1 3.0 2 1.1 1.0 0.1 0.0"),
         ("--limit 2", "5.1 5.0"),
         ("--limit 0 --state trained --step 2", "4.1 4.0 3.1 3.0"),
-        ("--state failed", "2"),
+        ("--state failed", "2.1"),
         ("--state running", "7 6.1"),
         ("--state rejected", ""),
         ("--prompt p1", "1.1 1.0"),
@@ -115,7 +115,10 @@ def test_what_a_policy_wrote_cannot_control_the_terminal(folder: Path, capsys: C
         assert "\x1b" not in out
         assert "\u202e" not in out
     assert main(["show", str(folder), "--episode", "2"]) == 0
-    assert "ticket 2: failed (RuntimeError: <b>the tool</b> is gone\\x1b[31m)\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "episode 2.1: failed (RuntimeError: <b>the tool</b> is gone\\x1b[31m)\n" in out
+    assert "(abandoned, RuntimeError: <b>the tool</b> is gone\\x1b[31m)" in out
+    assert "oops" in out
 
 
 def test_what_a_pruned_log_lacks_is_said(pruned: LoggedRun, capsys: Capture) -> None:

@@ -62,6 +62,15 @@ def test_an_episode_under_way_is_read_from_its_session_up_to_the_last_whole_reco
     assert {path: path.read_bytes() for path in logged.folder.rglob("*") if path.is_file()} == before
 
 
+def test_an_episode_of_a_failed_group_has_what_it_sampled_and_how_it_ended(logged: LoggedRun) -> None:  # JO-5
+    failed = by_id(logged, sessions=True)["2.1"]
+    assert (failed.state, failed.why, failed.turns, failed.trained) == (State.FAILED, FAILURE, 1, len("oops") + 1)
+    assert failed.outcome == f"abandoned, {FAILURE}"
+    (read,) = read_log(RunFolder.of(logged.folder), {2}, sessions=True).read
+    assert "oops" in logged.chat.decode(read.trajectories[0].tokens["tokens"].tolist())
+    assert read.prompt is not None
+
+
 def test_a_log_without_its_beginning_tells_what_is_left_and_counts_the_rest(
     logged: LoggedRun, pruned: LoggedRun
 ) -> None:
