@@ -143,8 +143,8 @@ def chosen(only: str | None) -> dict[str, Path]:
     return {name: found[name] for name in names}
 
 
-def recipe(name: str, file: Path, *overrides: str, seed: int = 0) -> Recipe:
-    """The recipe in this file; ConfigError if it can't work."""
+def recipe(name: str, file: Path, *overrides: str, seed: int = 0, start: str | None = None) -> Recipe:
+    """The recipe in this file; ConfigError if it can't work. Its warm start has the file's name, or this one."""
     from goaly.config import load
     from goaly.run.config import RunConfig
 
@@ -155,7 +155,7 @@ def recipe(name: str, file: Path, *overrides: str, seed: int = 0) -> Recipe:
         name=name,
         file=file,
         app="apps.grpo.main" if config.critic is None else "apps.ppo.main",
-        settings=digest({**settled(config), "warm_start": warm_start(file.name)}),
+        settings=digest({**settled(config), "warm_start": warm_start(start or file.name)}),
         seed=seed,
         overrides=(*overrides, f"prompts.seed={seed}", f"generator.seed={seed}"),
     )
