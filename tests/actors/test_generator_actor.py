@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from goaly.generate.request import InvalidRequest, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart
 from goaly.models.settings import ModelSettings
+from goaly.weights.receipts import Verified
 from goaly.weights.settings import WeightSettings
 
 PROMPT = [(3 * j) % 30 + 2 for j in range(40)]
@@ -202,12 +204,54 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     await asyncio.gather(*(mesh.stop() for mesh in (first, hub)))
 
 
-async def test_a_byte_that_is_flipped_in_shared_memory_ends_the_replica_before_it_samples_with_it(
-    tiny_model_folder: Path, capfd: pytest.CaptureFixture[str]
-):
-    """WU-6, GE-4"""
-    from goaly.generate.connection import Connection
+def damaging() -> type:
+    """A generator that damages what it fetches or applies from some moment on. Made here, as `breakable`."""
+    from monarch.actor import concurrent_endpoint
+
     from goaly.generate.generator import Generator
+    from goaly.weights.destination import Destination
+    from goaly.weights.member import Copier
+
+    class Damaging(Generator):
+        @concurrent_endpoint
+        async def damage(self, what: str) -> None:
+            copy, apply = Copier.copy, Destination.apply
+
+            def flip(tensor: torch.Tensor) -> None:
+                tensor.detach().view(-1).view(torch.uint8)[0] ^= 1  # of an element's lowest bits
+
+            def copied(self: Copier, pairs: Any) -> None:
+                copy(self, pairs)
+                cast = [target for target, source in pairs if target.dtype != source.dtype and target.is_contiguous()]
+                flip(cast[0])
+
+            def applied(self: Destination) -> None:
+                apply(self)
+                flip(self._memories[-1].owners[0])
+
+            if what == "a cast":
+                Copier.copy = copied
+            elif what == "a parameter":
+                Destination.apply = applied
+
+    return Damaging
+
+
+@pytest.mark.parametrize(
+    ("what", "transfer", "error"),
+    [
+        ("tok_embeddings.weight", "bfloat16", "has the sum .* published with"),
+        ("tok_embeddings.weight", "float32", "has the sum .* published with"),
+        ("layers.0.attention_norm.weight", "bfloat16", "has the sum .* published with"),
+        ("a cast", "float32", "is not what was fetched, cast to this reader's type"),
+        ("a parameter", "float32", "differs from what was fetched and verified"),
+    ],
+)
+async def test_a_byte_that_is_flipped_anywhere_on_the_way_ends_the_replica(
+    tiny_model_folder: Path, capfd: pytest.CaptureFixture[str], what: str, transfer: Any, error: str
+):
+    """WU-6, GE-4. The generator holds all parameters in bfloat16; norms are published in float32."""
+    from goaly.generate.connection import Connection
     from goaly.models.spec import model_spec
     from goaly.weights.publisher import Publisher
     from goaly.weights.store import WeightStore
@@ -215,27 +259,35 @@ async def test_a_byte_that_is_flipped_in_shared_memory_ends_the_replica_before_i
     class Damaged(Publisher):
         def _stage(self, slots: Any, slot: int, version: int) -> dict[str, int]:
             sums = super()._stage(slots, slot, version)
-            if version == 2:
-                slots.views(slot)[0].view(-1).view(torch.uint8)[0] ^= 16
+            for shard, elements in zip(slots.layout, slots.views(slot), strict=True):
+                if version == 2 and shard.name == what:
+                    elements.view(-1).view(torch.uint8)[0] ^= 1  # lost by a cast to bfloat16
             return sums
 
     weights = native_tensors(model_spec(tiny_model_folder), tiny_model_folder)
     mesh, hub = await asyncio.gather(procs(1, "generator"), procs(1, "hub"))
-    store = hub.spawn("store", WeightStore, WeightSettings())
-    publisher = Damaged(store, weights, WeightSettings(), rank=0, world=1)
+    settings = WeightSettings(transfer_dtype=transfer)
+    store = hub.spawn("store", WeightStore, settings)
+    publisher = Damaged(store, weights, settings, rank=0, world=1)
     await publisher.publish(1)
     size = {"max_running": 8, "max_context": 128, "kv_cache_gib": 0.01}
-    model = ModelSettings(path=str(tiny_model_folder))
-    replica = mesh.spawn("replica", Generator, GeneratorSettings(**size), model, store, 0, WeightSettings())
+    model = ModelSettings(path=str(tiny_model_folder), dtype="bfloat16")
+    replica = mesh.spawn("replica", damaging(), GeneratorSettings(**size), model, store, 0, settings)
     assert await replica.start.call_one() == 1
     connection = Connection(replica)
     sample = await connection.submit("before", PROMPT, GREEDY)
     assert set(sample.versions.tolist()) == {1}
+    stats = await replica.stats.call_one()
+    elements = sum(tensor.numel() for tensor in weights.values())
+    assert stats.verified == Verified(tensors=len(weights), bytes=2 * elements)
+    assert stats.never_verified_tensors == 0
+    await replica.damage.call_one(what)
     held = asyncio.ensure_future(connection.submit("held back", PROMPT, GREEDY, 2))
     (end,) = await ended(mesh)
     await publisher.publish(2)
     await asyncio.wait_for(end.wait(), 20)
-    with pytest.raises(ReplicaLost):
-        await held
-    assert "version 2 at reader generator-0.0: `" in capfd.readouterr().err
+    (outcome,) = await asyncio.gather(held, return_exceptions=True)
+    assert isinstance(outcome, ReplicaLost) or what == "a parameter"  # which is found only after it is applied
+    tensor = f"`{what}`" if "weight" in what else "`.+`"
+    assert re.search(f"WeightsError: version 2 at reader generator-0.0: .*{tensor} {error}", capfd.readouterr().err)
     await hub.stop()

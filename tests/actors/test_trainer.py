@@ -13,8 +13,9 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, ActorError, concurrent_endpoint
 from monarch.spmd import setup_torch_elastic_env
+from random_model import native_tensors
 from spawned import spawn
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +24,7 @@ from goaly.durable.checkpoint import Checkpoints
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
+from goaly.models.spec import model_spec
 from goaly.train.engine import TrainEngine
 from goaly.train.reference import ReferenceModel
 from goaly.train.settings import OptimizerSettings, ReferenceSettings, TrainerSettings
@@ -167,9 +169,24 @@ async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_
         metrics = await first(actors.trainer.step.call(actors.handle))
         return await first(actors.trainer.publish.call()), metrics
 
+    class Damaged(ReferenceModel):
+        @concurrent_endpoint
+        async def verified(self) -> Any:
+            """How much was verified on this rank; from now on it damages what it fetches."""
+            copier = self._subscriber._copier
+            copy = copier.copy
+
+            def damaged(pairs: Any) -> None:
+                copy(pairs)
+                target = pairs[0][0]
+                target.view(torch.int32)[(0,) * target.dim()] ^= 1
+
+            copier.copy = damaged
+            return self._subscriber.verified
+
     model, settings = ModelSettings(path=str(tiny_model_folder)), ReferenceSettings(fsdp=2, refresh_every=2)
     reference = actors.pair.spawn(
-        "following", ReferenceModel, settings, SETTINGS, model, actors.queue, WeightSettings(), actors.store
+        "following", Damaged, settings, SETTINGS, model, actors.queue, WeightSettings(), actors.store
     )
     readers = (await actors.store.state.call_one()).readers
     await reference.start.call()
@@ -196,6 +213,13 @@ async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_
         Exception, match=f"batch 1 needs policy version 0, which is no longer in the .* still at version {newer}"
     ):
         await annotated(1)
+    tensors = len(native_tensors(model_spec(tiny_model_folder), tiny_model_folder))
+    for verified in (await reference.verified.call()).values():  # RF-2: all of both refreshes
+        assert (verified.tensors, verified.unverified_tensors, verified.unverified_bytes) == (2 * tensors, 0, 0)
+    await stepped()
+    await stepped()
+    with pytest.raises(ActorError, match=r"version \d+ at reader reference\.\d: `\S+` has the sum .* published with"):
+        await annotated(newer + 2)
     await reference.close.call()
 
 

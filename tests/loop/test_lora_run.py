@@ -48,6 +48,8 @@ def test_a_run_publishes_and_resumes_adapters_and_a_replaced_generator_gets_them
     assert f"{STEPS} digests are as recorded" in checked.stdout
     steps = run.lines("metrics.jsonl")
     assert all(0 < step["grad_norm"] < 10 for step in steps)
+    assert steps[-1]["generator/verified_tensors"] > 0
+    assert {step["generator/unverified_tensors"] for step in steps} == {0}
     assert [step["kl_reference"] for step in steps[::3]] == [0, 0, 0]  # it was just refreshed
     assert max(step["sampler_kl"] for step in steps if step["age/max"] == 0) < 1e-3  # of the replaced generator, too
     elements = LoraSettings(rank=8).elements(architecture(read_config(model)))

@@ -53,8 +53,8 @@ streams gets a part 40 times a second, with the tokens of all steps since the la
 
 
 class RankLink:
-    """An ordered channel from rank 0 to the other ranks over gloo, and votes and sums of all ranks. On each rank, one
-    thread uses it."""
+    """An ordered channel from rank 0 to the other ranks over gloo, and votes and messages of all ranks. On each rank,
+    one thread uses it."""
 
     def __init__(self) -> None:
         """Collective: all ranks make their links in the same order, after torch.distributed is initialized."""
@@ -77,10 +77,11 @@ class RankLink:
         dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group)
         return bool(vote.item())
 
-    def added(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All ranks: the sum of their tensors."""
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
+    def gathered(self, message: Any) -> list[Any]:
+        """All ranks: the messages of all of them."""
+        messages = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(messages, message, group=self._group)
+        return messages
 
 
 @dataclass(frozen=True, slots=True)

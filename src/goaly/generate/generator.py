@@ -139,8 +139,10 @@ class Generator(Actor):
     @concurrent_endpoint
     async def stats(self) -> GeneratorStats:
         """Counts since the start."""
-        stats = self._started_loop().stats()
-        return stats if self._follower is None else replace(stats, verified_bytes=self._follower.verified_bytes)
+        stats, follower = self._started_loop().stats(), self._follower
+        if follower is None:
+            return stats
+        return replace(stats, verified=follower.verified, never_verified_tensors=follower.never_verified_tensors)
 
     @concurrent_endpoint
     async def close(self) -> None:

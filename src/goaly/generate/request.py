@@ -10,7 +10,7 @@ Invariants
 from array import array
 from asyncio import Future
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache
 from hashlib import blake2b
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from goaly.generate.settings import NEUTRAL, SamplingSettings
+from goaly.weights.receipts import Verified
 
 
 class Finish(StrEnum):
@@ -281,8 +282,10 @@ class GeneratorStats:
     """Time inside engine steps."""
     updates: int = 0
     """Weight versions applied."""
-    verified_bytes: int = 0
-    """Bytes of these weights that were verified on rank 0 (`weights/receipts.py`)."""
+    verified: Verified = field(default_factory=Verified)
+    """How much of these versions was verified on rank 0 (`weights/receipts.py`)."""
+    never_verified_tensors: int = 0
+    """Tensors that none of these versions has verified on rank 0."""
     stall_seconds: float = 0.0
     """Time for which decoding stopped to apply weights."""
 

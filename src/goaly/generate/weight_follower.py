@@ -9,6 +9,7 @@ Invariants
     FO-2  A rank's prefetched weights are not overwritten before its engine has applied them.
     FO-3  Rank 0's lease lasts until all ranks have copied the version, and no longer: it is released after their vote.
     FO-4  A rank whose pull or link fails does not vote. `run` raises, its process ends (GE-4), and with it the others.
+          So it does if the weights that were fetched or applied are not those that were published (WU-6).
     FO-5  A store that dies fails nobody, if another one takes its place within `REPLACE_SECONDS`: its ranks wait for
           that one, vote against the version that they could not get, and change to it between two updates.
 """
@@ -24,6 +25,7 @@ from goaly.actors import SupervisionError, unless
 from goaly.errors import WritersGone
 from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.weights.ledger import Lease
+from goaly.weights.receipts import Verified
 
 if TYPE_CHECKING:
     from goaly.weights.subscriber import Subscriber
@@ -46,12 +48,17 @@ class WeightFollower:
         self._link = link
         self._next: Subscriber | None = None
         self._replaced = asyncio.Event()
-        self._verified_before = 0
+        self._verified_before = Verified()
 
     @property
-    def verified_bytes(self) -> int:
-        """How many bytes of weights were verified on this rank."""
-        return self._verified_before + self._versions.verified_bytes
+    def verified(self) -> Verified:
+        """How much of the applied weights was verified on this rank."""
+        return self._verified_before + self._versions.verified
+
+    @property
+    def never_verified_tensors(self) -> int:
+        """How many tensors of this store no version that was applied on this rank has verified."""
+        return self._versions.never_verified_tensors
 
     def use(self, versions: "Subscriber") -> None:
         """Follow another store's versions from the next update on: this store has died (FO-5)."""
@@ -77,6 +84,7 @@ class WeightFollower:
             self._change_store()
             if await self._prefetch(lease.version, lease):
                 await self._loop.version_at_least(lease.version)  # FO-2
+                await self._versions.verify_applied()  # FO-4
 
     async def catch_up(self) -> None:
         """Rank 0: wait for newer weights and apply them on every rank, unless a rank could not get them."""
@@ -89,12 +97,13 @@ class WeightFollower:
         if await self._prefetch(version):
             released = self._unless_dead(self._versions.release())
             await asyncio.gather(released, self._loop.apply(version))  # FO-3: a drain may take long
+            await self._versions.verify_applied()  # FO-4
 
     async def _prefetch(self, version: int, lent: Lease | None = None) -> bool:
         ready = await self._unless_dead(self._versions.prefetch(version, lent)) or False  # FO-4
         if self._link is None or not (ready := await _in_thread(self._link.all_agree, ready)):  # FO-1
             return ready
-        await _in_thread(self._versions.verify_together, self._link.added)  # FO-4
+        await _in_thread(self._versions.verify_together, self._link.gathered)  # FO-4
         return True
 
     async def _unless_dead(self, call: Awaitable[T]) -> T | None:
@@ -111,7 +120,7 @@ class WeightFollower:
     def _change_store(self) -> None:
         if self._next is not None:
             self._versions.drop()
-            self._verified_before = self.verified_bytes
+            self._verified_before = self.verified
             self._versions, self._next = self._next, None
             self._replaced.clear()
 

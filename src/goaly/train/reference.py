@@ -6,13 +6,14 @@ the trainer (`resharding.py`).
 Invariants
     RF-1  One version of the reference computes all log-probs of a batch: with `refresh_every=n`, policy version
           k - k % n those of batch k.
+    RF-2  Weights that are not those that were published end the reference (`weights/receipts.py`).
 """
 
 import asyncio
 import dataclasses
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from goaly.actors import concurrent_endpoint
 from goaly.errors import WeightsError
@@ -26,6 +27,7 @@ from goaly.weights.settings import WeightSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from goaly.backlog.batch import BatchHandle
     from goaly.backlog.queue import TrajectoryQueue
@@ -59,6 +61,8 @@ class ReferenceModel(ModelActor):
         self._store = store
         self._queue = queue
         self._subscriber: Subscriber | None = None
+        self._group: ProcessGroup | None = None
+        """The ranks of the reference, if there are several."""
         self._one_batch_at_a_time = asyncio.Lock()
 
     @concurrent_endpoint
@@ -76,6 +80,7 @@ class ReferenceModel(ModelActor):
                 self._weight_settings,
             )
             await self._subscriber.join()
+            self._group = await self._thread.run(_group_of_ranks, "join the other ranks")
         return self._thread.engine.policy_version
 
     @concurrent_endpoint
@@ -123,14 +128,33 @@ class ReferenceModel(ModelActor):
                 )
 
             def apply() -> None:
+                if self._group is not None:
+                    subscriber.verify_together(self._gathered)  # RF-2
                 engine.steps_done = subscriber.apply()
                 engine.check_base()
 
             await self._thread.run(apply, "refresh")
+            await subscriber.verify_applied()  # RF-2
             await subscriber.release()
         return due
+
+    def _gathered(self, message: Any) -> list[Any]:
+        """The messages of all ranks."""
+        import torch.distributed as dist
+
+        messages = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(messages, message, group=self._group)
+        return messages
 
     def _make_engine(self) -> "TrainEngine":
         from goaly.train.engine import TrainEngine
 
         return TrainEngine(self._model, self._settings, trains=False, offload=self._offload)
+
+
+def _group_of_ranks() -> "ProcessGroup | None":
+    import torch.distributed as dist
+
+    from goaly.weights.digest import several_ranks
+
+    return dist.new_group(backend="gloo") if several_ranks() else None

@@ -22,6 +22,7 @@ import torch
 from goaly.weights.buckets import Needs, needs_of
 from goaly.weights.layout import Layout, view
 from goaly.weights.placement import Naming, check_filled, layout_of, owner, renamed
+from goaly.weights.receipts import same
 from goaly.weights.settings import HEADROOM
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,18 @@ class Destination:
         device = next((owner.device for owner in live if owner.is_cuda), None)
         if device is not None:
             self._applied = torch.cuda.current_stream(device).record_event()
+
+    def altered(self, published: Container[str]) -> str | None:
+        """The first parameter that does not have the bits that `apply` took, of those made of these published tensors.
+
+        To be called before the spares are filled again. A flip computes with the very memory that was fetched.
+        """
+        self.settle()
+        for memory in self._memories:
+            is_copied = not memory.flips and any(shard.name in published for shard in memory.shards)
+            if is_copied and not same(memory.owners[0].detach(), memory.spare):
+                return memory.name
+        return None
 
 
 def fit_on_device(live: list[torch.Tensor]) -> bool:

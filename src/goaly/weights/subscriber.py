@@ -13,7 +13,9 @@ Invariants
           them under their own leases, with the same check of the seals, or pull them if that fails.
     WU-5  Each version is copied from the writers that staged it. Where those died meanwhile, `prefetch` returns False.
     WU-6  A tensor that this rank has wholly has the sum that the writers found (`receipts.py`), or `prefetch` raises.
-          One that several ranks have together is verified by `verify_together`, which a generator's ranks call.
+          One that several ranks have together is verified by `verify_together`, which the ranks of a generator and of a
+          reference call. `verify_applied` raises if a parameter with a part of a summed tensor differs from what was
+          fetched. Nothing is left unverified without being counted.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,7 +36,7 @@ from goaly.weights.layout import Copy, plan, region
 from goaly.weights.ledger import Lease
 from goaly.weights.member import Member, Pair, SharedTask
 from goaly.weights.placement import Naming, gpu_of
-from goaly.weights.receipts import Parts
+from goaly.weights.receipts import Parts, Verified
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import Joined, WeightStore
 from goaly.weights.transport import SlotReader, Source, slot_reader
@@ -81,8 +83,9 @@ class Subscriber(Member):
         """Set if all its writer ranks are on other hosts: neighbours may copy from it (WU-4)."""
         self._published: dict[str, torch.dtype] = {}
         self._parts: Parts | None = None
-        self.verified_bytes = 0
-        """How many bytes of all versions were summed on this rank, to be verified."""
+        self.verified = Verified()
+        """How much of all versions was verified, counted when they were applied."""
+        self._ever_verified: set[str] = set()
         self._ready: int | None = None
         self._spares_lock = threading.Lock()
 
@@ -90,6 +93,11 @@ class Subscriber(Member):
     def held(self) -> Lease | None:
         """The lease that `newest` took. Other ranks of the replica can borrow it until the next `newest`."""
         return self._held
+
+    @property
+    def never_verified_tensors(self) -> int:
+        """How many of the published tensors that it has parts of no applied version has verified."""
+        return len({shard.name for shard in self._destination.layout} - self._ever_verified)
 
     async def join(self) -> None:
         """Join the store. A reader that joins before the first publish fetches only what it needs from other hosts.
@@ -143,12 +151,11 @@ class Subscriber(Member):
                 raise
             return there
 
-    def verify_together(self, added: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def verify_together(self, gathered: Callable[[Any], list[Any]]) -> None:
         """Verify the tensors of the prefetched version that only the ranks of the replica together have (WU-6). All of
-        them call it; `added` gives the sum of their tensors."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.check_total(added(parts.tensor()))
+        them call it, after `prefetch` and before `apply`; `gathered` gives the objects of all of them."""
+        if self._parts is not None:
+            self._parts.check_together(gathered(self._parts.open()))
 
     def apply(self) -> int:
         """Put the prefetched weights in place of the live parameters; their version. Call it between two steps."""
@@ -156,9 +163,22 @@ class Subscriber(Member):
             version, self._ready = self._ready, None  # WU-3
             if version is None:
                 raise WeightsError(f"reader {self._reader} has nothing to apply: `prefetch` comes first")
-            with span("apply", version=version):
+            parts = self._parts
+            assert parts is not None, "a version that is ready has been summed"
+            with span("apply", version=version) as applying:
                 self._destination.apply()
+                counts = parts.counts()
+                applying.note(verified=counts.bytes, unverified=counts.unverified_bytes)
+            self.verified += counts
+            self._ever_verified |= parts.verified
         return version
+
+    async def verify_applied(self) -> None:
+        """Verify that the parameters are what was fetched (WU-6), after `apply` and before the next `prefetch`. They
+        may be read meanwhile."""
+        parts = self._parts
+        if parts is not None and (name := await self._copier.run(lambda: self._destination.altered(parts.promised))):
+            raise WeightsError(f"{parts.where}: parameter `{name}` differs from what was fetched and verified")
 
     async def release(self) -> None:
         """Hold no version any more."""
@@ -281,29 +301,31 @@ class Subscriber(Member):
             self._forget()
             self._destination.settle()
             targets = self._destination.targets()
+            where = f"version {lease.version} at reader {self._reader}"
+            parts = Parts(lease.receipt, self._destination.layout, self._published, where)
             ranks = [rank for rank, buckets in enumerate(self._plan) if buckets]
             first = random.randrange(max(1, len(ranks)))  # readers begin at different ranks
             for rank in ranks[first:] + ranks[:first]:
                 source, copies = sources[rank], self._plan[rank]
                 for arrived in source.fetch(slot, sorted(copies)):
                     here = [copy for bucket in arrived for copy in copies[bucket]]
-                    self._copier.copy([_pair(copy, targets, source, slot) for copy in here])
+                    pairs = [_pair(copy, targets, source, slot) for copy in here]
+                    self._copier.copy(pairs)
+                    for copy, (target, fetched) in zip(here, pairs, strict=True):
+                        parts.fetched(copy.shard, copy.offset, fetched, target)
             for rank in ranks:
                 seals = sources[rank].seals(slot)
                 if any(seals[bucket] != lease.version for bucket in self._plan[rank]):  # WU-1
                     return rank
-            where = f"version {lease.version} at reader {self._reader}"
-            self._parts = Parts(lease.receipt, self._destination.layout, targets, self._published, where)
-            self._parts.check()
-            self.verified_bytes += self._parts.bytes
+            parts.check(targets)
             with self._spares_lock:
-                self._ready = lease.version
-            pull.note(bytes=sum(shard.bytes for shard in self._destination.layout), verified=self._parts.bytes)
+                self._ready, self._parts = lease.version, parts
+            pull.note(bytes=sum(shard.bytes for shard in self._destination.layout))
         return None
 
     def _forget(self) -> None:
         with self._spares_lock:
-            self._ready = None
+            self._ready = self._parts = None
 
 
 def _pair(copy: Copy, targets: list[torch.Tensor], source: SlotReader, slot: int) -> Pair:
@@ -326,4 +348,6 @@ async def pull_into(
     async with Subscriber(store, tensors, settings=settings, naming=naming) as subscriber:
         while not await subscriber.prefetch(await subscriber.newest(after)):
             pass  # revoked: there is a newer one
-        return subscriber.apply()
+        version = subscriber.apply()
+        await subscriber.verify_applied()
+        return version

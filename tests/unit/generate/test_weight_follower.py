@@ -12,6 +12,7 @@ from goaly.errors import WeightsError, WritersGone
 from goaly.generate import weight_follower
 from goaly.generate.weight_follower import WeightFollower
 from goaly.weights.ledger import Lease
+from goaly.weights.receipts import Verified
 from tests.virtual_time import turns
 
 pytestmark = pytest.mark.timeout(20)
@@ -21,7 +22,8 @@ class Versions:
     """So many versions, and then no more."""
 
     held = None
-    verified_bytes = 8
+    verified = Verified(tensors=1, bytes=8, unverified_bytes=4)
+    never_verified_tensors = 2
 
     def __init__(self, last: int = 1) -> None:
         self.last = last
@@ -29,7 +31,9 @@ class Versions:
         self.prefetched: list[int] = []
         self.failure: Exception | None = None
         self.wrong: Exception | None = None
-        self.verified: list[Any] = []
+        self.altered: Exception | None = None
+        self.looked_at = asyncio.Event()
+        self.together: list[Any] = []
         self.dead = self.dropped = False
 
     def drop(self) -> None:
@@ -49,10 +53,15 @@ class Versions:
         self.prefetched.append(version)
         return True
 
-    def verify_together(self, added: Any) -> None:
+    def verify_together(self, gathered: Any) -> None:
         if self.wrong is not None:
             raise self.wrong
-        self.verified.append(added)
+        self.together.append(gathered)
+
+    async def verify_applied(self) -> None:
+        self.looked_at.set()
+        if self.altered is not None:
+            raise self.altered
 
     async def release(self) -> None:
         self.released.set()
@@ -98,8 +107,8 @@ class Heard:
     def receive(self) -> Lease:
         return self._leases.get()
 
-    def added(self, tensor: Any) -> Any:
-        return tensor
+    def gathered(self, message: Any) -> list[Any]:
+        return [message]
 
     def all_agree(self, yes: bool) -> bool:
         self.votes.append(yes)
@@ -167,15 +176,29 @@ async def test_ranks_verify_together_what_all_of_them_have_and_end_if_it_is_wron
     running = asyncio.ensure_future(follower(versions, loop, link).run())
     await asyncio.to_thread(link.voted.wait, 5)
     await turns()
-    assert versions.verified == []  # a rank does not have it, and calls nothing
+    assert versions.together == []  # a rank does not have it, and calls nothing
     link.agreed = True
     link.hear(2)
     assert await asyncio.wait_for(loop.waited_for.get(), 5) == 2
-    assert versions.verified == [link.added]
+    assert versions.together == [link.gathered]
     versions.wrong = WeightsError("has another sum")
     loop.drained.set()
     link.hear(3)
     with pytest.raises(WeightsError, match="another sum"):
+        await asyncio.wait_for(running, 5)
+
+
+@pytest.mark.parametrize("link", [None, Heard(1)], ids=["alone", "a follower"])
+async def test_a_rank_looks_at_what_it_has_applied_and_ends_if_it_differs(link: Heard | None) -> None:  # FO-4
+    versions, loop = Versions(), Draining()
+    versions.altered = WeightsError("differs from what was fetched")
+    running = asyncio.ensure_future(follower(versions, loop, link).run())
+    if link is not None:
+        await asyncio.wait_for(loop.waited_for.get(), 5)
+    await turns(20)
+    assert not versions.looked_at.is_set()  # nothing is applied yet
+    loop.drained.set()
+    with pytest.raises(WeightsError, match="differs from"):
         await asyncio.wait_for(running, 5)
 
 
@@ -192,7 +215,8 @@ async def test_a_replica_goes_on_with_the_store_that_replaces_a_dead_one(is_know
     await asyncio.wait_for(running, 5)  # to the last version
     assert loop.version == 4
     assert newer.prefetched == [4]
-    assert following.verified_bytes == 16  # of both
+    assert following.verified == Verified(tensors=2, bytes=16, unverified_bytes=8)  # of both
+    assert following.never_verified_tensors == 2
     assert versions.prefetched == []
     assert versions.dropped
 

@@ -74,7 +74,7 @@ def test_it_is_the_sum_over_any_pieces(limit: int):  # PD-2
 
 @pytest.mark.parametrize("chunk", [1, 20, 1000])
 def test_the_sum_on_a_gpu_is_that_on_a_cpu(chunk: int, monkeypatch: pytest.MonkeyPatch):  # PD-2
-    monkeypatch.setattr(receipts, "GPU_CHUNK", chunk)
+    monkeypatch.setattr(receipts, "CHUNK", chunk)
     for dtype in INTEGERS:
         found = tensors(dtype=dtype)
         on_cpu = Digest(found).compute()
