@@ -5,7 +5,8 @@
 As many streams as given, each a connection with one chat after the other, stream answers of a tiny model. One generator
 has the last core; the first core has all that is in front of it: the endpoint, as in a rollout worker, or vLLM's
 server, with the client of both in a process of its own. Without HTTP (`direct`), this process asks its router with the
-rendered tokens. Answers have 64 to 192 tokens, the same in each arm, and the arms take turns. `ratio` is gateway /
+rendered tokens. The endpoint writes each turn to its session's file, and both servers look for tool calls in answers.
+Answers have 64 to 192 tokens, the same in each arm, and the arms take turns. `ratio` is gateway /
 direct, `over_vllm` is gateway / vLLM, in tokens per second, each the median over the rounds. Latencies are those of
 whole answers.
 """
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,9 @@ from rich.table import Table
 from bench.gateway_client import Load, Seen, answer_tokens
 from bench.machine import Machine
 from goaly.agents.answers import AnswerParser
-from goaly.agents.gateway import Gateway
+from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.session import Session
+from goaly.agents.session_files import SessionFiles
 from goaly.generate.generator import Generator
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
@@ -51,6 +53,7 @@ from tests.vllm_server import vllm_server
 
 CONTEXT = 256
 QUESTION = "1234+5678="
+TOOL_PARSER = "hermes"
 TOKENS = 128
 """Mean length of an answer; those that measure requests per second have one token."""
 CHATS = 4
@@ -100,8 +103,11 @@ class Measured:
 class Front:
     """A generator, and the sessions of a rollout worker in front of it."""
 
-    def __init__(self, chat: ChatTokenizer, router: Router, gateway: Gateway, parser: AnswerParser):
+    def __init__(
+        self, chat: ChatTokenizer, router: Router, gateway: Gateway, parser: AnswerParser, files: SessionFiles
+    ):
         self._chat = chat
+        self._files = files
         self._router = router
         self._gateway = gateway
         self._parser = parser
@@ -128,13 +134,13 @@ class Front:
     async def by_http(self, load: Load) -> Seen:
         """Ask at the endpoint: each stream has a session."""
         with ExitStack() as open_sessions:
-            endpoints = [
-                open_sessions.enter_context(
-                    self._gateway.serve(Session(self._chat, prompt_id="q"), self._policy(), self._parser)
-                )
-                for _ in range(load.streams)
-            ]
+            endpoints = [open_sessions.enter_context(self._served()) for _ in range(load.streams)]
             return await asked(load, endpoints[0].base_url, [endpoint.api_key for endpoint in endpoints])
+
+    def _served(self) -> AbstractContextManager[Endpoint]:
+        policy = self._policy()
+        session = Session(self._chat, prompt_id="q", log=partial(self._files.write, policy.name))
+        return self._gateway.serve(session, policy, self._parser)
 
     def _policy(self) -> Policy:
         self._asked += 1
@@ -168,11 +174,12 @@ async def front(folder: Path, streams: int, cores: Sequence[int]) -> AsyncIterat
     generator = procs.spawn("generator", Generator, _settings(streams), ModelSettings(path=str(folder)))
     await generator.start.call_one()
     router.update({"generator-0": generator})
-    parser, gateway = AnswerParser(chat, ChatSettings()), Gateway(EndpointSettings(), 0, str(folder), CONTEXT)
+    parser, files = AnswerParser(chat, ChatSettings(tool_parser=TOOL_PARSER)), SessionFiles(folder / "sessions")
+    gateway = Gateway(EndpointSettings(), 0, str(folder), CONTEXT, files)
     await asyncio.to_thread(parser.load)
     await gateway.start(parser)
     try:
-        yield Front(chat, router, gateway, parser)
+        yield Front(chat, router, gateway, parser, files)
     finally:
         await gateway.close()
         router.update({})
@@ -195,6 +202,7 @@ def vllm_front(folder: Path, streams: int, cores: Sequence[int]) -> Iterator[Ask
     """vLLM's own server: its front on the first core, as this process, and its engine on the last."""
     options = ["--served-model-name", "policy", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(streams)]
     options += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
+    options += ["--enable-auto-tool-choice", "--tool-call-parser", TOOL_PARSER]
     with vllm_server(folder, folder / "vllm.log", *options, cores=cores) as (pid, url):
         front_process = psutil.Process(pid)
         _pin(front_process, cores[0])

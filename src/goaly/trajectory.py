@@ -65,7 +65,7 @@ Row = tuple[int, ...]
 TokenColumns = TensorDict | Mapping[str, torch.Tensor]
 """The per-token columns `[T, ...]` of one sequence."""
 TRUNCATED = "truncated"
-"""The column that marks tokens of answers which the token limit ended."""
+"""The column that marks tokens of answers which a limit ended (`Outcome.TRUNCATED`)."""
 PROMPT, POLICY, ENVIRONMENT = "prompt", "policy", "environment"
 """Authors of turns."""
 
@@ -76,7 +76,7 @@ class Outcome(StrEnum):
     COMPLETE = "complete"
     """The policy ended its answer itself."""
     TRUNCATED = "truncated"
-    """A limit ended it: of the answer's tokens, of its session, or of the context."""
+    """A limit ended it: of the answer's tokens, of its session, of the context, or of its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

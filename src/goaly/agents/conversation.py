@@ -14,6 +14,8 @@ from typing import Any
 
 from goaly.prompts.prompt import ASSISTANT, Message
 
+MALFORMED_INPUT = "malformed_arguments"
+"""The key of the input that Anthropic's API gives to a call whose arguments are no object: it has their text."""
 _PLAIN = {"role", "content"}
 _NAMED = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 
@@ -112,6 +114,8 @@ def _call(call: Any) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except ValueError:
             arguments = None
+    if isinstance(arguments, dict) and arguments.keys() == {MALFORMED_INPUT}:
+        arguments = None
     return {**call, "function": {**call["function"], "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 

@@ -16,6 +16,7 @@ from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_
 from vllm.entrypoints.serve import create_error_response
 
 from goaly.agents.answers import is_object
+from goaly.agents.conversation import MALFORMED_INPUT
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +24,9 @@ KEEP_ALIVE_SECONDS = 10.0
 """A stream sends something after so many seconds of silence, such as while its request waits or a tool call is
 sampled: clients and proxies give up a connection on which nothing comes."""
 COMMENT, PING = ": keep-alive\n\n", 'event: ping\ndata: {"type": "ping"}\n\n'
-MALFORMED_INPUT = "malformed_arguments"
-"""The key of Anthropic's input of a tool that has, as a text, arguments that are no object."""
 _DATA = "data: "
 _FAILED = _DATA + '{"error"'
+_CALLS = '"tool_calls":[{'
 
 
 class EventStream(StreamingResponse):
@@ -82,8 +82,7 @@ class Messages(AnthropicServingMessages):
     def messages_full_converter(self, generator: ChatCompletionResponse) -> AnthropicMessagesResponse:
         for choice in generator.choices:
             for call in choice.message.tool_calls:
-                if not is_object(call.function.arguments):  # a block's input must be an object
-                    call.function.arguments = json.dumps({MALFORMED_INPUT: call.function.arguments})
+                call.function.arguments = _as_input(call.function.arguments)
         return super().messages_full_converter(generator)
 
     async def message_stream_converter(self, generator: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
@@ -94,10 +93,24 @@ class Messages(AnthropicServingMessages):
                 if chunk.startswith(_FAILED):
                     failed.append(json.loads(chunk.removeprefix(_DATA))["error"]["message"])
                     return
-                yield chunk
+                yield _with_inputs(chunk) if _CALLS in chunk else chunk
 
         async for event in super().message_stream_converter(chunks()):
             yield event
         for message in failed:
             error = {"type": "error", "error": {"type": "api_error", "message": message}}
             yield f"event: error\ndata: {json.dumps(error)}\n\n"
+
+
+def _as_input(arguments: str) -> str:
+    """The arguments of a call as the input of an Anthropic block, which must be an object."""
+    return arguments if is_object(arguments) else json.dumps({MALFORMED_INPUT: arguments})
+
+
+def _with_inputs(chunk: str) -> str:
+    """A chunk of a stream, with the arguments of its calls as inputs. A call comes whole, in one chunk."""
+    content = json.loads(chunk.removeprefix(_DATA))
+    for choice in content["choices"]:
+        for call in choice["delta"].get("tool_calls") or ():
+            call["function"]["arguments"] = _as_input(call["function"]["arguments"])
+    return f"{_DATA}{json.dumps(content)}\n\n"

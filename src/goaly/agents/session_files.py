@@ -4,8 +4,8 @@
 `TICKET.SAMPLE.retry1.jsonl` takes its place if the episode begins again.
 
 Invariants
-    KS-1  A session that goes on in another worker has all turns, rewards and keys of the first. The same requests, sent
-          again, get the same answers (CA-1).
+    KS-1  A session that goes on in another worker has all turns, rewards and keys of the first that came by HTTP. The
+          same requests, sent again, get the same answers (CA-1). What the episode's own code did it does again.
     KS-2  Sessions of a controller that ended are not continued: the policy may be an older one now.
 """
 
@@ -60,12 +60,11 @@ class SessionFiles:
             return []
         lines = path.read_bytes()
         whole = lines[: lines.rfind(b"\n") + 1]  # the worker may have died while it wrote
-        os.truncate(path, len(whole))
-        records = [json.loads(line) for line in whole.splitlines()]
-        if any("key" in record and record["key"] is None for record in records):
-            self.discard(name)  # the episode chats in its own code, and will do so again
-            return []
-        return [record for record in records if record["kind"] != "end"]
+        records = _by_http([json.loads(line) for line in whole.splitlines()])
+        kept = path.with_suffix(".kept")
+        kept.write_text("".join(json.dumps(record) + "\n" for record in records))
+        kept.replace(path)
+        return records
 
     def write(self, name: str, record: Record) -> None:
         """Add a record of this session."""
@@ -75,6 +74,35 @@ class SessionFiles:
     def discard(self, name: str) -> None:
         """Delete the file of a session whose group has ended."""
         (self._folder / f"{name}.jsonl").unlink(missing_ok=True)
+
+
+def _by_http(records: list[Record]) -> list[Record]:
+    """The records of what came by HTTP and depends on nothing else, with new numbers of turns."""
+    kept: list[Record] = []
+    numbers: list[int | None] = []
+    """The new number of each turn; None: it is dropped."""
+    left: set[int] = set()
+    """Turns that a dropped one continued: those that continue them later are recorded as not the first."""
+    for record in records:
+        match record["kind"]:
+            case "turn":
+                before = record["parent"]
+                parent = None if before is None else numbers[before]
+                if record["key"] is None or before in left or (parent is None) != (before is None):
+                    numbers.append(None)
+                    left |= set() if before is None else {before}
+                    continue
+                numbers.append(sum(number is not None for number in numbers))
+                kept.append({**record, "parent": parent})
+            case "credit":
+                turns = [numbers[turn] for turn in record["turns"]]
+                if record["key"] is not None and None not in turns:
+                    kept.append({**record, "turns": turns})
+            case "reward" if record["key"] is not None:
+                kept.append(record)
+            case "refused" if None not in numbers:
+                kept.append(record)
+    return kept
 
 
 def forget_group(folder: Path, ticket: int) -> None:

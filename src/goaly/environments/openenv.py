@@ -47,10 +47,13 @@ class OpenEnvironment:
         return not self._lost and (self._process is None or self._process.alive)
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
-        """Begin a new episode. A lost session is replaced by a new one."""
+        """Begin a new episode. A lost session is replaced by a new one, also if only this call finds out: `Unsent`."""
         if self._connection is None or not self.alive:
             await self._connect()
-        return observed(await self._ask("reset", task), "OpenEnv")
+        try:
+            return observed(await self._ask("reset", task), "OpenEnv")
+        except Disconnected as error:
+            raise Unsent(str(error)) from error
 
     async def step(self, action: Mapping[str, Any]) -> StepResult:
         """Act. ActionRefused if the action does not fit the environment's class, or if the environment raises."""

@@ -19,9 +19,9 @@ class FreeLogprobs:
 
     def __init__(self, engine_core: Any):
         """`engine_core` is vLLM's."""
-        self._launched: dict[int, dict[str, torch.Tensor]] = {}
-        """The rows of steps that were launched and not read, by their requests."""
-        self._read: dict[str, torch.Tensor] = {}
+        self._launched: dict[int, tuple[list[str], torch.Tensor]] = {}
+        """The requests of steps that were launched and not read, and their rows."""
+        self._read: tuple[list[str], torch.Tensor] | None = None
         self._step: Any = None
         """The step that is launched now."""
         self._runner = runner = engine_core.model_executor.driver_worker.worker.model_runner
@@ -37,15 +37,15 @@ class FreeLogprobs:
     def of(self, outputs: Sequence[Any], temperature: Callable[[str], float | None]) -> dict[str, float]:
         """The log-probs of the tokens in vLLM's outputs of the step that was read last, by request; none where no form
         was in force."""
-        drawn = {one.request_id: one.new_token_ids[0] for one in outputs if one.new_token_ids}
-        known = [request for request in drawn if request in self._read]
-        if not known:
+        if self._read is None:
             return {}
-        rows_RV = torch.stack([self._read[request] for request in known])
-        divisors_R = rows_RV.new_tensor([temperature(request) or 1.0 for request in known])
+        (requests, rows_RV), self._read = self._read, None
+        drawn = {one.request_id: one.new_token_ids[0] for one in outputs if one.new_token_ids}
+        divisors_R = rows_RV.new_tensor([(one in drawn and temperature(one)) or 1.0 for one in requests])
         logprobs_RV = log_softmax(rows_RV / divisors_R[:, None])  # FP-1; a GPU would multiply by a number's reciprocal
-        tokens_R = torch.tensor([drawn[request] for request in known], device=rows_RV.device)
-        return dict(zip(known, logprobs_RV.gather(1, tokens_R[:, None])[:, 0].tolist(), strict=True))
+        tokens_R = torch.tensor([drawn.get(request, 0) for request in requests], device=rows_RV.device)
+        logprobs_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0].tolist()
+        return {one: logprob for one, logprob in zip(requests, logprobs_R, strict=True) if one in drawn}
 
     def _launch(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         self._step = step
@@ -68,8 +68,8 @@ class FreeLogprobs:
         places = {request: place for place, request in enumerate(requests)}
         known = [request for request in with_form if request in places]
         rows_RV = logits_RV[[places[request] for request in known]].float()  # a copy
-        self._launched[id(self._step)] = dict(zip(known, rows_RV, strict=True))
+        self._launched[id(self._step)] = known, rows_RV
 
     def _read_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
-        self._read = self._launched.pop(id(step), {})
+        self._read = self._launched.pop(id(step), None)
         return self._update(step, *args, **kwargs)

@@ -132,8 +132,8 @@ class Grammars:
         manager.tokenizer = get_tokenizer(str(self._folder))
         if self._chat.reasoning_parser is not None:
             manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(self._chat.reasoning_parser)
+        self._free = self._free or FreeLogprobs(self._core.engine_core)
         self._tokenizer = manager.tokenizer
-        self._free = FreeLogprobs(self._core.engine_core)
 
     def _reasoner(self, template_args: Mapping[str, Any]) -> Any:
         """The parser that finds the end of a request's reasoning. vLLM would make it in a step, where its error would

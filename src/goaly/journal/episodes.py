@@ -308,5 +308,5 @@ def _recorded(
     told = [json.loads(line) for line in lines[: lines.rfind(b"\n") + 1].splitlines()]  # the last one is being written
     failed = told.pop() if told and told[-1]["kind"] == "failed" else None
     session = Session(chat, prompt_id=prompt_id, sample_index=sample).replay(told)
-    end = None if failed is None else f"{session.ended}, {failed['why'] or 'cancelled with its group'}"
+    end = None if failed is None else f"{session.ended}, {failed['why'] or 'its group failed'}"
     return tuple(session.trajectories(session.reward or 0.0)), end

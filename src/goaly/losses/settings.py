@@ -74,7 +74,7 @@ class LossSettings(Settings):
     max_age: NonNegativeInt | None = None
     """Leave out tokens that weights of more than so many versions ago sampled; null leaves none out."""
     mask_truncated: bool = False
-    """Leave out answers that the token limit cut off; their rewards still count in their groups. Set it if the limit
+    """Leave out answers that a limit cut off; their rewards still count in their groups. Set it if the limit
     says nothing about the quality of an answer."""
     denominator: Literal["before", "after"] = "before"
     """Whether the aggregation divides by the tokens and sequences before or after some are left out."""

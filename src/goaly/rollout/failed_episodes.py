@@ -8,6 +8,7 @@ Invariants
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 FAILED_FOLDER = "failed"
 MOST_KEPT = 1000
+NAME = re.compile(r"\d+\.\d+\.jsonl")
 
 
 class FailedEpisodes:
@@ -34,7 +36,8 @@ class FailedEpisodes:
                     records = [*episode.session.records(), {"kind": "failed", "why": episode.why}]
                     file = self._folder / f"{ticket}.{episode.sample_index}.jsonl"
                     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-            for file in sorted(self._folder.glob("*.jsonl"), key=_place)[:-MOST_KEPT]:  # FE-1
+            files = [file for file in self._folder.iterdir() if NAME.fullmatch(file.name)]
+            for file in sorted(files, key=_place)[:-MOST_KEPT]:  # FE-1
                 file.unlink(missing_ok=True)  # another worker may do the same
         except OSError as error:  # such as a full disk
             logger.warning("failed episodes of group %d are not kept: %s", ticket, error)

@@ -5,7 +5,8 @@ Invariants
     RG-2  When one episode fails, the other episodes of its group and their requests are cancelled.
     RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (EL-1).
     RG-4  An episode that exceeds its time limit, or raises after its session was exhausted, is trained as far as it
-          came, as truncated, unless nothing was sampled, its environment failed, or its verifier did not score it.
+          came, as truncated. Not if its chats have no answer to train, it waited for its environment or a tool, its
+          environment failed, or its verifier gave no score; nor if all episodes of the group exceeded their limit.
     RG-5  An episode that begins again has a session, a policy, an API key and request ids of its own. Of its earlier
           attempts nothing is trained, no request is left, and what was counted in them counts.
 """
@@ -120,15 +121,14 @@ class GroupRunner:
         except ContextFull as error:
             rejected = f"{error.reason}: {error}"
             await self.report(Dropped.rejected(ticket.index, error.reason, running.counts))
-        except (EpisodeTimeout, GroupTimeout) as error:
-            failed = f"{error.reason}: {error}"
-            await self.report(Dropped.failed(ticket.index, error.reason, running.counts))
         except Exception as error:
-            failed = f"prompt {prompt.id}: {type(error).__name__}: {error}"
-            await self.report(Dropped.failed(ticket.index, failed, running.counts))
-        finally:
-            if failed is not None and self.failed_episodes is not None:
+            why = failed = f"prompt {prompt.id}: {type(error).__name__}: {error}"
+            if isinstance(error, EpisodeTimeout | GroupTimeout):
+                why, failed = error.reason, f"{error.reason}: {error}"
+            if self.failed_episodes is not None:
                 await asyncio.to_thread(self.failed_episodes.keep, ticket.index, running.episodes)
+            await self.report(Dropped.failed(ticket.index, why, running.counts))
+        finally:
             del self._running[ticket.index]
             if self.session_files is not None:
                 for episode in running.episodes:
@@ -177,6 +177,10 @@ class GroupRunner:
                 f"the episodes of prompt {prompt.id} exceeded rollout.group_seconds={self.settings.group_seconds}; "
                 f"{running.done} of {self.group_size} were done"
             ) from error
+        if all(one.is_late for one in running.episodes):  # it says nothing of the policy, and may go on for ever
+            raise EpisodeTimeout(
+                f"all episodes of prompt {prompt.id} exceeded rollout.episode_seconds={self.settings.episode_seconds}"
+            )
         group = Group(
             ticket=ticket.index,
             prompt_id=prompt.id,
@@ -291,8 +295,9 @@ class GroupRunner:
             except Exception as error:
                 cause, is_late = first_error(error), isinstance(error, EpisodeTimeout)
                 has_broken = running.is_unjudged or isinstance(cause, EnvironmentFailed)
-                is_limited = session.exhausted or (is_late and not running.policy.evaluation)
-                if has_broken or not (is_limited and session.turns):
+                if is_late:
+                    has_broken |= running.policy.evaluation or running.was_in_environment
+                if has_broken or not ((is_late or session.exhausted) and any(turn.trained for turn in session.turns)):
                     raise
                 if is_late:
                     session.end(SessionEnd.TIMED_OUT)

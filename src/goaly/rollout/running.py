@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from goaly.agents.session import Session
+from goaly.agents.session import Session, SessionEnd
 from goaly.errors import EpisodeError
 from goaly.reward.failures import Unscored
 from goaly.rollout.policy import Policy
@@ -64,6 +64,7 @@ class RunningEpisode:
     """What was said in this attempt, once it has begun."""
     why: str | None = field(default=None, init=False)
     """The error that ended this attempt."""
+    _cut_before: int = field(default=0, init=False)
     _first: Policy = field(init=False)
     _stage: str = field(default=WAITING, init=False)
     _judging: int = field(default=0, init=False)
@@ -85,6 +86,19 @@ class RunningEpisode:
             self.policy = replace(first, name=f"{first.name}.{number}", seeds=seeds)
 
     @property
+    def is_late(self) -> bool:
+        """Whether its time limit has ended this attempt."""
+        return self.session is not None and self.session.ended is SessionEnd.TIMED_OUT
+
+    @property
+    def was_in_environment(self) -> bool:
+        """Whether this attempt was cancelled while it waited for an environment or a tool."""
+        return self._cuts() > self._cut_before
+
+    def _cuts(self) -> int:
+        return self.counts["environment/cancelled"] + self.counts["tools/cancelled"]
+
+    @property
     def doing(self) -> str:
         """Its current activity."""
         if self._stage != OWN_CODE:
@@ -96,7 +110,7 @@ class RunningEpisode:
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """The block in which the episode runs; its policy ends with it."""
-        self._stage = OWN_CODE
+        self._stage, self._cut_before = OWN_CODE, self._cuts()
         with counting(self.counts):
             try:
                 yield

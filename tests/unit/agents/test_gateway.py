@@ -129,6 +129,29 @@ async def test_malformed_calls_are_returned_by_every_api(serve: Serve, what: str
         assert served.session.malformed_calls == 3
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_agent_of_anthropics_api_goes_on_after_a_call_whose_arguments_are_no_object(
+    serve: Serve, streams: bool
+) -> None:
+    with serve(MALFORMED["arguments that are no object"], wrote("5", "so")) as served:
+        client, facts = of_anthropic(served).messages, {"model": "m", "max_tokens": 100}
+        facts["tools"] = [{"name": "add", "input_schema": {"type": "object", "properties": {}}}]
+        said: list[Any] = [QUESTION]
+        if streams:
+            async with client.stream(messages=said, **facts) as stream:
+                made = await stream.get_final_message()
+        else:
+            made = await client.create(messages=said, **facts)
+        (block,) = [block for block in made.content if block.type == "tool_use"]
+        assert block.input == {"malformed_arguments": "[2]"}
+        said.append({"role": "assistant", "content": [block.model_dump() for block in made.content]})
+        error = {"type": "tool_result", "tool_use_id": block.id, "content": "no object", "is_error": True}
+        said.append({"role": "user", "content": [error]})
+        await client.create(messages=said, **facts)
+        first, second = served.session.turns
+        assert second.parent is first
+
+
 async def test_completions_continue_texts_and_tokens(serve: Serve) -> None:
     with serve("q r", "de", "fg") as served:
         client = of_openai(served)
@@ -388,14 +411,38 @@ def without_ids(text: str) -> str:
     return re.sub(r'"(chatcmpl-|fc_)[^"]*"', "", text)
 
 
-async def test_an_episode_that_chats_in_its_own_code_begins_again(
-    chats: dict[str, ChatTokenizer], tmp_path: Path
-) -> None:
+async def test_what_an_episode_chatted_in_its_own_code_is_not_in_the_next_worker_and_all_else_is(
+    tmp_path: Path,
+) -> None:  # KS-1
     files = SessionFiles(tmp_path)
-    for record in ({"kind": "turn", "key": "a"}, {"kind": "turn", "key": None}):
+    told: list[dict[str, Any]] = [
+        {"kind": "turn", "key": None, "parent": None},
+        {"kind": "turn", "key": "a", "parent": None},
+        {"kind": "turn", "key": "b", "parent": 0},  # goes on with what is not there
+        {"kind": "turn", "key": "c", "parent": 1},
+        {"kind": "credit", "key": "d", "turns": [3], "reward": 1.0},
+        {"kind": "credit", "key": "e", "turns": [2, 3], "reward": 1.0},
+        {"kind": "credit", "key": None, "turns": [3], "reward": 1.0},
+        {"kind": "turn", "key": None, "parent": 3},
+        {"kind": "turn", "key": "f", "parent": 3},  # was not the first after 3
+        {"kind": "turn", "key": "g", "parent": None},
+        {"kind": "refused", "by": "limits"},
+        {"kind": "reward", "key": "h", "reward": 1.0},
+        {"kind": "reward", "key": None, "reward": 1.0},
+        {"kind": "end", "how": "abandoned"},
+    ]
+    for record in told:
         files.write("7.0", record)
-    assert files.records("7.0") == []
-    assert files.records("7.0") == []
+    kept = [
+        {"kind": "turn", "key": "a", "parent": None},
+        {"kind": "turn", "key": "c", "parent": 0},
+        {"kind": "credit", "key": "d", "turns": [1], "reward": 1.0},
+        {"kind": "turn", "key": "g", "parent": None},
+        {"kind": "reward", "key": "h", "reward": 1.0},
+    ]
+    assert files.records("7.0") == kept
+    files.write("7.0", {"kind": "turn", "key": "i", "parent": 2})
+    assert files.records("7.0") == [*kept, {"kind": "turn", "key": "i", "parent": 2}]
 
 
 async def test_every_worker_makes_the_same_keys_and_no_other_run_does(tmp_path: Path) -> None:

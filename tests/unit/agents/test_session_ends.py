@@ -23,7 +23,8 @@ from goaly.agents.session import Session, SessionBusy, SessionExhausted
 from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped
-from goaly.environments.protocol import EnvironmentDied
+from goaly.environments.limits import LimitedEnvironment
+from goaly.environments.protocol import EnvironmentDied, Observation, StepResult
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings
@@ -306,23 +307,80 @@ async def test_an_episode_that_runs_out_of_time_is_trained_as_truncated_beside_i
     assert group.counts == {"agents/sessions_timed_out": 1}
 
 
-@pytest.mark.parametrize("said", [False, True])
-async def test_a_group_fails_whose_episode_runs_out_of_time_before_it_said_or_scored_anything(
-    runs: Runs, said: bool
-) -> None:  # RG-4
-    async def one_is_slow(prompt: Prompt, context: EpisodeContext) -> Any:
-        if said:
-            await context.chat.say(prompt.messages)
-        await context.reward(prompt, "12")
+class Hanging:
+    """An environment that never answers."""
 
-    async def never(prompt: Prompt, response: str) -> float:
+    alive = True
+
+    async def reset(self, task: Mapping[str, Any]) -> Observation:
+        return Observation(content={})
+
+    async def step(self, action: Mapping[str, Any]) -> StepResult:
         return await asyncio.Event().wait()
 
-    runs.score = never
-    end = await runs.group(one_is_slow, episode_seconds=0.1)
+    async def close(self) -> None:
+        pass
+
+
+async def _waits(prompt: Prompt, context: EpisodeContext) -> None:
+    await asyncio.Event().wait()
+
+
+async def _waits_for_its_score(prompt: Prompt, context: EpisodeContext) -> None:
+    await context.chat.say(prompt.messages)
+    await context.reward(prompt, "late")
+
+
+async def _waits_for_its_environment(prompt: Prompt, context: EpisodeContext) -> None:
+    await context.chat.say(prompt.messages)
+    environment = LimitedEnvironment(Hanging())
+    await environment.reset({})
+    await environment.step({})
+
+
+async def _has_asked_a_judge_only(prompt: Prompt, context: EpisodeContext) -> None:
+    await context.chat.say(prompt.messages, trained=False)
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("late", [_waits, _waits_for_its_score, _waits_for_its_environment, _has_asked_a_judge_only])
+async def test_a_group_fails_if_what_an_episode_said_in_its_time_cannot_be_judged(runs: Runs, late: Any) -> None:
+    """RG-4."""
+
+    async def one_is_late(prompt: Prompt, context: EpisodeContext) -> Any:
+        if context.sample_index == 1:
+            return await late(prompt, context)
+        await context.chat.say(prompt.messages)
+        return context.chat.finish(1.0)
+
+    async def score(prompt: Prompt, response: str) -> float:
+        return await asyncio.Event().wait()
+
+    runs.score = score
+    end = await runs.group(one_is_late, episode_seconds=0.1)
     assert (end.state, end.why) == ("failed", "episode_timeout")
-    assert sum(end.counts.values()) == 2
-    assert end.counts["agents/sessions_timed_out"] >= 1
+    assert end.counts["agents/sessions_timed_out"] == 1
+
+
+async def test_a_group_fails_if_all_its_episodes_run_out_of_time(runs: Runs) -> None:  # RG-4
+    async def slow(prompt: Prompt, context: EpisodeContext) -> Any:
+        await context.chat.say(prompt.messages)
+        await asyncio.Event().wait()
+
+    end = await runs.group(slow, episode_seconds=0.1)
+    assert (end.state, end.why) == ("failed", "episode_timeout")
+    assert end.counts == {"agents/sessions_timed_out": 2}
+    assert "all episodes of prompt q1 exceeded rollout.episode_seconds=0.1" in (runs.summary.failed or "")
+
+
+async def test_an_evaluation_counts_0_for_an_episode_that_runs_out_of_time_also_if_it_was_exhausted(runs: Runs) -> None:
+    async def exhausted_and_late(prompt: Prompt, context: EpisodeContext) -> Any:
+        with pytest.raises(SessionExhausted):
+            await going_on(prompt, context)
+        await asyncio.Event().wait()
+
+    runner = runs.runner(exhausted_and_late, session=LIMITED, episode_seconds=0.1)
+    assert await runner.evaluate(PROMPT, 2) == [0.0, 0.0]
 
 
 async def test_an_answer_that_was_scored_before_the_limits_ended_its_episode_is_trained(runs: Runs) -> None:

@@ -32,6 +32,11 @@ async def test_sessions_of_an_openenv_server_are_played_refused_cancelled_and_re
                 await environment.step(action)
         assert (await environment.step({"number": 1})).observation == {"text": "higher"}, "the session went on"
 
+        idle = LimitedEnvironment(environment)
+        assert environment._connection is not None
+        environment._connection.transport.abort()  # such as by a proxy
+        assert (await idle.reset({"seed": 3, "most": 10})).content == begun.content
+
         other = OpenEnvironment(server)
         await other.reset({"seed": 4})
         third = LimitedEnvironment(OpenEnvironment(server), EnvironmentLimits(retries=1))
