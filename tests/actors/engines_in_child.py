@@ -77,7 +77,7 @@ def start_engines(folders: list[Path], **changes: Any) -> None:
     from goaly.generate.engine import Engine
     from goaly.models.spec import model_spec
 
-    settings = GeneratorSettings(max_running=32, max_context=512, kv_cache_gib=0.005, max_step_tokens=256, **changes)
+    settings = GeneratorSettings(max_running=32, max_context=512, kv_cache_gib=0.005, max_step_tokens=512, **changes)
     model = ModelSettings(path=str(folders[0]))
     engines = Engines(
         torchtitan=Engine(settings, model),
@@ -103,6 +103,40 @@ def sample_all(which: str, prompts: list[list[int]], *samplings: Sampling) -> li
         engine.add(str(number), prompt, samplings[number % len(samplings)])
     samples = steps(engine)
     return [samples[str(number)] for number in range(len(prompts))]
+
+
+def prompts_in_parts(scheduler: Any) -> set[str]:
+    """The requests of whose prompts a step computes only a part, from now on."""
+    schedule, found = scheduler.schedule, set()
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        planned = schedule(*arguments, **named)
+        asked = (scheduler.requests[key] for key in planned.num_scheduled_tokens)
+        found.update(one.request_id for one in asked if one.num_computed_tokens < one.num_prompt_tokens)
+        return planned
+
+    scheduler.schedule = noted
+    return found
+
+
+@contextmanager
+def short_steps(engine: Any, tokens: int) -> Iterator[set[str]]:
+    """Let steps compute at most so many tokens, from an empty prefix cache on; the `prompts_in_parts`."""
+    scheduler = engine._scheduler
+    budget, schedule = scheduler.max_num_scheduled_tokens, scheduler.schedule
+    assert engine._vllm.reset_prefix_cache()
+    scheduler.max_num_scheduled_tokens = tokens
+    try:
+        yield prompts_in_parts(scheduler)
+    finally:
+        scheduler.max_num_scheduled_tokens, scheduler.schedule = budget, schedule
+
+
+def sample_in_short_steps(tokens: int, prompts: list[list[int]], *samplings: Sampling) -> tuple[int, list[Sample]]:
+    """How many of these prompts were computed in parts, in steps of so many tokens, and a sample of each."""
+    with short_steps(engines.torchtitan, tokens) as in_parts:
+        samples = sample_all("torchtitan", prompts, *samplings)
+    return len(in_parts), samples
 
 
 def update_while_sampling(mode: str, **changes: Any) -> tuple[list[Sample], list[Sample]]:

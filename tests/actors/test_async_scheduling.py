@@ -26,6 +26,7 @@ from tests.actors.engines_in_child import (
     count_preemptions,
     in_child,
     sample_all,
+    sample_in_short_steps,
     scale_of,
     start_engines,
     steps,
@@ -225,6 +226,16 @@ def test_parameters_of_requests_have_the_effect_that_they_have_step_by_step(ther
         assert (one.tokens.tolist(), one.finish, one.stop) == (other.tokens.tolist(), other.finish, other.stop)
         torch.testing.assert_close(one.logprobs, other.logprobs, atol=NOISE, rtol=0)
         assert len(one.versions) == len(one.tokens)
+
+
+def test_seeds_and_forms_give_the_same_samples_of_prompts_that_are_computed_in_parts(there):  # CS-1
+    form = {"structured_outputs": {"regex": "(a[bc]){4}="}, "stop_token_ids": (6,)}
+    for asked in (Sampling(max_tokens=30, seed=3), Sampling(max_tokens=30, seed=4, top_k=5, **form)):
+        _, (alone,) = there(sample_in_short_steps, 256, PROMPTS[:1], asked)
+        in_parts, samples = there(sample_in_short_steps, 40, PROMPTS, asked, Sampling(max_tokens=30))
+        assert in_parts == len(PROMPTS)
+        assert alone.tokens.tolist() == samples[0].tokens.tolist()
+        torch.testing.assert_close(alone.logprobs, samples[0].logprobs, atol=NOISE, rtol=0)
 
 
 def test_a_form_is_followed_also_over_an_update_and_a_dead_end_fails_alone(there, expected):  # GM-1, FP-1

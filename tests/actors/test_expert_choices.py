@@ -18,12 +18,12 @@ from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.trajectory import EXPERT_CHOICES
-from tests.actors.engines_in_child import PROMPTS, in_child, steps
+from tests.actors.engines_in_child import PROMPTS, in_child, short_steps, steps
 from tests.actors.own_choices import OwnChoices, as_row
 
 pytestmark = pytest.mark.timeout(240)
 
-SETTINGS = GeneratorSettings(max_running=32, max_context=512, kv_cache_gib=0.005, max_step_tokens=256)
+SETTINGS = GeneratorSettings(max_running=32, max_context=512, kv_cache_gib=0.005, max_step_tokens=512)
 LONG = Sampling(max_tokens=60)
 
 engines: dict[str, Any]
@@ -78,6 +78,33 @@ def update_while_sampling(mode: str) -> tuple[list[Sample], list[Sample]]:
     return [ended[str(number)] for number in count], [ended[f"later {number}"] for number in count]
 
 
+def sample_in_short_steps(requests: int, sampling: Sampling) -> tuple[int, int, list[Sample]]:
+    """How many prompts were computed in parts, how many preemptions there were, and the samples."""
+    with short_steps(engines["float32"], 40) as in_parts:
+        samples, preemptions = sample("float32", requests, sampling)
+    return len(in_parts), preemptions, samples
+
+
+def update_in_the_middle_of_prompts(mode: str) -> tuple[list[str], dict[str, Sample]]:
+    """Samples over which the weights of folder 1 came as version 5, and the names of those of whose prompts a part was
+    computed before."""
+    engine = engines["float32"]
+    engine._settings = replace(SETTINGS, on_update=mode)
+    engine.apply(partial(load, 0, 4))
+    with short_steps(engine, 100):
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(str(number), prompt, LONG)
+        ended = steps(engine, 3)
+        running = engine._scheduler.running
+        begun = [one.request_id for one in running if one.num_computed_tokens < one.num_prompt_tokens]
+        in_part = [engine._requests[key].name for key in begun]
+        engine.apply(partial(load, 1, 5))
+        ended |= steps(engine)
+    engine._settings = SETTINGS
+    engine.apply(partial(load, 0, 0))
+    return in_part, ended
+
+
 def cancel_midway() -> tuple[list[tuple[str, Sample]], dict[str, list[torch.Tensor]]]:
     """What was sampled of two requests until they were cancelled, and what is still recorded at the end."""
     engine = engines["float32"]
@@ -113,6 +140,24 @@ def test_choices_are_the_trainers_own_also_after_preemption_and_prefix_reuse(
     assert preemptions > 3
     for number, one in enumerate(samples):
         own[0].assert_recorded(PROMPTS[number % len(PROMPTS)], one)
+
+
+def test_choices_of_prompts_that_are_computed_in_parts_are_the_trainers_own(there: Any, own: list[OwnChoices]) -> None:
+    in_parts, preemptions, samples = there(sample_in_short_steps, 32, replace(LONG, max_tokens=150))
+    assert in_parts >= len(PROMPTS)
+    assert preemptions > 3
+    for number, one in enumerate(samples):
+        own[0].assert_recorded(PROMPTS[number % len(PROMPTS)], one)
+
+
+def test_parts_of_prompts_that_an_update_computes_again_have_the_choices_of_its_version(  # EC-1
+    there: Any, own: list[OwnChoices]
+) -> None:
+    in_part, samples = there(update_in_the_middle_of_prompts, "recompute")
+    assert in_part
+    for name in in_part:
+        assert samples[name].versions.unique().tolist() == [5]
+        own[1].assert_recorded(PROMPTS[int(name)], samples[name])
 
 
 def test_tokens_computed_again_under_new_weights_keep_the_choices_that_they_were_sampled_with(  # EC-1

@@ -20,6 +20,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.run.process_agent import lasting_port
 from tests.actors.engine_in_ranks import become_rank, load, sampled
+from tests.actors.engines_in_child import prompts_in_parts
 from tests.actors.own_choices import OwnChoices
 
 pytestmark = pytest.mark.timeout(180)
@@ -48,9 +49,11 @@ def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str
     from goaly.models.spec import model_spec
     from goaly.weights.placement import local
 
-    settings = GeneratorSettings(max_running=16, max_context=128, kv_cache_gib=0.01, max_step_tokens=128, **degrees)
+    settings = GeneratorSettings(max_running=16, max_context=128, kv_cache_gib=0.01, max_step_tokens=32, **degrees)
     engine = Engine(settings, ModelSettings(path=str(folders[0])), records_choices=True)
+    in_parts = prompts_in_parts(engine._scheduler)
     before = sampled(engine, PROMPTS, max_tokens=30)
+    assert len(in_parts) > 2
     load(engine, native_tensors(model_spec(folders[1]), folders[1]))
     after = sampled(engine, PROMPTS, max_tokens=30)
     shapes = {name: tuple(local(tensor).shape) for name, tensor in engine.named_tensors().items()}

@@ -161,7 +161,7 @@ def test_min_tokens_takes_the_stop_tokens_out_of_the_distribution(there):
 
 def test_cpu_generators_have_no_offset():
     """vLLM takes back the draw of a seeded, partly prefilled request by its generator's offset. Were there one on CPU,
-    `Engine` could allow chunked prefill there."""
+    `cpu_sampling` could leave vLLM's draws alone."""
     with pytest.raises(RuntimeError, match="offset"):
         torch.Generator(device="cpu").get_offset()
 

@@ -33,9 +33,9 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
-from vllm.v1.sample import sampler
 
 from goaly.errors import ConfigError
+from goaly.generate.cpu_sampling import adapt_sampling
 from goaly.generate.engine_arguments import engine_arguments
 from goaly.generate.expert_choices import ChoiceRecorder
 from goaly.generate.grammars import ENDED, Grammars, refused
@@ -139,8 +139,6 @@ class Engine:
         )
         self._records_graphs = not arguments.enforce_eager
         unname_semaphores()
-        if not torch.cuda.is_available():
-            sampler.batched_count_greater_than = _rank_of_sample  # vLLM would spend seconds on compiling its own
         if settings.tp > 1:
             leave_no_named_shared_memory()
             os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # one rank could take longer, another less (GM-2)
@@ -149,10 +147,13 @@ class Engine:
         self._core._finalizer.atexit = False  # the end of the process releases everything; vLLM would collect first
         self._scheduler = self._core.engine_core.scheduler
         self._grammars = Grammars(self._core, Path(model.path), chat or ChatSettings())
-        if model.numerics == "bitwise" and self._device() == "cuda":
+        runner = self._vllm.model_executor.driver_worker.worker.model_runner
+        if self._device() == "cpu":
+            adapt_sampling(runner)
+        elif model.numerics == "bitwise":
             from goaly.generate.bitwise_gpu_backend import use_exact_logprobs
 
-            use_exact_logprobs(self._vllm.model_executor.driver_worker.worker.model_runner.sampler)
+            use_exact_logprobs(runner.sampler)
         self._supported_tasks = self._vllm.get_supported_tasks()
         self._vocabulary = self._vllm.model_config.get_vocab_size()
         self._recorder = ChoiceRecorder(self._scheduler, self._model().choices) if records_choices else None
@@ -275,7 +276,7 @@ class Engine:
         return without_padding(dict(self._model().named_parameters()), self.naming())
 
     def operations(self, tokens: list[int]) -> Outputs:
-        """What this rank's operations of torchtitan's definition give these tokens, computed as a prompt."""
+        """What this rank's operations of torchtitan's definition give these tokens, a prompt of one step."""
         with recorded(self._model().model) as outputs:
             self.add("operations", tokens, Sampling(max_tokens=1))
             self.step()
@@ -395,7 +396,3 @@ def _parameters(sampling: Sampling) -> SamplingParams:
         detokenize=False,
         skip_clone=True,
     )
-
-
-def _rank_of_sample(logprobs_TV: torch.Tensor, sampled_T1: torch.Tensor) -> torch.Tensor:
-    return (logprobs_TV >= sampled_T1).sum(-1)

@@ -42,8 +42,8 @@ def engine_arguments(
     bitwise = model.numerics == "bitwise"
     if bitwise and settings.engine == "native":
         raise ConfigError(["model.numerics=bitwise: must be fast with generator.engine=native"])
-    if bitwise and on_cuda:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # its sampler divides by the temperature in another way
+    if bitwise or not on_cuda:  # the second one divides by the temperature in another way, and has no CS-1
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if lora is not None and settings.engine == "native":
         raise ConfigError([f"generator.engine=native: {NO_ADAPTERS}"])
     if settings.engine == "torchtitan":
@@ -57,7 +57,6 @@ def engine_arguments(
         if lora is not None:
             additional[vllm_model.LORA] = vars(lora)
         overrides["additional_config"] = additional
-    whole = settings.max_context
     return EngineArgs(
         model=str(model.path),
         dtype=model.dtype,
@@ -70,8 +69,8 @@ def engine_arguments(
         distributed_executor_backend="external_launcher" if settings.tp > 1 else "uni",
         max_num_seqs=settings.max_running,
         max_model_len=settings.max_context,
-        max_num_batched_tokens=settings.max_step_tokens if on_cuda else max(settings.max_step_tokens, whole),
-        enable_chunked_prefill=on_cuda,  # on CPU vLLM cannot undo the draw of a seeded request's partial prefill
+        max_num_batched_tokens=settings.max_step_tokens,
+        enable_chunked_prefill=True,
         kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB),
         block_size=None if on_cuda else CPU_BLOCK_TOKENS,
         enable_prefix_caching=settings.prefix_caching,

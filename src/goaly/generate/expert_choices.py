@@ -9,7 +9,8 @@ Shape suffixes: S slots, T tokens, N layers, K experts of a token.
 
 Invariants
     EC-1  The recorded choices of a token are those of the pass that computed it first: its log-prob was sampled with
-          them, however often the token is computed again.
+          them, however often the token is computed again. A prompt counts once it is whole: nothing was sampled with
+          the parts of one that an update or a preemption has computed from the start.
 """
 
 from collections.abc import Sequence
@@ -93,9 +94,9 @@ class ChoiceRecorder:
     def _read(self, request: Any) -> None:
         """Add the choices of the tokens that were computed and not recorded before (EC-1)."""
         recorded = self._recorded.get(request.request_id)
-        if recorded is None:  # they were taken
+        start, stop = sum(map(len, recorded or ())), request.num_computed_tokens
+        if recorded is None or stop < request.num_prompt_tokens:  # they were taken, or nothing was sampled with them
             return
-        start, stop = sum(map(len, recorded)), request.num_computed_tokens
         if start < stop:
             (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
             recorded.append(self._cache.read(blocks, start, stop))

@@ -46,7 +46,8 @@ class GeneratorSettings(Settings):
     max_context: Annotated[int, Ge(2)] = 1024
     """Most tokens of a prompt and its answer together; an answer that reaches it ends as at its token limit."""
     max_step_tokens: int = 4096
-    """Most tokens that one engine step computes; on GPUs a longer prompt is prefilled in parts."""
+    """Most tokens that one engine step computes: one of each running request, and prompts with what is left. A longer
+    prompt is computed in several steps. Lower it where long prompts hold up the answers beside them."""
     kv_cache_gib: PositiveFloat = 0.5
     """Memory of the key-value cache of each process, in GiB."""
     on_update: Literal["recompute", "keep", "drain"] = "recompute"
