@@ -130,14 +130,14 @@ def recomputed(size: TinyModel) -> dict[str, int]:
     """The tokens that vLLM sampled, and those to which the trainer gives other log-probs; raises if there are any."""
     from goaly.generate.engine import Engine
     from goaly.generate.settings import GeneratorSettings
-    from goaly.parity import compared, mixed_requests, rows_of, sampled, small_cache
+    from goaly.parity import compared, cramped, mixed_requests, rows_of, sampled
     from goaly.train.engine import TrainEngine
     from goaly.train.settings import TrainerSettings
 
     with tempfile.TemporaryDirectory() as made:
         folder = str(write_tiny_model(Path(made) / "model", size))
         model = ModelSettings(path=folder, dtype="bfloat16", numerics="bitwise")
-        engine = Engine(small_cache(model, GeneratorSettings(max_running=32, max_context=512), 1024), model)
+        engine = Engine(cramped(model, GeneratorSettings(max_running=32, max_context=512), 1024), model)
         sequences = sampled(engine, mixed_requests(64, vocabulary=30, longest=400))
         trainer = TrainEngine(model, TrainerSettings())
         rows = rows_of(sequences, 1024)

@@ -3,10 +3,10 @@
     python -m bench.parity [--only bits|costs] [--requests N] [--json FILE] [--markdown FILE]
 
 Generators of TP 1 and 2, with experts also of EP 2, those of two ranks also with two threads each, all in float32 and
-bfloat16, sample requests of mixed lengths with shared prefixes, in a cache so small that some are preempted. Trainers
-of one rank, of two threads, of FSDP 2, of TP 2 and of both, with experts also of EP 2 and 4, recompute what each of
-them sampled, on three packings. `tokens` counts each time that a token is compared, `differing_tokens` those that are
-not equal.
+bfloat16, sample requests of mixed lengths with shared prefixes, in a cache so small that some are preempted and in
+steps so short that many prompts are computed in parts. Trainers of one rank, of two threads, of FSDP 2, of TP 2 and of
+both, with experts also of EP 2 and 4, recompute what each of them sampled, on three packings. `tokens` counts each time
+that a token is compared, `differing_tokens` those that are not equal.
 
 `generate_cost` and `train_cost` are the CPU seconds of bitwise numerics over those of the fast ones, in one process of
 one thread where the two take turns: the same requests sampled by an engine, and forward and backward passes over the
@@ -38,10 +38,10 @@ from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.parity import (
     Recomputer,
     Sampler,
+    cramped,
     mixed_requests,
     recompute_in_ranks,
     sample_in_ranks,
-    small_cache,
 )
 from goaly.run.ranks import fork_ranks_from_one_server
 from goaly.train.settings import TrainerSettings
@@ -130,7 +130,7 @@ def combinations(name: str, model: str, requests: int) -> list[Combination]:
                 generator = GeneratorSettings(max_running=32, max_context=LONGEST, **degrees)
                 asked = mixed_requests(requests, vocabulary=vocabulary, longest=LONGEST, seed=10 * number)
                 file = sampled[dtype, generator_name] = Path(folder) / f"{dtype}-{generator_name}"
-                generator = small_cache(settings, generator, 2 * LONGEST)
+                generator = cramped(settings, generator, 2 * LONGEST)
                 sample_in_ranks(Sampler(model=settings, generator=generator, asked=asked), file)
         for trainer, degrees in trainers.items():
             recomputers = [

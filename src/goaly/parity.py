@@ -3,9 +3,10 @@
     python -m goaly.parity --config FILE [--requests N] [key=value ...]
 
 A config of a run says which model, and how generator and trainer divide it. The generator samples requests of mixed
-lengths, of which some share a prompt, all there at once in a cache that is too small for them; the trainer recomputes
-what was sampled, on several packings. The exit code is 1 if a log-prob differs. Then one rank recomputes it, too, and
-the operations of the side that differs from this rank are compared with the rank's, to name the first that does.
+lengths, of which some share a prompt, all there at once in a cache that is too small for them and in steps that are
+too short for many prompts; the trainer recomputes what was sampled, on several packings. The exit code is 1 if a
+log-prob differs. Then one rank recomputes it, too, and the operations of the side that differs from this rank are
+compared with the rank's, to name the first that does.
 
 Each rank is a process of its own, which this one starts and waits for.
 """
@@ -189,12 +190,14 @@ class Recomputer:
     packings: Sequence[tuple[int, int]]
 
 
-def small_cache(model: ModelSettings, generator: GeneratorSettings, tokens: int) -> GeneratorSettings:
-    """The generator with a cache of so many tokens, so that requests are preempted."""
+def cramped(model: ModelSettings, generator: GeneratorSettings, tokens: int) -> GeneratorSettings:
+    """The generator with a cache of so many tokens and short steps, so that requests are preempted and prompts are
+    computed in parts."""
     shape = architecture(read_config(model.path))
     heads = 2 * shape.layers * shape.kv_heads // generator.tp
     each = heads * shape.head_dim * getattr(torch, model.dtype).itemsize
-    return replace(generator, kv_cache_gib=max(tokens, generator.max_context + 64) * each / GIB)
+    held = max(tokens, generator.max_context + 64)
+    return replace(generator, kv_cache_gib=held * each / GIB, max_step_tokens=2 * generator.max_running)
 
 
 def sample_in_ranks(sampler: Sampler, out: Path) -> None:
@@ -325,7 +328,8 @@ def _sampler_operations(rank: int, search: Search) -> None:
     torch.set_num_threads(one.generator.threads)
     tokens = _sequences(search.recomputer)[at.sequence]["tokens"][: at.position].tolist()
     _, alone = torch.load(search.folder / "alone")
-    engine = Engine(one.generator, one.model)
+    whole = replace(one.generator, max_step_tokens=max(one.generator.max_step_tokens, len(tokens)))
+    engine = Engine(whole, one.model)
     mine = _of_tokens(engine.operations(tokens), 0, at.position)
     torch.save(first_other(mine, alone, rank=rank, ranks=one.generator.tp), search.folder / f"rank-{rank}")
     if one.generator.tp > 1:
@@ -353,7 +357,7 @@ def check(config: RunConfig, requests: int) -> list[Compared]:
     packings = [(row_length, config.trainer.microbatch_rows), (longest, 1), (2 * row_length, 3)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "sequences"
-        sampler = Sampler(model=config.model, generator=small_cache(config.model, generator, 2 * longest), asked=asked)
+        sampler = Sampler(model=config.model, generator=cramped(config.model, generator, 2 * longest), asked=asked)
         sample_in_ranks(sampler, file)
         recomputer = Recomputer(model=config.model, trainer=config.trainer, sequences=file, packings=packings)
         (found,) = recompute_in_ranks([recomputer])

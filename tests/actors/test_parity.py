@@ -1,6 +1,7 @@
 """The trainer recomputes the sampler's log-probs to the last bit; a child process holds both engines."""
 
 import multiprocessing
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +19,16 @@ from goaly.parity import (
     Recomputer,
     Sampler,
     compared,
+    cramped,
     mixed_requests,
     recompute_in_ranks,
     rows_of,
     sample_in_ranks,
     sampled,
-    small_cache,
 )
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES
+from tests.actors.engines_in_child import prompts_in_parts
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -41,7 +43,9 @@ PACKINGS = [(400, 1), (700, 2), (1024, 4)]
 class Both:
     """Trainer and sampler of one model."""
 
-    def __init__(self, folder: Path, *, threads: int = 1, temperature: float = 1.0, **model: str):
+    def __init__(
+        self, folder: Path, *, threads: int = 1, temperature: float = 1.0, step_tokens: int = 4096, **model: str
+    ):
         from goaly.generate.engine import Engine
 
         torch.set_num_threads(threads)  # later vLLM does not let us
@@ -51,10 +55,11 @@ class Both:
         shape = architecture(read_config(folder))
         token = 2 * shape.layers * shape.kv_heads * shape.head_dim * getattr(torch, settings.dtype).itemsize
         cache = CACHED * token / (1 << 30)
-        limits = GeneratorSettings(max_running=24, max_context=400, kv_cache_gib=cache)
+        limits = GeneratorSettings(max_running=24, max_context=400, kv_cache_gib=cache, max_step_tokens=step_tokens)
         self.generator = Engine(limits, settings, records_choices=shape.experts > 0)
         self.preempted = 0
         scheduler = self.generator._scheduler
+        self.in_parts = prompts_in_parts(scheduler)
         preempt = scheduler._preempt_request
 
         def counted(*arguments: Any, **named: Any) -> None:
@@ -95,17 +100,25 @@ def in_training(trainer: Any, rows: Any, microbatch_rows: int) -> int:
     return sum(differing)
 
 
-def one_model(folder: Path, options: dict[str, Any]) -> tuple[list[int], int, int]:
+def one_model(folder: Path, options: dict[str, Any]) -> tuple[list[int], int, int, int]:
     both = Both(folder, **options)
     sequences = sampled(both.generator, both.asked())
-    return both.differing(sequences), sum(int(one["trained"].sum()) for one in sequences), both.preempted
+    tokens = sum(int(one["trained"].sum()) for one in sequences)
+    return both.differing(sequences), tokens, both.preempted, len(both.in_parts)
 
 
-def over_an_update(folder: Path, other: Path, dtype: str, replays: bool) -> list[int]:
-    """The tokens of each version that differ, of answers over which the weights of another folder came as version 1."""
+def in_steps(folder: Path, dtype: str, step_tokens: Sequence[int]) -> tuple[list[list[Any]], list[int]]:
+    """The sequences of engines with such steps, and how many prompts each computed in parts."""
+    engines = [Both(folder, dtype=dtype, step_tokens=tokens) for tokens in step_tokens]
+    return [sampled(one.generator, one.asked()) for one in engines], [len(one.in_parts) for one in engines]
+
+
+def over_an_update(folder: Path, other: Path, dtype: str, replays: bool, step_tokens: int) -> tuple[list[int], int]:
+    """The tokens of each version that differ, of answers over which the weights of another folder came as version 1,
+    and how many prompts were computed in parts."""
     from goaly.models.spec import model_spec
 
-    both = Both(folder, dtype=dtype)
+    both = Both(folder, dtype=dtype, step_tokens=step_tokens)
     generator, weights = both.generator, native_tensors(model_spec(other), other)
 
     def fill() -> int:
@@ -135,7 +148,7 @@ def over_an_update(folder: Path, other: Path, dtype: str, replays: bool) -> list
         for one in of_version:
             one["trained"] &= one["sampler_versions"] == version
         found += both.differing(of_version)
-    return found
+    return found, len(both.in_parts)
 
 
 @pytest.fixture
@@ -154,21 +167,40 @@ def there():
     ("size", "options"),
     [
         ({}, {}),
-        ({"tied": True}, {"dtype": "bfloat16", "temperature": 0.6}),
+        ({}, {"step_tokens": 32}),
+        ({"tied": True}, {"dtype": "bfloat16", "temperature": 0.6, "step_tokens": 32}),
         ({"hidden_dim": 250, "kv_heads": 4, "head_dim": 64}, {"temperature": 0.7}),
-        ({}, {"threads": 2}),
-        ({"experts": 6, "experts_per_token": 3, "hidden_dim": 48}, {}),
+        ({}, {"threads": 2, "step_tokens": 48}),
+        ({"experts": 6, "experts_per_token": 3, "hidden_dim": 48}, {"step_tokens": 32}),
     ],
-    ids=["float32", "bfloat16-tied", "odd-width", "two-threads", "replayed-experts"],
+    ids=["float32", "float32-in-parts", "bfloat16-tied-in-parts", "odd-width", "two-threads", "replayed-experts"],
 )
 def test_the_trainer_recomputes_the_samplers_bits(  # BW-1 BW-3 BA-1 LP-4
     there: Any, tmp_path: Path, size: dict[str, Any], options: dict[str, Any]
 ):
     write_tiny_model(tmp_path, TinyModel(layers=2, **size))
-    differing, tokens, preempted = there(one_model, tmp_path, options)
+    differing, tokens, preempted, in_parts = there(one_model, tmp_path, options)
     assert differing == [0] * 2 * len(PACKINGS)
     assert tokens > 1000
     assert preempted > 0
+    assert (in_parts > 5) == ("step_tokens" in options)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [({}, "float32"), ({"experts": 6, "experts_per_token": 3, "hidden_dim": 48}, "bfloat16")],
+    ids=["dense-float32", "experts-bfloat16"],
+)
+def test_prompts_that_are_computed_in_parts_change_no_bit_of_what_is_sampled(  # CS-1 EC-1
+    there: Any, tmp_path: Path, size: dict[str, Any], dtype: str
+):
+    write_tiny_model(tmp_path, TinyModel(layers=2, **size))
+    (whole, *others), (none, *in_parts) = there(in_steps, tmp_path, dtype, (4096, 64, 25))
+    assert none == 0
+    assert min(in_parts) > 5
+    for other in others:
+        for one, same in zip(whole, other, strict=True):
+            assert all(column.equal(same[name]) for name, column in one.items())
 
 
 def test_a_llama_is_recomputed_too(there: Any, tmp_path: Path):
@@ -186,7 +218,7 @@ def test_a_llama_is_recomputed_too(there: Any, tmp_path: Path):
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    differing, tokens, _ = there(one_model, tmp_path, {})
+    differing, tokens, *_ = there(one_model, tmp_path, {})
     assert differing == [0] * 2 * len(PACKINGS)
     assert tokens > 1000
 
@@ -197,8 +229,13 @@ def test_ranks_that_divide_the_model_recompute_its_bits(tmp_path: Path, sides: d
     model = ModelSettings(path=str(folder), dtype="bfloat16", numerics="bitwise")
     asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
     generator = GeneratorSettings(max_running=24, max_context=400, tp=sides.get("tp", 1))
-    file = tmp_path / "sequences"
-    sample_in_ranks(Sampler(model=model, generator=small_cache(model, generator, CACHED), asked=asked), file)
+    file, whole = tmp_path / "sequences", tmp_path / "whole"
+    limits = cramped(model, generator, CACHED)
+    assert max(len(one.prompt) for one in asked) > 2 * limits.max_step_tokens  # so it is computed in parts
+    sample_in_ranks(Sampler(model=model, generator=limits, asked=asked), file)
+    sample_in_ranks(Sampler(model=model, generator=replace(generator, tp=1), asked=asked), whole)
+    for one, other in zip(torch.load(file), torch.load(whole), strict=True):
+        assert all(column.equal(other[name]) for name, column in one.items())  # CS-1
     for degrees in ({}, sides):
         recomputer = Recomputer(model=model, trainer=TrainerSettings(**degrees), sequences=file, packings=PACKINGS)
         (found,) = recompute_in_ranks([recomputer])
@@ -209,10 +246,11 @@ def test_ranks_that_divide_the_model_recompute_its_bits(tmp_path: Path, sides: d
 def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_and_some_experts(tmp_path: Path):  # BE-2
     size = TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48)
     model = ModelSettings(path=str(write_tiny_model(tmp_path / "model", size)), dtype="bfloat16", numerics="bitwise")
-    generator = GeneratorSettings(max_running=24, max_context=400, tp=2, ep=2)
+    generator = cramped(model, GeneratorSettings(max_running=24, max_context=400, tp=2, ep=2), CACHED)
     asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
+    assert max(len(one.prompt) for one in asked) > 2 * generator.max_step_tokens  # so it is computed in parts
     file = tmp_path / "sequences"
-    sample_in_ranks(Sampler(model=model, generator=small_cache(model, generator, CACHED), asked=asked), file)
+    sample_in_ranks(Sampler(model=model, generator=generator, asked=asked), file)
     trainer = TrainerSettings(fsdp=2, ep=2)
     recomputer = Recomputer(model=model, trainer=trainer, sequences=file, packings=PACKINGS[1:])
     (found,) = recompute_in_ranks([recomputer])
@@ -222,20 +260,22 @@ def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_an
 
 def test_fast_numerics_do_not(there: Any, tmp_path: Path):
     write_tiny_model(tmp_path, TinyModel(layers=2))
-    differing, tokens, _ = there(one_model, tmp_path, {"numerics": "fast"})
+    differing, tokens, *_ = there(one_model, tmp_path, {"numerics": "fast"})
     assert min(differing) > tokens / 10
 
 
 @pytest.mark.parametrize(
-    ("experts", "dtype", "replays"),
-    [(0, "float32", False), (8, "bfloat16", False), (8, "bfloat16", True)],
-    ids=["dense", "experts-bfloat16", "replayed-experts"],
+    ("experts", "dtype", "replays", "step_tokens"),
+    [(0, "float32", False, 32), (8, "bfloat16", False, 32), (8, "bfloat16", True, 4096)],
+    ids=["dense-in-parts", "experts-bfloat16-in-parts", "replayed-experts"],
 )
 def test_an_update_in_the_middle_of_answers_leaves_the_bits_of_each_versions_tokens_but_for_replayed_experts(
-    there: Any, tmp_path: Path, experts: int, dtype: str, replays: bool
+    there: Any, tmp_path: Path, experts: int, dtype: str, replays: bool, step_tokens: int
 ):
     """The sampler computes what is before the update again, with other experts than it recorded."""
     folders = [write_random_model(tmp_path / str(seed), seed=seed, experts=experts) for seed in range(2)]
-    before, after = torch.tensor(there(over_an_update, *folders, dtype, replays)).chunk(2)
+    differing, in_parts = there(over_an_update, *folders, dtype, replays, step_tokens)
+    before, after = torch.tensor(differing).chunk(2)
+    assert (in_parts > 5) == (step_tokens == 32)
     assert before.tolist() == [0] * 2 * len(PACKINGS)
     assert bool((after > 0).all()) if replays else after.tolist() == before.tolist()
