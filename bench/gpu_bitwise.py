@@ -20,6 +20,12 @@ from goaly.models.tiny import TinyModel, write_tiny_model
 MOST_TOKENS = 8192
 COUNTS = (1, 2, 3, 17, 64, 100, 1000)
 STARTS = (0, 1, 63, 200)
+MODELS = {
+    "dense": TinyModel(),
+    "experts": TinyModel(experts=8),
+    "shared_experts": TinyModel(experts=8, shared_experts=1),
+}
+"""The models that are sampled and recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +48,7 @@ def bitwise_operations() -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for dtype in (torch.bfloat16, torch.float32):
         numbers |= operations(Sizes(), dtype, torch.device("cuda"), f"{str(dtype).removeprefix('torch.')}_")
-    for name, size in {"dense": TinyModel(), "experts": TinyModel(experts=8)}.items():
+    for name, size in MODELS.items():
         numbers |= {f"{name}_{key}": value for key, value in recomputed(size).items()}
     return numbers
 

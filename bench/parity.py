@@ -11,8 +11,9 @@ that a token is compared, `differing_tokens` those that are not equal.
 `generate_cost` and `train_cost` are the CPU seconds of bitwise numerics over those of the fast ones, in one process of
 one thread where the two take turns: the same requests sampled by an engine, and forward and backward passes over the
 same packed rows. A round runs both sides twice, in the order A, B, B, A, after one that warms both up; a cost is the
-median over the rounds' ratios. All of two tiny random models, a dense one and one with experts, or of `--model`. The
-costs of a model with experts are `experts_generate_cost` and `experts_train_cost`.
+median over the rounds' ratios. All of three tiny random models, a dense one, one with experts and one that has shared
+experts, too, or of `--model`. The costs of a model with experts are `experts_generate_cost` and `experts_train_cost`,
+and with shared ones `shared_experts_generate_cost` and `shared_experts_train_cost`.
 
 If a log-prob differs, or a cost is above its bar, the exit code is 1 and the last line names it.
 """
@@ -64,7 +65,11 @@ TRAINERS_OF_EXPERTS = {
     "FSDP 2, TP 2, EP 2": {"fsdp": 2, "tp": 2, "ep": 2},
     "FSDP 2, TP 2, EP 4": {"fsdp": 2, "tp": 2, "ep": 4},
 }
-SIZES = {"dense": TinyModel(), "experts": TinyModel(experts=8)}
+SIZES = {
+    "dense": TinyModel(),
+    "experts": TinyModel(experts=8),
+    "shared experts": TinyModel(experts=8, shared_experts=1),
+}
 PACKINGS = ((1024, 4), (512, 1), (2048, 2))
 BARS = {"generate_cost": 1.3, "train_cost": 1.15}
 """The most that each cost should be, of any model."""
@@ -279,7 +284,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_num_threads(1)
         seconds: dict[str, dict[str, list[float]]] = {}
         for model in models.values() if arguments.only != "bits" else ():
-            before = "experts_" if architecture(read_config(model)).experts else ""
+            shape = architecture(read_config(model))
+            before = "shared_experts_" if shape.shared_hidden_dim else "experts_" if shape.experts else ""
             seconds[f"{before}train_cost"] = training(model)
             seconds[f"{before}generate_cost"] = generation(model)
         result = Result(combinations=compared, seconds=seconds)

@@ -1,15 +1,17 @@
 """The trainer recomputes the sampler's log-probs to the last bit; a child process holds both engines."""
 
+import itertools
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from random_model import native_tensors, write_random_model
+from random_model import native_tensors, write_random_dots, write_random_model
 
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
@@ -38,6 +40,8 @@ CACHED = 800
 """Tokens that the cache holds: fewer than those of the requests that run, so some are preempted."""
 PACKINGS = [(400, 1), (700, 2), (1024, 4)]
 """Row lengths, and rows of a microbatch."""
+GROUPED = {"n_group": 4, "topk_group": 2}
+"""Of dots.llm1's experts: a token chooses two of four groups."""
 
 
 class Both:
@@ -223,6 +227,12 @@ def test_a_llama_is_recomputed_too(there: Any, tmp_path: Path):
     assert tokens > 1000
 
 
+def test_choices_of_experts_beside_shared_ones_are_replayed_to_the_bit(there: Any, tmp_path: Path):  # BE-1 BE-3
+    differing, tokens, _ = there(one_model, write_random_dots(tmp_path, n_shared_experts=2, **GROUPED), {})
+    assert differing == [0] * 2 * len(PACKINGS)
+    assert tokens > 1000
+
+
 @pytest.mark.parametrize("sides", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
 def test_ranks_that_divide_the_model_recompute_its_bits(tmp_path: Path, sides: dict[str, int]):  # BW-2
     folder = write_tiny_model(tmp_path / "model", TinyModel(layers=2))
@@ -258,22 +268,52 @@ def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_an
     assert found[0].tokens > 1000
 
 
+def test_ranks_add_shared_experts_alike_however_either_side_divides_the_model(tmp_path: Path):  # BE-3
+    folder = str(write_random_dots(tmp_path / "model", **GROUPED))
+    asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
+    sampled_by: dict[Path, ModelSettings] = {}
+    for dtype, ep in itertools.product(("float32", "bfloat16"), (1, 2)):
+        model = ModelSettings(path=folder, dtype=dtype, numerics="bitwise")
+        generator = cramped(model, GeneratorSettings(max_running=24, max_context=400, tp=2, ep=ep), CACHED)
+        file = tmp_path / f"{dtype}-{ep}"
+        sample_in_ranks(Sampler(model=model, generator=generator, asked=asked), file)
+        sampled_by[file] = model
+    for degrees in ({}, {"fsdp": 2, "ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2}):
+        trainer = TrainerSettings(**degrees)
+        found = recompute_in_ranks(
+            [
+                Recomputer(model=model, trainer=trainer, sequences=file, packings=PACKINGS[1:])
+                for file, model in sampled_by.items()
+            ]
+        )
+        assert [[one.differing for one in of_file] for of_file in found] == [[0] * 2] * len(sampled_by), degrees
+        assert min(one.tokens for of_file in found for one in of_file) > 1000
+
+
 def test_fast_numerics_do_not(there: Any, tmp_path: Path):
     write_tiny_model(tmp_path, TinyModel(layers=2))
     differing, tokens, *_ = there(one_model, tmp_path, {"numerics": "fast"})
     assert min(differing) > tokens / 10
 
 
+WITH_EXPERTS = partial(write_random_model, experts=8)
+
+
 @pytest.mark.parametrize(
-    ("experts", "dtype", "replays", "step_tokens"),
-    [(0, "float32", False, 32), (8, "bfloat16", False, 32), (8, "bfloat16", True, 4096)],
-    ids=["dense-in-parts", "experts-bfloat16-in-parts", "replayed-experts"],
+    ("write", "dtype", "replays", "step_tokens"),
+    [
+        (write_random_model, "float32", False, 32),
+        (WITH_EXPERTS, "bfloat16", False, 32),
+        (WITH_EXPERTS, "bfloat16", True, 4096),
+        (partial(write_random_dots, **GROUPED), "bfloat16", False, 32),
+    ],
+    ids=["dense-in-parts", "experts-bfloat16-in-parts", "replayed-experts", "shared-experts-bfloat16-in-parts"],
 )
 def test_an_update_in_the_middle_of_answers_leaves_the_bits_of_each_versions_tokens_but_for_replayed_experts(
-    there: Any, tmp_path: Path, experts: int, dtype: str, replays: bool, step_tokens: int
+    there: Any, tmp_path: Path, write: Callable[..., Path], dtype: str, replays: bool, step_tokens: int
 ):
     """The sampler computes what is before the update again, with other experts than it recorded."""
-    folders = [write_random_model(tmp_path / str(seed), seed=seed, experts=experts) for seed in range(2)]
+    folders = [write(tmp_path / str(seed), seed=seed) for seed in range(2)]
     differing, in_parts = there(over_an_update, *folders, dtype, replays, step_tokens)
     before, after = torch.tensor(differing).chunk(2)
     assert (in_parts > 5) == (step_tokens == 32)

@@ -56,7 +56,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     """Runs the command with a broken operation; its exit code and what it prints."""
 
     def run(side: str, operation: str, *overrides: str, experts: bool = False) -> tuple[int, str]:
-        size = TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48) if experts else TinyModel(layers=2)
+        of_experts = {"experts": 6, "experts_per_token": 3, "shared_experts": 1, "hidden_dim": 48} if experts else {}
+        size = TinyModel(layers=2, **of_experts)
         config = {
             "steps": 1,
             "model": {"path": str(write_tiny_model(tmp_path / "model", size)), "numerics": "bitwise"},
@@ -108,8 +109,11 @@ def test_an_operation_of_one_of_several_ranks_is_named(  # PC-2
     assert f" {operation}." in said
 
 
-def test_an_operation_of_the_samplers_ranks_is_named(check: Any):  # PC-2
-    code, said = check("sampler", "layers.1.attention.q_norm", "generator.tp=2")
+@pytest.mark.parametrize(
+    ("operation", "experts"), [("layers.1.attention.q_norm", False), ("layers.0.moe.shared_experts.w2", True)]
+)
+def test_an_operation_of_the_samplers_ranks_is_named(check: Any, operation: str, experts: bool):  # PC-2
+    code, said = check("sampler", operation, "generator.tp=2", experts=experts)
     assert code == 1
     assert "the sampler had other weights" in said
-    assert "on sampler rank 0 is not that rank's is layers.1.attention.q_norm." in said
+    assert f"on sampler rank 0 is not that rank's is {operation}." in said

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from conftest import launching
 from launched import REWARDED, START_SECONDS, LaunchedRun
-from random_model import write_random_model
+from random_model import write_random_dots, write_random_model
+from safetensors.torch import load_file
 from test_agent_run import TEMPLATE
 
 STEPS = 3
@@ -30,6 +31,17 @@ def metrics_of(run: LaunchedRun) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def assert_exact(run: LaunchedRun) -> None:
+    """Every step trained tokens, and each had the sampler's bits."""
+    metrics = metrics_of(run)
+    assert len(metrics) == STEPS
+    for step in metrics:
+        assert step["ratio_mean"] == step["ratio_max"] == 1.0
+        assert step["parity/differing_tokens"] == 0
+        assert step["parity/tokens"] > 0
+    assert any(step["grad_norm"] > 0 for step in metrics)
+
+
 @pytest.mark.parametrize(("experts", "dtype"), [(0, "float32"), (8, "bfloat16")])
 def test_ratios_are_one_and_two_replicas_make_the_policy_of_one_to_the_last_bit(  # PC-1
     tmp_path: Path, experts: int, dtype: str
@@ -40,13 +52,7 @@ def test_ratios_are_one_and_two_replicas_make_the_policy_of_one_to_the_last_bit(
         for replicas in (1, 2):
             run = launch(*BITWISE, f"model.dtype={dtype}", f"generator.replicas={replicas}")
             assert run.wait(START_SECONDS) == 0, run.text()
-            metrics = metrics_of(run)
-            assert len(metrics) == STEPS
-            for step in metrics:
-                assert step["ratio_mean"] == step["ratio_max"] == 1.0
-                assert step["parity/differing_tokens"] == 0
-                assert step["parity/tokens"] > 0
-            assert any(step["grad_norm"] > 0 for step in metrics)
+            assert_exact(run)
             policies.add((run.folder / "policy" / "model.safetensors").read_bytes())
     assert len(policies) == 1
 
@@ -59,11 +65,20 @@ def test_an_agent_all_of_whose_answers_have_a_form_is_trained_to_the_last_bit(  
     overrides += [f"chat.template_file={tmp_path}/chat.jinja"]
     run = launch(*BITWISE, *overrides, app="agent", config="grpo/tiny.yaml")
     assert run.wait(START_SECONDS) == 0, run.text()
-    metrics = metrics_of(run)
-    assert len(metrics) == STEPS
-    for step in metrics:
-        assert step["parity/differing_tokens"] == 0
-        assert step["parity/tokens"] > 0
-        assert step["ratio_mean"] == step["ratio_max"] == 1.0
-        assert 0 < step["form_weight"] < 1
-    assert any(step["grad_norm"] > 0 for step in metrics)
+    assert_exact(run)
+    assert all(0 < step["form_weight"] < 1 for step in metrics_of(run))
+
+
+def test_ratios_are_one_while_biases_of_experts_move_and_ranks_of_either_side_divide_them_otherwise(  # PC-1
+    tmp_path: Path,
+):
+    model = write_random_dots(tmp_path / "model", n_group=4, topk_group=2)
+    ranks = ["trainer.fsdp=2", "trainer.ep=2", "generator.tp=2"]
+    with launching(tmp_path, model) as launch:
+        run = launch(*BITWISE, *ranks, "model.dtype=bfloat16", "trainer.expert_bias_rate=0.1")
+        assert run.wait(START_SECONDS) == 0, run.text()
+        assert_exact(run)
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, run.folder / "policy"))
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2
+    assert all((after[name] - before[name]).abs().max() > 0.05 for name in biases)

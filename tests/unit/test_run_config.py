@@ -307,6 +307,8 @@ def test_what_cannot_be_bitwise_is_told_before_anything_starts(tiny_model_folder
     experts = write_tiny_model(tmp_path / "experts", TinyModel(experts=4))
     divided = "trainer.fsdp=2", "trainer.ep=2", "generator.tp=2", "generator.ep=2"
     assert run_config(GRPO, experts, bitwise, recompute, *divided)
+    shared = write_tiny_model(tmp_path / "shared", TinyModel(experts=4, shared_experts=1))
+    assert run_config(GRPO, shared, bitwise, recompute, *divided, "trainer.expert_bias_rate=0.1")
     replay = "moe.routing=replay"
     with pytest.raises(ConfigError, match=r"moe.routing=replay: must be own with model.numerics=bitwise"):
         run_config(GRPO, experts, bitwise, recompute, replay)
@@ -314,7 +316,7 @@ def test_what_cannot_be_bitwise_is_told_before_anything_starts(tiny_model_folder
     assert run_config(GRPO, experts, bitwise, replay, "generator.on_update=drain")
     narrow = write_tiny_model(tmp_path / "narrow", TinyModel(experts=4, hidden_dim=40))
     latent = write_random_deepseek(tmp_path / "latent")
-    for model, said in ((narrow, "experts of width 40"), (latent, "the latent attention of DeepSeek-V3")):
+    for model, said in ((narrow, "experts of width 40"), (latent, "DeepSeek-V3, whose latent attention has no layers")):
         with pytest.raises(ConfigError, match=f"must be fast for {said}"):
             run_config(GRPO, model, bitwise, recompute)
 

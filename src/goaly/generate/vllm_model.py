@@ -161,6 +161,8 @@ class TorchtitanForCausalLM(torch.nn.Module):
             self._dims = ParallelDims.from_config(parallelism, world_size=self._tp)
             self._context = torchtitan_distributed.get_spmd_context(parallel_dims=self._dims)
             divide(config, parallelism)
+            if self.numerics == "bitwise":
+                _add_whole_outputs(config)
             if vllm_config.parallel_config.enable_expert_parallel:
                 _divide_experts(config, self._tp, self.numerics)
         with torch.device("meta"):
@@ -297,6 +299,18 @@ def _bitwise_backend() -> Any:
     return BitwiseGpuBackend
 
 
+def _add_whole_outputs(config: Any) -> None:
+    """Let ranks add the outputs of routed and shared experts when both are whole (BE-3), not their parts of both."""
+    whole = dense_activation_placement(tp=spmd_types.I)
+    for layer in config.layers:
+        if layer.moe is None:
+            continue
+        layer.moe.sharding_config.out_src_shardings = whole
+        layer.moe.routed_experts.sharding_config.out_dst_shardings = whole
+        if layer.moe.shared_experts is not None:
+            layer.moe.shared_experts.w2.sharding_config.out_dst_shardings = whole
+
+
 def _divide_experts(config: Any, ranks: int, numerics: Numerics) -> None:
     """Give each rank some experts of every layer, instead of a part of each expert."""
     if numerics == "bitwise":
@@ -310,10 +324,8 @@ def _divide_experts(config: Any, ranks: int, numerics: Numerics) -> None:
         by_expert = expert_param_placement_dense(tp_placement=spmd_types.S(0))
         shardings = experts.inner_experts.sharding_config.state_shardings
         experts.inner_experts.sharding_config.state_shardings = dict.fromkeys(shardings, by_expert)
-        if numerics == "bitwise":  # it adds the outputs of all ranks itself
-            whole = dense_activation_placement(tp=spmd_types.I)
-            experts.sharding_config.out_src_shardings = experts.sharding_config.out_dst_shardings = whole
-            layer.moe.sharding_config.out_src_shardings = whole
+        if numerics == "bitwise":  # it adds the outputs of all ranks itself, so they are whole
+            experts.sharding_config.out_src_shardings = experts.sharding_config.out_dst_shardings
         experts.token_dispatcher = OwnExperts.Config(
             num_experts=layer.moe.num_experts,
             top_k=layer.moe.router.top_k,

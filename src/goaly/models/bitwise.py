@@ -135,16 +135,26 @@ def multiply(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: torch.Tensor |
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """The activation of each element (BW-3): torch's, over a number of elements that has no remainder. On a GPU every
-    element is computed alone."""
+    """The activation of each element (BW-3)."""
+    return _without_remainder(F.silu, x)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The sigmoid of each element (BW-3)."""
+    return _without_remainder(torch.sigmoid, x)
+
+
+def _without_remainder(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """torch's function of each element, over a number of elements that has no remainder (BW-3). On a GPU every element
+    is computed alone."""
     if on_gpu(x):
-        return F.silu(x)
+        return function(x)
     count = x.numel()
     threads = min(torch.get_num_threads(), -(-count // GRAIN))
     remainder = count % (LOOP * max(threads, 1))
     if not remainder:
-        return F.silu(x)
-    return F.silu(F.pad(x.reshape(-1), (0, LOOP * threads - remainder)))[:count].view(x.shape)
+        return function(x)
+    return function(F.pad(x.reshape(-1), (0, LOOP * threads - remainder)))[:count].view(x.shape)
 
 
 def pack(weight_NK: torch.Tensor, slices: int) -> PackedSlices | None:

@@ -16,7 +16,7 @@ def make_bitwise(decoder: Any) -> None:
     """Replace the layers in the config of a torchtitan decoder."""
     decoder.norm = _norm(decoder.norm)
     for layer in decoder.layers:
-        attention, network = layer.attention, layer.feed_forward
+        attention = layer.attention
         layer.attention_norm, layer.ffn_norm = _norm(layer.attention_norm), _norm(layer.ffn_norm)
         if getattr(attention, "qk_norm", None) is not None:
             attention.qk_norm = _norm(attention.qk_norm)
@@ -30,16 +30,20 @@ def make_bitwise(decoder: Any) -> None:
             routed.inner_experts = BitwiseExperts.Config(**fields_of(routed.inner_experts))
             routed.token_dispatcher = BitwiseDispatcher.Config(**fields_of(routed.token_dispatcher))
             layer.moe.routed_experts = BitwiseRoutedExperts.Config(**fields_of(routed))
-            continue
-        layer.feed_forward = BitwiseFeedForward.Config(
-            **fields_of(network)
-            | {"w1": _layer(network.w1), "w2": _layer(network.w2, SLICES), "w3": _layer(network.w3)}
-        )
+            if layer.moe.shared_experts is not None:
+                layer.moe.shared_experts = _network(layer.moe.shared_experts)
+        else:
+            layer.feed_forward = _network(layer.feed_forward)
     decoder.lm_head = _layer(decoder.lm_head)
 
 
 def _norm(config: Any) -> Any:
     return KernelRMSNorm.Config(**fields_of(config))
+
+
+def _network(config: Any) -> BitwiseFeedForward.Config:
+    layers: dict[str, Any] = {"w1": _layer(config.w1), "w2": _layer(config.w2, SLICES), "w3": _layer(config.w3)}
+    return BitwiseFeedForward.Config(**fields_of(config) | layers)
 
 
 def _layer(config: Linear.Config, slices: int = 1) -> BitwiseLinear.Config:

@@ -240,12 +240,11 @@ def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tenso
 def bitwise_problems(shape: Architecture) -> Iterator[str]:
     """One line for each reason why a model of this shape cannot have bitwise numerics."""
     if shape.latent is not None:
-        why = "which has no kernels for it yet"
-        yield f"model.numerics=bitwise: must be fast for the latent attention of DeepSeek-V3, {why}"
+        why = "whose latent attention has no layers with a fixed order of sums"
+        yield f"model.numerics=bitwise: must be fast for DeepSeek-V3, {why}"
     elif shape.biased:
-        yield "model.numerics=bitwise: must be fast for gpt-oss, whose sinks and biases have no exact sums yet"
-    elif shape.biased_routing:
-        yield "model.numerics=bitwise: must be fast for dots.llm1, whose shared experts have no exact sums yet"
+        why = "whose sinks, windows and biases have no layers with a fixed order of sums"
+        yield f"model.numerics=bitwise: must be fast for gpt-oss, {why}"
     elif shape.experts and shape.hidden_dim % (SLICES * EXPERT_MULTIPLE):
         why = f"which is no multiple of {SLICES * EXPERT_MULTIPLE}"
         yield f"model.numerics=bitwise: must be fast for experts of width {shape.hidden_dim}, {why}"

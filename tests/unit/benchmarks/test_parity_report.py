@@ -45,4 +45,5 @@ def test_the_command_fails_after_a_missed_bar(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(parity, "generation", lambda _: found)
     with pytest.raises(SystemExit) as ended:
         parity.main([])
-    assert ended.value.code == "generate_cost 1.4 is above 1.3; experts_generate_cost 1.4 is above 1.3"
+    missed = [f"{model}generate_cost 1.4 is above 1.3" for model in ("", "experts_", "shared_experts_")]
+    assert ended.value.code == "; ".join(missed)

@@ -40,6 +40,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 NOISE = {torch.float32: 3e-5, torch.bfloat16: 0.1}
 SIZE = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32, "hidden_dim": 64, "max_context": 128}
 DENSE, EXPERTS = TinyModel(**SIZE), TinyModel(**SIZE, experts=4)
+SHARED = TinyModel(**SIZE, experts=4, shared_experts=1)
 
 
 def exact_dot(self: Any, a: Any, b: Any, sums: Any, *_: Any) -> Any:
@@ -183,7 +184,7 @@ def a_trainer_computes_the_log_probs_that_vllm_sampled_to_the_last_bit() -> None
     from goaly.parity import compared, mixed_requests, rows_of, sampled
     from goaly.train.engine import TrainEngine
 
-    for dtype, size, temperature in (("float32", DENSE, 1.0), ("bfloat16", EXPERTS, 0.7)):
+    for dtype, size, temperature in (("float32", DENSE, 1.0), ("bfloat16", EXPERTS, 0.7), ("float32", SHARED, 1.0)):
         with tempfile.TemporaryDirectory() as made:
             folder = str(write_tiny_model(Path(made) / "model", size))
             model = ModelSettings(path=folder, dtype=dtype, numerics="bitwise")
@@ -207,15 +208,16 @@ def a_trainer_takes_a_step_with_the_gradients_of_fast_numerics() -> None:
     tokens = torch.randint(2, 30, positions.shape, generator=torch.Generator().manual_seed(0))
     columns = {"tokens": tokens, "positions": positions, "trained": positions > 2}
     rows = TensorDict(columns, batch_size=positions.shape)
-    with tempfile.TemporaryDirectory() as made:
-        folder = str(write_tiny_model(Path(made) / "model", EXPERTS))
-        norms = {}
-        for numerics in ("bitwise", "fast"):
-            engine = TrainEngine(ModelSettings(path=folder, numerics=numerics), TrainerSettings())
-            engine.forward_backward([rows], Likelihood(), 50)
-            norms[numerics] = [parameter.grad for parameter in engine._model.parameters()]
-        for mine, plain in zip(norms["bitwise"], norms["fast"], strict=True):
-            torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-3)
+    for size in (EXPERTS, SHARED):
+        with tempfile.TemporaryDirectory() as made:
+            folder = str(write_tiny_model(Path(made) / "model", size))
+            norms = {}
+            for numerics in ("bitwise", "fast"):
+                engine = TrainEngine(ModelSettings(path=folder, numerics=numerics), TrainerSettings())
+                engine.forward_backward([rows], Likelihood(), 50)
+                norms[numerics] = [parameter.grad for parameter in engine._model.parameters()]
+            for mine, plain in zip(norms["bitwise"], norms["fast"], strict=True):
+                torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-3)
 
 
 CLAIMS: tuple[Callable[[], None], ...] = (
