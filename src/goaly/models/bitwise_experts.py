@@ -69,12 +69,12 @@ class BitwiseRouter(TokenChoiceTopKRouter):
 
     def _in_best_groups(self, preferred_BLE: torch.Tensor) -> torch.Tensor:
         """What the choice goes by, without the experts of other groups than the token's (BE-1)."""
-        if self.num_expert_groups is None:
+        groups, best = self.num_expert_groups, self.num_limited_groups
+        if groups is None or best is None or best == groups:
             return preferred_BLE
-        assert self.num_limited_groups is not None, "a token has groups where experts do"
-        groups_BLCM = preferred_BLE.unflatten(-1, (self.num_expert_groups, -1))
+        groups_BLCM = preferred_BLE.unflatten(-1, (groups, -1))
         first_BLC, second_BLC = groups_BLCM.topk(2).values.unbind(-1)
-        best_BLc = highest(first_BLC + second_BLC, self.num_limited_groups)
+        best_BLc = highest(first_BLC + second_BLC, best)
         is_other_BLC = torch.ones_like(first_BLC, dtype=torch.bool).scatter_(-1, best_BLc, False)
         return groups_BLCM.masked_fill(is_other_BLC[..., None], -torch.inf).flatten(-2)
 
