@@ -4,9 +4,13 @@
 
 A config of a run says which model, and how generator and trainer divide it. The generator samples requests of mixed
 lengths, of which some share a prompt, all there at once in a cache that is too small for them and in steps that are
-too short for many prompts; the trainer recomputes what was sampled, on several packings. The exit code is 1 if a
-log-prob differs. Then one rank recomputes it, too, and the operations of the side that differs from this rank are
-compared with the rank's, to name the first that does.
+too short for many prompts; the trainer recomputes what was sampled, on several packings. If a run of this config can
+update weights in the middle of an answer, so does the check, once: half as large ones. If it replays choices of experts,
+the trainer does that here, too.
+
+The exit code is 1 if a log-prob differs. With bitwise numerics the trainer's ranks then search for the operation as in
+a run (`train/parity_search.py`). If one rank by itself differs from the sampler, the operations of the generator's
+ranks are compared with those of the one.
 
 Each rank is a process of its own, which this one starts and waits for.
 """
@@ -15,17 +19,18 @@ import argparse
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException
 
 from goaly.backlog.packing import assign
 from goaly.config import load
-from goaly.errors import ConfigError
+from goaly.errors import ConfigError, ParityError
 from goaly.generate.request import Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.operations import Outputs, first_other
@@ -33,17 +38,22 @@ from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
 from goaly.run.config import RunConfig
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
+from goaly.train.parity_search import UNNAMED
 from goaly.train.rank import join_process_group
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, TensorDict, pack_rows, token_data
+from goaly.weights.placement import local
 
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine
     from goaly.generate.request import Sample
+    from goaly.train.engine import TrainEngine
 
 GIB = 1 << 30
 SHARED = 4
 """Every so many requests have the same prompt, as the samples of a group."""
+UPDATED = 1
+"""The version of the halved weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,21 +66,14 @@ class CheckedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """A token whose log-prob is not the sampler's."""
+class OneRank:
+    """A document, up to a token that differs, that one rank of a trainer computes with other bits than the sampler."""
 
-    sequence: int
-    """The number of its request."""
-    position: int
-    token: int
-    trainer: float
-    sampler: float
-
-    def __str__(self) -> str:
-        return (
-            f"The first is token {self.token} at position {self.position} of sequence {self.sequence}: the trainer's "
-            f"log-prob is {self.trainer!r}, the sampler's {self.sampler!r}."
-        )
+    tokens: list[int]
+    version: int
+    """Of the weights."""
+    outputs: Outputs
+    """What its operations give the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +84,22 @@ class Compared:
     differing: int
     largest: float
     """The largest difference."""
-    first: Difference | None = None
-    """One of the tokens that differ."""
     explained: str = ""
-    """The operation that makes the first token differ, if it was searched for."""
+    """One of the tokens that differ, and the operation that makes it differ, if it was searched for."""
+    one_rank: OneRank | None = None
+    """If the operation may be the sampler's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """The result of a check."""
+
+    answers: int
+    updated: int
+    """Answers in whose middle the weights were updated."""
+    replays: bool
+    """Whether choices of experts were replayed."""
+    packings: list[Compared]
 
 
 def mixed_requests(
@@ -103,14 +118,25 @@ def mixed_requests(
     return asked
 
 
-def sampled(engine: "Engine", asked: Sequence[CheckedRequest]) -> list[TensorDict]:
-    """The sequences that the engine makes of these requests."""
+def sampled(engine: "Engine", asked: Sequence[CheckedRequest], *, updates: bool = False) -> list[TensorDict]:
+    """The sequences that the engine makes of these requests. If it `updates`, the weights are halved when half of the
+    answers are complete."""
     for one in asked:
         engine.add(one.name, one.prompt, one.sampling)
     samples: dict[str, Sample] = {}
     while engine.running:
         samples |= dict(engine.step())
+        if updates and 2 * len(samples) >= len(asked):
+            updates = False
+            engine.apply(lambda: halve(engine.named_tensors()))
     return [sequence(one.prompt, samples[one.name]) for one in asked]
+
+
+def halve(weights: Mapping[str, torch.Tensor]) -> int:
+    """Make a new version of weights, which has the same bits in any type and on any ranks; its number."""
+    by_address = {part.data_ptr(): part for part in map(local, weights.values())}
+    torch._foreach_mul_(list(by_address.values()), 0.5)
+    return UPDATED
 
 
 def sequence(prompt: list[int], sample: "Sample") -> TensorDict:
@@ -136,12 +162,8 @@ def sequence(prompt: list[int], sample: "Sample") -> TensorDict:
 
 def rows_of(sequences: Sequence[TensorDict], row_length: int, *, ranks: int = 1, rank: int = 0) -> TensorDict:
     """A rank's rows of these sequences."""
-    return pack_rows(sequences, _places(sequences, row_length, ranks)[rank], row_length, 0)
-
-
-def _places(sequences: Sequence[TensorDict], row_length: int, ranks: int) -> Sequence[Sequence[tuple[int, ...]]]:
-    """The numbers of the sequences in each row of each rank."""
-    return assign([len(one["tokens"]) for one in sequences], row_length, ranks)
+    places = assign([len(one["tokens"]) for one in sequences], row_length, ranks)
+    return pack_rows(sequences, places[rank], row_length, 0)
 
 
 def compared(rows: TensorDict, logprobs_RL: torch.Tensor) -> Compared:
@@ -155,22 +177,6 @@ def compared(rows: TensorDict, logprobs_RL: torch.Tensor) -> Compared:
     )
 
 
-def _first(rows: TensorDict, places: Sequence[tuple[int, ...]], logprobs_RL: torch.Tensor) -> Difference | None:
-    """The first token of these rows whose log-prob is not the sampler's."""
-    sampler_RL = rows["sampler_logprobs"]
-    differs = (rows["trained"] & (logprobs_RL != sampler_RL)).nonzero()
-    if not len(differs):
-        return None
-    at = row, column = tuple(differs[0].tolist())
-    return Difference(
-        sequence=places[row][int((rows["positions"][row, : column + 1] == 0).sum()) - 1],
-        position=int(rows["positions"][at]),
-        token=int(rows["tokens"][at]),
-        trainer=float(logprobs_RL[at]),
-        sampler=float(sampler_RL[at]),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
     """A generator to check, and what it is asked."""
@@ -178,6 +184,9 @@ class Sampler:
     model: ModelSettings
     generator: GeneratorSettings
     asked: Sequence[CheckedRequest]
+    records_choices: bool = False
+    updates: bool = False
+    """Whether the weights are updated in the middle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +227,8 @@ def _joined(parts: Sequence[Compared]) -> Compared:
         tokens=sum(part.tokens for part in parts),
         differing=sum(part.differing for part in parts),
         largest=max(part.largest for part in parts),
-        first=next((part.first for part in parts if part.first), None),
+        explained=next((part.explained for part in parts if part.explained), ""),
+        one_rank=next((part.one_rank for part in parts if part.one_rank), None),
     )
 
 
@@ -226,8 +236,8 @@ def _sample(rank: int, sampler: Sampler, out: Path) -> None:
     from goaly.generate.engine import Engine
 
     torch.set_num_threads(sampler.generator.threads)  # vLLM allows it no more later
-    engine = Engine(sampler.generator, sampler.model)
-    sequences = sampled(engine, sampler.asked)
+    engine = Engine(sampler.generator, sampler.model, records_choices=sampler.records_choices)
+    sequences = sampled(engine, sampler.asked, updates=sampler.updates)
     if rank == 0:
         torch.save([dict(one.items()) for one in sequences], out)
     if sampler.generator.tp > 1:
@@ -238,113 +248,101 @@ def _recompute(rank: int, recomputers: Sequence[Recomputer], out: Path) -> None:
     from goaly.train.engine import TrainEngine
 
     found = []
+    searches = recomputers[0].model.numerics == "bitwise"
     for one in recomputers:
         join_process_group(one.trainer.threads, one.trainer.ranks)
         sequences = _sequences(one)
         found.append([])
         for row_length, microbatch_rows in one.packings:
             engine = TrainEngine(one.model, replace(one.trainer, microbatch_rows=microbatch_rows))
-            places = _places(sequences, row_length, one.trainer.fsdp)[engine.dp_rank]
-            rows = pack_rows(sequences, places, row_length, 0)
-            logprobs_RL = engine.logprobs(rows)
+            rows = rows_of(sequences, row_length, ranks=one.trainer.fsdp, rank=engine.dp_rank)
+            parts = []
+            for part in _by_version(engine, rows, _versions(sequences)):
+                parts.append(compared(part, engine.logprobs(part)))
+                if searches and _anywhere(parts[-1].differing, one.trainer.ranks):
+                    searches = False
+                    parts[-1] = _explained(engine, part, parts[-1])
             if engine.leads:
-                found[-1].append(replace(compared(rows, logprobs_RL), first=_first(rows, places, logprobs_RL)))
+                found[-1].append(_joined(parts))
     if found[0]:
         torch.save(found, out / str(rank))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """A search for the operation that makes a token differ, in a folder for what the ranks find."""
-
-    sampler: Sampler
-    recomputer: Recomputer
-    """On the packing where the token differs."""
-    difference: Difference
-    folder: Path
-
-    def explained(self) -> str:
-        """The first operation that computes other bits, and where."""
-        recomputer = self.recomputer
-        in_ranks(_compute_alone, 1, (self,))
-        said, _ = torch.load(self.folder / "alone")
-        if said:
-            said = f"One rank of a trainer says: {said}"
-            searched, ranks, side = _sampler_operations, self.sampler.generator.tp, "sampler"
-        else:
-            searched, ranks, side = _trainer_operations, recomputer.trainer.ranks, "trainer"
-            said = "One rank of a trainer computes the sampler's bits."
-        in_ranks(searched, ranks, (self,))
-        found = {rank: torch.load(self.folder / f"rank-{rank}") for rank in range(ranks)}
-        names = [*torch.load(self.folder / "alone")[1], None]
-        rank = min(found, key=lambda rank: names.index(found[rank]))
-        if found[rank] is not None:
-            return f"{said} The first operation whose output on {side} rank {rank} is not that rank's is {found[rank]}."
-        if side == "trainer":
-            return f"{said} All operations of the trainer's ranks before lm_head do, too, so it is lm_head."
-        return f"{said} All operations of the sampler before lm_head compute the same bits of a prompt."
+def _by_version(engine: "TrainEngine", rows: TensorDict, versions: Sequence[int]) -> Iterator[TensorDict]:
+    """The rows with the trained tokens of one version at a time, whose weights the engine then has."""
+    for version in versions:
+        if version == UPDATED:
+            engine.steps_done = halve(engine.named_tensors())
+        part = rows.clone()
+        part["trained"] &= part["sampler_versions"] == version
+        yield part
 
 
-def _compute_alone(_: int, search: Search) -> None:
-    """What one rank says of the packing, and what its operations give the tokens before the one that differs."""
-    from goaly.train.engine import TrainEngine
-
-    one, at = search.recomputer, search.difference
-    ((row_length, microbatch_rows),) = one.packings
-    join_process_group(one.trainer.threads, 1)
-    alone = replace(one.trainer, pp=1, fsdp=1, tp=1, ep=1, microbatch_rows=microbatch_rows)
-    engine, sequences = TrainEngine(one.model, alone), _sequences(one)
-    said = engine.explain(rows_of(sequences, row_length))
-    sequence = sequences[at.sequence]
-    outputs = engine.operations(rows_of([sequence], len(sequence["tokens"])))
-    torch.save((said, _of_tokens(outputs, 0, at.position)), search.folder / "alone")
+def _versions(sequences: Sequence[TensorDict]) -> list[int]:
+    """The versions that sampled tokens."""
+    found = {version for one in sequences for version in one["sampler_versions"].unique().tolist()}
+    return sorted(version for version in found if version >= 0)
 
 
-def _trainer_operations(rank: int, search: Search) -> None:
-    from goaly.train.engine import TrainEngine
-
-    one, at = search.recomputer, search.difference
-    ((row_length, microbatch_rows),) = one.packings
-    join_process_group(one.trainer.threads, one.trainer.ranks)
-    engine, sequences = TrainEngine(one.model, replace(one.trainer, microbatch_rows=microbatch_rows)), _sequences(one)
-    places = _places(sequences, row_length, one.trainer.fsdp)[engine.dp_rank]
-    first = None
-    for start in range(0, len(places), microbatch_rows):
-        rows = places[start : start + microbatch_rows]
-        outputs = engine.operations(pack_rows(sequences, rows, row_length, 0))
-        order = [number for row in rows for number in row]
-        if at.sequence in order:
-            before = sum(len(sequences[number]["tokens"]) for number in order[: order.index(at.sequence)])
-            _, alone = torch.load(search.folder / "alone")
-            mine = _of_tokens(outputs, before, before + at.position)
-            first = first_other(mine, alone, rank=rank % one.trainer.tp, ranks=one.trainer.tp)
-    torch.save(first, search.folder / f"rank-{rank}")
+def _anywhere(differing: int, ranks: int) -> bool:
+    """Whether a token differs on any rank; every rank must call it."""
+    total = torch.tensor(differing)
+    if ranks > 1:
+        dist.all_reduce(total)
+    return bool(total)
 
 
-def _sampler_operations(rank: int, search: Search) -> None:
+def _explained(engine: "TrainEngine", rows: TensorDict, comparison: Compared) -> Compared:
+    """The comparison with what the search for the operation finds; every rank must call it."""
+    try:
+        engine.compare(rows.split(engine.settings.microbatch_rows))
+    except ParityError as error:
+        found = engine.find_operation()
+        one_rank = None
+        if found.alone is not None and found.alone.said:
+            tokens, version = found.alone.tokens, engine.policy_version
+            one_rank = OneRank(tokens=tokens, version=version, outputs=found.alone.outputs)
+        return replace(comparison, explained=f"{error} {found.said}", one_rank=one_rank)
+    return replace(comparison, explained=f"{UNNAMED}no token differs when the ranks compute the same rows again.")
+
+
+def in_sampler(sampler: Sampler, one_rank: OneRank, folder: Path) -> str:
+    """The first operation of the generator's ranks that gives the document other bits than one rank of a trainer."""
+    ranks = sampler.generator.tp
+    try:
+        in_ranks(_sampler_operations, ranks, (sampler, one_rank, folder))
+    except ProcessException as error:
+        return f"{UNNAMED}the search in the sampler failed: {error}"
+    found = {rank: torch.load(folder / f"rank-{rank}") for rank in range(ranks)}
+    names = [*one_rank.outputs, None]
+    rank = min(found, key=lambda rank: names.index(found[rank]))
+    if found[rank] is None:
+        return (
+            "All operations of the sampler before lm_head give the document as a prompt the bits of one trainer rank."
+        )
+    return f"The first operation whose output on sampler rank {rank} is not that of one trainer rank is {found[rank]}."
+
+
+def _sampler_operations(rank: int, sampler: Sampler, one_rank: OneRank, folder: Path) -> None:
     from goaly.generate.engine import Engine
 
-    one, at = search.sampler, search.difference
-    torch.set_num_threads(one.generator.threads)
-    tokens = _sequences(search.recomputer)[at.sequence]["tokens"][: at.position].tolist()
-    _, alone = torch.load(search.folder / "alone")
-    whole = replace(one.generator, max_step_tokens=max(one.generator.max_step_tokens, len(tokens)))
-    engine = Engine(whole, one.model)
-    mine = _of_tokens(engine.operations(tokens), 0, at.position)
-    torch.save(first_other(mine, alone, rank=rank, ranks=one.generator.tp), search.folder / f"rank-{rank}")
-    if one.generator.tp > 1:
+    torch.set_num_threads(sampler.generator.threads)
+    one_step = max(sampler.generator.max_step_tokens, len(one_rank.tokens))
+    engine = Engine(replace(sampler.generator, max_step_tokens=one_step), sampler.model)
+    if one_rank.version == UPDATED:
+        engine.apply(lambda: halve(engine.named_tensors()))
+    outputs = engine.operations(one_rank.tokens)
+    mine = {name: tuple(part[:, : len(one_rank.tokens)].cpu() for part in parts) for name, parts in outputs.items()}
+    torch.save(first_other(mine, one_rank.outputs, rank=rank, ranks=sampler.generator.tp), folder / f"rank-{rank}")
+    if sampler.generator.tp > 1:
         dist.barrier()
-
-
-def _of_tokens(outputs: Outputs, start: int, stop: int) -> Outputs:
-    return {name: tuple(part[:, start:stop].clone() for part in parts) for name, parts in outputs.items()}
 
 
 def _sequences(recomputer: Recomputer) -> list[TensorDict]:
     return [token_data(columns) for columns in torch.load(recomputer.sequences)]
 
 
-def check(config: RunConfig, requests: int) -> list[Compared]:
+def check(config: RunConfig, requests: int) -> Checked:
     """Compare the generator and the trainer of this config on three packings. With bitwise numerics the first one that
     differs is explained."""
     shape = architecture(read_config(config.model.path))
@@ -354,20 +352,29 @@ def check(config: RunConfig, requests: int) -> list[Compared]:
         requests, vocabulary=shape.vocab_size, longest=longest, temperature=config.trainer.temperature
     )
     row_length = config.backlog.row_length
-    packings = [(row_length, config.trainer.microbatch_rows), (longest, 1), (2 * row_length, 3)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "sequences"
-        sampler = Sampler(model=config.model, generator=cramped(config.model, generator, 2 * longest), asked=asked)
+        sampler = Sampler(
+            model=config.model,
+            generator=cramped(config.model, generator, 2 * longest),
+            asked=asked,
+            records_choices=config.moe.replays,
+            updates=config.generator.on_update == "recompute" and config.backlog.max_staleness > 0,
+        )
         sample_in_ranks(sampler, file)
-        recomputer = Recomputer(model=config.model, trainer=config.trainer, sequences=file, packings=packings)
+        recomputer = Recomputer(
+            model=config.model,
+            trainer=config.trainer,
+            sequences=file,
+            packings=[(row_length, config.trainer.microbatch_rows), (longest, 1), (2 * row_length, 3)],
+        )
         (found,) = recompute_in_ranks([recomputer])
-        for number, packing in enumerate(packings):
-            if (first := found[number].first) is not None and config.model.numerics == "bitwise":
-                where = replace(recomputer, packings=[packing])
-                search = Search(sampler=sampler, recomputer=where, difference=first, folder=Path(folder))
-                found[number] = replace(found[number], explained=search.explained())
-                break
-        return found
+        for number, one in enumerate(found):
+            if one.one_rank is not None:
+                said = in_sampler(sampler, one.one_rank, Path(folder))
+                found[number] = replace(one, explained=f"{one.explained} {said}")
+        updated = sum(len(_versions([one])) > 1 for one in _sequences(recomputer))
+        return Checked(answers=len(asked), updated=updated, replays=config.moe.replays, packings=found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -381,11 +388,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load(RunConfig, arguments, prog="python -m goaly.parity", description="").config
     fork_ranks_from_one_server()
     found = check(config, line.requests)
-    for comparison in found:
+    replayed = "; the trainer replayed the sampler's choices of experts" if found.replays else ""
+    print(f"{found.answers} answers, {found.updated} of them with new weights in the middle{replayed}")
+    for comparison in found.packings:
         print(f"{comparison.differing} of {comparison.tokens} tokens differ, by at most {comparison.largest:.3g}")
-        if comparison.first is not None:
-            print(" ".join(filter(None, (str(comparison.first), comparison.explained))))
-    return int(any(comparison.differing for comparison in found))
+        if comparison.explained:
+            print(comparison.explained)
+    return int(any(comparison.differing for comparison in found.packings))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,9 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_nothing_differs_where_nothing_is_broken(check: Any):
     code, said = check("", "")
     assert code == 0
-    assert [line.split()[0] for line in said.splitlines()] == ["0"] * 3
+    about, *packings = said.splitlines()
+    assert about.startswith("12 answers, ")
+    assert [line.split()[0] for line in packings] == ["0"] * 3
 
 
 def test_an_operation_of_one_rank_that_depends_on_what_is_computed_beside_it_is_named(check: Any):  # PC-2
@@ -116,4 +118,4 @@ def test_an_operation_of_the_samplers_ranks_is_named(check: Any, operation: str,
     code, said = check("sampler", operation, "generator.tp=2", experts=experts)
     assert code == 1
     assert "the sampler had other weights" in said
-    assert f"on sampler rank 0 is not that rank's is {operation}." in said
+    assert f"on sampler rank 0 is not that of one trainer rank is {operation}." in said

@@ -42,12 +42,13 @@ NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json", "policy_score.j
 
 
 def load_hf(model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, *, head: bool = True) -> None:
-    """Load the folder's weights into a model, sharded or not, cast to the model's dtype. Every rank must call it.
+    """Load the folder's weights into a model, cast to the model's dtype. If ranks divide the model, all must call it.
 
     `head=False` does not load the output projection, for models with another head.
     """
     adapter = spec.state_dict_adapter(spec.model, None)
     state = model.state_dict()
+    is_divided = any(isinstance(tensor, DTensor) for tensor in state.values())
     new = [name for name in state if is_adapter(name) or (not head and name.startswith("lm_head."))]
     kept = {name: state.pop(name) for name in new}
     wanted = adapter.to_hf(state)
@@ -55,7 +56,7 @@ def load_hf(model: torch.nn.Module, spec: "ModelSpec", folder: str | Path, *, he
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         reader = adapter.get_hf_storage_reader(str(folder))
-        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+        dcp.load(wanted, storage_reader=reader, no_dist=not is_divided)
     model.load_state_dict(adapter.from_hf(wanted) | kept)
 
 

@@ -21,8 +21,8 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from goaly.losses.value import ValueLoss, explained
 from goaly.models.settings import ModelSettings
-from goaly.train.engine import ModelEngine
 from goaly.train.microbatch import Microbatch
+from goaly.train.model_engine import ModelEngine
 from goaly.train.parallel import Head
 from goaly.train.settings import CriticSettings, TrainerSettings
 from goaly.trajectory import PackedRows, TensorDict

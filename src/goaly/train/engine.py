@@ -1,308 +1,25 @@
-"""The engine of one rank: model, optimizer and schedule, without an actor.
+"""The policy's engine on one rank, or that of a frozen reference: log-probs, training steps, and what compares them
+with the sampler's. Its base and their invariants are in `model_engine.py`."""
 
-`ModelEngine` is the base of `TrainEngine`, the policy's engine, and of `CriticEngine`. They differ in the head that
-replaces the output projection, and in the objective.
-
-Consumes packed rows, produces parameters. All ranks call the same methods in the same order; data-parallel ranks have
-different rows, all others the same. Of a pipeline's ranks only those of the last stage have outputs of the model; they
-give all ranks the results.
-
-Invariants
-    TE-1  The gradient is that of (sum of the objective over the global batch) / (its denominator over the global
-          batch), on any packing, microbatches and ranks.
-    TE-2  A loss or gradient that is not finite raises, and its step changes no parameter.
-    TE-3  The same inputs give bit-identical parameters.
-    TE-4  The policy version and the schedules count batches, however many optimizer steps a batch makes.
-    TE-5  A forward pass uses the current parameters, also when something other than the optimizer has written them.
-    TE-6  The proximal policy of all minibatches of a batch is the policy before the first one's step.
-    TE-7  If the rows have the sampler's choices of experts, policy and reference send each token on which a trained one
-          depends to these experts, in every pass.
-"""
-
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from goaly.errors import ParityError
-from goaly.losses.objective import PROXIMAL, Contribution, Objective
+from goaly.losses.objective import PROXIMAL, Objective
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import versioned_tensors
-from goaly.train.expert_layers import ExpertLayers
-from goaly.train.microbatch import Microbatch, microbatch
-from goaly.train.parallel import Head, build_parallel
-from goaly.train.settings import TrainerSettings
-from goaly.train.step_metrics import COUNT, StepMetrics, combine, greatest, step_metrics, sums
+from goaly.train.microbatch import Microbatch
+from goaly.train.model_engine import ModelEngine
+from goaly.train.parallel import Head
+from goaly.train.settings import AXES, TrainerSettings
 from goaly.trajectory import PackedRows, TensorDict
-from goaly.watchdog import progress
-from goaly.weights.placement import local
 
 if TYPE_CHECKING:
     from goaly.models.operations import Outputs
-    from goaly.weights.digest import Digest
-
-
-class ModelEngine(ABC):
-    """Model, optimizer and schedule of one rank; with `trains=False` a frozen model for forward passes only.
-
-    A frozen model has parameters of its compute type, with `offload` in CPU memory.
-    """
-
-    _not_finite: ClassVar[str]
-    """The error of a metric that is not finite, with places for its name, its value and `steps_done`."""
-    _replays: ClassVar[bool] = False
-    """Whether tokens go to the experts that the sampler chose, if the rows have its choices."""
-
-    def __init__(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool = True, offload: bool = False):
-        self._source = model.path
-        self._settings = settings
-        assert not (trains and offload), "only a frozen model can be offloaded"
-        self._parallel = build_parallel(model, settings, self._head(), trains=trains, offload=offload)
-        self._model = self._parallel.model
-        self._pipeline = self._parallel.pipeline
-        self._experts = None
-        config = self._parallel.spec.model
-        if any(layer.moe is not None for layer in config.layers):
-            self._experts = ExpertLayers(self._model, config, self._pipeline.stage, self._parallel.device)
-        self.dp_rank, self.dp_ranks, self.leads = self._parallel.dp_rank, settings.fsdp, self._parallel.leads
-        self._row_multiple = settings.token_multiple
-        if model.numerics == "bitwise":
-            from goaly.models.bitwise import row_multiple
-
-            self._row_multiple = math.lcm(self._row_multiple, row_multiple())
-        self._steps_done = torch.zeros((), dtype=torch.int64)
-        self._digest: Digest | None = None
-        self._optimizer = None
-        if trains:
-            from goaly.train.optimizer import ScheduledOptimizer
-
-            self._optimizer = ScheduledOptimizer(self._model, settings, self._pipeline.mesh)
-        else:
-            self._model.requires_grad_(False)
-
-    @property
-    def steps_done(self) -> int:
-        """The batches trained; of a frozen model, those that its parameters were trained on."""
-        return int(self._steps_done)
-
-    @steps_done.setter
-    def steps_done(self, batches: int) -> None:
-        self._steps_done.fill_(batches)
-
-    def forward_backward(
-        self, microbatches: Iterable[TensorDict], objective: Callable[..., Contribution], denominator: int
-    ) -> StepMetrics:
-        """Accumulate gradients; `denominator` is the objective's for the global batch (TE-1).
-
-        There must be no gradients before. If the objective counts only the tokens it keeps, all gradients are scaled at
-        the end, once the counts of all microbatches and ranks are known.
-        """
-        if denominator < 1:
-            raise ValueError(f"denominator={denominator}: must be at least 1; the batch has no trained token")
-        parts: list[dict[str, torch.Tensor]] = []
-        maxima: list[dict[str, torch.Tensor]] = []
-
-        def loss_of(batch: Microbatch, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-            part = objective(*outputs, batch.columns, self.steps_done)
-            loss = part.total / denominator
-            parts.append(sums(part, loss, len(batch.cells_P)))
-            maxima.append(greatest(part))
-            return loss
-
-        self._pass_through(list(microbatches), loss_of, trains=True)
-        summed = self._across_ranks(parts, dist.ReduceOp.SUM)
-        found = step_metrics(summed, self._across_ranks(maxima, dist.ReduceOp.MAX))
-        self._check_finite(found.means | found.maxima)
-        if COUNT in summed:
-            found.means["loss"] *= self._divide_by(summed[COUNT], instead_of=denominator)
-        return found
-
-    def optimizer_step(self, *, last: bool = True) -> dict[str, float]:
-        """Clip the gradients, take a step, zero the gradients; the `last` step of a batch advances the schedule."""
-        assert self._optimizer is not None, "a frozen engine can't step"
-        metrics = {"lr": self._optimizer.lr, "grad_norm": self._optimizer.clip()}
-        self._check_finite(metrics)
-        self._optimizer.step(advance=last)
-        self.steps_done += last
-        return metrics
-
-    def _train(
-        self,
-        minibatches: Sequence[PackedRows],
-        objective: Callable[..., Contribution],
-        counted: Callable[[PackedRows], int],
-    ) -> dict[str, float]:
-        """Take an optimizer step for each minibatch, divided by what is `counted` in it; the batch's metrics."""
-        steps = []
-        for number, minibatch in enumerate(minibatches, 1):
-            microbatches = minibatch.rows.split(self._settings.microbatch_rows)
-            if self._experts is not None:
-                self._experts.balance(self._settings.expert_balance, minibatch.batch_trained_tokens)
-            found = self.forward_backward(microbatches, objective, counted(minibatch))
-            found.means |= self.optimizer_step(last=number == len(minibatches))
-            steps.append(found)
-        metrics = combine(steps).metrics
-        return metrics if self._experts is None else metrics | self._experts.take_loads(self._settings.expert_bias_rate)
-
-    def named_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live parameters by torchtitan name, of a model with adapters these alone (LR-1); read them between steps
-        only."""
-        return {name: tensor.detach() for name, tensor in versioned_tensors(self._model).items()}
-
-    def check_base(self) -> None:
-        """Raise if the model got adapters that do not belong to the weights of its folder (LR-4)."""
-        if self._settings.lora is not None:
-            from goaly.models.lora import check_base
-
-            check_base(self._model)
-
-    def save_hf(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder, or that of the adapters (`trainer.lora.save`); every rank must call it."""
-        from goaly.models.hf import save_hf
-
-        lora = self._settings.lora
-        if lora is not None and lora.save == "adapter":
-            from goaly.models.adapter_folder import save_adapters
-
-            return save_adapters(self._model, self._parallel.spec, folder, self._source, lora, self._pipeline.gathered)
-        scale = 0.0 if lora is None else lora.scale
-        save_hf(self._model, self._parallel.spec, folder, self._source, scale=scale, gather=self._pipeline.gathered)
-
-    def digest(self) -> str:
-        """A digest of the current parameters, the same on every rank and any mesh; every rank must call it."""
-        if self._digest is None:
-            from goaly.weights.digest import Digest
-
-            self._digest = Digest(self.named_tensors())
-        return self._digest.compute()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The state that resuming needs: live tensors by name, which may be sharded. Read them between steps only."""
-        state = {f"model.{name}": tensor for name, tensor in self.named_tensors().items()}
-        if self._optimizer is not None:
-            state |= self._optimizer.state_dict()
-        if self._experts is not None:
-            state["expert_loads"] = self._experts.loads_LE
-        return state | {"steps_done": self._steps_done}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from `state_dict`. Learning rate, schedule and AdamW's other settings are this engine's own."""
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
-        self.check_base()
-        if self._optimizer is not None:
-            self._optimizer.seek(self.steps_done)
-
-    @abstractmethod
-    def _head(self) -> Head:
-        """The head that replaces the output projection."""
-
-    @abstractmethod
-    def _apply_head(self, hidden_1TD: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, ...]:
-        """The head's outputs for each trained token, `[P]` each: the objective's first arguments."""
-
-    def _pass_through(
-        self,
-        rows: Sequence[TensorDict],
-        finish: Callable[[Microbatch, tuple[torch.Tensor, ...]], torch.Tensor | None],
-        *,
-        trains: bool = False,
-    ) -> None:
-        """Take a microbatch for each of these `rows` through all stages. The last one calls `finish` with the outputs
-        for all its trained tokens, which gives the loss if the model `trains`."""
-
-        def forward(batch: Microbatch, hidden_1TD: torch.Tensor | None) -> torch.Tensor | None:
-            outputs = self._outputs(batch, hidden_1TD)
-            return finish(batch, outputs) if self._pipeline.stage.is_last else outputs[0]
-
-        def restore(batch: Microbatch) -> None:
-            self._begin(self._part(batch)[0])
-
-        self._pipeline.run(rows, self._microbatch, forward, restore if trains else None)
-
-    def _outputs(self, batch: Microbatch, hidden_1TD: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """The head's outputs for all trained tokens, given the hidden states of the previous stage if there is one;
-        before the last stage, the hidden states of this one."""
-        from goaly.models.attention import document_masks
-
-        context = self._parallel.context
-        part, own = self._part(batch)
-        masks = (
-            document_masks(self._model, batch.positions_1T)
-            if context is None
-            else context.documents(batch.positions_1T)
-        )
-        self._begin(part)
-        given = part.tokens_1T if hidden_1TD is None else hidden_1TD
-        hidden_1TD = self._model(given, positions=part.positions_1T, attention_masks=masks)
-        assert hidden_1TD is not None
-        if not self._pipeline.stage.is_last:
-            return (hidden_1TD,)
-        outputs = self._apply_head(hidden_1TD, part)
-        if context is None or own is None:
-            return outputs
-        return context.joined(outputs, own, len(batch.cells_P))  # CP-4
-
-    def _part(self, batch: Microbatch) -> tuple[Microbatch, torch.Tensor | None]:
-        """The tokens that this rank computes, and the places of their trained tokens if they are not all."""
-        context = self._parallel.context
-        if context is None:
-            return batch, None
-        return batch.part(context.share(batch.tokens_1T.shape[1]).to(self._parallel.device))
-
-    def _begin(self, part: Microbatch) -> None:
-        """Tell the layers about the tokens of the next forward or backward pass (PP-4, TE-7)."""
-        if self._experts is not None:
-            self._experts.begin(part, replays=self._replays)
-
-    @torch.no_grad()
-    def _column(self, rows: TensorDict) -> torch.Tensor:
-        """The head's first output at the trained tokens as a column `[R, L]` f32; 0 at all others."""
-        microbatches = rows.split(self._settings.microbatch_rows)
-        column_RL = torch.zeros(rows.batch_size)
-        parts = iter(column_RL.split(self._settings.microbatch_rows))
-
-        def keep(batch: Microbatch, outputs: tuple[torch.Tensor, ...]) -> None:
-            next(parts).view(-1)[batch.cells_P.cpu()] = outputs[0].float().cpu()
-
-        self._pass_through(microbatches, keep)
-        if isinstance(self._model, FSDPModule):
-            self._model.reset_iter_state()  # TE-5: or the next pass would reuse the gathered parameters
-        return self._pipeline.from_last(column_RL)
-
-    def _microbatch(self, rows: TensorDict) -> Microbatch:
-        progress()
-        return microbatch(rows, multiple_of=self._row_multiple).to(self._parallel.device)
-
-    def _divide_by(self, count: float, *, instead_of: int) -> float:
-        """Scale the gradients to the denominator `count`, and return the factor; 1 if nothing was counted."""
-        factor = instead_of / count if count else 1.0
-        gradients = [local(parameter.grad) for parameter in self._model.parameters() if parameter.grad is not None]
-        torch._foreach_mul_(gradients, factor)
-        return factor
-
-    def _across_ranks(self, parts: list[dict[str, torch.Tensor]], operation: Any) -> dict[str, float]:
-        """Reduce the last stage's values over the microbatches, and over the ranks with different rows (PP-5)."""
-        found: dict[str, float] = {}
-        if parts and parts[0]:
-            stacked = torch.stack([torch.stack([value.double() for value in part.values()]) for part in parts])
-            joined = stacked.sum(0) if operation == dist.ReduceOp.SUM else stacked.amax(0)
-            if self._parallel.dp_group is not None:
-                dist.all_reduce(joined, operation, self._parallel.dp_group)
-            found = dict(zip(parts[0], joined.tolist(), strict=True))
-        return self._pipeline.from_last(found)
-
-    def _check_finite(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if not math.isfinite(value):
-                self._model.zero_grad()
-                raise FloatingPointError(self._not_finite.format(name, value, self.steps_done))  # TE-2
+    from goaly.train.parity_search import Found
 
 
 class TrainEngine(ModelEngine):
@@ -313,12 +30,15 @@ class TrainEngine(ModelEngine):
 
     def __init__(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool = True, offload: bool = False):
         super().__init__(model, settings, trains=trains, offload=offload)
+        self._of_model = model
         self._parity = None
         self._compares = False
+        """Whether the next pass over trained tokens is compared with the sampler's log-probs."""
+        self._compared: dict[str, float] = {}
         if model.numerics == "bitwise":
             from goaly.train.parity_check import ParityCheck
 
-            self._parity = ParityCheck(self._model, self._logprobs if settings.ranks == 1 else None)
+            self._parity = ParityCheck(self.dp_rank, settings.ranks, settings.tp)
 
     @property
     def policy_version(self) -> int:
@@ -330,45 +50,75 @@ class TrainEngine(ModelEngine):
         minibatches = packed.split()
         for minibatch in minibatches[1:] if objective.needs_proximal else ():
             minibatch.rows[PROXIMAL] = self.logprobs(minibatch.rows)  # TE-6: no step of this batch is done yet
-        self._compares = objective.was_sampled  # PC-1: until the first step
+        self._compares, self._compared = self._parity is not None and objective.was_sampled, {}
         metrics = self._train(minibatches, objective, objective.denominator)
-        if self._parity is None or not objective.was_sampled:
-            return metrics
-        return metrics | self._across_ranks([self._parity.take()], dist.ReduceOp.SUM)
+        return metrics | self._compared
 
     @torch.no_grad()
-    def explain(self, rows: TensorDict) -> str:
-        """What the check of bitwise numerics says about these rows; empty if no log-prob differs."""
+    def compare(self, microbatches: Sequence[TensorDict]) -> None:
+        """Compare the log-probs of these rows with the sampler's, as the first pass over a batch does (PC-2); every
+        rank must call it."""
         self._compares = True
-        try:
-            self._pass_through(rows.split(self._settings.microbatch_rows), lambda *_: None)
-        except ParityError as error:
-            return str(error)
-        finally:
-            self._compares = False
-        return ""
+        self._pass_through(microbatches, lambda *_: None)
+
+    def find_operation(self) -> "Found":
+        """After a ParityError the operation that computes other bits; every rank must call it."""
+        from goaly.train.parity_search import search
+
+        difference = self._parity and self._parity.difference
+        assert difference is not None, "a comparison has raised"
+        return search(self, difference)
+
+    def alone(self, folder: str | Path) -> "TrainEngine":
+        """A frozen copy of this engine on this rank alone, with the weights of a folder that it has saved."""
+        settings = replace(self.settings, **dict.fromkeys((*AXES, "ep"), 1))
+        engine = TrainEngine(replace(self._of_model, path=str(folder)), settings, trains=False)
+        engine.steps_done = self.steps_done
+        return engine
 
     @torch.no_grad()
-    def operations(self, rows: TensorDict) -> "Outputs":
-        """What the model's operations give the tokens of a microbatch of these rows; every rank must call it."""
+    def operations(self, rows: TensorDict) -> tuple["Outputs", torch.Tensor | None]:
+        """What the model's operations give the tokens of a microbatch of these rows, and on the last stage the trained
+        tokens' log-probs; every rank must call it."""
         from goaly.models.operations import by_token, recorded
 
+        logprobs: list[torch.Tensor] = []
         with recorded(self._model) as outputs:
-            self._pass_through([rows], lambda *_: None)
-        return by_token(outputs, has_all_experts=self._settings.ep == 1)
+            self._pass_through([rows], lambda _, found: logprobs.append(found[0]))
+        return by_token(outputs, has_all_experts=self.settings.ep == 1), next(iter(logprobs), None)
 
-    def optimizer_step(self, *, last: bool = True) -> dict[str, float]:
-        """Clip the gradients, take a step, zero the gradients; the `last` step of a batch advances the schedule."""
-        self._compares = False
-        return super().optimizer_step(last=last)
+    def begun(self, rows: TensorDict) -> tuple[Any, Microbatch]:
+        """The model of this one rank, whose layers expect these rows next."""
+        batch = self._microbatch(rows)
+        self._begin(batch)
+        return self._model, batch
 
     def logprobs(self, rows: TensorDict) -> torch.Tensor:
         """Log-probs `[R, L]` f32 of the trained tokens; 0 at all others."""
         return self._column(rows)
 
+    def _pass_through(
+        self,
+        rows: Sequence[TensorDict],
+        finish: Callable[[Microbatch, tuple[torch.Tensor, ...]], torch.Tensor | None],
+        *,
+        trains: bool = False,
+    ) -> None:
+        check = self._parity if self._compares else None
+        if check is not None:
+            check.begin(rows)
+        super()._pass_through(rows, finish, trains=trains)
+        if check is not None:
+            self._compares = False  # PC-1: the next pass may come after a step
+            try:
+                self._compared = check.agree(self.policy_version)
+            except ParityError:
+                self._model.zero_grad()
+                raise
+
     def _outputs(self, batch: Microbatch, hidden_1TD: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         outputs = super()._outputs(batch, hidden_1TD)
-        if self._parity is not None and self._compares and self._pipeline.stage.is_last:
+        if self._compares and self._parity is not None and self._pipeline.stage.is_last:
             self._parity.compare(batch, outputs[0], self.policy_version)
         return outputs
 
@@ -378,10 +128,11 @@ class TrainEngine(ModelEngine):
         return LOGPROBS
 
     def _apply_head(self, hidden_1TD: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, ...]:
-        return self._logprobs(hidden_1TD, batch.predicting_P, batch.targets_P)
+        return self.head(hidden_1TD, batch.predicting_P, batch.targets_P)
 
-    def _logprobs(
+    def head(
         self, hidden_1TD: torch.Tensor, predicting_P: torch.Tensor, targets_P: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        settings = self._settings
+        """Log-probs and entropies of targets, of hidden states and the places of those that predict them."""
+        settings = self.settings
         return self._model.lm_head(hidden_1TD, predicting_P, targets_P, settings.logprob_chunk, settings.temperature)

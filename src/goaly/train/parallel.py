@@ -80,7 +80,7 @@ def build_parallel(
     """
     device = prepare_torchtitan()
     _quieten()
-    _check_ranks(trainer, device)
+    _check_ranks(trainer, device, needs_group=trains or trainer.ranks > 1)
     if offload and device.type == "cpu":
         raise ConfigError([f"reference.offload=true: {OFFLOAD_NEEDS_GPU}"])
     from goaly.models.attention import share_angles
@@ -229,9 +229,9 @@ def _context_attention(settings: ModelSettings, trainer: TrainerSettings, device
     return context_attention(device.type)
 
 
-def _check_ranks(trainer: TrainerSettings, device: torch.device) -> None:
+def _check_ranks(trainer: TrainerSettings, device: torch.device, *, needs_group: bool) -> None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks != trainer.ranks:
+    if needs_group and ranks != trainer.ranks:
         product = " * ".join(f"{axis}={getattr(trainer, axis)}" for axis in AXES)
         raise ConfigError([f"trainer: {product} must be the number of ranks, {ranks}"])
     if trainer.compile and device.type == "cpu":

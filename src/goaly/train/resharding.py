@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from goaly.backlog.queue import TrajectoryQueue
-    from goaly.train.engine import ModelEngine
+    from goaly.train.model_engine import ModelEngine
     from goaly.trajectory import PackedRows
 
 

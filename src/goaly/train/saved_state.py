@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from goaly.train.engine import ModelEngine
+from goaly.train.model_engine import ModelEngine
 from goaly.weights.digest import several_ranks
 from goaly.weights.layout import Layout, region
 from goaly.weights.placement import layout_of, local

@@ -9,11 +9,13 @@ Invariants
 """
 
 import asyncio
+import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from goaly.actors import concurrent_endpoint
+from goaly.errors import ParityError
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.telemetry import spans
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
     from goaly.train.engine import TrainEngine
     from goaly.weights.publisher import Publisher
     from goaly.weights.store import WeightStore
+
+logger = logging.getLogger(__name__)
+SEARCH_SECONDS = 600.0
+"""After so long a run with bitwise numerics ends without the name of the operation that differs."""
 
 
 class PolicyTrainer(ModelActor):
@@ -84,9 +90,13 @@ class PolicyTrainer(ModelActor):
         started = time.monotonic()
         async with self._parameters_at_rest:  # PT-1
             version = engine.policy_version
-            metrics = await self._thread.run(
-                lambda: engine.train_step(rows, self._objective), "train", version=version, batch=batch.id
-            )
+            try:
+                metrics = await self._thread.run(
+                    lambda: engine.train_step(rows, self._objective), "train", version=version, batch=batch.id
+                )
+            except ParityError as error:
+                logger.error("%s", error)  # whatever happens to the search
+                raise ParityError(f"{error} {await self._operation_that_differs()}") from None
         seconds = time.monotonic() - started
         return metrics | {
             "rows_seconds": started - asked,
@@ -129,6 +139,13 @@ class PolicyTrainer(ModelActor):
             await publisher.close()
         self._thread.close()
         spans.flush()
+
+    async def _operation_that_differs(self) -> str:
+        """What the ranks find out about a difference from the sampler, all of which are here (PC-2, PC-3)."""
+        try:
+            return (await self._thread.run_within(SEARCH_SECONDS, self._thread.engine.find_operation, "search")).said
+        except TimeoutError:
+            return f"No operation is named: the search for it was not done after {SEARCH_SECONDS:g} s."
 
     def _make_engine(self) -> "TrainEngine":
         from goaly.train.engine import TrainEngine

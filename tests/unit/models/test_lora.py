@@ -161,7 +161,7 @@ def test_a_saved_adapter_added_to_the_base_is_the_merged_folder(folder: Path, tm
     engine = TrainEngine(ModelSettings(path=str(folder)), SETTINGS)
     draw_both(dict(engine.named_tensors()))
     engine.save_hf(tmp_path / "adapter")
-    engine._settings, before = settings, {name: t.detach().clone() for name, t in folder_tensors(engine._model).items()}
+    engine.settings, before = settings, {name: t.detach().clone() for name, t in folder_tensors(engine._model).items()}
     engine.save_hf(tmp_path / "merged")
     assert all(torch.equal(tensor, before[name]) for name, tensor in folder_tensors(engine._model).items())
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

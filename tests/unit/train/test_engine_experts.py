@@ -67,7 +67,7 @@ def test_the_balance_adds_the_gradient_of_its_loss(with_experts: Callable[[float
     shares_LE = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]])
     for engine in (plain, balanced):
         engine._experts.loads_LE.copy_(shares_LE)
-        engine._experts.balance(engine._settings.expert_balance, batch.batch_trained_tokens)
+        engine._experts.balance(engine.settings.expert_balance, batch.batch_trained_tokens)
     found, without = gradients(balanced, batch, 2), gradients(plain, batch, 2)
 
     scores: list[torch.Tensor] = []

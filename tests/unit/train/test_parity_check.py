@@ -86,7 +86,8 @@ def differing(engine: TrainEngine, batch: PackedRows) -> str:
     with pytest.raises(ParityError) as error:
         engine.train_step(batch, OBJECTIVE)
     assert engine.digest() == before
-    return str(error.value)
+    assert all(parameter.grad is None for parameter in engine._model.parameters())
+    return f"{error.value} {engine.find_operation().said}"
 
 
 def test_a_difference_in_the_last_bit_ends_the_step_with_the_token_and_both_values(engine: TrainEngine):  # PC-2
