@@ -13,11 +13,13 @@ import pytest
 import torch
 from random_model import native_tensors, write_random_dots, write_random_model
 
+import goaly.parity
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.parity import (
+    SHARED,
     Recomputer,
     Sampler,
     compared,
@@ -28,6 +30,7 @@ from goaly.parity import (
     sample_in_ranks,
     sampled,
 )
+from goaly.run.ranks import in_ranks
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES
 from tests.actors.engines_in_child import prompts_in_parts
@@ -233,19 +236,77 @@ def test_choices_of_experts_beside_shared_ones_are_replayed_to_the_bit(there: An
     assert tokens > 1000
 
 
-@pytest.mark.parametrize("sides", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
-def test_ranks_that_divide_the_model_recompute_its_bits(tmp_path: Path, sides: dict[str, int]):  # BW-2
+def counting(rank: int, out: Path, work: Callable[..., None], *arguments: Any) -> None:
+    """Do the work of a generator's rank, and write how many requests had a prefix of another one in the cache, and how
+    many were preempted because it was full."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    counts = {"shared": 0, "preempted": 0}
+    look_up, preempt = KVCacheManager.get_computed_blocks, Scheduler._preempt_request
+
+    def counted_look_up(self: Any, request: Any) -> Any:
+        found = look_up(self, request)
+        counts["shared"] += found[1] > 0 and request.num_preemptions == 0
+        return found
+
+    def counted_preempt(self: Any, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+        counts["preempted"] += not drop_stale_output  # which an update of the weights does
+        preempt(self, request, timestamp, drop_stale_output)
+
+    KVCacheManager.get_computed_blocks, Scheduler._preempt_request = counted_look_up, counted_preempt
+    work(rank, *arguments)
+    torch.save(counts, out.with_name(f"counts-{rank}"))
+
+
+@pytest.fixture
+def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Writes a file of what a generator samples, over an update of the weights. Each of its ranks must have had
+    prefixes in its cache and must have preempted requests."""
+
+    def in_counting_ranks(work: Any, ranks: int, arguments: tuple[Any, ...]) -> None:
+        in_ranks(counting, ranks, (tmp_path / "counts", work, *arguments))
+
+    def sample(model: ModelSettings, **ranks: int) -> Path:
+        file = tmp_path / "sequences"
+        generator = cramped(model, GeneratorSettings(max_running=24, max_context=400, **ranks), CACHED)
+        asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
+        assert max(len(one.prompt) for one in asked) > 2 * generator.max_step_tokens  # so it is computed in parts
+        with monkeypatch.context() as patched:
+            patched.setattr(goaly.parity, "in_ranks", in_counting_ranks)
+            sample_in_ranks(Sampler(model=model, generator=generator, asked=asked, updates=True), file)
+        first, *others = [torch.load(tmp_path / f"counts-{rank}") for rank in range(generator.tp)]
+        assert others == [first] * len(others)
+        assert first["shared"] > REQUESTS // SHARED
+        assert first["preempted"] > 0
+        versions = [one["sampler_versions"].unique().tolist() for one in torch.load(file)]
+        assert [-1, 0, 1] in versions
+        return file
+
+    return sample
+
+
+def test_ranks_sample_prompts_in_parts_as_one_rank_samples_them_whole(tmp_path: Path):  # CS-1
     folder = write_tiny_model(tmp_path / "model", TinyModel(layers=2))
     model = ModelSettings(path=str(folder), dtype="bfloat16", numerics="bitwise")
     asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
-    generator = GeneratorSettings(max_running=24, max_context=400, tp=sides.get("tp", 1))
-    file, whole = tmp_path / "sequences", tmp_path / "whole"
-    limits = cramped(model, generator, CACHED)
-    assert max(len(one.prompt) for one in asked) > 2 * limits.max_step_tokens  # so it is computed in parts
-    sample_in_ranks(Sampler(model=model, generator=limits, asked=asked), file)
-    sample_in_ranks(Sampler(model=model, generator=replace(generator, tp=1), asked=asked), whole)
-    for one, other in zip(torch.load(file), torch.load(whole), strict=True):
-        assert all(column.equal(other[name]) for name, column in one.items())  # CS-1
+    in_parts, whole = tmp_path / "in parts", tmp_path / "whole"
+    generator = GeneratorSettings(max_running=24, max_context=400)
+    limits = cramped(model, replace(generator, tp=2), CACHED)
+    assert max(len(one.prompt) for one in asked) > 2 * limits.max_step_tokens
+    sample_in_ranks(Sampler(model=model, generator=limits, asked=asked), in_parts)
+    sample_in_ranks(Sampler(model=model, generator=generator, asked=asked), whole)
+    for one, other in zip(torch.load(in_parts), torch.load(whole), strict=True):
+        assert all(column.equal(other[name]) for name, column in one.items())
+
+
+@pytest.mark.parametrize("sides", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+def test_ranks_that_divide_the_model_recompute_its_bits(  # BW-2
+    tmp_path: Path, sample: Callable[..., Path], sides: dict[str, int]
+):
+    folder = write_tiny_model(tmp_path / "model", TinyModel(layers=2))
+    model = ModelSettings(path=str(folder), dtype="bfloat16", numerics="bitwise")
+    file = sample(model, tp=sides.get("tp", 1))
     for degrees in ({}, sides):
         recomputer = Recomputer(model=model, trainer=TrainerSettings(**degrees), sequences=file, packings=PACKINGS)
         (found,) = recompute_in_ranks([recomputer])
@@ -253,14 +314,12 @@ def test_ranks_that_divide_the_model_recompute_its_bits(tmp_path: Path, sides: d
         assert found[0].tokens > 1000
 
 
-def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_and_some_experts(tmp_path: Path):  # BE-2
+def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_and_some_experts(  # BE-2
+    tmp_path: Path, sample: Callable[..., Path]
+):
     size = TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48)
     model = ModelSettings(path=str(write_tiny_model(tmp_path / "model", size)), dtype="bfloat16", numerics="bitwise")
-    generator = cramped(model, GeneratorSettings(max_running=24, max_context=400, tp=2, ep=2), CACHED)
-    asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
-    assert max(len(one.prompt) for one in asked) > 2 * generator.max_step_tokens  # so it is computed in parts
-    file = tmp_path / "sequences"
-    sample_in_ranks(Sampler(model=model, generator=generator, asked=asked), file)
+    file = sample(model, tp=2, ep=2)
     trainer = TrainerSettings(fsdp=2, ep=2)
     recomputer = Recomputer(model=model, trainer=trainer, sequences=file, packings=PACKINGS[1:])
     (found,) = recompute_in_ranks([recomputer])

@@ -1,4 +1,5 @@
-"""Whole runs with bitwise numerics: every importance ratio is 1, and the number of replicas changes no bit."""
+"""Whole runs with bitwise numerics: every importance ratio is 1, and the number of replicas changes no bit. A run whose
+trainer has a broken rank ends with what is broken."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import launching
-from launched import REWARDED, START_SECONDS, LaunchedRun
+from launched import REWARDED, START_SECONDS, LaunchedRun, gone_within
 from random_model import write_random_dots, write_random_model
 from safetensors.torch import load_file
 from test_agent_run import TEMPLATE
@@ -82,3 +83,24 @@ def test_ratios_are_one_while_biases_of_experts_move_and_ranks_of_either_side_di
     biases = [name for name in before if name.endswith("e_score_correction_bias")]
     assert len(biases) == 2
     assert all((after[name] - before[name]).abs().max() > 0.05 for name in biases)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        ("gradient", "whose output on trainer rank 1 is not that rank's is layers.1.attention.wo."),
+        ("never_found", "No operation is named: the search for it was not done after 3 s."),
+    ],
+)
+def test_a_run_whose_trainer_has_a_broken_rank_ends_with_the_token_both_values_and_the_operation_or_why_none_is_named(
+    tmp_path: Path, loss: str, reason: str
+):  # PC-2
+    with launching(tmp_path, write_random_model(tmp_path / "model")) as launch:
+        run = launch(*BITWISE, "trainer.fsdp=2", f"loss.name=tests.loop.broken_rank:{loss}")
+        assert run.wait(START_SECONDS) != 0, run.text()
+        text = run.text()
+        left = gone_within(run.processes())
+    (ended,) = [line for line in text.splitlines() if "ParityError: trainer and sampler differ" in line][-1:]
+    assert "the trainer's log-prob is -" in ended
+    assert reason in ended
+    assert not left

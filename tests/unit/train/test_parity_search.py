@@ -1,0 +1,157 @@
+"""Two ranks that divide a model find the operation that one of them computes wrongly."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from goaly.errors import ParityError
+from goaly.losses.objective import PolicyObjective
+from goaly.losses.settings import LossSettings
+from goaly.models.settings import ModelSettings
+from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.run.process_agent import lasting_port
+from goaly.train.engine import TrainEngine
+from goaly.train.settings import OptimizerSettings, TrainerSettings
+from goaly.trajectory import EXPERT_CHOICES, PackedRows
+from tests.unit.train.batches import documents, pack
+
+ROWS = 4
+CHOICES = (2, 6, 3)
+SIZES = {
+    "dense": TinyModel(layers=2),
+    "experts": TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48),
+}
+BROKEN: dict[str, tuple[str, dict[str, int], str]] = {
+    "fsdp": ("dense", {"fsdp": 2}, "layers.1.attention.wo"),
+    "fsdp-head": ("dense", {"fsdp": 2}, "lm_head"),
+    "tp": ("dense", {"tp": 2}, "layers.0.feed_forward.w1"),
+    "tp-head": ("dense", {"tp": 2}, "lm_head"),
+    "pp": ("dense", {"pp": 2}, "layers.1.ffn_norm"),
+    "experts-tp": ("experts", {"tp": 2}, "layers.1.moe.routed_experts.inner_experts"),
+    "experts-fsdp-ep": ("experts", {"fsdp": 2, "ep": 2}, "layers.0.moe.routed_experts"),
+}
+"""Models, ranks, and an operation that the last rank computes wrongly."""
+REPLAYED = "experts-fsdp-ep"
+"""The layout in which tokens go to experts that were recorded."""
+
+
+def break_module(model: Any, operation: str) -> Callable[[], None]:
+    """Let this module's output be a little too large; what is returned repairs it."""
+    module = model.get_submodule(operation)
+    plain = module.forward
+
+    def broken(*given: Any, **named: Any) -> Any:
+        outputs = plain(*given, **named)
+        return tuple(one * 1.02 for one in outputs) if isinstance(outputs, tuple) else outputs * 1.02
+
+    module.forward = broken
+    return lambda: setattr(module, "forward", plain)
+
+
+def as_sampled(one: TrainEngine, choices: tuple[int, int, int] | None) -> PackedRows:
+    """A batch whose sampler gave every token the log-prob that this one rank gives it."""
+    packed = pack(documents(8, choices=choices), rows=ROWS, row_length=200)
+    packed.rows["sampler_logprobs"] = one.logprobs(packed.rows)
+    return packed
+
+
+def said(engine: TrainEngine, batch: PackedRows, then: Callable[[], Any] = lambda: None) -> str:
+    """The error of a step, and what the search finds after `then`."""
+    try:
+        engine.train_step(batch, PolicyObjective(LossSettings()))
+    except ParityError as error:
+        then()
+        return f"{error} {engine.find_operation().said}"
+    return "nothing differs"
+
+
+def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+    def fail(folder: Path) -> TrainEngine:
+        raise MemoryError("no room for the model")
+
+    for name, (model, degrees, operation) in BROKEN.items():
+        optimizer = OptimizerSettings(lr=1e-2)
+        settings = TrainerSettings(optimizer=optimizer, microbatch_rows=1, **degrees)
+        folder = models / model
+        engine = TrainEngine(ModelSettings(path=str(folder), dtype="bfloat16", numerics="bitwise"), settings)
+        packed = as_sampled(engine.alone(folder), CHOICES if name == REPLAYED else None)
+        share = PackedRows(
+            rows=packed.rows[engine.dp_rank :: settings.fsdp],
+            batch_trained_tokens=packed.batch_trained_tokens,
+            batch_sequences=packed.batch_sequences,
+        )
+        if name == REPLAYED:
+            assert EXPERT_CHOICES in share.rows.keys()  # noqa: SIM118 - a TensorDict iterates over its rows
+        found = {}
+        repair: Callable[[], None] = lambda: None  # noqa: E731
+        if rank == 1:
+            repair = break_module(engine._model, operation)
+        found["broken"] = said(engine, share)
+        if name == "fsdp":
+            engine.alone = fail
+            found["failing"] = said(engine, share)
+            del engine.alone
+            found["passing"] = said(engine, share, repair)
+            if engine.dp_rank == 1:
+                share.rows["sampler_logprobs"][0] = torch.nextafter(
+                    share.rows["sampler_logprobs"][0], torch.tensor(0.0)
+                )
+            found["other"] = said(engine, share)
+        torch.save(found, out / f"{name}.{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what each rank said."""
+    folder = tmp_path_factory.mktemp("out")
+    for name, size in SIZES.items():
+        write_tiny_model(folder / name, size)
+    arguments = (lasting_port(), folder, folder)
+    torch.multiprocessing.start_processes(in_each_process, arguments, nprocs=2, start_method="forkserver")
+    return folder
+
+
+def of_both(out: Path, layout: str, case: str) -> str:
+    """What the ranks said, which is the same."""
+    one, other = (torch.load(out / f"{layout}.{rank}")[case] for rank in range(2))
+    assert one == other
+    return one
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", BROKEN)
+def test_both_ranks_name_the_operation_that_one_computes_wrongly(out: Path, layout: str):  # PC-2, PC-3
+    found = of_both(out, layout, "broken")
+    assert "the trainer's log-prob is" in found
+    assert "One rank of a trainer computes the sampler's bits." in found
+    assert f" {BROKEN[layout][2]}." in found
+
+
+@pytest.mark.timeout(240)
+def test_a_search_that_fails_leaves_the_token_and_says_why_no_operation_is_named(out: Path):  # PC-2
+    found = of_both(out, "fsdp", "failing")
+    assert "the trainer's log-prob is" in found
+    assert "No operation is named: one rank alone failed with MemoryError: no room for the model" in found
+
+
+@pytest.mark.timeout(240)
+def test_no_operation_is_named_if_the_ranks_compute_the_samplers_bits_the_second_time(out: Path):
+    found = of_both(out, "fsdp", "passing")
+    assert "No operation is named: the trainer's ranks compute the sampler's bits, too" in found
+
+
+@pytest.mark.timeout(240)
+def test_ranks_that_compute_what_one_does_say_that_the_sampler_differs(out: Path):  # PC-3
+    found = of_both(out, "fsdp", "other")
+    assert "One rank of a trainer says: " in found
+    assert "the sampler had other weights" in found
