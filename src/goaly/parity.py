@@ -388,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load(RunConfig, arguments, prog="python -m goaly.parity", description="").config
     fork_ranks_from_one_server()
     found = check(config, line.requests)
-    replayed = "; the trainer replayed the sampler's choices of experts" if found.replays else ""
+    replayed = "; choices of experts were replayed" if found.replays else ""
     print(f"{found.answers} answers, {found.updated} of them with new weights in the middle{replayed}")
     for comparison in found.packings:
         print(f"{comparison.differing} of {comparison.tokens} tokens differ, by at most {comparison.largest:.3g}")

@@ -1,11 +1,13 @@
 """`python -m goaly.parity` names the operation that is broken on purpose, on one rank or on many."""
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import goaly.parity
@@ -28,12 +30,22 @@ def break_module(model: Any, operation: str, *, by_length: bool) -> None:
     module.forward = broken
 
 
+def lowest(scores_BLE: torch.Tensor, count: int) -> torch.Tensor:
+    """The numbers of the lowest scores, in order."""
+    return scores_BLE.sort(dim=-1, stable=True).indices[..., :count].sort(dim=-1).values
+
+
 def with_broken(rank: int, side: str, operation: str, work: Callable[..., None], *arguments: Any) -> None:
     """Do the work of a rank where an operation is broken: of the `sampler`, of a `trainer`, or only of the last of
-    several ranks of one (`rank`)."""
+    several ranks of one (`rank`). With `choices` the sampler chooses other experts than any trainer would."""
     from goaly.generate import vllm_model
+    from goaly.models import bitwise_experts
     from goaly.train.engine import TrainEngine
 
+    if side == "choices":
+        if work is goaly.parity._sample:
+            bitwise_experts.highest = lowest
+        return work(rank, *arguments)
     broken: Any = vllm_model.TorchtitanForCausalLM if side == "sampler" else TrainEngine
     build = broken.__init__
 
@@ -84,8 +96,23 @@ def test_nothing_differs_where_nothing_is_broken(check: Any):
     code, said = check("", "")
     assert code == 0
     about, *packings = said.splitlines()
-    assert about.startswith("12 answers, ")
+    updated = re.fullmatch(r"12 answers, (\d+) of them with new weights in the middle", about)
+    assert updated is not None
+    assert int(updated[1]) > 0
     assert [line.split()[0] for line in packings] == ["0"] * 3
+
+
+def test_choices_of_experts_are_replayed_where_the_config_says_so(check: Any):
+    synchronous = ("backlog.max_staleness=0", "trainer.tp=2")  # no update comes in the middle of an answer
+    code, said = check("choices", "", *synchronous, "moe.routing=replay", experts=True)
+    about, *packings = said.splitlines()
+    assert about == "12 answers, 0 of them with new weights in the middle; choices of experts were replayed"
+    assert [line.split()[0] for line in packings] == ["0"] * 3
+    assert code == 0
+    code, said = check("choices", "", *synchronous, experts=True)
+    assert code == 1
+    assert "the sampler had other weights" in said
+    assert "All operations of the sampler before lm_head give the document" in said
 
 
 def test_an_operation_of_one_rank_that_depends_on_what_is_computed_beside_it_is_named(check: Any):  # PC-2
