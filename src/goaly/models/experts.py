@@ -137,11 +137,32 @@ def _on_every_rank(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Dispatcher(AllToAllTokenDispatcher):
-    """Sends tokens to their experts, as torchtitan's, with gradients that are the same each time (TE-3)."""
+    """Sends tokens to their experts, as torchtitan's, with gradients that are the same each time (TE-3).
+
+    In passes that are differentiated, `made` counts the choices of this rank's tokens, and `computed` the rows that
+    this rank's experts compute, if they are set.
+    """
+
+    made: torch.Tensor | None = None
+    computed: torch.Tensor | None = None
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
         """torchtitan's."""
+
+    def dispatch(
+        self,
+        x_TD: torch.Tensor,
+        topk_scores_TK: torch.Tensor,
+        topk_expert_ids_TK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, LocalDispatchMetadata]:
+        """The rows of this rank's experts, how many each has, and where they belong."""
+        rows_RD, own_e, sent = super().dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
+        if self.made is not None and self.computed is not None and torch.is_grad_enabled():
+            self.made += topk_expert_ids_TK.numel()
+            self.computed += own_e.sum().clamp(max=len(rows_RD))
+        return rows_RD, own_e, sent
 
     def _local_reorder(
         self, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor

@@ -62,11 +62,23 @@ class MoeSettings(Settings):
     that the sampler chose. Rounding makes a few choices of their own differ from the sampler's, and their log-probs
     with them: set "replay" if `sampler_kl` is high. Trajectories then have a byte for each layer and expert of a
     token."""
+    compare_every: PositiveInt | None = 10
+    """With "replay", every so many steps the first microbatch is computed twice before the step: with the sampler's
+    choices and with the model's own. `experts/kl_replay` and `experts/kl_own` report both divergences from the sampler.
+    null never does."""
 
     @property
     def replays(self) -> bool:
         """Whether the sampler's choices are recorded and replayed."""
         return self.routing == "replay"
+
+    def compares(self, version: int) -> bool:
+        """Whether the trainer of this policy version computes the effect of replay before its next step."""
+        return self.replays and self.compare_every is not None and version % self.compare_every == 0
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        if not self.replays:
+            yield from at.idle(f"{at.routing} replays no choices", "compare_every")
 
     def shape_problems(self, at: Section, whose: str, shape: "Architecture", model: "Architecture") -> Iterator[str]:
         """One line for each reason why the choices of `model` cannot be replayed in a model of this shape."""

@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "checkpoint",
     "evaluation",
     "save",
+    "moe.compare_every",
 )
 """Settings, or whole sections of them, that a resumed run may change. The longer name of this and `KEPT` counts."""
 

@@ -191,7 +191,7 @@ def policy_trainer(
     mesh: ProcMesh, config: RunConfig, store: WeightStore, queue: TrajectoryQueue, name: str = "trainer"
 ) -> PolicyTrainer:
     """The ranks of a run's trainer."""
-    policy = (config.trainer, config.model, config.loss, config.weights, store, queue)
+    policy = (config.trainer, config.model, config.loss, config.weights, store, queue, config.moe)
     return spawn(mesh, name, PolicyTrainer, *policy)
 
 

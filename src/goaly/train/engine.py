@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from goaly.errors import ParityError
+from goaly.losses.kl import k3
 from goaly.losses.objective import PROXIMAL, Objective
 from goaly.models.settings import ModelSettings
 from goaly.train.microbatch import Microbatch
 from goaly.train.model_engine import ModelEngine
 from goaly.train.parallel import Head
 from goaly.train.settings import AXES, TrainerSettings
-from goaly.trajectory import PackedRows, TensorDict
+from goaly.trajectory import EXPERT_CHOICES, PackedRows, TensorDict
 
 if TYPE_CHECKING:
     from goaly.models.operations import Outputs
@@ -96,6 +98,20 @@ class TrainEngine(ModelEngine):
     def logprobs(self, rows: TensorDict) -> torch.Tensor:
         """Log-probs `[R, L]` f32 of the trained tokens; 0 at all others."""
         return self._column(rows)
+
+    def effect_of_replay(self, rows: TensorDict) -> dict[str, float]:
+        """The policy's divergence from the sampler at the first microbatch's tokens, with the sampler's choices of
+        experts and with its own; every rank must call it."""
+        rows = rows[: self.settings.microbatch_rows]
+        trained_RL = rows["trained"]
+        sums = {"tokens": trained_RL.sum()}
+        for routing, given in (("own", rows.exclude(EXPERT_CHOICES)), ("replay", rows)):
+            divergence_P = k3(rows["sampler_logprobs"][trained_RL], self.logprobs(given)[trained_RL])
+            sums[f"experts/kl_{routing}"] = divergence_P.double().sum()
+        on_device = {name: total.to(self._parallel.device) for name, total in sums.items()}
+        summed = self._across_ranks([on_device], dist.ReduceOp.SUM)
+        tokens = summed.pop("tokens")
+        return {name: total / max(tokens, 1) for name, total in summed.items()}
 
     def _pass_through(
         self,

@@ -21,8 +21,13 @@ class ExpertLayers:
     def __init__(self, model: Any, config: Any, stage: Stage, device: torch.device):
         """`config` is torchtitan's of the whole model."""
         self.layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "tokens_per_expert_E")]
+        self._counts: list[torch.Tensor] = []
+        """Of each layer: choices that were rerouted, all choices, and those that an expert computed."""
         for layer in self.layers:
-            layer.rerouted = torch.zeros((), device=device)
+            dispatcher = layer.routed_experts.token_dispatcher
+            counts = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)]  # exact for any batch
+            layer.rerouted, dispatcher.made, dispatcher.computed = counts
+            self._counts += counts
         numbers = [number for number, layer in enumerate(config.layers) if layer.moe is not None]
         first = sum(number < stage.layers.start for number in numbers)
         self._own = slice(first, first + len(self.layers))
@@ -54,27 +59,31 @@ class ExpertLayers:
                 layer.score_gradient_E = share_E * (weight * experts / layers / max(trained_tokens, 1))
 
     def take_loads(self, bias_rate: float = 0.0) -> dict[str, float]:
-        """How evenly the trained tokens since the last call were spread over each layer's experts, on all ranks; and if
-        their experts were the sampler's choices, how many of these the router would have made differently.
+        """How evenly the trained tokens since the last call were spread over each layer's experts, on all ranks; which
+        share of the choices of all tokens no expert computed; and if the experts were the sampler's choices, how many
+        of these the router would have made differently.
 
         Moves the biases that choose experts by `bias_rate`. Every rank must call it."""
-        counted = self.loads_LE.new_zeros(len(self.loads_LE), self.loads_LE.shape[1] + 1)
-        tokens_LE, rerouted_L = counted[:, :-1], counted[:, -1]
-        found = [local(layer.tokens_per_expert_E) for layer in self.layers]
-        found += [layer.rerouted for layer in self.layers]
+        layers, experts = self.loads_LE.shape
+        counted = self.loads_LE.new_zeros(layers, experts + 3, dtype=torch.float64)
+        tokens_LE, counts_L3 = counted.split([experts, 3], 1)
+        found = [local(layer.tokens_per_expert_E) for layer in self.layers] + self._counts
         if found:
-            torch._foreach_copy_([*tokens_LE[self._own], *rerouted_L[self._own]], found)
+            own = [*tokens_LE[self._own], *(count for row_3 in counts_L3[self._own] for count in row_3)]
+            torch._foreach_copy_(own, found)
             torch._foreach_zero_(found)
         if dist.is_initialized():
             dist.all_reduce(counted)
         self.loads_LE.copy_(tokens_LE / tokens_LE.sum(1, keepdim=True).clamp(min=1))
         if bias_rate and self.layers:
-            rises_LE = torch.sign(tokens_LE.mean(1, keepdim=True) - tokens_LE) * bias_rate
+            rises_LE = torch.sign(tokens_LE.mean(1, keepdim=True) - tokens_LE).float() * bias_rate
             torch._foreach_add_([local(layer.expert_bias_E) for layer in self.layers], list(rises_LE[self._own]))
+        rerouted, made, computed = counts_L3.sum(0).tolist()
         metrics = {
-            "experts/load_max": float(self.loads_LE.max()) * self.loads_LE.shape[1],
+            "experts/load_max": float(self.loads_LE.max()) * experts,
             "experts/unused": float((tokens_LE == 0).sum()),
+            "experts/dropped": (made - computed) / max(made, 1),
         }
         if self._replays:
-            metrics["experts/rerouted"] = float(rerouted_L.sum() / tokens_LE.sum().clamp(min=1))
+            metrics["experts/rerouted"] = rerouted / max(float(tokens_LE.sum()), 1)
         return metrics

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from goaly.actors import concurrent_endpoint
 from goaly.errors import ParityError
 from goaly.losses.settings import LossSettings
-from goaly.models.settings import ModelSettings
+from goaly.models.settings import ModelSettings, MoeSettings
 from goaly.telemetry import spans
 from goaly.train.actor import ModelActor
 from goaly.train.rank import RankThread
@@ -50,6 +50,7 @@ class PolicyTrainer(ModelActor):
         weights: WeightSettings,
         store: "WeightStore",
         queue: "TrajectoryQueue",
+        moe: MoeSettings | None = None,
     ):
         """Batches come from the `queue`, and versions of the policy go to the `store`."""
         self._settings = settings
@@ -58,6 +59,7 @@ class PolicyTrainer(ModelActor):
         self._weight_settings = weights.of_model(model.dtype)
         self._store = store
         self._queue = queue
+        self._moe = moe or MoeSettings()
         self._thread: RankThread[TrainEngine] = RankThread("train")
         self._publisher: Publisher | None = None
         self._published: int | None = None
@@ -90,6 +92,11 @@ class PolicyTrainer(ModelActor):
         started = time.monotonic()
         async with self._parameters_at_rest:  # PT-1
             version = engine.policy_version
+            routing = {}
+            if self._moe.compares(version):
+                routing = await self._thread.run(
+                    lambda: engine.effect_of_replay(rows.rows), "compare_routing", version=version, batch=batch.id
+                )
             try:
                 metrics = await self._thread.run(
                     lambda: engine.train_step(rows, self._objective), "train", version=version, batch=batch.id
@@ -98,11 +105,15 @@ class PolicyTrainer(ModelActor):
                 logger.error("%s", error)  # whatever happens to the search
                 raise ParityError(f"{error} {await self._operation_that_differs()}") from None
         seconds = time.monotonic() - started
-        return metrics | {
-            "rows_seconds": started - asked,
-            "train_seconds": seconds,
-            "train_tokens_per_second": batch.tokens / seconds,
-        }
+        return (
+            metrics
+            | routing
+            | {
+                "rows_seconds": started - asked,
+                "train_seconds": seconds,
+                "train_tokens_per_second": batch.tokens / seconds,
+            }
+        )
 
     @concurrent_endpoint
     async def publish(self) -> int:

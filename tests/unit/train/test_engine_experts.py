@@ -11,6 +11,7 @@ import pytest
 import torch
 from random_model import write_random_deepseek
 
+from goaly.losses.kl import k3
 from goaly.losses.objective import PolicyObjective
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
@@ -44,10 +45,11 @@ def test_a_step_reports_how_its_tokens_were_spread_over_the_experts_and_counts_n
                 parameter.zero_()  # all experts are alike: the first two have every token
     assert engine.train_step(batch, objective)["experts/load_max"] == 2.0
     engine.logprobs(batch.rows)
-    assert engine._experts.take_loads() == {"experts/load_max": 0.0, "experts/unused": 8.0}  # none was trained since
+    nothing = {"experts/load_max": 0.0, "experts/unused": 8.0, "experts/dropped": 0.0}  # none was trained since
+    assert engine._experts.take_loads() == nothing
 
 
-def test_no_token_is_dropped_also_if_one_expert_is_chosen_by_all(with_experts: Callable[[float], TrainEngine]):
+def test_no_choice_is_dropped_also_if_one_expert_is_chosen_by_all(with_experts: Callable[[float], TrainEngine]):
     engine = with_experts(0.0)
     batch, rows = pack(documents(8), rows=4, row_length=160), []
     with torch.no_grad():
@@ -59,6 +61,31 @@ def test_no_token_is_dropped_also_if_one_expert_is_chosen_by_all(with_experts: C
     assert rows == [2 * microbatch.tokens_1T.numel()] * 2
     for layer in engine._experts.layers:
         assert sorted(layer.tokens_per_expert_E.tolist()) == [0, 0] + [batch.batch_trained_tokens] * 2
+        assert layer.routed_experts.token_dispatcher.made == rows[0]
+    assert engine._experts.take_loads()["experts/dropped"] == 0.0
+
+
+def test_choices_that_no_expert_computes_are_reported(
+    with_experts: Callable[[float], TrainEngine], monkeypatch: pytest.MonkeyPatch
+):
+    from goaly.models.experts import LocalTokenDispatcher
+
+    dispatch, capacity = LocalTokenDispatcher.dispatch, 60
+
+    def with_capacity(*given: Any) -> Any:
+        rows_RD, counts_E, sent = dispatch(*given)
+        return rows_RD, counts_E.clamp(max=capacity), sent
+
+    monkeypatch.setattr(LocalTokenDispatcher, "dispatch", with_capacity)
+    engine, batch = with_experts(0.0), pack(documents(8), rows=4, row_length=160)
+    made = []
+    for layer in engine._experts.layers:
+        layer.router.register_forward_hook(lambda *call: made.append(call[2][1].flatten().bincount(minlength=4)))
+    engine._outputs(engine._microbatch(batch.rows))
+    dropped = engine._experts.take_loads()["experts/dropped"]
+    computed = sum(int(counts_E.clamp(max=capacity).sum()) for counts_E in made)
+    assert dropped == pytest.approx(1 - computed / sum(int(counts_E.sum()) for counts_E in made))
+    assert dropped > 0.1
 
 
 def test_the_balance_adds_the_gradient_of_its_loss(with_experts: Callable[[float], TrainEngine]):
@@ -219,6 +246,28 @@ def test_replay_trains_the_routers_and_reports_what_they_would_have_chosen_diffe
     assert "experts/rerouted" not in engine.train_step(
         dataclasses.replace(batch, rows=batch.rows.exclude(EXPERT_CHOICES)), PolicyObjective(LOSS)
     )
+
+
+def test_the_effect_of_replay_is_the_divergence_from_the_sampler_with_its_choices_and_with_own_ones(
+    with_experts: Callable[[float], TrainEngine],
+):
+    engine = with_experts(0.0)
+    batch = pack(documents(8, choices=CHOICES), rows=4, row_length=160)
+    first = batch.rows[: engine.settings.microbatch_rows]
+    before, rerouted = engine.digest(), engine._experts.layers[0].rerouted.clone()
+
+    def divergence(rows: TensorDict) -> float:
+        at = rows["trained"]
+        return k3(rows["sampler_logprobs"][at], engine.logprobs(rows)[at]).mean().item()
+
+    found = engine.effect_of_replay(batch.rows)
+    assert found == {
+        "experts/kl_own": pytest.approx(divergence(first.exclude(EXPERT_CHOICES))),
+        "experts/kl_replay": pytest.approx(divergence(first)),
+    }
+    assert abs(found["experts/kl_own"] - found["experts/kl_replay"]) > 1e-4
+    assert engine.digest() == before
+    assert engine._experts.layers[0].rerouted == rerouted
 
 
 def test_replaying_its_own_choices_changes_nothing(with_experts: Callable[[float], TrainEngine]):
