@@ -136,7 +136,7 @@ def recomputed(size: TinyModel) -> dict[str, int]:
     """The tokens that vLLM sampled, and those to which the trainer gives other log-probs; raises if there are any."""
     from goaly.generate.engine import Engine
     from goaly.generate.settings import GeneratorSettings
-    from goaly.parity import compared, cramped, mixed_requests, rows_of, sampled
+    from goaly.parity import compared, cramped, explained, mixed_requests, rows_of, sampled
     from goaly.train.engine import TrainEngine
     from goaly.train.settings import TrainerSettings
 
@@ -148,9 +148,7 @@ def recomputed(size: TinyModel) -> dict[str, int]:
         trainer = TrainEngine(model, TrainerSettings())
         rows = rows_of(sequences, 1024)
         found = compared(rows, trainer.logprobs(rows))
-        explained = trainer.explain(rows) if found.differing else ""
-    if found.differing:
-        raise AssertionError(
-            f"{found.differing} of {found.tokens} log-probs differ, by {found.largest:.3g}: {explained}"
-        )
+        if found.differing:
+            why = explained(trainer, rows, found).explained
+            raise AssertionError(f"{found.differing} of {found.tokens} log-probs differ, by {found.largest:.3g}: {why}")
     return {"tokens": found.tokens, "differing_tokens": found.differing}

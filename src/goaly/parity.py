@@ -261,7 +261,7 @@ def _recompute(rank: int, recomputers: Sequence[Recomputer], out: Path) -> None:
                 parts.append(compared(part, engine.logprobs(part)))
                 if searches and _anywhere(parts[-1].differing, one.trainer.ranks):
                     searches = False
-                    parts[-1] = _explained(engine, part, parts[-1])
+                    parts[-1] = explained(engine, part, parts[-1])
             if engine.leads:
                 found[-1].append(_joined(parts))
     if found[0]:
@@ -292,7 +292,7 @@ def _anywhere(differing: int, ranks: int) -> bool:
     return bool(total)
 
 
-def _explained(engine: "TrainEngine", rows: TensorDict, comparison: Compared) -> Compared:
+def explained(engine: "TrainEngine", rows: TensorDict, comparison: Compared) -> Compared:
     """The comparison with what the search for the operation finds; every rank must call it."""
     try:
         engine.compare(rows.split(engine.settings.microbatch_rows))

@@ -420,6 +420,12 @@ def test_choices_that_cannot_be_replayed_are_told_before_anything_starts(tiny_mo
         (told,) = refused(model, replay, *overrides)
         assert told.startswith(f"moe.routing=replay: {said}")
     assert run_config(GRPO, experts, replay).moe.replays
+    compare = "moe.compare_every=3"
+    (told,) = refused(experts, compare)
+    assert told.startswith("moe.compare_every=3: has no effect, moe.routing=own replays no choices")
+    every_third = run_config(GRPO, experts, replay, compare).moe
+    assert [version for version in range(7) if every_third.compares(version)] == [0, 3, 6]
+    assert not run_config(GRPO, experts, replay, "moe.compare_every=null").moe.compares(0)
     assert not run_config(GRPO, experts, *reference).moe.replays
     critic = run_config(PPO, experts, replay, f"critic.path={other}").critic  # which routes by its own scores
     assert critic is not None

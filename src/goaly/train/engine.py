@@ -16,7 +16,7 @@ from goaly.models.settings import ModelSettings
 from goaly.train.microbatch import Microbatch
 from goaly.train.model_engine import ModelEngine
 from goaly.train.parallel import Head
-from goaly.train.settings import AXES, TrainerSettings
+from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, PackedRows, TensorDict
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ class TrainEngine(ModelEngine):
         """After a ParityError the operation that computes other bits; every rank must call it."""
         from goaly.train.parity_search import search
 
-        difference = self._parity and self._parity.difference
+        difference = None if self._parity is None else self._parity.difference
         assert difference is not None, "a comparison has raised"
         return search(self, difference)
 
     def alone(self, folder: str | Path) -> "TrainEngine":
         """A frozen copy of this engine on this rank alone, with the weights of a folder that it has saved."""
-        settings = replace(self.settings, **dict.fromkeys((*AXES, "ep"), 1))
+        settings = replace(self.settings, pp=1, fsdp=1, tp=1, cp=1, ep=1)
         engine = TrainEngine(replace(self._of_model, path=str(folder)), settings, trains=False)
         engine.steps_done = self.steps_done
         return engine
