@@ -5,8 +5,8 @@
 A config of a run says which model, and how generator and trainer divide it. The generator samples requests of mixed
 lengths, of which some share a prompt, all there at once in a cache that is too small for them and in steps that are
 too short for many prompts; the trainer recomputes what was sampled, on several packings. If a run of this config can
-update weights in the middle of an answer, so does the check, once: half as large ones. If it replays choices of experts,
-the trainer does that here, too.
+update weights in the middle of an answer, so does the check, once: half as large ones. If it replays choices of
+experts, the trainer does that here, too.
 
 The exit code is 1 if a log-prob differs. With bitwise numerics the trainer's ranks then search for the operation as in
 a run (`train/parity_search.py`). If one rank by itself differs from the sampler, the operations of the generator's
