@@ -2,13 +2,14 @@
 
     python -m bench.memory [--json FILE]
 
-Real ranks train tiny models, dense and with experts: a batch of two microbatches and an optimizer step, twice. What
-the first rank's tensors take is read from torch's allocator, by its profiler; the peak is that of the second batch.
-Experts get the load that a dry run assumes, by replayed choices: those of the first rank have a tenth more tokens than
-the mean, the same in each layer. Beside the peak are the dry run's estimate for the same rank, their ratio, and by how
-much the process grew, which includes the libraries' own buffers and what the C allocator keeps. A frozen reference
-computes log-probs instead. The ring of a trainer, and the weights, fetched weights and key-value cache of a generator
-are held all the time: the bytes of their memory are counted.
+Real ranks train tiny models, dense and with experts: a batch of two microbatches, or of four with pipeline stages, and
+an optimizer step, twice. One rank of each group that a dry run tells apart is measured: each stage of a pipeline, and
+ranks with smaller shards. What its tensors take is read from torch's allocator, by its profiler; the peak is that of
+the second batch. Experts get the load that a dry run assumes, by replayed choices: those of a stage's first rank have a
+tenth more tokens than the mean, the same in each layer. Beside the peak are the dry run's estimate for the same rank,
+their ratio, and by how much the process grew, which includes the libraries' own buffers and what the C allocator keeps.
+A frozen reference computes log-probs instead. The ring and the copy for a checkpoint of a trainer, and the weights,
+fetched weights and key-value cache of a generator are held all the time: the bytes of their memory are counted.
 
 A dry run of Qwen3-235B-A22B is timed, and its memory measured. The exit code is 1 if an estimate is off by more than
 10 %, or the dry run takes more than a minute or 4 GB.
@@ -22,7 +23,7 @@ import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ from bench.machine import Machine
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import Architecture, architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
-from goaly.plan.memory import DTYPE_BYTES, bytes_by_purpose, traced_pass
-from goaly.plan.trace import PassMemory
+from goaly.plan.memory import DTYPE_BYTES, memory_by_role, traced_pass
 from goaly.run.config import RunConfig
 from goaly.train.settings import TrainerSettings
 from goaly.weights.settings import WeightSettings
@@ -53,11 +53,15 @@ CASES: dict[str, tuple[TinyModel, str, dict[str, Any]]] = {
         "bfloat16",
         {"fsdp": 2, "activation_checkpointing": "selective"},
     ),
+    "dense, FSDP 3": (DENSE, "float32", {"fsdp": 3}),
     "dense, TP 2": (DENSE, "float32", {"tp": 2}),
+    "dense, tied, TP 2": (replace(DENSE, tied=True), "float32", {"tp": 2}),
     "dense, CP 2": (DENSE, "float32", {"cp": 2}),
     "dense, PP 2": (DENSE, "float32", {"pp": 2}),
     "dense, PP 2, FSDP 2, bfloat16": (DENSE, "bfloat16", {"pp": 2, "fsdp": 2}),
+    "dense, PP 4": (DENSE, "float32", {"pp": 4}),
     "experts": (EXPERTS, "float32", {}),
+    "experts, PP 2, FSDP 2, EP 2": (EXPERTS, "float32", {"pp": 2, "fsdp": 2, "ep": 2}),
     "experts, FSDP 2, EP 2": (EXPERTS, "float32", {"fsdp": 2, "ep": 2}),
     "experts, FSDP 2, EP 2, all recomputed": (
         EXPERTS,
@@ -95,11 +99,6 @@ class Case:
         return self.estimated / self.measured
 
 
-def total(found: PassMemory) -> int:
-    """All that a dry run counts for a trainer's rank, in bytes."""
-    return found.parameters + 3 * found.trained + found.activations + found.logprobs
-
-
 def measure_pass(folder: Path, name: str) -> list[Case]:
     """Estimate, then train, or compute the log-probs of a frozen model."""
     from goaly.run.ranks import in_ranks
@@ -109,14 +108,18 @@ def measure_pass(folder: Path, name: str) -> list[Case]:
     model = _model(folder, size, dtype)
     settings = TrainerSettings(microbatch_rows=ROWS, logprob_chunk=512, **degrees)
     shape = architecture(read_config(model.path))
-    estimated = total(traced_pass(shape, model, settings, (ROW_LENGTH,) * ROWS, on_gpu=False, trains=trains))
-    out = folder / "measured.json"
-    in_ranks(_pass, settings.ranks, (model, settings, trains, out))
-    found = json.loads(out.read_text())
-    cases = [Case(name=name, estimated=estimated / MIB, measured=found["measured"], grown=found["grown"])]
-    if trains:
-        ring = WeightSettings().slots * DTYPE_BYTES[dtype] * shape.elements / settings.ranks
-        cases.append(Case(name=f"{name}: ring", estimated=ring / MIB, measured=found["ring"]))
+    estimated = traced_pass(shape, model, settings, (ROW_LENGTH,) * ROWS, on_gpu=False, trains=trains)
+    in_ranks(_pass, settings.ranks, (model, settings, trains, [ranks[0] for ranks in estimated], folder))
+    cases = []
+    for ranks, one in estimated.items():
+        found = json.loads(_measured(folder, ranks[0]).read_text())
+        of_rank = name if len(estimated) == 1 else f"{name}: rank {ranks[0]}"
+        cases.append(Case(name=of_rank, estimated=one.total / MIB, measured=found["measured"], grown=found["grown"]))
+        if trains:
+            ring = WeightSettings().slots * DTYPE_BYTES[dtype] * one.stage_elements / settings.stage_ranks
+            cases.append(Case(name=f"{of_rank}: ring", estimated=ring / MIB, measured=found["ring"]))
+            copy = 3 * one.trained / MIB
+            cases.append(Case(name=f"{of_rank}: checkpoint", estimated=copy, measured=found["checkpoint"]))
     return cases
 
 
@@ -129,7 +132,8 @@ def measure_generator(folder: Path, name: str) -> list[Case]:
     model = _model(folder, size, "bfloat16")
     settings = [f"model.path={model.path}", "model.dtype=bfloat16", f"generator.tp={tp}", "generator.kv_cache_gib=0.1"]
     config = load(RunConfig, ["--config=configs/grpo/tiny.yaml", *settings], prog="", description="").config
-    estimated = bytes_by_purpose(config, on_gpu=False, traced=False)["generator"]
+    (memory,) = memory_by_role(config, on_gpu=False)["generator"]
+    estimated = memory.on_device
     out = folder / "held.json"
     in_ranks(_hold, tp, (config.generator, model, out))
     held = json.loads(out.read_text())
@@ -150,7 +154,7 @@ def measure_dry_run(folder: Path) -> dict[str, float]:
 def _dry_run(folder: Path, out: Path) -> None:
     from goaly.config import load
     from goaly.plan.dry_run import describe
-    from goaly.plan.trace import most_process_bytes
+    from goaly.plan.fake_ranks import most_process_bytes
 
     chat = [{"role": "user", "content": "What is 1 + 1?"}]
     dapo = {"data_source": "", "prompt": chat, "reward_model": {"ground_truth": "2"}, "extra_info": {"index": "1"}}
@@ -164,7 +168,7 @@ def _dry_run(folder: Path, out: Path) -> None:
 
 
 def _model(folder: Path, size: TinyModel, dtype: Any) -> ModelSettings:
-    path = folder / f"{size.experts}-experts"
+    path = folder / f"{size.experts}-experts{'-tied' if size.tied else ''}"
     if not path.exists():
         write_tiny_model(path, size)
     return ModelSettings(path=str(path), dtype=dtype)
@@ -196,8 +200,14 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum(storages.values())
 
 
-def _pass(rank: int, model: ModelSettings, settings: TrainerSettings, trains: bool, out: Path) -> None:
-    """Train two batches in this rank, or compute their log-probs; the first writes what its tensors took in the
+def _measured(folder: Path, rank: int) -> Path:
+    return folder / f"measured-{rank}.json"
+
+
+def _pass(
+    rank: int, model: ModelSettings, settings: TrainerSettings, trains: bool, measured: list[int], folder: Path
+) -> None:
+    """Train two batches in this rank, or compute their log-probs; `measured` ranks write what their tensors took in the
     second."""
     import torch
     import torch.distributed as dist
@@ -208,12 +218,12 @@ def _pass(rank: int, model: ModelSettings, settings: TrainerSettings, trains: bo
     from goaly.train.rank import join_process_group
     from goaly.weights.buckets import cut
     from goaly.weights.layout import in_dtype
-    from goaly.weights.placement import layout_of
+    from goaly.weights.placement import layout_of, local
     from goaly.weights.transport import Ring
 
     join_process_group(1, settings.ranks)
     torch.manual_seed(0)
-    rows = _rows(2 * ROWS, architecture(read_config(model.path)))
+    rows = _rows((4 if settings.pp > 1 else 2) * ROWS, architecture(read_config(model.path)))
     trained, objective = int(rows["trained"].sum()) * settings.fsdp, PolicyObjective(LossSettings())
     before = _resident()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -225,12 +235,14 @@ def _pass(rank: int, model: ModelSettings, settings: TrainerSettings, trains: bo
                     engine.optimizer_step()
                 else:
                     engine.logprobs(rows)
-    if rank == 0:
+    if rank in measured:
         found = {"measured": peak_of(profile) / MIB, "grown": (_resident() - before) / MIB}
         weights = WeightSettings().of_model(model.dtype)
         layout = in_dtype(layout_of(engine.named_tensors()), getattr(torch, str(weights.transfer_dtype)))
         handle = Ring.create(*cut(layout, weights.bucket_bytes), weights.slots).handle
-        out.write_text(json.dumps(found | {"ring": handle.bytes / MIB}))
+        state = _bytes(map(local, engine.state_dict().values()))
+        found |= {"ring": handle.bytes / MIB, "checkpoint": state / MIB}
+        _measured(folder, rank).write_text(json.dumps(found))
     if settings.ranks > 1:
         dist.barrier()
 
@@ -326,7 +338,7 @@ def main() -> int:
         dry_run = measure_dry_run(here)
         found = [case for name in GENERATORS for case in measure_generator(here, name)]
         found += [case for name in (*REFERENCES, *CASES) for case in measure_pass(here, name)]
-    table = Table("rank", "estimate", "measured", "ratio", "process grew", title="MiB of the first rank")
+    table = Table("rank", "estimate", "measured", "ratio", "process grew", title="MiB of a rank")
     for case in found:
         grown = "" if case.grown is None else f"{case.grown:.0f}"
         table.add_row(case.name, f"{case.estimated:.2f}", f"{case.measured:.2f}", f"{case.ratio:.3f}", grown)

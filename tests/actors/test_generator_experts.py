@@ -18,6 +18,8 @@ from random_model import (
 from goaly.generate.request import Sample
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
+from goaly.models.spec import architecture, read_config
+from goaly.plan.replica import replica_memory
 from goaly.run.process_agent import lasting_port
 from tests.actors.engine_in_ranks import become_rank, load, sampled
 from tests.actors.engines_in_child import prompts_in_parts
@@ -57,7 +59,8 @@ def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str
     load(engine, native_tensors(model_spec(folders[1]), folders[1]))
     after = sampled(engine, PROMPTS, max_tokens=30)
     shapes = {name: tuple(local(tensor).shape) for name, tensor in engine.named_tensors().items()}
-    torch.save((before, after, shapes, angles(engine._model().model)), f"{out}.{rank}")
+    bytes_held = [local(tensor).nbytes for tensor in engine.named_tensors().values()]
+    torch.save((before, after, shapes, angles(engine._model().model), bytes_held), f"{out}.{rank}")
 
 
 @pytest.fixture
@@ -113,6 +116,11 @@ def test_a_replica_samples_from_the_model_that_transformers_has_before_and_after
         for of_rank in found:
             assert of_rank[3] == 1  # three layers have one table
             assert all(map(torch.equal, tokens(of_rank[which]), tokens(found[0][which])))
+    planned = replica_memory(
+        architecture(read_config(folders[0])), ModelSettings(path=str(folders[0])), GeneratorSettings(**degrees), None
+    )
+    for which, memory in planned.items():
+        assert all(list(memory.updated) == found[rank][4] for rank in which)
     name, rows = ("mlp1_weight_EGD", 128) if "sinks" in layout else ("w1_EFD", 64)
     shape = found[0][2][f"layers.1.moe.routed_experts.inner_experts.{name}"]
     assert shape == ((4, rows, 96) if "ep" in degrees else (8, rows // ranks, 96))

@@ -10,8 +10,11 @@ import pytest
 import torch
 from random_model import native_tensors, write_random_model
 
+from goaly.generate.settings import GeneratorSettings
+from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
 from goaly.models.vllm_naming import vllm_naming, without_padding
+from goaly.plan.replica import replica_memory
 from goaly.weights.destination import Destination
 from goaly.weights.layout import plan, region, view
 from goaly.weights.placement import layout_of
@@ -60,7 +63,7 @@ def test_vllms_loader_puts_in_place_what_the_naming_does(
 
     folder = write_random_model(tmp_path / "model", tie_word_embeddings=tied)
     published = native_tensors(model_spec(folder), folder)
-    shape = architecture(read_config(folder))
+    shape, model = architecture(read_config(folder)), ModelSettings(path=str(folder))
     for tp, rank in SIZES:
         expected = child.submit(loaded, folder, tp, rank).result(timeout=140)
         naming = vllm_naming(shape, tp=tp, rank=rank)
@@ -69,6 +72,10 @@ def test_vllms_loader_puts_in_place_what_the_naming_does(
         fill(without_padding(received, naming), published, naming)
         for name, tensor in expected.items():
             assert torch.equal(received[name], tensor), (tp, rank, name)
+        planned = replica_memory(shape, model, GeneratorSettings(engine="native", tp=tp), None)
+        (memory,) = [memory for ranks, memory in planned.items() if rank in ranks]
+        assert memory.weights == sum(tensor.nbytes for tensor in expected.values())
+        assert sum(memory.updated) == sum(one.nbytes for one in without_padding(received, naming).values())
 
 
 def fill(received: dict[str, torch.Tensor], published: dict[str, torch.Tensor], naming: Any) -> None:

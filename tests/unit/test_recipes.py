@@ -18,7 +18,8 @@ from goaly.losses.objective import PolicyObjective
 from goaly.losses.policy import LOSSES
 from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
-from goaly.plan.dry_run import describe, memory_by_role
+from goaly.plan.dry_run import describe
+from goaly.plan.memory import memory_by_role
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.config import RunConfig
 from goaly.run.placement import processes
@@ -96,13 +97,14 @@ def test_a_reference_is_refreshed_only_where_there_is_one_and_from_the_policy_al
 
     file = CONFIGS / "grpo" / "tiny.yaml"
     with_reference = ("loss.kl_coef=0.1", "reference.refresh_every=3")
-    (frozen, _), (refreshed, parts) = (
-        memory_by_role(run_config(file, tiny_model_folder, *overrides))["reference"]
+    (frozen,), (refreshed,) = (
+        memory_by_role(run_config(file, tiny_model_folder, *overrides), on_gpu=False)["reference"]
         for overrides in (with_reference[:1], with_reference)
     )
-    assert "prefetch" in parts
-    parameters = architecture(read_config(tiny_model_folder)).elements * 4 / 2**30
-    assert refreshed - frozen == pytest.approx(parameters, rel=1e-6)  # the weights of the policy that come next
+    parameters = architecture(read_config(tiny_model_folder)).elements * 4
+    coming = {"prefetch": parameters}  # the weights of the policy that come next
+    assert refreshed.on_device == frozen.on_device | coming
+    assert (frozen.on_host, refreshed.on_host) == ({}, {"checkpoint": parameters})
     for overrides, said in [
         (["reference.refresh_every=3"], r"refresh_every=3: has no effect, loss.kl_coef and advantages.kl_coef are 0"),
         (
@@ -116,26 +118,23 @@ def test_a_reference_is_refreshed_only_where_there_is_one_and_from_the_policy_al
 
 
 def test_the_plan_counts_a_reference_and_the_travelling_weights_in_the_models_compute_type(tiny_model_folder: Path):
-    def gib(role: str, *overrides: str) -> dict[str, float]:
+    def parts(role: str, *overrides: str) -> dict[str, float]:
         config = run_config(
             CONFIGS / "grpo" / "tiny.yaml",
             tiny_model_folder,
             "loss.kl_coef=0.1",
             "reference.refresh_every=3",
-            "generator.kv_cache_gib=0.001",
             *overrides,
         )
-        return {part.split(" ")[0]: float(part.split(" ")[-2]) for part in memory_by_role(config)[role][1].split(", ")}
+        (found,) = memory_by_role(config, on_gpu=True)[role]
+        return {**found.on_host, **found.on_device}
 
-    count = 25.6 * 2**30
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("goaly.models.decoder.Decoder.elements", property(lambda shape: int(count)))
-        wide, narrow = gib("reference"), gib("reference", "model.dtype=bfloat16")
-        assert (wide["parameters"], narrow["parameters"]) == pytest.approx((102.4, 51.2), rel=1e-3)
-        assert narrow["prefetch"] == wide["prefetch"] / 2
-        kept = gib("generator", "model.dtype=bfloat16", "weights.transfer_dtype=float32")
-        assert gib("generator", "model.dtype=bfloat16")["prefetch"] == kept["prefetch"] / 2
-        assert gib("trainer", "model.dtype=bfloat16")["ring"] == gib("trainer")["ring"] / 2
+    narrow, cast = "model.dtype=bfloat16", "weights.transfer_dtype=float32"
+    for role, held in (("reference", "parameters"), ("generator", "prefetch")):
+        assert parts(role, narrow)[held] == parts(role)[held] / 2
+        assert parts(role, narrow, cast)["prefetch"] == parts(role, narrow)["prefetch"]  # as the model has them
+    assert parts("trainer", narrow)["ring"] == parts("trainer")["ring"] / 2
+    assert parts("trainer", narrow, cast)["ring"] == parts("trainer")["ring"]
 
 
 def test_a_batch_has_no_more_parts_than_groups(tiny_model_folder: Path):
@@ -172,7 +171,9 @@ def test_the_plan_of_a_run_with_a_critic_says_where_it_goes(tiny_model_folder: P
     config = run_config(CONFIGS / "ppo" / "tiny.yaml", tiny_model_folder, "critic.fsdp=2")
     (place,) = [place for place in processes(config) if place.name == "critic"]
     assert (place.role, place.count, place.threads) == ("critic", 2, 1)
-    assert 0 < memory_by_role(config)["critic"][0] < memory_by_role(config)["trainer"][0]
+    memory = memory_by_role(config, on_gpu=False)
+    (critic,), (trainer,) = memory["critic"], memory["trainer"]
+    assert 0 < critic.device_gib < trainer.device_gib
     table = describe(config)
     assert re.search(r"\ncritic.1 +\S+ +- +0 +1 ", table)
     assert re.search(r"\ntrainer +\S+ +- +0 +1 ", table)

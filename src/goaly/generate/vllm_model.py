@@ -17,16 +17,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
-import spmd_types
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as torchtitan_distributed
-from torchtitan.distributed.parallel_dims import MeshAxisName
-from torchtitan.models.common.decoder_sharding import dense_activation_placement
-from torchtitan.models.common.moe_sharding import expert_param_placement_dense
+from torchtitan.distributed.utils import get_spmd_context
 from torchtitan.protocols.module import Module
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import (
@@ -38,13 +32,13 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 
 from goaly.generate import cpu_kernels
+from goaly.generate.divided_model import divided_on_meta, split_dim
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models import deepseek, gpt_oss
 from goaly.models.attention import share_angles
 from goaly.models.lora import BASE, note_base
 from goaly.models.settings import LoraSettings, Numerics
 from goaly.models.spec import Architecture, architecture, folder_tensors, model_spec, read_config, versioned_tensors
-from goaly.models.titan_config import divide
 
 ARCHITECTURES: dict[Numerics, str] = {
     "fast": "GoalyTorchtitanForCausalLM",
@@ -143,41 +137,21 @@ class TorchtitanForCausalLM(torch.nn.Module):
         self._adapter = spec.state_dict_adapter(untied, folder)
         self.choices: ChoiceCache | None = None
         """The experts that were chosen for the tokens in the key-value cache, if they are recorded."""
-        self._dims: ParallelDims | None = None
         self._row_multiple: Callable[[], int] | None = None
         if self.numerics == "bitwise" and device.type == "cpu":
             from goaly.models.bitwise import row_multiple
 
             self._row_multiple = row_multiple
+        self.model, self._dims = divided_on_meta(
+            spec,
+            self._tp,
+            get_tensor_model_parallel_rank(),
+            divides_experts=vllm_config.parallel_config.enable_expert_parallel,
+            numerics=self.numerics,
+        )
         self._context: Any = nullcontext
-        if self._tp > 1:
-            parallelism = ParallelismConfig(
-                tensor_parallel_degree=self._tp,
-                data_parallel_shard_degree=1,
-                enable_sequence_parallel=False,
-                spmd_backend="spmd_types",
-            )
-            torchtitan_distributed.set_spmd_backend("spmd_types")
-            self._dims = ParallelDims.from_config(parallelism, world_size=self._tp)
-            self._context = torchtitan_distributed.get_spmd_context(parallel_dims=self._dims)
-            divide(config, parallelism)
-            if self.numerics == "bitwise":
-                _add_whole_outputs(config)
-            if vllm_config.parallel_config.enable_expert_parallel:
-                _divide_experts(config, self._tp, self.numerics)
-        with torch.device("meta"):
-            self.model = config.build()
         if self._dims is not None:
-            spec.parallelize_fn(
-                self.model,
-                parallel_dims=self._dims,
-                training=TrainingConfig(),
-                parallelism=parallelism,
-                compile_config=CompileConfig(),
-                ac_config=None,
-                dump_folder="",
-                skip_dp=True,
-            )
+            self._context = get_spmd_context(parallel_dims=self._dims)
         self._packs = [one.pack for one in self.model.modules() if hasattr(one, "pack")]
         if RECORDS_CHOICES in additional:
             self.choices = ChoiceCache(
@@ -258,7 +232,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
         if self._dims is None:
             return {name: tensor.detach() for name, tensor in tensors.items()}
         mesh = self._dims.get_mesh("tp")
-        placements = {name: None if name == BASE else self._split_dim(name) for name in tensors}
+        placements = {name: None if name == BASE else split_dim(self.model, name) for name in tensors}
         return {
             name: DTensor.from_local(
                 tensors[name].detach(), mesh, [Replicate() if dim is None else Shard(dim)], run_check=False
@@ -268,19 +242,12 @@ class TorchtitanForCausalLM(torch.nn.Module):
 
     def _local(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a whole tensor."""
-        dim = self._split_dim(_FUSED.sub("wqkv", name) if self._lora is None else name)
+        dim = split_dim(self.model, _FUSED.sub("wqkv", name) if self._lora is None else name)
         if dim is None:
             return full
         if full.shape[dim] % self._tp:
             raise ValueError(f"generator.tp={self._tp}: must divide dimension {dim} of {name}, {tuple(full.shape)}")
         return full.chunk(self._tp, dim)[get_tensor_model_parallel_rank()]
-
-    def _split_dim(self, name: str) -> int | None:
-        """The dimension along which torchtitan splits this parameter over the ranks; None: each rank has all of it."""
-        module, _, state = name.rpartition(".")
-        sharding = self.model.get_submodule(module)._sharding_config
-        placement = sharding.state_shardings[state].per_axis_spmd_types()[MeshAxisName.TP]
-        return placement.dim if isinstance(placement, spmd_types.Shard) else None
 
 
 class BitwiseForCausalLM(TorchtitanForCausalLM):
@@ -297,41 +264,6 @@ def _bitwise_backend() -> Any:
     from goaly.generate.bitwise_gpu_backend import BitwiseGpuBackend
 
     return BitwiseGpuBackend
-
-
-def _add_whole_outputs(config: Any) -> None:
-    """Let ranks add the outputs of routed and shared experts when both are whole (BE-3), not their parts of both."""
-    whole = dense_activation_placement(tp=spmd_types.I)
-    for layer in config.layers:
-        if layer.moe is None:
-            continue
-        layer.moe.sharding_config.out_src_shardings = whole
-        layer.moe.routed_experts.sharding_config.out_dst_shardings = whole
-        if layer.moe.shared_experts is not None:
-            layer.moe.shared_experts.w2.sharding_config.out_dst_shardings = whole
-
-
-def _divide_experts(config: Any, ranks: int, numerics: Numerics) -> None:
-    """Give each rank some experts of every layer, instead of a part of each expert."""
-    if numerics == "bitwise":
-        from goaly.models.bitwise_experts import BitwiseOwnExpertsDispatcher as OwnExperts
-    else:
-        from goaly.models.experts import OwnExpertsDispatcher as OwnExperts
-    for layer in config.layers:
-        if layer.moe is None:
-            continue
-        experts, count = layer.moe.routed_experts, layer.moe.num_experts // ranks
-        by_expert = expert_param_placement_dense(tp_placement=spmd_types.S(0))
-        shardings = experts.inner_experts.sharding_config.state_shardings
-        experts.inner_experts.sharding_config.state_shardings = dict.fromkeys(shardings, by_expert)
-        if numerics == "bitwise":  # it adds the outputs of all ranks itself, so they are whole
-            experts.sharding_config.out_src_shardings = experts.sharding_config.out_dst_shardings
-        experts.token_dispatcher = OwnExperts.Config(
-            num_experts=layer.moe.num_experts,
-            top_k=layer.moe.router.top_k,
-            first=get_tensor_model_parallel_rank() * count,
-            count=count,
-        )
 
 
 def _fill_in_heads(config: Any, shape: Architecture) -> None:

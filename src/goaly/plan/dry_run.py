@@ -1,9 +1,10 @@
-"""Plans a run without starting it: the resolved config, the place of every actor, and the memory of each rank.
+"""Plans a run without starting it: the resolved config, the place of every actor, and the memory of each rank and host.
 
-Estimates are those of `memory.py`. A dry run traces the trainer's passes; a run that starts checks only what its ranks
-hold all the time.
+Estimates are those of `memory.py` and `host_memory.py`. A dry run builds every rank's model and traces the passes of
+those that train; a run that starts checks only what its ranks hold all the time.
 """
 
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from goaly.config import to_yaml
@@ -11,48 +12,44 @@ from goaly.config.settings import Section
 from goaly.errors import ConfigError
 from goaly.models.published import shape_of
 from goaly.models.settings import folder_problems
-from goaly.plan.memory import GIB, bytes_by_purpose, cached_tokens, on_gpu_alone
+from goaly.plan import host_memory
+from goaly.plan.memory import RankMemory, cached_tokens, memory_by_role
 from goaly.plan.spare import Spare, spare_of, what_would_fit, with_spare
 from goaly.run.cluster import Cluster, imagined, one_host, this_machine
 from goaly.run.config import RunConfig
 from goaly.run.placement import Placed, place, processes
 
 
-def memory_by_role(config: RunConfig, *, on_gpu: bool = False) -> dict[str, tuple[float, str]]:
-    """By role, the GiB that a rank needs, and their purposes."""
-    in_words = {
-        role: (sum(parts.values()) / GIB, ", ".join(f"{part} {size / GIB:.3f} GiB" for part, size in parts.items()))
-        for role, parts in bytes_by_purpose(config, on_gpu=on_gpu).items()
-    }
-    return {"hub": (0.0, "queue, rewards, weight store"), "rollout": (0.0, "episodes"), **in_words}
-
-
 def held_on_gpu(config: RunConfig, *, traced: bool = True) -> dict[str, float]:
-    """By role, the GiB that a rank needs on its GPU."""
-    parts = bytes_by_purpose(config, on_gpu=True, traced=traced)
-    return {role: on_gpu_alone(of_role) for role, of_role in parts.items()}
+    """By role, the GiB that the rank with most of them needs on its GPU."""
+    found = memory_by_role(config, on_gpu=True, traced=traced)
+    return {role: max(one.device_gib for one in groups) for role, groups in found.items()}
 
 
 def placed(config: RunConfig, cluster: Cluster, *, traced: bool = False) -> dict[str, Placed]:
-    """The place of every process of the run on this cluster; raises a ConfigError that names processes without one."""
+    """The place of every process of the run on this cluster; raises a ConfigError that names processes without one, and
+    hosts whose memory does not suffice."""
     spare = spare_on(config, cluster, traced=traced)
     if spare is None:
-        return place(list(processes(config)), config.hosts, cluster)
-    place_of_spare = "host" if spare.chosen == "auto" else spare.chosen  # at its first fetch it takes what fits
-    gib = held_on_gpu(with_spare(config, place_of_spare), traced=traced)
-    advice = what_would_fit(config, spare)
-    return place(list(processes(config)), config.hosts, cluster, gib, {"generator": advice} if advice else {})
+        planned, places = config, place(list(processes(config)), config.hosts, cluster)
+    else:
+        # With "auto" a generator takes what fits at its first fetch.
+        planned = with_spare(config, "host" if spare.chosen == "auto" else spare.chosen)
+        advice = what_would_fit(config, spare)
+        gib = held_on_gpu(planned, traced=traced)
+        places = place(list(processes(config)), config.hosts, cluster, gib, {"generator": advice} if advice else {})
+    if any(host.gib is not None for host in cluster.hosts):
+        memory = memory_by_role(planned, on_gpu=_has_gpus(cluster), traced=traced)
+        hosts = host_memory.host_memory(planned, memory, places, cluster)
+        if problems := list(host_memory.problems(hosts, imagined=config.hosts.imagine is not None)):
+            raise ConfigError(problems)
+    return places
 
 
 def spare_on(config: RunConfig, cluster: Cluster, *, traced: bool = False) -> Spare | None:
     """The place of fetched weights on this cluster; None if the memory of its GPUs is not known."""
     gpu_gib = _gpu_gib(cluster)
     return None if gpu_gib is None else spare_of(config, gpu_gib, traced=traced)
-
-
-def _gpu_gib(cluster: Cluster) -> float | None:
-    """The memory of the smallest GPU; None if there is none, or it is not known."""
-    return min((gpu.gib for host in cluster.hosts for gpu in host.gpus if gpu.gib is not None), default=None)
 
 
 def check_this_machine(config: RunConfig) -> None:
@@ -80,33 +77,68 @@ def describe(config: RunConfig) -> str:
         gib = config.generator.kv_cache_gib
         needed = f"must hold generator.max_context={config.generator.max_context} tokens, it holds {tokens}"
         raise ConfigError([f"generator.kv_cache_gib={gib:g}: {needed}"])
-    on_gpu = any(host.gpus for host in cluster.hosts)
-    rows = [("process", "host", "GPU", "cores", "threads", "GiB", "what for")]
-    memory = memory_by_role(planned, on_gpu=on_gpu)
+    memory = memory_by_role(planned, on_gpu=_has_gpus(cluster))
+    notes = [f"KV cache of a replica: {tokens:,} tokens, {tokens // config.generator.max_context} whole contexts"]
+    if (most := _gpu_gib(cluster)) is not None:
+        left = {
+            role: most - max(one.device_gib for one in groups)
+            for role, groups in memory.items()
+            if any(one.on_device for one in groups)
+        }
+        shown = ", ".join(f"{role} {gib:.1f}" for role, gib in left.items())
+        notes += [f"GiB left on a GPU, if one role uses it: {shown}", str(spare)]
+    notes += host_memory.lines(host_memory.host_memory(planned, memory, places, cluster))
+    cluster_name = f"{hosts.job}{' (imagined)' if hosts.imagine else ''}"
+    parts = [
+        f"{to_yaml(config)}\nhosts: {cluster_name}\n" + "".join(f"{note}\n" for note in notes),
+        _table([("ranks", "GiB", "host GiB", "of each rank"), *_memory_rows(config, memory)]),
+        _table([("process", "host", "GPU", "cores", "threads", "GiB"), *_place_rows(config, memory, places)]),
+    ]
+    return "\n".join(parts)
+
+
+def _memory_rows(config: RunConfig, memory: dict[str, tuple[RankMemory, ...]]) -> Iterator[tuple[str, ...]]:
+    """A row for each group of ranks that need the same."""
+    divided = {"trainer": config.trainer, "reference": config.reference, "critic": config.critic}
+    for role, groups in memory.items():
+        ranks = divided.get(role)
+        for one in groups:
+            which = " of each replica" if role == "generator" else ""
+            if ranks is not None and ranks.pp > 1:
+                which = f", stage {one.ranks[0] // ranks.stage_ranks + 1} of {ranks.pp}"
+            yield f"{role} {_ranges(one.ranks)}{which}", f"{one.device_gib:.3f}", f"{one.host_gib:.3f}", str(one)
+
+
+def _place_rows(
+    config: RunConfig, memory: dict[str, tuple[RankMemory, ...]], places: dict[str, Placed]
+) -> Iterator[tuple[str, ...]]:
+    """A row for each process."""
     for each in processes(config):
-        gib, what_for = memory[each.role]
         for rank, one in enumerate(places[each.name].ranks):
             name = each.name if each.count == 1 else f"{each.name}.{rank}"
             gpu = "-" if one.gpu is None else one.gpu.name
-            rows.append((name, one.host, gpu, _cores(one.cores), str(each.threads), f"{gib:.3f}", what_for))
+            found = (group for group in memory.get(each.role, ()) if rank in group.ranks)
+            gib = sum(group.device_gib for group in found)
+            cores = "any" if one.cores is None else _ranges(one.cores)
+            yield name, one.host, gpu, cores, str(each.threads), f"{gib:.3f}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    notes = [f"KV cache of a replica: {tokens:,} tokens, {tokens // config.generator.max_context} whole contexts"]
-    if (most := _gpu_gib(cluster)) is not None:
-        used = held_on_gpu(planned)
-        left = [
-            f"{role} {most - used[role]:.1f}"
-            for role in dict.fromkeys(one.role for one in processes(config))
-            if role in used
-        ]
-        notes += [f"GiB left on a GPU, if one role uses it: {', '.join(left)}", str(spare)]
-    cluster_name = f"{hosts.job}{' (imagined)' if hosts.imagine else ''}"
-    return f"{to_yaml(config)}\nhosts: {cluster_name}\n" + "".join(f"{note}\n" for note in notes) + f"\n{table}\n"
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _cores(cores: tuple[int, ...] | None) -> str:
-    """Cores as a list of ranges such as `0-3,8`."""
-    if cores is None:
-        return "any"
-    runs = [[core for _, core in run] for _, run in groupby(enumerate(cores), lambda one: one[1] - one[0])]
+def _gpu_gib(cluster: Cluster) -> float | None:
+    """The memory of the smallest GPU; None if there is none, or it is not known."""
+    return min((gpu.gib for host in cluster.hosts for gpu in host.gpus if gpu.gib is not None), default=None)
+
+
+def _has_gpus(cluster: Cluster) -> bool:
+    return any(host.gpus for host in cluster.hosts)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers as a list of ranges such as `0-3,8`."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda one: one[1] - one[0])]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,94 +1,118 @@
-"""The memory that a rank of each role needs, by purpose.
+"""The memory that the ranks of each role need, by purpose, in the groups of ranks that need the same.
 
-The passes of trainer, critic and reference are traced (`trace.py`): their sharded parameters, and everything that a
-pass holds beside them. Weights, caches and rings follow from the settings. Left out are the libraries' own memory
-(0.3-1 GiB a process) and vLLM's activations of one step.
+The ranks of trainer, critic and reference are built without memory and their passes are traced (`trace.py`): their
+sharded parameters, and everything that a pass holds beside them. The ranks of a generator are built too (`replica.py`).
+Caches and rings follow from the settings. Left out are the libraries' own memory (0.3-1 GiB a process), vLLM's
+activations of one step, and the copies of float32 weights in the order of vLLM's kernels on CPUs.
 """
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from goaly.models.published import shape_of
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import Architecture
+from goaly.plan.parallelism import Parallelism
+from goaly.plan.replica import replica_memory
 from goaly.plan.trace import PassMemory, trace
 from goaly.run.config import RunConfig
 from goaly.train.settings import TrainerSettings
+from goaly.trajectory import LATER, REQUIRED
 
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ON_HOST = " on the CPU"
-NOT_ON_GPU = ("ring", f"parameters{ON_HOST}", f"prefetch{ON_HOST}")
-"""Memory that a rank needs in its host."""
 
 
-def bytes_by_purpose(config: RunConfig, *, on_gpu: bool, traced: bool = True) -> dict[str, dict[str, float]]:
-    """By role, the bytes that a rank needs for each purpose. Without `traced`, passes are left out."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """The bytes that each of these ranks needs for each purpose."""
+
+    ranks: tuple[int, ...]
+    """Numbers in their role; a generator's, in each replica."""
+    on_device: Mapping[str, float]
+    """In the memory of its GPU; without GPUs, in the host's."""
+    on_host: Mapping[str, float] = field(default_factory=dict)
+    """In the host's memory."""
+    fetched: float = 0.0
+    """The bytes of the weights that it fetches, as it holds them."""
+
+    @property
+    def device_gib(self) -> float:
+        """The GiB on its device."""
+        return sum(self.on_device.values()) / GIB
+
+    @property
+    def host_gib(self) -> float:
+        """The GiB in its host's memory, beside those of a device."""
+        return sum(self.on_host.values()) / GIB
+
+    def __str__(self) -> str:
+        """The purposes, and how much each needs."""
+        on_host = f"host: {in_words(self.on_host)}" if self.on_host else ""
+        return "; ".join(filter(None, [in_words(self.on_device), on_host]))
+
+
+def in_words(parts: Mapping[str, float]) -> str:
+    """Purposes, each with its GiB."""
+    return ", ".join(f"{part} {size / GIB:.3f} GiB" for part, size in parts.items())
+
+
+def memory_by_role(config: RunConfig, *, on_gpu: bool, traced: bool = True) -> dict[str, tuple[RankMemory, ...]]:
+    """By role, the memory of all its ranks. Without `traced` no model is built: passes are left out, and ranks count as
+    equal."""
     shape = shape_of(config.model)
-    trainer, generator, reference, critic = config.trainer, config.generator, config.reference, config.critic
-    computed = DTYPE_BYTES[config.model.dtype]
-    moved = shape.elements if trainer.lora is None else trainer.lora.elements(shape)
-    transferred = DTYPE_BYTES[config.weights.transfer_dtype or config.model.dtype]
-    offloaded = ON_HOST if reference.offload else ""
-    spare = ON_HOST if config.weights.spare == "host" and on_gpu else ""
-    parts = {
-        "trainer": {
-            **_trained(config, trainer, config.model, on_gpu, traced),
-            "ring": config.weights.slots * transferred * moved / trainer.ranks,
-        },
-        "reference": {f"parameters{offloaded}": computed * shape.elements / reference.ranks},
-        "critic": {},
-        "generator": {
-            "weights": computed * shape.elements / generator.tp,
-            f"prefetch{spare}": transferred * moved / generator.tp,
-            "KV": generator.kv_cache_gib * GIB,
-        },
+    found = {
+        "trainer": _trainer(config, shape, on_gpu, traced),
+        "generator": _generator(config, shape, on_gpu, traced),
+        "hub": (RankMemory(ranks=(0,), on_device={}, on_host={"samples": samples_bytes(config, shape)}),),
     }
-    if traced and config.uses_reference:
-        documents = (config.backlog.row_length,) * trainer.microbatch_rows
-        model = config.model if reference.path is None else replace(config.model, path=reference.path)
-        found = traced_pass(shape, model, reference.engine_settings(trainer), documents, on_gpu, trains=False)
-        parts["reference"] |= {"activations": found.activations, "log-probs": found.logprobs}
-    if reference.refresh_every is not None:
-        parts["reference"][f"prefetch{offloaded}"] = transferred * moved / reference.ranks
-    if critic is not None:
-        model = config.model if critic.path is None else ModelSettings(path=critic.path, dtype=config.model.dtype)
-        parts["critic"] = _trained(config, critic.engine_settings(trainer), model, on_gpu, traced)
-    return parts
-
-
-def on_gpu_alone(parts: dict[str, float]) -> float:
-    """The GiB of these parts that are in the GPU's memory."""
-    return sum(size for part, size in parts.items() if part not in NOT_ON_GPU) / GIB
+    if config.uses_reference:
+        found["reference"] = _reference(config, shape, on_gpu, traced)
+    if config.critic is not None:
+        model = config.model
+        if config.critic.path is not None:
+            model = ModelSettings(path=config.critic.path, dtype=config.model.dtype)
+        found["critic"] = _trained(config, config.critic.engine_settings(config.trainer), model, on_gpu, traced)
+    return found
 
 
 def cached_tokens(config: RunConfig, shape: Architecture, gib: float | None = None) -> int:
     """The tokens whose keys and values fit into the cache of a generator replica, or into one of `gib` a rank."""
     gib = config.generator.kv_cache_gib if gib is None else gib
-    per_token = 2 * shape.layers * shape.kv_heads // config.generator.tp * shape.head_dim
+    per_token = 2 * shape.layers * max(1, shape.kv_heads // config.generator.tp) * shape.head_dim
     return int(gib * GIB / (per_token * DTYPE_BYTES[config.model.dtype]))
 
 
-def _trained(
-    config: RunConfig, settings: TrainerSettings, model: ModelSettings, on_gpu: bool, traced: bool
-) -> dict[str, float]:
-    """The parts of a trained role: float32 parameters, gradients and AdamW's two moments, and a pass over a
-    microbatch. With adapters only these are trained, and all else is of the computed type."""
-    shape = shape_of(model)
-    if not traced:
-        parameters = trained = 4 * shape.elements / settings.ranks
-        if settings.lora is not None:
-            trained = 4 * settings.lora.elements(shape) / settings.ranks
-            parameters = DTYPE_BYTES[model.dtype] * shape.elements / settings.ranks + trained
-        return {"parameters": parameters, "gradients": trained, "optimizer": 2 * trained}
+def choices_bytes(config: RunConfig, shape: Architecture) -> int:
+    """The bytes of a token's choices of experts, if they are recorded."""
+    if not (config.moe.replays and shape.experts):
+        return 0
+    return (shape.layers - shape.dense_layers) * shape.experts_per_token
+
+
+def samples_bytes(config: RunConfig, shape: Architecture) -> float:
+    """The bytes of all samples that wait for training, are trained, or are still generated, if each has all tokens that
+    it may have."""
+    backlog = config.backlog
+    columns = sum(one.itemsize for one in (*REQUIRED.values(), *LATER.values()))
+    groups = (backlog.max_staleness + 2) * backlog.groups_per_step
+    tokens = groups * backlog.group_size * config.max_context
+    return tokens * (columns + choices_bytes(config, shape))
+
+
+def pinned(sizes: Iterable[float]) -> float:
+    """The bytes of tensors of these sizes in pinned memory, where torch rounds each up to a power of two."""
+    return sum(1 << max(int(size) - 1, 0).bit_length() for size in sizes if size)
+
+
+def passes(
+    config: RunConfig, settings: TrainerSettings, model: ModelSettings, on_gpu: bool, *, trains: bool = True
+) -> dict[tuple[int, ...], PassMemory]:
+    """By ranks, the memory of a pass over a full microbatch."""
     documents = (config.backlog.row_length,) * settings.microbatch_rows
-    found = traced_pass(shape, model, settings, documents, on_gpu)
-    return {
-        "parameters": found.parameters,
-        "gradients": found.trained,
-        "optimizer": 2 * found.trained,
-        "activations": found.activations,
-        "log-probs": found.logprobs,
-    }
+    return traced_pass(shape_of(model), model, settings, documents, on_gpu, trains=trains)
 
 
 def traced_pass(
@@ -99,10 +123,9 @@ def traced_pass(
     on_gpu: bool,
     *,
     trains: bool = True,
-) -> PassMemory:
-    """A pass over documents of these lengths, on the ranks of the pipeline stage that need most: the first one, whose
-    microbatches wait longest, the second, which may have a layer more, or the last, which has the head. Settings that
-    change no memory do not lead to another trace."""
+) -> dict[tuple[int, ...], PassMemory]:
+    """By ranks, the memory of a pass over documents of these lengths. Settings that change no memory do not lead to
+    another trace."""
     alike = TrainerSettings(
         pp=settings.pp,
         fsdp=settings.fsdp,
@@ -115,6 +138,117 @@ def traced_pass(
     )
     if missing := -sum(documents) % settings.token_multiple:
         documents = (*documents, missing)  # as microbatches are padded
-    stages = sorted({0, min(1, settings.pp - 1), settings.pp - 1})
-    found = [trace(shape, model.dtype, alike, documents, on_gpu=on_gpu, trains=trains, stage=stage) for stage in stages]
-    return max(found, key=lambda one: one.parameters + 3 * one.trained + one.activations + one.logprobs)
+    return trace(shape, model.dtype, alike, documents, on_gpu=on_gpu, trains=trains)
+
+
+def transferred_bytes(config: RunConfig) -> int:
+    """The bytes of a published weight."""
+    return DTYPE_BYTES[config.weights.transfer_dtype or config.model.dtype]
+
+
+def _trainer(config: RunConfig, shape: Architecture, on_gpu: bool, traced: bool) -> tuple[RankMemory, ...]:
+    trainer, weights = config.trainer, config.weights
+    elements = shape.elements if trainer.lora is None else trainer.lora.elements(shape)
+    staged = dict.fromkeys(range(trainer.ranks), elements / trainer.ranks)  # elements that each rank publishes
+    if traced:
+        for ranks, found in passes(config, trainer, config.model, on_gpu).items():
+            staged |= dict.fromkeys(ranks, found.stage_elements / trainer.stage_ranks)
+    slots = weights.slots + (weights.transport == "torchstore")  # from which its volumes copy
+    groups = []
+    for one in _trained(config, trainer, config.model, on_gpu, traced):
+        ring = {"ring": slots * transferred_bytes(config) * staged[one.ranks[0]]}
+        if weights.transport == "direct":
+            groups.append(replace(one, on_device={**one.on_device, **ring}))
+        else:
+            groups.append(replace(one, on_host={**ring, **one.on_host}))
+    return tuple(groups)
+
+
+def _trained(
+    config: RunConfig, settings: TrainerSettings, model: ModelSettings, on_gpu: bool, traced: bool
+) -> tuple[RankMemory, ...]:
+    """Float32 parameters, gradients and AdamW's two moments, a pass over a microbatch, and the copy of the state that a
+    checkpoint is written from. With adapters only these are trained, and all else is of the computed type."""
+    if traced:
+        return tuple(
+            RankMemory(
+                ranks=ranks,
+                on_device={
+                    "parameters": found.parameters,
+                    "gradients": found.trained,
+                    "optimizer": 2 * found.trained,
+                    "activations": found.activations,
+                    "log-probs": found.logprobs,
+                },
+                on_host={"checkpoint": 3 * (pinned(found.trained_shards) if on_gpu else found.trained)},
+            )
+            for ranks, found in passes(config, settings, model, on_gpu).items()
+        )
+    shape = shape_of(model)
+    parameters = trained = 4 * shape.elements / settings.ranks
+    if settings.lora is not None:
+        trained = 4 * settings.lora.elements(shape) / settings.ranks
+        parameters = DTYPE_BYTES[model.dtype] * shape.elements / settings.ranks + trained
+    held = {"parameters": parameters, "gradients": trained, "optimizer": 2 * trained}
+    return (RankMemory(ranks=tuple(range(settings.ranks)), on_device=held, on_host={"checkpoint": 3 * trained}),)
+
+
+def _reference(config: RunConfig, shape: Architecture, on_gpu: bool, traced: bool) -> tuple[RankMemory, ...]:
+    """Parameters of the computed type; if they are refreshed, the fetched ones and the copy for a checkpoint."""
+    reference = config.reference
+    settings, computed = reference.engine_settings(config.trainer), DTYPE_BYTES[config.model.dtype]
+    model = config.model if reference.path is None else replace(config.model, path=reference.path)
+    groups: dict[tuple[int, ...], tuple[tuple[float, ...], dict[str, float]]]
+    if traced:
+        found = passes(config, settings, model, on_gpu, trains=False)
+        groups = {
+            ranks: (one.shards, {"activations": one.activations, "log-probs": one.logprobs})
+            for ranks, one in found.items()
+        }
+    else:
+        even = computed * shape_of(model).elements / reference.ranks
+        groups = {tuple(range(reference.ranks)): ((even,), {})}
+    memory = []
+    for ranks, (shards, of_pass) in groups.items():
+        on_device, on_host = {"parameters": sum(shards)}, {}
+        fetched = 0.0
+        if reference.refresh_every is not None:
+            fetched = sum(shards)
+            if settings.lora is not None:
+                fetched = 4 * settings.lora.elements(shape) / reference.ranks
+            on_device["prefetch"] = fetched
+            on_host["checkpoint"] = pinned(shards) if on_gpu and settings.lora is None else fetched
+        if reference.offload:
+            on_host |= on_device | {"parameters": pinned(shards) if on_gpu else sum(shards)}
+            on_device = {}
+        memory.append(RankMemory(ranks=ranks, on_device=on_device | of_pass, on_host=on_host, fetched=fetched))
+    return tuple(memory)
+
+
+def _generator(config: RunConfig, shape: Architecture, on_gpu: bool, traced: bool) -> tuple[RankMemory, ...]:
+    """Weights, those that were fetched, and the key-value cache with the choices of its tokens' experts."""
+    generator, weights, lora = config.generator, config.weights, config.trainer.lora
+    groups: dict[tuple[int, ...], tuple[float, tuple[float, ...]]]
+    if traced:
+        found = replica_memory(shape, config.model, generator, lora)
+        groups = {ranks: (one.weights, one.updated) for ranks, one in found.items()}
+    else:
+        computed = DTYPE_BYTES[config.model.dtype]
+        layout = Parallelism(tp=generator.tp, ep=generator.ep).layout(
+            shape.parameters(), 0, getattr(torch, config.model.dtype)
+        )
+        held = [shard.bytes for shard in layout]
+        adapters = () if lora is None else (computed * lora.elements(shape) / generator.tp,)
+        groups = {tuple(range(generator.tp)): (sum((*held, *adapters)), adapters or tuple(held))}
+    cached = {"KV": generator.kv_cache_gib * GIB}
+    if choices := choices_bytes(config, shape):
+        cached["choices"] = choices * cached_tokens(config, shape)
+    memory = []
+    for ranks, (held_bytes, updated) in groups.items():
+        on_device, on_host = {"weights": held_bytes}, {}
+        if weights.spare == "host" and on_gpu:
+            on_host["prefetch"] = pinned(updated)
+        else:
+            on_device["prefetch"] = sum(updated)
+        memory.append(RankMemory(ranks=ranks, on_device=on_device | cached, on_host=on_host, fetched=sum(updated)))
+    return tuple(memory)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from goaly.models.published import shape_of
-from goaly.plan.memory import GIB, bytes_by_purpose, cached_tokens, on_gpu_alone
+from goaly.plan.memory import DTYPE_BYTES, GIB, cached_tokens, memory_by_role
 from goaly.run.config import RunConfig
 from goaly.run.host_settings import COMPUTING
 from goaly.weights.settings import HEADROOM
@@ -40,10 +40,11 @@ def spare_of(config: RunConfig, gpu_gib: float, *, traced: bool) -> Spare:
     """The choice for GPUs of this size. Without `traced`, the plan does not know what a pass of a trained role takes
     that shares the generator's GPU."""
     sharing = _beside_generators(config)
+    known = traced and bool(sharing)  # a run, which traces nothing, must choose the same
     left = {}
     for place in PLACES:
-        parts = bytes_by_purpose(with_spare(config, place), on_gpu=True, traced=traced)
-        left[place] = gpu_gib - sum(on_gpu_alone(parts[role]) for role in ("generator", *sharing))
+        found = memory_by_role(with_spare(config, place), on_gpu=True, traced=known)
+        left[place] = gpu_gib - sum(max(one.device_gib for one in found[role]) for role in ("generator", *sharing))
     asked = chosen = config.weights.spare
     if asked == "auto":
         if config.weights.needs_device:
@@ -68,8 +69,9 @@ def what_would_fit(config: RunConfig, spare: Spare) -> str:
     cache = int(10 * (config.generator.kv_cache_gib + best)) / 10
     if cached_tokens(config, shape_of(config.model), cache) >= config.generator.max_context:
         return f"generator.kv_cache_gib={cache:g} would fit" + (_on_host(config) if spare.chosen == "device" else "")
-    weights = bytes_by_purpose(config, on_gpu=True, traced=False)["generator"]["weights"] / GIB
-    return f"raise generator.tp, which divides its {weights * config.generator.tp:.1f} GiB of weights"
+    shape = shape_of(config.model)
+    weights = DTYPE_BYTES[config.model.dtype] * shape.elements / GIB
+    return f"raise generator.tp, which divides its {weights:.1f} GiB of weights"
 
 
 def _on_host(config: RunConfig) -> str:

@@ -5,35 +5,28 @@ over one microbatch is run, and each tensor is counted for as long as it lives. 
 is added for the others. A rank of a pipeline also holds the activations of the microbatches that wait for their
 backward passes. Where experts are divided among ranks, a rank counts a tenth more tokens than the mean.
 
+All ranks are covered: those of every pipeline stage, in groups that hold parts of the same shapes, as the meshes of the
+built model say. One rank of each group is built and traced. Stages that differ in nothing but the number of waiting
+microbatches share a trace.
+
 Invariants
-    TM-1  A trace has a process of its own, whose process group ends with it, and takes no memory for the tensors.
+    TM-2  Each rank is in one group, and holds what the traced rank of its group holds.
 """
 
-import multiprocessing
-import resource
-import time
 import warnings
-import weakref
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from goaly.models.spec import Architecture
+from goaly.models.spec import Architecture, versioned_tensors
+from goaly.plan.fake_ranks import alike, as_fake_rank, tie
+from goaly.plan.live_bytes import LiveBytes, held_bytes, local_part
 from goaly.train.pipeline import Stage, entering, leaving, stage_of
 from goaly.train.settings import TrainerSettings
 
 FEW_LAYERS, MORE_LAYERS = 3, 4
 """A model of fewer layers has no block between the first and the last one, which FSDP treats in its own way."""
-
-KIB = 1024
 
 UNEVEN = 1.1
 """The tokens of a rank's experts, as a multiple of the mean over ranks."""
@@ -43,74 +36,47 @@ UNEVEN = 1.1
 class PassMemory:
     """Bytes of one rank."""
 
-    parameters: int
-    """Its shards."""
-    trained: int
-    """The share of that which is trained: all, only adapters, or nothing. Gradients take the same, the optimizer twice
+    shards: tuple[int, ...]
+    """Its part of each parameter."""
+    trained_shards: tuple[int, ...]
+    """Those of them that are trained: all, only adapters, or none. Gradients take the same, the optimizer twice
     that."""
     activations: int
     """The greatest sum in a pass of everything else: activations, gathered parameters, gradients before they are
     sharded."""
     logprobs: int
     """The share of that in the output projection: logits of a chunk and what is computed from them."""
-    process_bytes: int
-    """The most memory that the process of the trace had (TM-1)."""
-    process_seconds: float
-    """How long that process took for it."""
+    stage_elements: int
+    """The elements of all versioned tensors of its stage."""
+    traced_rank: int
+    """The rank that was built."""
+
+    @property
+    def parameters(self) -> int:
+        """All its parts of parameters."""
+        return sum(self.shards)
+
+    @property
+    def trained(self) -> int:
+        """The trained ones."""
+        return sum(self.trained_shards)
+
+    @property
+    def total(self) -> int:
+        """All of a trainer's rank."""
+        return self.parameters + 3 * self.trained + self.activations + self.logprobs
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations make, until they are freed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """What the process of one rank found."""
 
-    def __init__(self, known: Sequence[torch.Tensor] = ()):
-        """The memory of `known` tensors is not counted."""
-        super().__init__()
-        self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}
-        for tensor in known:
-            self._add(tensor, counts=False)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count its results."""
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor)
-        return out
-
-    def __enter__(self) -> Self:
-        """Also count what FSDP frees and gets again by resizing storages."""
-        before = torch.UntypedStorage.resize_
-
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            key = storage._cdata
-            if key in self._sizes:
-                self.now += size - self._sizes[key]
-                self._sizes[key] = size
-                self.peak = max(self.peak, self.now)
-            return before(storage, size)
-
-        self._restore = partial(setattr, torch.UntypedStorage, "resize_", before)
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        """Count no longer."""
-        self._restore()
-        super().__exit__(*error)
-
-    def _add(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
-        tensor = _local(tensor)
-        storage = getattr(tensor, "elem", tensor).untyped_storage()  # what a collective's unfinished result wraps
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = size = storage.nbytes() if counts else 0
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._gone, key)
-
-    def _gone(self, key: int) -> None:
-        self.now -= self._sizes.pop(key, 0)
+    memory: PassMemory
+    """Without microbatches that wait for their backward passes."""
+    waiting: int
+    """The bytes of each that waits."""
+    groups: tuple[tuple[int, ...], ...]
+    """The ranks of the stage that hold the same, as numbers in the stage."""
 
 
 def trace(
@@ -121,47 +87,52 @@ def trace(
     *,
     on_gpu: bool,
     trains: bool = True,
-    stage: int = 0,
-) -> PassMemory:
-    """The memory of the first rank of this pipeline stage in a pass over one microbatch of documents of these lengths:
-    forward and backward, or only forward in a frozen model.
+) -> dict[tuple[int, ...], PassMemory]:
+    """By ranks, the memory that each of them needs in a pass over one microbatch of documents of these lengths: forward
+    and backward, or only forward in a frozen model.
 
     ConfigError or torch's own error if the ranks cannot divide the model.
     """
-    key = repr((shape, dtype, trainer, documents, on_gpu, trains, stage))
-    if key not in _TRACED:
-        # torch keeps plans for meshes that are equal but for their groups, so a second group would find the first's.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["goaly.train.engine", "goaly.models.bitwise", "goaly.plan.gpu_attention"])
-        with ProcessPoolExecutor(1, mp_context=context) as process:
-            _TRACED[key] = process.submit(_trace, shape, dtype, trainer, documents, on_gpu, trains, stage).result()
-    return _TRACED[key]
+    found: dict[tuple[int, ...], PassMemory] = {}
+    kinds: dict[tuple[Any, ...], int] = {}
+    for number in range(trainer.pp):
+        stage = stage_of(shape.layers, trainer.pp, number)
+        dense = max(shape.dense_layers - stage.layers.start, 0)
+        kind = (len(stage.layers), min(dense, len(stage.layers)), stage.is_first, stage.is_last)
+        like = kinds.setdefault(kind, number)  # the first stage of its kind
 
+        def of_rank(rank: int, like: int = like) -> Traced:
+            rank += like * trainer.stage_ranks
+            given = (rank, shape, dtype, trainer, documents, on_gpu, trains)
+            return as_fake_rank(_trace, *given, rank=rank, ranks=trainer.ranks)
 
-_TRACED: dict[str, PassMemory] = {}
-"""A dry run asks for the same rank several times."""
-
-
-def most_process_bytes() -> int:
-    """The most memory that a process of a trace had so far."""
-    return max(found.process_bytes for found in _TRACED.values())
+        waiting = stage.count - 1 - stage.number if trains else 0  # PP-3
+        for group in of_rank(0).groups:
+            one = of_rank(group[0])
+            memory = replace(one.memory, activations=one.memory.activations + waiting * one.waiting)
+            found[tuple(number * trainer.stage_ranks + rank for rank in group)] = memory  # TM-2
+    return found
 
 
 def _trace(
+    rank: int,
     shape: Architecture,
     dtype: Any,
     trainer: TrainerSettings,
     documents: tuple[int, ...],
     on_gpu: bool,
     trains: bool,
-    number: int,
-) -> PassMemory:
-    began = time.monotonic()
-    with _fake_ranks(trainer.ranks), warnings.catch_warnings():
+) -> Traced:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP and autocast warn of what a run filters
-        stage = stage_of(shape.layers, trainer.pp, number)
-        whole, _ = _sharded(shape, dtype, trainer, stage, on_gpu, trains)
-        parameters, trained = _held(whole.parameters()), _held(one for one in whole.parameters() if one.requires_grad)
+        stage = stage_of(shape.layers, trainer.pp, rank // trainer.stage_ranks)
+        whole, dims = _sharded(shape, dtype, trainer, stage, on_gpu, trains)
+        tie(whole)
+        first = rank - rank % trainer.stage_ranks
+        groups = alike(whole.parameters(), dims, range(first, first + trainer.stage_ranks))
+        shards = tuple(held_bytes([one]) for one in whole.parameters())
+        trained_shards = tuple(held_bytes([one]) for one in whole.parameters() if one.requires_grad and trains)
+        elements = sum(one.numel() for one in versioned_tensors(whole).values())
         del whole
         dense = max(shape.dense_layers - stage.layers.start, 0)
 
@@ -174,15 +145,21 @@ def _trace(
         if len(stage.layers) > least:
             more = phases(MORE_LAYERS)
     rest = (len(stage.layers) - least) / (MORE_LAYERS - FEW_LAYERS)
-    trunk, before_head, in_head = (int(one + rest * (other - one)) for one, other in zip(few, more, strict=True))
+    extended = (int(one + rest * (other - one)) for one, other in zip(few, more, strict=True))
+    trunk, before_head, in_head, waiting = extended
     logprobs = max(in_head - before_head, 0)
-    return PassMemory(
-        parameters=parameters,
-        trained=trained if trains else 0,
+    memory = PassMemory(
+        shards=shards,
+        trained_shards=trained_shards,
         activations=max(trunk, in_head) - logprobs,  # with `logprobs` this is the peak
         logprobs=logprobs,
-        process_bytes=KIB * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        process_seconds=time.monotonic() - began,
+        stage_elements=elements,
+        traced_rank=rank,
+    )
+    return Traced(
+        memory=memory,
+        waiting=waiting,
+        groups=tuple(tuple(one - first for one in group) for group in groups),
     )
 
 
@@ -195,8 +172,8 @@ def _phases(
     on_gpu: bool,
     trains: bool,
 ) -> list[int]:
-    """The peak in the blocks, what is there before the output projection, and the peak in it; without parameters and
-    gradients. A stage without a head has nothing in it."""
+    """The peak in the blocks, what is there before the output projection, the peak in it, and what stays until the
+    backward pass; without parameters and gradients. A stage without a head has nothing in it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from goaly.models.attention import PackedDocuments, causal_mask
@@ -219,10 +196,11 @@ def _phases(
     tokens = positions_1T.shape[1]
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
+        tie(model)
         model.train()
         _route_evenly(model, tokens // trainer.tp)
         _multiply_experts_without_data(model)
-        held = [_local(tensor) for tensor in (*model.parameters(), *model.buffers())]
+        held = [local_part(tensor) for tensor in (*model.parameters(), *model.buffers())]
         with LiveBytes(held) as live, torch.set_grad_enabled(trains):
             for one in model.parameters() if trains else ():  # as in all but a batch's first microbatch
                 one.grad = torch.empty_like(one) if one.requires_grad else None
@@ -234,18 +212,18 @@ def _phases(
                 )
                 given = entering(part, parallel_dims.get_mesh("tp") if trainer.tp > 1 else None)
             hidden = model(given, positions=positions_1T, attention_masks=masks)
-            gradients = _held(one.grad for one in model.parameters() if one.grad is not None)
+            gradients = held_bytes(one.grad for one in model.parameters() if one.grad is not None)
             forward, before, live.peak = live.peak, live.now, live.now
-            waiting = (stage.count - 1 - stage.number) * (before - gradients) if trains else 0  # PP-3
+            kept = before - gradients
             if not stage.is_last:
                 if trains:
                     hidden = leaving(hidden)
                     hidden.backward(torch.empty_like(hidden))
-                return [max(forward, live.peak) - gradients + waiting, 0, 0]
+                return [max(forward, live.peak) - gradients, 0, 0, kept]
             where, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64)
             found, entropies = model.lm_head(hidden, where, targets, trainer.logprob_chunk, trainer.temperature)
             if not trains:
-                return [forward, before, live.peak]
+                return [forward, before, live.peak, 0]
             loss = (found + entropies).sum()
             gradient, *_ = torch.autograd.grad(loss, [hidden], retain_graph=True)
             in_head, live.peak = live.peak, live.now
@@ -253,7 +231,7 @@ def _phases(
             loss.backward()
             backward, live.peak = live.peak, live.now
             del hidden, found, entropies, loss, where, targets
-            phases = [max(forward, backward) - gradients, before - gradients, in_head - gradients]
+            phases = [max(forward, backward) - gradients, kept, in_head - gradients, 0]
     return phases
 
 
@@ -270,15 +248,6 @@ def _sharded(
     on_cpu = ContextAttention.Config() if trainer.cp > 1 else None
     spec = spec_of(shape, attention=FlashShapes.Config() if on_gpu else on_cpu, lora=trainer.lora)
     return sharded_on_meta(spec, dtype, trainer, LOGPROBS, stage, trains=trains)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def _held(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes of this rank's parts."""
-    return sum(_local(tensor).numel() * tensor.element_size() for tensor in tensors)
 
 
 def _route_evenly(model: Any, tokens: int) -> None:
@@ -322,15 +291,3 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows_RD, weights_EDF = ctx.saved_tensors
         return torch.empty_like(rows_RD), torch.empty_like(weights_EDF)
-
-
-@contextmanager
-def _fake_ranks(count: int) -> Any:
-    """A process group of so many ranks, of which this process is the first and the others are not there."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

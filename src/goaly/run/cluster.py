@@ -39,6 +39,8 @@ class Host:
     gpus: tuple[Gpu, ...] = ()
     nodes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Cores by NUMA node; empty if unknown."""
+    gib: float | None = None
+    """Its memory in GiB, without that of GPUs; None: unknown."""
 
     @property
     def cores(self) -> frozenset[int]:
@@ -75,7 +77,10 @@ def imagined(settings: ImaginedCluster) -> Cluster:
         Gpu(name=str(index), node=index * settings.numa // settings.gpus if nodes else None, gib=settings.gpu_gib)
         for index in range(settings.gpus)
     )
-    hosts = tuple(Host(name=f"host-{index}", gpus=gpus, nodes=nodes) for index in range(sum(meshes.values())))
+    hosts = tuple(
+        Host(name=f"host-{index}", gpus=gpus, nodes=nodes, gib=settings.host_gib)
+        for index in range(sum(meshes.values()))
+    )
     numbers = iter(range(len(hosts)))
     return Cluster(hosts=hosts, meshes={mesh: tuple(next(numbers) for _ in range(n)) for mesh, n in meshes.items()})
 
@@ -92,6 +97,7 @@ def this_machine() -> Host:
         name=socket.gethostname(),
         gpus=tuple(known.get(name, Gpu(name=name)) for name in names),
         nodes=numa_nodes(frozenset(os.sched_getaffinity(0))),
+        gib=memory_gib(),
     )
 
 
@@ -100,6 +106,26 @@ def numa_nodes(allowed: frozenset[int], folder: Path = Path("/sys/devices/system
     lists = {int(path.parent.name[len("node") :]): path.read_text() for path in folder.glob("node[0-9]*/cpulist")}
     nodes = {node: tuple(core for core in numbers(text) if core in allowed) for node, text in sorted(lists.items())}
     return {node: cores for node, cores in nodes.items() if cores} or {0: tuple(sorted(allowed))}
+
+
+def memory_gib(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """The memory that this process may use at most: its machine's, or less if a control group limits it; None if the
+    system does not tell."""
+    known = proc / "meminfo"
+    if not known.is_file():
+        return None
+    least = int(known.read_text().partition("MemTotal:")[2].split()[0]) / (1 << 20)  # it counts in KiB
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        folder, limit = (groups, "memory.max") if not controllers else (groups / "memory", "memory.limit_in_bytes")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts) + 1):
+            file = folder.joinpath(*parts[:depth], limit)
+            if file.is_file() and (text := file.read_text().strip()).isdigit():
+                least = min(least, int(text) / (1 << 30))
+    return least
 
 
 def numbers(text: str) -> list[int]:

@@ -48,7 +48,9 @@ class ImaginedCluster(Settings):
     gpus: NonNegativeInt = 0
     """GPUs of each host."""
     gpu_gib: PositiveFloat | None = None
-    """Memory of each GPU in GiB; null: memory is not checked."""
+    """Memory of each GPU in GiB; null: memory of GPUs is not checked."""
+    host_gib: PositiveFloat | None = None
+    """Memory of each host in GiB, without that of GPUs; null: memory of hosts is not checked."""
     cores: PositiveInt | None = None
     """CPU cores of each host; null: unknown, and no process is bound to the cores near its GPU."""
     numa: PositiveInt = 1

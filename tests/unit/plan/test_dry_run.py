@@ -12,7 +12,7 @@ from goaly.models.settings import LoraSettings
 from goaly.models.spec import architecture, read_config
 from goaly.plan import dry_run
 from goaly.plan.dry_run import check_this_machine, describe, held_on_gpu
-from goaly.plan.memory import bytes_by_purpose
+from goaly.plan.memory import memory_by_role
 from goaly.run.cluster import Gpu, Host
 from goaly.run.config import RunConfig
 from goaly.run.host_settings import ImaginedCluster
@@ -55,6 +55,26 @@ def test_a_dry_run_shows_host_gpu_and_cores_of_every_rank_on_an_imagined_cluster
     assert found["rollout-3"] == ("host-3", "-", "any")
 
 
+def test_a_dry_run_says_which_ranks_of_which_stage_each_row_of_memory_stands_for(tiny_model_folder: Path):
+    config = run_config(
+        tiny_model_folder,
+        "hosts.imagine={hosts: 2, gpus: 8}",
+        "trainer={pp: 2, fsdp: 5}",
+        "generator={replicas: 2, tp: 2}",
+    )
+    table = describe(config).split("\n\n")[-2]
+    named = [re.split(r"  +", line)[0] for line in table.splitlines()]
+    assert named[0] == "ranks"
+    trainer = [name for name in named if name.startswith("trainer")]
+    assert trainer == [
+        "trainer 0-3, stage 1 of 2",
+        "trainer 4, stage 1 of 2",
+        "trainer 5-8, stage 2 of 2",
+        "trainer 9, stage 2 of 2",
+    ]
+    assert named[-2:] == ["generator 0-1 of each replica", "hub 0"]
+
+
 def test_a_dry_run_shows_cores_that_are_not_in_a_row(tiny_model_folder: Path):
     config = run_config(tiny_model_folder, "hosts.imagine={cores: 8}", bind={"trainer": [0, 1, 2, 5, 7]})
     assert rows(config)["trainer"] == ("host-0", "-", "0-2,5,7")
@@ -75,18 +95,20 @@ def test_a_dry_run_refuses_what_does_not_fit_the_cluster(tiny_model_folder: Path
 
 def test_adapters_need_no_gradients_and_moments_of_whole_weights(tiny_model_folder: Path):
     whole, adapters = (
-        bytes_by_purpose(run_config(tiny_model_folder, "loss.kl_coef=0.1", *more), on_gpu=False)
+        memory_by_role(run_config(tiny_model_folder, "loss.kl_coef=0.1", *more), on_gpu=False)
         for more in ((), ("trainer.lora={rank: 8}", "reference.refresh_every=2"))
     )
-    elements = LoraSettings(rank=8).elements(architecture(read_config(tiny_model_folder)))
-    weights = whole["generator"]["weights"]
+    shape = architecture(read_config(tiny_model_folder))
+    elements, weights = LoraSettings(rank=8).elements(shape), 4 * shape.elements
     states = ("parameters", "gradients", "optimizer")
-    assert [whole["trainer"][part] for part in states] == [weights, weights, 2 * weights]
-    assert [adapters["trainer"][part] for part in states] == [weights + 4 * elements, 4 * elements, 8 * elements]
-    assert adapters["trainer"]["activations"] < whole["trainer"]["activations"] * 2
-    assert adapters["trainer"]["ring"] == 3 * 4 * elements
-    assert adapters["generator"] | {"KV": 0, "prefetch": 0} == {"weights": weights, "KV": 0, "prefetch": 0}
-    assert adapters["generator"]["prefetch"] == adapters["reference"]["prefetch"] == 4 * elements
+    (every,), (some,) = whole["trainer"], adapters["trainer"]
+    assert [every.on_device[part] for part in states] == [weights, weights, 2 * weights]
+    assert [some.on_device[part] for part in states] == [weights + 4 * elements, 4 * elements, 8 * elements]
+    assert some.on_device["activations"] < every.on_device["activations"] * 2
+    assert some.on_host == {"ring": 3 * 4 * elements, "checkpoint": 12 * elements}
+    (generator,), (all_weights,), (reference,) = adapters["generator"], whole["generator"], adapters["reference"]
+    assert generator.on_device["weights"] - all_weights.on_device["weights"] == 4 * elements
+    assert generator.on_device["prefetch"] == reference.on_device["prefetch"] == 4 * elements
 
 
 def test_an_offloaded_reference_takes_room_for_its_passes_only_on_the_gpu_that_it_shares(tiny_model_folder: Path):
@@ -100,8 +122,7 @@ def test_an_offloaded_reference_takes_room_for_its_passes_only_on_the_gpu_that_i
         describe(config)
     config = replace(config, reference=replace(config.reference, offload=True))
     assert rows(config)["reference"][:2] == rows(config)["trainer"][:2] == ("host-0", "0")
-    assert "parameters on the CPU" in describe(config)
-    assert "prefetch on the CPU" in describe(config)
+    assert re.search(r"reference 0 .*; host: checkpoint \S+ GiB, parameters \S+ GiB, prefetch", describe(config))
 
 
 def test_a_dry_run_starts_no_job_and_asks_for_a_cluster_instead(tiny_model_folder: Path):

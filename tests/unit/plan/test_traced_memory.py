@@ -1,19 +1,24 @@
 """A training pass is traced without memory, and what its ranks hold is what torchtitan's layout says."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from goaly.models.published import MODELS
+from goaly.models.settings import LoraSettings
 from goaly.models.spec import Architecture, architecture
 from goaly.models.tiny import TinyModel, model_config
+from goaly.plan.fake_ranks import as_fake_rank, most_process_bytes
+from goaly.plan.live_bytes import LiveBytes, held_bytes
 from goaly.plan.parallelism import Parallelism
-from goaly.plan.trace import LiveBytes, trace
+from goaly.plan.trace import PassMemory, trace
 from goaly.train.settings import TrainerSettings
 
 DENSE = architecture(model_config(TinyModel(dim=64, layers=3, hidden_dim=128)))
+TIED = architecture(model_config(TinyModel(dim=64, layers=3, hidden_dim=128, tied=True)))
 SINKS = architecture(
     {
         "architectures": ["GptOssForCausalLM"],
@@ -35,6 +40,12 @@ SINKS = architecture(
 EXPERTS = architecture(model_config(TinyModel(dim=64, layers=3, hidden_dim=32, experts=8)))
 
 
+def traced(shape: Architecture, settings: TrainerSettings, *documents: int, **how: Any) -> PassMemory:
+    """The memory of ranks that are all alike, in bfloat16."""
+    (found,) = trace(shape, "bfloat16", settings, documents, **{"on_gpu": True, **how}).values()
+    return found
+
+
 def test_bytes_count_while_a_tensor_lives_and_a_view_counts_once():
     known = torch.zeros(64)
     with LiveBytes([known]) as live:
@@ -54,6 +65,8 @@ def test_bytes_count_while_a_tensor_lives_and_a_view_counts_once():
     [
         (DENSE, (4, 1, 1)),
         (DENSE, (2, 2, 1)),
+        (TIED, (1, 2, 1)),
+        (TIED, (2, 2, 1)),
         (EXPERTS, (1, 2, 1)),
         (EXPERTS, (4, 1, 2)),
         (EXPERTS, (2, 2, 4)),
@@ -65,7 +78,7 @@ def test_bytes_count_while_a_tensor_lives_and_a_view_counts_once():
 def test_a_rank_holds_what_the_layout_says(shape: Architecture, axes: tuple[int, int, int]):
     """WE-1"""
     fsdp, tp, ep = axes
-    found = trace(shape, "bfloat16", TrainerSettings(fsdp=fsdp, tp=tp, ep=ep), (128,), on_gpu=True)
+    found = traced(shape, TrainerSettings(fsdp=fsdp, tp=tp, ep=ep), 128)
     layout = Parallelism(fsdp=fsdp, tp=tp, ep=ep).layout(shape.parameters(), 0, torch.float32)
     assert found.parameters == sum(shard.bytes for shard in layout)
     assert found.activations > 0 < found.logprobs
@@ -73,31 +86,77 @@ def test_a_rank_holds_what_the_layout_says(shape: Architecture, axes: tuple[int,
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_ranks_that_divide_tokens_shard_parameters_and_halve_activations(on_gpu: bool):
-    documents, dtype = (400, 112), "bfloat16"
-    alone, both = (
-        trace(DENSE, dtype, TrainerSettings(**axes), documents, on_gpu=on_gpu) for axes in ({"fsdp": 2}, {"cp": 2})
-    )
+    alone, both = (traced(DENSE, TrainerSettings(**axes), 400, 112, on_gpu=on_gpu) for axes in ({"fsdp": 2}, {"cp": 2}))
     assert both.parameters == alone.parameters
     assert alone.activations / 2.5 < both.activations < alone.activations / 1.5
     assert both.logprobs < alone.logprobs / 1.5
 
 
-def test_a_stage_holds_its_layers_and_the_activations_of_microbatches_that_wait():  # PP-3
-    settings, documents = TrainerSettings(pp=2, tp=2), (400, 112)
-    shape = replace(DENSE, layers=6)
-    first, last = (trace(shape, "bfloat16", settings, documents, on_gpu=True, stage=stage) for stage in range(2))
-    alone = trace(shape, "bfloat16", TrainerSettings(tp=2), documents, on_gpu=True)
-    assert first.parameters + last.parameters == alone.parameters
+def test_each_stage_holds_its_layers_and_the_activations_of_microbatches_that_wait():  # PP-3
+    settings, documents = TrainerSettings(pp=3, tp=2), (400, 112)
+    shape = replace(DENSE, layers=10)
+    found = trace(shape, "bfloat16", settings, documents, on_gpu=True)
+    alone = traced(shape, TrainerSettings(tp=2), *documents)
+    assert list(found) == [(0, 1), (2, 3), (4, 5)]  # TM-2
+    first, middle, last = found.values()
+    assert first.parameters + middle.parameters + last.parameters == alone.parameters
+    assert sum(one.stage_elements for one in found.values()) == shape.elements
     assert first.parameters == last.parameters - 4 * shape.dim  # the last norm
-    assert (first.logprobs, last.logprobs) == (0, pytest.approx(alone.logprobs, rel=0.05))
+    assert (first.logprobs, middle.logprobs, last.logprobs) == (0, 0, pytest.approx(alone.logprobs, rel=0.05))
     assert last.activations < 0.75 * alone.activations
-    assert first.activations > 1.5 * last.activations
+    for_each_layer = first.activations / 3, middle.activations / 4, last.activations / 3
+    assert for_each_layer[0] > 1.2 * for_each_layer[1] > 1.5 * for_each_layer[2]
+
+
+def test_stages_that_differ_only_in_what_waits_have_one_trace():
+    shape = replace(DENSE, layers=14)
+    found = trace(shape, "bfloat16", TrainerSettings(pp=4), (256,), on_gpu=True)
+    _, second, third, _ = found.values()
+    assert second.traced_rank == third.traced_rank == 1
+    last = trace(shape, "bfloat16", TrainerSettings(pp=4), (256,), on_gpu=True, trains=False)
+    assert len({one.activations for one in list(last.values())[1:3]}) == 1  # nothing waits without backward passes
+    kept = second.activations - third.activations
+    assert 0 < kept < third.activations
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        (DENSE, {"fsdp": 3}),
+        (DENSE, {"fsdp": 5, "tp": 2}),
+        (DENSE, {"pp": 2, "fsdp": 3}),
+        (EXPERTS, {"fsdp": 6, "ep": 2}),
+        (DENSE, {"fsdp": 6, "lora": LoraSettings(rank=4)}),
+    ],
+    ids=str,
+)
+def test_ranks_of_a_group_hold_what_the_traced_one_holds(shape: Architecture, axes: dict[str, Any]):
+    """TM-2"""
+    settings = TrainerSettings(**axes)
+    found = trace(shape, "bfloat16", settings, (128 * settings.tp,), on_gpu=True)
+    assert sorted(rank for ranks in found for rank in ranks) == list(range(settings.ranks))
+    assert len(found) > settings.pp  # sizes that do not divide evenly
+    for ranks, one in found.items():
+        for rank in ranks:
+            built = as_fake_rank(built_shards, rank, shape, settings, rank=rank, ranks=settings.ranks)
+            assert sorted(one.shards) == sorted(built), rank
+
+
+def built_shards(rank: int, shape: Architecture, settings: TrainerSettings) -> list[int]:
+    """The bytes of each parameter of this rank, as a run builds it."""
+    from goaly.models.spec import spec_of
+    from goaly.train.logprobs import LOGPROBS
+    from goaly.train.parallel import sharded_on_meta
+    from goaly.train.pipeline import stage_of
+
+    stage = stage_of(shape.layers, settings.pp, rank // settings.stage_ranks)
+    model, _ = sharded_on_meta(spec_of(shape, lora=settings.lora), "bfloat16", settings, LOGPROBS, stage)
+    return [held_bytes([one]) for one in model.parameters()]
 
 
 def test_layers_that_are_left_out_count_as_those_that_are_run():
-    settings, documents = TrainerSettings(fsdp=2), (200, 56)
     extended, four, three = (
-        trace(replace(EXPERTS, layers=layers), "bfloat16", settings, documents, on_gpu=False) for layers in (5, 4, 3)
+        traced(replace(EXPERTS, layers=layers), TrainerSettings(fsdp=2), 200, 56, on_gpu=False) for layers in (5, 4, 3)
     )
     assert extended.activations - four.activations == four.activations - three.activations > 0
     assert extended.logprobs == four.logprobs
@@ -105,7 +164,7 @@ def test_layers_that_are_left_out_count_as_those_that_are_run():
 
 def test_checkpointing_and_short_chunks_take_less():
     def activations(**settings: object) -> tuple[int, int]:
-        found = trace(DENSE, "bfloat16", TrainerSettings(**settings), (512,), on_gpu=True)
+        found = traced(DENSE, TrainerSettings(**settings), 512)
         return found.activations, found.logprobs
 
     found = activations(logprob_chunk=512)
@@ -114,9 +173,7 @@ def test_checkpointing_and_short_chunks_take_less():
 
 
 def test_a_pass_without_gradients_takes_less_and_trains_nothing():
-    trained, frozen = (
-        trace(DENSE, "bfloat16", TrainerSettings(), (512,), on_gpu=True, trains=trains) for trains in (True, False)
-    )
+    trained, frozen = (traced(DENSE, TrainerSettings(), 512, trains=trains) for trains in (True, False))
     assert (trained.parameters, frozen.parameters) == (4 * DENSE.elements, 2 * DENSE.elements)
     assert (trained.trained, frozen.trained) == (trained.parameters, 0)
     assert 0 < frozen.activations < trained.activations / 3
@@ -125,7 +182,7 @@ def test_a_pass_without_gradients_takes_less_and_trains_nothing():
 def test_the_largest_model_takes_no_memory_and_leaves_no_group():
     """TM-1"""
     settings = TrainerSettings(fsdp=64, ep=8, activation_checkpointing="full")
-    found = trace(MODELS["qwen3-235b-a22b"], "bfloat16", settings, (8192,), on_gpu=True)
+    found = traced(MODELS["qwen3-235b-a22b"], settings, 8192)
     assert found.parameters == pytest.approx(4 * 235.09e9 / 64, rel=1e-3)
-    assert 100e6 < found.process_bytes < 2e9  # it would be 3.7e9 for each layer of a rank's parameters alone
+    assert 100e6 < most_process_bytes() < 2e9  # it would be 3.7e9 for each layer of a rank's parameters alone
     assert not dist.is_initialized()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from goaly.run import cluster
-from goaly.run.cluster import Gpu, imagined, numa_nodes, numbers, this_machine
+from goaly.run.cluster import Gpu, imagined, memory_gib, numa_nodes, numbers, this_machine
 from goaly.run.host_settings import ImaginedCluster
 
 NVIDIA_SMI = """\
@@ -88,3 +88,25 @@ def test_an_imagined_host_has_its_gpus_and_cores_in_equal_parts_on_its_nodes():
     assert by_mesh.seats("trainer") == (0, 1)
     assert by_mesh.seats("generator") == (2,)
     assert by_mesh.hosts[0].cores == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("group", "limits", "gib"),
+    [
+        ("0::/", {}, 64),
+        ("0::/job/step", {"job/memory.max": 8 << 30, "job/step/memory.max": "max"}, 8),
+        ("0::/", {"memory.max": 1 << 40}, 64),
+        ("4:cpu:/a\n3:memory:/job", {"memory/job/memory.limit_in_bytes": 4 << 30}, 4),
+    ],
+)
+def test_memory_is_the_machines_or_what_a_control_group_leaves_of_it(
+    group: str, limits: dict[str, object], gib: float, tmp_path: Path
+):
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal:       {64 << 20} kB\nMemFree:        1 kB\n")
+    (proc / "self" / "cgroup").write_text(f"{group}\n")
+    for name, limit in limits.items():
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(f"{limit}\n")
+    assert memory_gib(proc, groups) == gib

@@ -1,0 +1,103 @@
+"""The model of a sampler's rank, without memory: torchtitan's definition, divided over the ranks of a replica.
+
+vLLM's model class (`vllm_model.py`) gives it memory and attention over the key-value cache; plans build it to know its
+tensors. It does not import vLLM.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import spmd_types
+import torch
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as torchtitan_distributed
+from torchtitan.distributed.parallel_dims import MeshAxisName
+from torchtitan.models.common.decoder_sharding import dense_activation_placement
+from torchtitan.models.common.moe_sharding import expert_param_placement_dense
+
+from goaly.models.settings import Numerics
+from goaly.models.titan_config import divide
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.model_spec import ModelSpec
+
+
+def divided_on_meta(
+    spec: "ModelSpec", tp: int, rank: int, *, divides_experts: bool, numerics: Numerics
+) -> tuple[Any, ParallelDims | None]:
+    """The part of the model on this rank of `tp`, and torchtitan's dimensions of the ranks (None: one rank has all).
+
+    With `divides_experts` each rank has some experts of every layer, instead of a part of each expert.
+    """
+    config: Any = spec.model
+    if tp == 1:
+        with torch.device("meta"):
+            return config.build(), None
+    parallelism = ParallelismConfig(
+        tensor_parallel_degree=tp,
+        data_parallel_shard_degree=1,
+        enable_sequence_parallel=False,
+        spmd_backend="spmd_types",
+    )
+    torchtitan_distributed.set_spmd_backend("spmd_types")
+    dims = ParallelDims.from_config(parallelism, world_size=tp)
+    divide(config, parallelism)
+    if numerics == "bitwise":
+        _add_whole_outputs(config)
+    if divides_experts:
+        _divide_experts(config, tp, rank, numerics)
+    with torch.device("meta"):
+        model = config.build()
+    spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=TrainingConfig(),
+        parallelism=parallelism,
+        compile_config=CompileConfig(),
+        ac_config=None,
+        dump_folder="",
+        skip_dp=True,
+    )
+    return model, dims
+
+
+def split_dim(model: torch.nn.Module, name: str) -> int | None:
+    """The dimension along which a divided model's parameter is split over the ranks; None: each rank has all of it."""
+    module, _, state = name.rpartition(".")
+    sharding: Any = model.get_submodule(module)._sharding_config
+    placement = sharding.state_shardings[state].per_axis_spmd_types()[MeshAxisName.TP]
+    return placement.dim if isinstance(placement, spmd_types.Shard) else None
+
+
+def _add_whole_outputs(config: Any) -> None:
+    """Let ranks add the outputs of routed and shared experts when both are whole (BE-3), not their parts of both."""
+    whole = dense_activation_placement(tp=spmd_types.I)
+    for layer in config.layers:
+        if layer.moe is None:
+            continue
+        layer.moe.sharding_config.out_src_shardings = whole
+        layer.moe.routed_experts.sharding_config.out_dst_shardings = whole
+        if layer.moe.shared_experts is not None:
+            layer.moe.shared_experts.w2.sharding_config.out_dst_shardings = whole
+
+
+def _divide_experts(config: Any, ranks: int, rank: int, numerics: Numerics) -> None:
+    if numerics == "bitwise":
+        from goaly.models.bitwise_experts import BitwiseOwnExpertsDispatcher as OwnExperts
+    else:
+        from goaly.models.experts import OwnExpertsDispatcher as OwnExperts
+    for layer in config.layers:
+        if layer.moe is None:
+            continue
+        experts, count = layer.moe.routed_experts, layer.moe.num_experts // ranks
+        by_expert = expert_param_placement_dense(tp_placement=spmd_types.S(0))
+        shardings = experts.inner_experts.sharding_config.state_shardings
+        experts.inner_experts.sharding_config.state_shardings = dict.fromkeys(shardings, by_expert)
+        if numerics == "bitwise":  # it adds the outputs of all ranks itself, so they are whole
+            experts.sharding_config.out_src_shardings = experts.sharding_config.out_dst_shardings
+        experts.token_dispatcher = OwnExperts.Config(
+            num_experts=layer.moe.num_experts,
+            top_k=layer.moe.router.top_k,
+            first=rank * count,
+            count=count,
+        )
