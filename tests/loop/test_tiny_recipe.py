@@ -1,17 +1,21 @@
-"""A recipe for a large model runs on a CPU with one switch, on data in the published formats."""
+"""Recipes for large models run on a CPU with one switch, on data in the published formats."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.loop.launched import REWARDED
 from tests.program import ended
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.timeout(900)
 
-@pytest.mark.timeout(900)
-def test_the_recipe_with_experts_trains_and_evaluates_on_two_ranks_each(tmp_path: Path):
+
+def steps_of(recipe: str, folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """The metrics of two steps of this recipe, as a tiny run in `folder / "run"`."""
     dapo = [
         {
             "data_source": "math_dapo",
@@ -23,17 +27,31 @@ def test_the_recipe_with_experts_trains_and_evaluates_on_two_ranks_each(tmp_path
     ]
     aime = [{"ID": "2024-I-1", "Problem": "1+1?", "Solution": "", "Answer": 2, "question": "1+1?", "answer": "2"}]
     for name, records in (("dapo", dapo), ("aime", aime)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    files = [f"evaluation.sets.{name}.files=[{tmp_path / 'aime.jsonl'}]" for name in ("aime24", "aime25")]
-    settings = ["--config", str(ROOT / "configs/grpo/qwen3_30b_a3b.yaml"), "model.tiny=true", "steps=2"]
-    settings += [f"run_dir={tmp_path / 'run'}", f"prompts.files=[{tmp_path}/dapo.jsonl]", *files]
-    done = ended("apps.grpo.main", *settings, below=tmp_path, seconds=800)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    files = [f"evaluation.sets.{name}.files=[{folder / 'aime.jsonl'}]" for name in ("aime24", "aime25")]
+    settings = ["--config", str(ROOT / f"configs/grpo/{recipe}.yaml"), "model.tiny=true", "steps=2"]
+    settings += [f"run_dir={folder / 'run'}", f"prompts.files=[{folder}/dapo.jsonl]", *files, *overrides]
+    done = ended("apps.grpo.main", *settings, below=folder, seconds=800)
     assert done.returncode == 0, done.stdout + done.stderr
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["policy_version"] for step in steps] == [1, 2]
     fresh = [abs(step["sampler_kl"]) for step in steps if step["age/max"] == 0]
     assert fresh
     assert max(fresh) < 1e-4  # rounding in bfloat16, which also moves choices of experts
+    assert (folder / "run" / "policy" / "config.json").is_file()
+    return steps
+
+
+def test_the_recipe_with_experts_trains_and_evaluates_on_two_ranks_each(tmp_path: Path):
+    steps_of("qwen3_30b_a3b", tmp_path)
     first = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()[0])
     assert {"evaluation/aime24/avg@2", "evaluation/aime25/avg@2"} <= set(first)
-    assert (tmp_path / "run" / "policy" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_8b", "qwen3_32b"])
+def test_a_dense_recipe_trains_on_two_ranks_each_and_samples_until_each_group_has_a_signal(recipe: str, tmp_path: Path):
+    """A random policy never solves a problem, so the switch turns dynamic sampling off; this verifier tells its answers
+    apart."""
+    steps = steps_of(recipe, tmp_path, "backlog.dynamic_sampling=true", REWARDED)
+    assert all(step["groups/without_signal"] == 0 for step in steps)
+    assert all(step["grad_norm"] > 0 for step in steps)
