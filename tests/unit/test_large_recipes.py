@@ -85,6 +85,18 @@ def test_a_large_recipe_fits_the_nodes_that_it_names_and_not_half_their_memory(f
     describe(config_of(file, data, cluster))
     with pytest.raises(ConfigError, match=r"a rank needs \S+ GiB"):
         describe(config_of(file, data, cluster.replace("gpu_gib: 139", "gpu_gib: 60")))
+    with pytest.raises(ConfigError, match=r"hosts\.imagine\.host_gib=150: must be at least \d+"):
+        describe(config_of(file, data, re.sub(r"host_gib: \d+", "host_gib: 150", cluster)))
+
+
+def test_a_node_that_generates_with_the_largest_model_needs_memory_for_spares_and_mirrors(data: list[str]):
+    file = NAMED["qwen3_235b_a22b"]
+    cluster = nodes(file).replace("host_gib: 2200", "host_gib: 1500")
+    with pytest.raises(ConfigError) as error:
+        describe(config_of(file, data, cluster))
+    (problem,) = error.value.problems  # the nodes that train fit
+    assert "(generator prefetch 1172.0, generator mirror 876.4, rest 0.0)" in problem
+    assert "generator landing 16.0" in describe(config_of(file, data, cluster, "weights.transport=rdma"))
 
 
 def test_a_model_that_is_known_by_name_needs_a_folder_only_to_run(data: list[str]):

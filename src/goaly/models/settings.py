@@ -36,8 +36,9 @@ class ModelSettings(Settings):
     tiny: bool = False
     """Try the run on a CPU: replace the model by a tiny one with random weights, of the same family and number of
     experts, and keep the pattern of parallelism, with two ranks each for trainer and generator. Lengths, batches and
-    steps become small too, and `hosts` is this machine. Overrides on the command line are applied after that. The
-    resolved config has these small values, and `tiny: false`."""
+    steps become small too, and `hosts` is this machine. `backlog.dynamic_sampling` is off: the tiny model solves no
+    problem, so no group would have a signal. Overrides on the command line are applied after that. The resolved config
+    has these small values, and `tiny: false`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the model's computations. In bfloat16 the trainer keeps float32 parameters and casts them for
     each pass; a reference keeps bfloat16 ones, and weights travel as bfloat16 (`weights.transfer_dtype`)."""

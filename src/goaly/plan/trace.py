@@ -175,6 +175,7 @@ def _phases(
     """The peak in the blocks, what is there before the output projection, the peak in it, and what stays until the
     backward pass; without parameters and gradients. A stage without a head has nothing in it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.fsdp import FSDPModule
 
     from goaly.models.attention import PackedDocuments, causal_mask
     from goaly.models.spec import prepare_torchtitan
@@ -200,6 +201,8 @@ def _phases(
         model.train()
         _route_evenly(model, tokens // trainer.tp)
         _multiply_experts_without_data(model)
+        if isinstance(model, FSDPModule):
+            model._get_fsdp_state()._lazy_init()  # pads uneven shards, which a run has done before its first pass
         held = [local_part(tensor) for tensor in (*model.parameters(), *model.buffers())]
         with LiveBytes(held) as live, torch.set_grad_enabled(trains):
             for one in model.parameters() if trains else ():  # as in all but a batch's first microbatch

@@ -57,7 +57,9 @@ def tiny_values(values: dict[str, Any]) -> dict[str, Any]:
         "trainer.schedule": {"warmup_steps": 1},
     }
     if _of(values, "backlog", "dynamic_sampling"):
-        changed["backlog.dynamic_sampling"] = False  # a random policy solves nothing, so no group has a signal
+        changed["backlog.dynamic_sampling"] = (
+            False  # a random policy solves nothing, so no group has a signal, and the run would end
+        )
     if isinstance(_of(values, "advantages", "overlong"), dict):
         changed["advantages.overlong"] = {"limit": ANSWER_TOKENS, "buffer": ANSWER_TOKENS // 4}
     for section in ("evaluation", "save"):
