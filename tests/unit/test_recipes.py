@@ -172,7 +172,8 @@ def test_the_plan_of_a_run_with_a_critic_says_where_it_goes(tiny_model_folder: P
     (place,) = [place for place in processes(config) if place.name == "critic"]
     assert (place.role, place.count, place.threads) == ("critic", 2, 1)
     memory = memory_by_role(config, on_gpu=False)
-    (critic,), (trainer,) = memory["critic"], memory["trainer"]
+    (critic, other), (trainer,) = memory["critic"], memory["trainer"]
+    assert (critic.ranks, other.ranks) == ((0,), (1,))  # the value head has one row
     assert 0 < critic.device_gib < trainer.device_gib
     table = describe(config)
     assert re.search(r"\ncritic.1 +\S+ +- +0 +1 ", table)

@@ -74,7 +74,9 @@ def memory_by_role(config: RunConfig, *, on_gpu: bool, traced: bool = True) -> d
         model = config.model
         if config.critic.path is not None:
             model = ModelSettings(path=config.critic.path, dtype=config.model.dtype)
-        found["critic"] = _trained(config, config.critic.engine_settings(config.trainer), model, on_gpu, traced)
+        found["critic"] = _trained(
+            config, config.critic.engine_settings(config.trainer), model, on_gpu, traced, critic=True
+        )
     return found
 
 
@@ -108,11 +110,17 @@ def pinned(sizes: Iterable[float]) -> float:
 
 
 def passes(
-    config: RunConfig, settings: TrainerSettings, model: ModelSettings, on_gpu: bool, *, trains: bool = True
+    config: RunConfig,
+    settings: TrainerSettings,
+    model: ModelSettings,
+    on_gpu: bool,
+    *,
+    trains: bool = True,
+    critic: bool = False,
 ) -> dict[tuple[int, ...], PassMemory]:
     """By ranks, the memory of a pass over a full microbatch."""
     documents = (config.backlog.row_length,) * settings.microbatch_rows
-    return traced_pass(shape_of(model), model, settings, documents, on_gpu, trains=trains)
+    return traced_pass(shape_of(model), model, settings, documents, on_gpu, trains=trains, critic=critic)
 
 
 def traced_pass(
@@ -123,6 +131,7 @@ def traced_pass(
     on_gpu: bool,
     *,
     trains: bool = True,
+    critic: bool = False,
 ) -> dict[tuple[int, ...], PassMemory]:
     """By ranks, the memory of a pass over documents of these lengths. Settings that change no memory do not lead to
     another trace."""
@@ -138,7 +147,7 @@ def traced_pass(
     )
     if missing := -sum(documents) % settings.token_multiple:
         documents = (*documents, missing)  # as microbatches are padded
-    return trace(shape, model.dtype, alike, documents, on_gpu=on_gpu, trains=trains)
+    return trace(shape, model.dtype, alike, documents, on_gpu=on_gpu, trains=trains, critic=critic)
 
 
 def transferred_bytes(config: RunConfig) -> int:
@@ -165,7 +174,13 @@ def _trainer(config: RunConfig, shape: Architecture, on_gpu: bool, traced: bool)
 
 
 def _trained(
-    config: RunConfig, settings: TrainerSettings, model: ModelSettings, on_gpu: bool, traced: bool
+    config: RunConfig,
+    settings: TrainerSettings,
+    model: ModelSettings,
+    on_gpu: bool,
+    traced: bool,
+    *,
+    critic: bool = False,
 ) -> tuple[RankMemory, ...]:
     """Float32 parameters, gradients and AdamW's two moments, a pass over a microbatch, and the copy of the state that a
     checkpoint is written from. With adapters only these are trained, and all else is of the computed type."""
@@ -182,7 +197,7 @@ def _trained(
                 },
                 on_host={"checkpoint": 3 * (pinned(found.trained_shards) if on_gpu else found.trained)},
             )
-            for ranks, found in passes(config, settings, model, on_gpu).items()
+            for ranks, found in passes(config, settings, model, on_gpu, critic=critic).items()
         )
     shape = shape_of(model)
     parameters = trained = 4 * shape.elements / settings.ranks

@@ -87,9 +87,10 @@ def trace(
     *,
     on_gpu: bool,
     trains: bool = True,
+    critic: bool = False,
 ) -> dict[tuple[int, ...], PassMemory]:
     """By ranks, the memory that each of them needs in a pass over one microbatch of documents of these lengths: forward
-    and backward, or only forward in a frozen model.
+    and backward, or only forward in a frozen model. A `critic` has a value head.
 
     ConfigError or torch's own error if the ranks cannot divide the model.
     """
@@ -103,7 +104,7 @@ def trace(
 
         def of_rank(rank: int, like: int = like) -> Traced:
             rank += like * trainer.stage_ranks
-            given = (rank, shape, dtype, trainer, documents, on_gpu, trains)
+            given = (rank, shape, dtype, trainer, documents, on_gpu, trains, critic)
             return as_fake_rank(_trace, *given, rank=rank, ranks=trainer.ranks)
 
         waiting = stage.count - 1 - stage.number if trains else 0  # PP-3
@@ -122,11 +123,12 @@ def _trace(
     documents: tuple[int, ...],
     on_gpu: bool,
     trains: bool,
+    critic: bool,
 ) -> Traced:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP and autocast warn of what a run filters
         stage = stage_of(shape.layers, trainer.pp, rank // trainer.stage_ranks)
-        whole, dims = _sharded(shape, dtype, trainer, stage, on_gpu, trains)
+        whole, dims = _sharded(shape, dtype, trainer, stage, on_gpu, trains, critic)
         tie(whole)
         first = rank - rank % trainer.stage_ranks
         groups = alike(whole.parameters(), dims, range(first, first + trainer.stage_ranks))
@@ -138,7 +140,7 @@ def _trace(
 
         def phases(layers: int) -> list[int]:
             part, alone = replace(stage, layers=range(layers)), replace(shape, layers=layers, dense_layers=dense)
-            return _phases(alone, dtype, trainer, part, documents, on_gpu, trains)
+            return _phases(alone, dtype, trainer, part, documents, on_gpu, trains, critic)
 
         least = min(len(stage.layers), FEW_LAYERS)
         few = more = phases(least)
@@ -171,6 +173,7 @@ def _phases(
     documents: tuple[int, ...],
     on_gpu: bool,
     trains: bool,
+    critic: bool,
 ) -> list[int]:
     """The peak in the blocks, what is there before the output projection, the peak in it, and what stays until the
     backward pass; without parameters and gradients. A stage without a head has nothing in it."""
@@ -182,7 +185,7 @@ def _phases(
     from goaly.train.parallel import context_mesh, context_ranks
 
     causal_mask.cache_clear()  # each trace counts its masks
-    model, parallel_dims = _sharded(shape, dtype, trainer, stage, on_gpu, trains)
+    model, parallel_dims = _sharded(shape, dtype, trainer, stage, on_gpu, trains, critic)
     positions_1T = torch.cat([torch.arange(length) for length in documents])[None]
     masks: Any = None
     if trainer.cp > 1:
@@ -224,7 +227,10 @@ def _phases(
                     hidden.backward(torch.empty_like(hidden))
                 return [max(forward, live.peak) - gradients, 0, 0, kept]
             where, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64)
-            found, entropies = model.lm_head(hidden, where, targets, trainer.logprob_chunk, trainer.temperature)
+            if critic:
+                found = entropies = model.lm_head(hidden, where)
+            else:
+                found, entropies = model.lm_head(hidden, where, targets, trainer.logprob_chunk, trainer.temperature)
             if not trains:
                 return [forward, before, live.peak, 0]
             loss = (found + entropies).sum()
@@ -239,18 +245,25 @@ def _phases(
 
 
 def _sharded(
-    shape: Architecture, dtype: Any, trainer: TrainerSettings, stage: Stage, on_gpu: bool, trains: bool
+    shape: Architecture,
+    dtype: Any,
+    trainer: TrainerSettings,
+    stage: Stage,
+    on_gpu: bool,
+    trains: bool,
+    critic: bool,
 ) -> tuple[Any, Any]:
     """The stage of the model as a run builds it, without memory, and torchtitan's dimensions of the ranks."""
     from goaly.models.context_attention import ContextAttention
     from goaly.models.spec import spec_of
     from goaly.plan.gpu_attention import FlashShapes
+    from goaly.train.critic_engine import VALUES
     from goaly.train.logprobs import LOGPROBS
     from goaly.train.parallel import sharded_on_meta
 
     on_cpu = ContextAttention.Config() if trainer.cp > 1 else None
     spec = spec_of(shape, attention=FlashShapes.Config() if on_gpu else on_cpu, lora=trainer.lora)
-    return sharded_on_meta(spec, dtype, trainer, LOGPROBS, stage, trains=trains)
+    return sharded_on_meta(spec, dtype, trainer, VALUES if critic else LOGPROBS, stage, trains=trains)
 
 
 def _route_evenly(model: Any, tokens: int) -> None:

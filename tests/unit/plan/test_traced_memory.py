@@ -181,6 +181,13 @@ def test_a_pass_without_gradients_takes_less_and_trains_nothing():
     assert 0 < frozen.activations < trained.activations / 3
 
 
+def test_a_critic_has_a_value_in_place_of_each_tokens_logits():
+    policy, critic = (traced(DENSE, TrainerSettings(), 512, critic=critic) for critic in (False, True))
+    head = 4 * DENSE.vocab_size * DENSE.dim
+    assert critic.parameters == policy.parameters - head + 4 * DENSE.dim
+    assert critic.activations + critic.logprobs < policy.activations + policy.logprobs
+
+
 def test_the_largest_model_takes_no_memory_and_leaves_no_group():
     """TM-1"""
     settings = TrainerSettings(fsdp=64, ep=8, activation_checkpointing="full")
