@@ -1,6 +1,5 @@
 """The trainer recomputes the sampler's log-probs to the last bit; a child process holds both engines."""
 
-import itertools
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -331,13 +330,13 @@ def test_ranks_add_shared_experts_alike_however_either_side_divides_the_model(tm
     folder = str(write_random_dots(tmp_path / "model", **GROUPED))
     asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
     sampled_by: dict[Path, ModelSettings] = {}
-    for dtype, ep in itertools.product(("float32", "bfloat16"), (1, 2)):
+    for dtype, ep in (("float32", 1), ("bfloat16", 2)):
         model = ModelSettings(path=folder, dtype=dtype, numerics="bitwise")
         generator = cramped(model, GeneratorSettings(max_running=24, max_context=400, tp=2, ep=ep), CACHED)
         file = tmp_path / f"{dtype}-{ep}"
         sample_in_ranks(Sampler(model=model, generator=generator, asked=asked), file)
         sampled_by[file] = model
-    for degrees in ({}, {"fsdp": 2, "ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2}):
+    for degrees in ({"fsdp": 2, "ep": 2}, {"tp": 2, "ep": 2}):  # `bench.parity` has all combinations
         trainer = TrainerSettings(**degrees)
         found = recompute_in_ranks(
             [

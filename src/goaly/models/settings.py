@@ -143,7 +143,7 @@ class LoraSettings(Settings):
             yield f"{at}rank={self.rank}: adapters are not supported for gpt-oss, whose layers have biases"
             return
         if model.numerics == "bitwise":
-            why = "because adapters have no bitwise layers yet"
+            why = "because adapters have no bitwise layers"
             yield f"{name}.numerics=bitwise: must be fast where {str(at).removesuffix('.')} is set, {why}"
         found = shape.projections()
         for target in self.targets or ():

@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from goaly.models.hf import MAX_FILE_BYTES
 from goaly.models.published import shape_of
 from goaly.plan.memory import DTYPE_BYTES, GIB, RankMemory, transferred_bytes
 from goaly.run.cluster import Cluster
@@ -162,6 +161,8 @@ def _saved(config: RunConfig) -> float:
     shape = shape_of(config.model)
     if config.trainer.lora is not None and config.trainer.lora.save == "adapter":
         return 4 * config.trainer.lora.elements(shape)
+    from goaly.models.hf import MAX_FILE_BYTES  # imports torchtitan, which a run's controller does without
+
     return min(MAX_FILE_BYTES, 4 * shape.elements) + 4 * _largest_layer(config) / DTYPE_BYTES[config.model.dtype]
 
 

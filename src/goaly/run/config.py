@@ -301,7 +301,7 @@ class RunConfig(Settings):
                 yield f"{section.cp}: must be 1 {NO_BITWISE_CONTEXT}"
         for section, ranks in ((at.trainer, self.trainer), (at.generator, self.generator)):
             if ranks.tp > 1 and vllm_device() == "cuda":
-                yield f"{section.tp}: must be 1 {because} on GPUs, whose kernels have no tensor-parallel ranks yet"
+                yield f"{section.tp}: must be 1 {because} on GPUs, whose bitwise kernels compute whole layers only"
             elif ranks.tp > SLICES:
                 yield f"{section.tp}: must be at most {SLICES} {because}: its sums have {SLICES} parts"
 

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 from monarch.actor import ProcMesh
 
-from goaly.errors import first_error
+from goaly.errors import cause_of, first_error
 from goaly.liveness import ExitWatch, ProcessMark, is_stopped, process_mark, this_host
 from goaly.process import FATAL
 from goaly.run.process_agent import ProcessAgent
@@ -107,7 +107,7 @@ class MeshWatch:
                     return
                 await asyncio.sleep(tick_of(limit))
         except Exception as error:  # the process failed, or Monarch's connection to it
-            self._lost(rank, f"a process cannot be reached: {type(first_error(error)).__name__}")
+            self._lost(rank, f"a process cannot be reached: {cause_of(first_error(error))}")
 
     async def _watch_start(self, rank: int, limit: float | None) -> None:
         """Until the first answer: watch for the end of the process (PW-1). It is lost after being stopped for the limit

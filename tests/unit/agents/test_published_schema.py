@@ -225,7 +225,7 @@ def drawn(strategy: Any, examples: int, number: int) -> list[Case]:
 
 
 def assert_each_sampled_token_is_trained_once(served: Served) -> None:
-    turns = [turn for turn in served.session.turns if turn.trained]  # all but those that had to follow a form
+    turns = served.session.turns
     sampled = Counter((int(v), float(p)) for turn in turns for v, p in zip(turn.versions, turn.logprobs, strict=True))
     trained: Counter[tuple[int, float]] = Counter()
     for one in served.session.trajectories(1.0):
