@@ -1,7 +1,7 @@
 """The schema of token data: a trajectory, a group of trajectories, and packed rows.
 
 A trajectory is one sampled sequence as a `TensorDict` with batch size `[T]`. Position t of every per-token tensor is
-about token t: `sampler_logprobs[t]` is the log-probability with which the sampler drew `tokens[t]`.
+about token t: `sampler_logprobs[t]` is the sampler's log-probability of `tokens[t]`.
 
     tokens            i64   every token the policy saw or wrote
     trained           bool  the policy wrote this token, and it is trained

@@ -5,7 +5,8 @@
 
 Invariants
     KS-1  A session that goes on in another worker has all turns, rewards and keys of the first that came by HTTP. The
-          same requests, sent again, get the same answers (CA-1). What the episode's own code did it does again.
+          same requests, sent again, get the same answers (CA-1). What the episode's own code said it says again, and
+          what continued that, or came after it at the same turn, is asked again.
     KS-2  Sessions of a controller that ended are not continued: the policy may be an older one now.
 """
 

@@ -35,6 +35,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart, OnPart
 from goaly.process import give_up
 from goaly.watchdog import Work
+from goaly.weights.digest import gathered
 
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine
@@ -79,9 +80,7 @@ class RankLink:
 
     def gathered(self, message: Any) -> list[Any]:
         """All ranks: the messages of all of them."""
-        messages = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(messages, message, group=self._group)
-        return messages
+        return gathered(message, self._group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,10 @@ Invariants
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-
-from goaly.models.bitwise_rows import log_softmax
 
 
 class FreeLogprobs:
@@ -25,6 +24,7 @@ class FreeLogprobs:
         self._step: Any = None
         """The step that is launched now."""
         self._runner = runner = engine_core.model_executor.driver_worker.worker.model_runner
+        self._log_softmax = getattr(runner.sampler, "compute_logprobs", partial(torch.log_softmax, dim=-1))
         self._execute, runner.execute_model = runner.execute_model, self._launch
         if hasattr(runner, "structured_outputs_worker"):  # vLLM's second model runner, which exists on GPUs
             masks = runner.structured_outputs_worker
@@ -42,7 +42,9 @@ class FreeLogprobs:
         (requests, rows_RV), self._read = self._read, None
         drawn = {one.request_id: one.new_token_ids[0] for one in outputs if one.new_token_ids}
         divisors_R = rows_RV.new_tensor([(one in drawn and temperature(one)) or 1.0 for one in requests])
-        logprobs_RV = log_softmax(rows_RV / divisors_R[:, None])  # FP-1; a GPU would multiply by a number's reciprocal
+        logprobs_RV = self._log_softmax(
+            rows_RV / divisors_R[:, None]
+        )  # FP-1; a GPU would multiply by a number's reciprocal
         tokens_R = torch.tensor([drawn.get(request, 0) for request in requests], device=rows_RV.device)
         logprobs_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0].tolist()
         return {one: logprob for one, logprob in zip(requests, logprobs_R, strict=True) if one in drawn}
@@ -67,6 +69,8 @@ class FreeLogprobs:
     def _keep(self, logits_RV: torch.Tensor, requests: Sequence[str], with_form: Sequence[str]) -> None:
         places = {request: place for place, request in enumerate(requests)}
         known = [request for request in with_form if request in places]
+        if not known:
+            return
         rows_RV = logits_RV[[places[request] for request in known]].float()  # a copy
         self._launched[id(self._step)] = known, rows_RV
 

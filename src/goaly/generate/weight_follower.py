@@ -104,7 +104,7 @@ class WeightFollower:
         if self._link is None or not (ready := await _in_thread(self._link.all_agree, ready)):  # FO-1
             return ready
         await _in_thread(self._versions.verify_together, self._link.gathered)  # FO-4
-        return True
+        return await _in_thread(self._link.all_agree, True)  # no rank applies what another one is still verifying
 
     async def _unless_dead(self, call: Awaitable[T]) -> T | None:
         """The answer of a call to the store, or None if that has died and another one takes its place (FO-5)."""

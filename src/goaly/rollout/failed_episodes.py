@@ -1,4 +1,4 @@
-"""What the chats of failed groups have said, on disk, for people who want to know why: `goaly.journal` shows it.
+"""The chats of failed groups, on disk, for people who want to know why they failed: `goaly.journal` shows them.
 
 `RUN/failed/TICKET.SAMPLE.jsonl` has the records of one episode's session. Nothing of it is ever trained.
 
@@ -6,10 +6,12 @@ Invariants
     FE-1  The folder has the newest `MOST_KEPT` episodes at most.
 """
 
+import asyncio
 import json
 import logging
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from goaly.rollout.running import RunningEpisode
@@ -26,9 +28,13 @@ class FailedEpisodes:
 
     def __init__(self, folder: Path):
         self._folder = folder
+        self._thread = ThreadPoolExecutor(1, "failed episodes")  # its own: episodes may block all others
 
-    def keep(self, ticket: int, episodes: Sequence[RunningEpisode]) -> None:
+    async def keep(self, ticket: int, episodes: Sequence[RunningEpisode]) -> None:
         """Write what these episodes of a failed group have said, each with its own error if it has one."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._keep, ticket, episodes)
+
+    def _keep(self, ticket: int, episodes: Sequence[RunningEpisode]) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for episode in episodes:

@@ -5,8 +5,8 @@ Invariants
     RG-2  When one episode fails, the other episodes of its group and their requests are cancelled.
     RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (EL-1).
     RG-4  An episode that exceeds its time limit, or raises after its session was exhausted, is trained as far as it
-          came, as truncated. Not if its chats have no answer to train, it waited for its environment or a tool, its
-          environment failed, or its verifier gave no score; nor if all episodes of the group exceeded their limit.
+          came, as truncated. Not if its chats have no answer to train, it waited for a limited environment or a tool,
+          its environment failed, or its verifier gave no score; nor if all episodes of the group exceeded their limit.
     RG-5  An episode that begins again has a session, a policy, an API key and request ids of its own. Of its earlier
           attempts nothing is trained, no request is left, and what was counted in them counts.
 """
@@ -125,9 +125,9 @@ class GroupRunner:
             why = failed = f"prompt {prompt.id}: {type(error).__name__}: {error}"
             if isinstance(error, EpisodeTimeout | GroupTimeout):
                 why, failed = error.reason, f"{error.reason}: {error}"
-            if self.failed_episodes is not None:
-                await asyncio.to_thread(self.failed_episodes.keep, ticket.index, running.episodes)
             await self.report(Dropped.failed(ticket.index, why, running.counts))
+            if self.failed_episodes is not None:
+                await self.failed_episodes.keep(ticket.index, running.episodes)
         finally:
             del self._running[ticket.index]
             if self.session_files is not None:
@@ -291,7 +291,8 @@ class GroupRunner:
                 _endpoint=endpoint,
             )
             try:
-                made = await within(self.settings.episode_seconds, self.episode(prompt, context), name)
+                episode = self.episode(prompt, context)
+                made = await within(self.settings.episode_seconds, episode, name, running.ran_out_of_time)
             except Exception as error:
                 cause, is_late = first_error(error), isinstance(error, EpisodeTimeout)
                 has_broken = running.is_unjudged or isinstance(cause, EnvironmentFailed)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -64,12 +64,13 @@ class RunningEpisode:
     """What was said in this attempt, once it has begun."""
     why: str | None = field(default=None, init=False)
     """The error that ended this attempt."""
-    _cut_before: int = field(default=0, init=False)
+    _cut_before: int | None = field(default=None, init=False)
+    """Calls of environments and tools that had been cancelled before time ran out, if it did."""
     _first: Policy = field(init=False)
     _stage: str = field(default=WAITING, init=False)
     _judging: int = field(default=0, init=False)
     is_unjudged: bool = field(default=False, init=False)
-    """Whether one of its responses has no score: its verifier failed, or it was not awaited."""
+    """Whether one of its responses has no score: its verifier failed, or had not given it when time ran out."""
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """Counts of events in it, in all attempts, by the name of the metric."""
 
@@ -92,8 +93,13 @@ class RunningEpisode:
 
     @property
     def was_in_environment(self) -> bool:
-        """Whether this attempt was cancelled while it waited for an environment or a tool."""
-        return self._cuts() > self._cut_before
+        """Whether it waited for a `LimitedEnvironment` or a tool of `McpTools` when time ran out."""
+        return self._cut_before is not None and self._cuts() > self._cut_before
+
+    def ran_out_of_time(self) -> None:
+        """Note what it waits for; it is about to be cancelled."""
+        self._cut_before = self._cuts()
+        self.is_unjudged |= self._judging > 0
 
     def _cuts(self) -> int:
         return self.counts["environment/cancelled"] + self.counts["tools/cancelled"]
@@ -110,7 +116,7 @@ class RunningEpisode:
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """The block in which the episode runs; its policy ends with it."""
-        self._stage, self._cut_before = OWN_CODE, self._cuts()
+        self._stage, self._cut_before = OWN_CODE, None
         with counting(self.counts):
             try:
                 yield
@@ -124,7 +130,7 @@ class RunningEpisode:
         attempt = self.attempt
         try:
             value = await score  # Unblocked by the verifier or its time limit.
-        except BaseException:
+        except Exception:
             if attempt == self.attempt:  # what an earlier attempt left behind says nothing of this one
                 self.is_unjudged = True
             raise
@@ -177,12 +183,17 @@ class GroupTimeout(EpisodeError):
 _abandoned: set[asyncio.Task[Any]] = set()
 
 
-async def within(seconds: float | None, work: Coroutine[Any, Any, T], name: str) -> T:
-    """The result or error of the work; EpisodeTimeout if it takes longer than the limit (None: no limit)."""
+async def within(
+    seconds: float | None, work: Coroutine[Any, Any, T], name: str, on_late: Callable[[], None] | None = None
+) -> T:
+    """The result or error of the work; EpisodeTimeout if it takes longer than the limit (None: no limit). `on_late` is
+    called before late work is cancelled."""
     task = asyncio.create_task(work, name=name)
     try:
         await asyncio.wait([task], timeout=seconds)
         if not task.done():
+            if on_late is not None:
+                on_late()
             raise EpisodeTimeout(f"{name} exceeded rollout.episode_seconds={seconds}")
         if task.cancelled():
             raise EpisodeError(f"{name} cancelled itself")

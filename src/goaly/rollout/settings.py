@@ -44,8 +44,8 @@ class RolloutSettings(Settings):
     episode_seconds: PositiveFloat | None = 3600.0
     """Time limit of an episode, from its start to its trajectory; null is no limit. An episode that takes longer is
     cancelled. What its chats have sampled is trained as truncated; its group fails (`episode_timeout`) if that is
-    nothing, if it waited for its environment, or if all episodes of the group were late. In an evaluation its reward is
-    0. Raise it for agents that work for hours."""
+    nothing, if it waited for its environment or a score, or if all episodes of the group were late. In an evaluation
+    its reward is 0. Raise it for agents that work for hours."""
     episode_retries: NonNegativeInt = 0
     """How often an episode may begin again after its environment or tool server died, was disconnected or exceeded a
     time limit of its own. Nothing of a failed attempt is trained, and each has the time of `episode_seconds`. Raise it

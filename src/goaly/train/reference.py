@@ -12,8 +12,9 @@ Invariants
 import asyncio
 import dataclasses
 from collections.abc import Awaitable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from goaly.actors import concurrent_endpoint
 from goaly.errors import WeightsError
@@ -127,9 +128,11 @@ class ReferenceModel(ModelActor):
                     f"the reference is still at version {engine.policy_version}"
                 )
 
+            from goaly.weights.digest import gathered
+
             def apply() -> None:
                 if self._group is not None:
-                    subscriber.verify_together(self._gathered)  # RF-2
+                    subscriber.verify_together(partial(gathered, group=self._group))  # RF-2
                 engine.steps_done = subscriber.apply()
                 engine.check_base()
 
@@ -137,14 +140,6 @@ class ReferenceModel(ModelActor):
             await subscriber.verify_applied()  # RF-2
             await subscriber.release()
         return due
-
-    def _gathered(self, message: Any) -> list[Any]:
-        """The messages of all ranks."""
-        import torch.distributed as dist
-
-        messages = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(messages, message, group=self._group)
-        return messages
 
     def _make_engine(self) -> "TrainEngine":
         from goaly.train.engine import TrainEngine

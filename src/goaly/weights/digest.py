@@ -9,6 +9,7 @@ Invariants
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,13 @@ class Digest:
         if self._several_ranks:
             dist.all_reduce(parts)
         return f"{whole(*parts.tolist()):016x}"
+
+
+def gathered(message: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """All ranks of the group: the messages of all of them."""
+    messages = [None] * dist.get_world_size(group)
+    dist.all_gather_object(messages, message, group=group)
+    return messages
 
 
 def several_ranks() -> bool:

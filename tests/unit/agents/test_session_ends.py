@@ -213,12 +213,14 @@ async def test_what_the_episodes_of_a_failed_group_have_said_is_kept(runs: Runs,
     assert not (tmp_path / "trained").exists()
 
 
-def test_only_the_newest_failed_episodes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # FE-1
+async def test_only_the_newest_failed_episodes_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # FE-1
     monkeypatch.setattr(failed_episodes, "MOST_KEPT", 2)
     for name in ("9.0", "10.1", "10.0", "2.0"):
         (tmp_path / f"{name}.jsonl").touch()
-    FailedEpisodes(tmp_path).keep(11, [])
-    assert {file.stem for file in tmp_path.iterdir()} == {"10.0", "10.1"}
+    await FailedEpisodes(tmp_path).keep(11, [])
+    assert set(os.listdir(tmp_path)) == {"10.0.jsonl", "10.1.jsonl"}
 
 
 @pytest.mark.parametrize("error", [VerifierError("it is down"), EnvironmentDied("it was killed")])

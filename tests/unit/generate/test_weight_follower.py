@@ -181,11 +181,13 @@ async def test_ranks_verify_together_what_all_of_them_have_and_end_if_it_is_wron
     link.hear(2)
     assert await asyncio.wait_for(loop.waited_for.get(), 5) == 2
     assert versions.together == [link.gathered]
+    assert link.votes == [True] * 3  # of version 2 another one, once it is verified: then rank 0 has it applied
     versions.wrong = WeightsError("has another sum")
     loop.drained.set()
     link.hear(3)
     with pytest.raises(WeightsError, match="another sum"):
         await asyncio.wait_for(running, 5)
+    assert link.votes == [True] * 4  # so rank 0 has nobody apply version 3
 
 
 @pytest.mark.parametrize("link", [None, Heard(1)], ids=["alone", "a follower"])
