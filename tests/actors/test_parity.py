@@ -285,20 +285,6 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
     return sample
 
 
-def test_ranks_sample_prompts_in_parts_as_one_rank_samples_them_whole(tmp_path: Path):  # CS-1
-    folder = write_tiny_model(tmp_path / "model", TinyModel(layers=2))
-    model = ModelSettings(path=str(folder), dtype="bfloat16", numerics="bitwise")
-    asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
-    in_parts, whole = tmp_path / "in parts", tmp_path / "whole"
-    generator = GeneratorSettings(max_running=24, max_context=400)
-    limits = cramped(model, replace(generator, tp=2), CACHED)
-    assert max(len(one.prompt) for one in asked) > 2 * limits.max_step_tokens
-    sample_in_ranks(Sampler(model=model, generator=limits, asked=asked), in_parts)
-    sample_in_ranks(Sampler(model=model, generator=generator, asked=asked), whole)
-    for one, other in zip(torch.load(in_parts), torch.load(whole), strict=True):
-        assert all(column.equal(other[name]) for name, column in one.items())
-
-
 @pytest.mark.parametrize("sides", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
 def test_ranks_that_divide_the_model_recompute_its_bits(  # BW-2
     tmp_path: Path, sample: Callable[..., Path], sides: dict[str, int]
