@@ -9,6 +9,8 @@ import torch
 Buffer = bytes | bytearray | memoryview
 """Bytes; a memoryview has the format `B`."""
 METADATA = "__metadata__"
+MAX_FILE_BYTES = 5 * 2**30
+"""Of a saved policy; a larger one is in several files."""
 TYPES = {"I64": torch.int64, "I32": torch.int32, "F32": torch.float32, "BOOL": torch.bool, "U8": torch.uint8}
 """The types of tensors by their names in the file, larger ones first."""
 NAMES = {dtype: name for name, dtype in TYPES.items()}

@@ -67,6 +67,21 @@ def test_controller_hub_and_rollout_workers_do_not_load_the_compiler(imported: s
     assert f"{process} is without it" in imported.splitlines()
 
 
+def test_a_controller_places_its_run_without_the_compiler(tiny_model_folder: Path) -> None:
+    script = (
+        "import sys, goaly.run.start\n"
+        "from goaly.config import load\n"
+        "from goaly.plan.dry_run import placed\n"
+        "from goaly.run.cluster import one_host, this_machine\n"
+        "from goaly.run.config import RunConfig\n"
+        f"settings = ['--config=configs/grpo/tiny.yaml', 'model.path={tiny_model_folder}', 'hosts.bind={{}}']\n"
+        "config = load(RunConfig, settings, prog='', description='').config\n"
+        "assert placed(config, one_host(this_machine())).keys() >= {'trainer', 'hub'}\n"
+        "assert 'torch._dynamo' not in sys.modules and 'torchtitan' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+
+
 def test_stop_signals_end_what_a_process_of_a_run_starts_but_not_itself() -> None:  # PR-3
     script = """
 import subprocess, threading

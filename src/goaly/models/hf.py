@@ -30,13 +30,13 @@ from goaly.errors import ConfigError
 from goaly.folder import put_in_place
 from goaly.models.lora import is_adapter, merged
 from goaly.models.spec import read_config
+from goaly.tensor_file import MAX_FILE_BYTES
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
-MAX_FILE_BYTES = 5 * 2**30
 NOT_COPIED = (".safetensors", ".bin", ".safetensors.index.json", "policy_score.json", "sft.json")
 """Ends of the names of weights, and of what runs say of the folder that they made."""
 

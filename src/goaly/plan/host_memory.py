@@ -17,9 +17,9 @@ from goaly.plan.memory import DTYPE_BYTES, GIB, RankMemory, transferred_bytes
 from goaly.run.cluster import Cluster
 from goaly.run.config import RunConfig
 from goaly.run.placement import Place, Placed, processes
+from goaly.tensor_file import MAX_FILE_BYTES
+from goaly.weights.settings import IN_FLIGHT
 
-IN_FLIGHT = 4
-"""Buckets that a reader fetches at a time from each rank on another host (`goaly.weights.rdma`)."""
 SHOWN = 4
 """Purposes that a refusal names."""
 WOULD_HELP = {
@@ -38,7 +38,7 @@ class HostMemory:
 
     name: str
     gib: float | None
-    """What it has; None: unknown."""
+    """All that it has; None: unknown."""
     parts: Mapping[str, float]
     """The bytes that all ranks of a role there need for a purpose, most first."""
 
@@ -53,7 +53,7 @@ class HostMemory:
         return self.gib is None or self.needed_gib <= self.gib
 
     def __str__(self) -> str:
-        """What it needs, of what it has."""
+        """Its needs, beside all that it has."""
         has = "unchecked" if self.gib is None else f"of {self.gib:.1f}"
         return f"{self.needed_gib:.1f} GiB ({has}): {_shown(self.parts)}"
 
@@ -161,8 +161,6 @@ def _saved(config: RunConfig) -> float:
     shape = shape_of(config.model)
     if config.trainer.lora is not None and config.trainer.lora.save == "adapter":
         return 4 * config.trainer.lora.elements(shape)
-    from goaly.models.hf import MAX_FILE_BYTES  # imports torchtitan, which a run's controller does without
-
     return min(MAX_FILE_BYTES, 4 * shape.elements) + 4 * _largest_layer(config) / DTYPE_BYTES[config.model.dtype]
 
 

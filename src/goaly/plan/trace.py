@@ -69,7 +69,7 @@ class PassMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """What the process of one rank found."""
+    """The findings of the process of one rank."""
 
     memory: PassMemory
     """Without microbatches that wait for their backward passes."""
@@ -98,7 +98,7 @@ def trace(
     kinds: dict[tuple[Any, ...], int] = {}
     for number in range(trainer.pp):
         stage = stage_of(shape.layers, trainer.pp, number)
-        dense = max(shape.dense_layers - stage.layers.start, 0)
+        dense = _dense_layers(shape, stage)
         kind = (len(stage.layers), min(dense, len(stage.layers)), stage.is_first, stage.is_last)
         like = kinds.setdefault(kind, number)  # the first stage of its kind
 
@@ -113,6 +113,11 @@ def trace(
             memory = replace(one.memory, activations=one.memory.activations + waiting * one.waiting)
             found[tuple(number * trainer.stage_ranks + rank for rank in group)] = memory  # TM-2
     return found
+
+
+def _dense_layers(shape: Architecture, stage: Stage) -> int:
+    """The dense layers before those with experts that are in this stage, or after it."""
+    return max(shape.dense_layers - stage.layers.start, 0)
 
 
 def _trace(
@@ -136,7 +141,7 @@ def _trace(
         trained_shards = tuple(held_bytes([one]) for one in whole.parameters() if one.requires_grad and trains)
         elements = sum(one.numel() for one in versioned_tensors(whole).values())
         del whole
-        dense = max(shape.dense_layers - stage.layers.start, 0)
+        dense = _dense_layers(shape, stage)
 
         def phases(layers: int) -> list[int]:
             part, alone = replace(stage, layers=range(layers)), replace(shape, layers=layers, dense_layers=dense)

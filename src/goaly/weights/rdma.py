@@ -27,10 +27,8 @@ from monarch.rdma import RDMABuffer, is_ibverbs_available
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout
+from goaly.weights.settings import IN_FLIGHT
 from goaly.weights.transport import UNSEALED, OnDevice, Ring, SegmentHandle, SlotReader, Slots, SlotShape, Source
-
-IN_FLIGHT = 4
-"""Buckets that are read at a time: enough to keep sender, wire and receiver busy while one is copied out."""
 
 
 @dataclass(frozen=True, slots=True)

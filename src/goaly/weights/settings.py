@@ -13,6 +13,9 @@ NO_TORCHSTORE = (
     "the package torchstore is not installed; install it (github.com/meta-pytorch/torchstore) or use auto, shm or rdma"
 )
 MIB = 1 << 20
+IN_FLIGHT = 4
+"""Buckets that a reader fetches at a time from each rank on another host: enough to keep sender, wire and receiver busy
+while one is copied out."""
 HEADROOM = 0.05
 """The share of a GPU's memory that `weights.spare=auto` keeps free for the libraries and for a step's activations."""
 
