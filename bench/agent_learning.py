@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.machine import Machine, exit_on_terminate
-from bench.recipes import Finished, Recipe, Runs, latest, recipe, remaining, run_all, table
+from bench.recipes import Finished, Recipe, Runs, latest, named, recipe, remaining, run_all, table
 from bench.record import finished
 
 FILES = Path("configs/agent")
@@ -49,11 +49,8 @@ AGENTS: Mapping[str, Agent] = {
 
 
 def chosen(only: str | None) -> list[str]:
-    """The agents that `--only` names, all of them where it names none; a ValueError that names what there is not."""
-    names = only.split(",") if only else list(AGENTS)
-    if unknown := [name for name in names if name not in AGENTS]:
-        raise ValueError(f"--only={only}: there is no agent {unknown[0]}; known are {', '.join(AGENTS)}")
-    return names
+    """The agents that `--only` names."""
+    return list(named(only, AGENTS, "agent"))
 
 
 def experiment(name: str, seed: int) -> Recipe:
@@ -64,7 +61,7 @@ def experiment(name: str, seed: int) -> Recipe:
 
 
 def complaints(runs: Runs, seeds: int) -> list[str]:
-    """What keeps the agents from all passing, a line each."""
+    """The reasons why not all agents pass, a line each."""
     lines = []
     for name, of_name in runs.items():
         must = AGENTS[name]

@@ -27,7 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bench.machine import exit_on_terminate
 from bench.record import append, digest, finished
@@ -35,6 +35,8 @@ from bench.record import append, digest, finished
 if TYPE_CHECKING:
     from apps.sft.config import SftConfig
     from goaly.run.config import RunConfig
+
+T = TypeVar("T")
 
 CONFIGS = Path("configs")
 RUNS = Path("runs/recipes")
@@ -134,13 +136,17 @@ def files() -> dict[str, Path]:
     return found | {CONTROL + name: found["grpo/tiny"] for name in CONTROLS}
 
 
-def chosen(only: str | None) -> dict[str, Path]:
-    """The recipes that `--only` names, all of them where it names none; a ValueError that names what there is not."""
-    found = files()
+def named(only: str | None, found: Mapping[str, T], kind: str) -> dict[str, T]:
+    """Those that `--only` names, all of them where it names none; a ValueError that names what there is not."""
     names = only.split(",") if only else list(found)
     if unknown := [name for name in names if name not in found]:
-        raise ValueError(f"--only={only}: there is no recipe {unknown[0]}; known are {', '.join(found)}")
+        raise ValueError(f"--only={only}: there is no {kind} {unknown[0]}; known are {', '.join(found)}")
     return {name: found[name] for name in names}
+
+
+def chosen(only: str | None) -> dict[str, Path]:
+    """The recipes that `--only` names."""
+    return named(only, files(), "recipe")
 
 
 def recipe(name: str, file: Path, *overrides: str, seed: int = 0, start: str | None = None) -> Recipe:

@@ -33,12 +33,12 @@ from goaly.config import load
 from goaly.errors import ConfigError, ParityError
 from goaly.generate.request import Sampling
 from goaly.generate.settings import GeneratorSettings
-from goaly.models.operations import Outputs, first_other
+from goaly.models.operations import first_other
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
 from goaly.run.config import RunConfig
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
-from goaly.train.parity_search import UNNAMED
+from goaly.train.parity_search import UNNAMED, Alone, of_tokens
 from goaly.train.rank import join_process_group
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, TensorDict, pack_rows, token_data
@@ -66,17 +66,6 @@ class CheckedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneRank:
-    """A document, up to a token that differs, that one rank of a trainer computes with other bits than the sampler."""
-
-    tokens: list[int]
-    version: int
-    """Of the weights."""
-    outputs: Outputs
-    """What its operations give the tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """Trained tokens, and those whose log-probs are not equal."""
 
@@ -86,7 +75,7 @@ class Compared:
     """The largest difference."""
     explained: str = ""
     """One of the tokens that differ, and the operation that makes it differ, if it was searched for."""
-    one_rank: OneRank | None = None
+    one_rank: Alone | None = None
     """If the operation may be the sampler's."""
 
 
@@ -298,15 +287,12 @@ def explained(engine: "TrainEngine", rows: TensorDict, comparison: Compared) -> 
         engine.compare(rows.split(engine.settings.microbatch_rows))
     except ParityError as error:
         found = engine.find_operation()
-        one_rank = None
-        if found.alone is not None and found.alone.said:
-            tokens, version = found.alone.tokens, engine.policy_version
-            one_rank = OneRank(tokens=tokens, version=version, outputs=found.alone.outputs)
-        return replace(comparison, explained=f"{error} {found.said}", one_rank=one_rank)
+        differs = found.alone is not None and found.alone.said
+        return replace(comparison, explained=f"{error} {found.said}", one_rank=found.alone if differs else None)
     return replace(comparison, explained=f"{UNNAMED}no token differs when the ranks compute the same rows again.")
 
 
-def in_sampler(sampler: Sampler, one_rank: OneRank, folder: Path) -> str:
+def in_sampler(sampler: Sampler, one_rank: Alone, folder: Path) -> str:
     """The first operation of the generator's ranks that gives the document other bits than one rank of a trainer."""
     ranks = sampler.generator.tp
     try:
@@ -323,7 +309,7 @@ def in_sampler(sampler: Sampler, one_rank: OneRank, folder: Path) -> str:
     return f"The first operation whose output on sampler rank {rank} is not that of one trainer rank is {found[rank]}."
 
 
-def _sampler_operations(rank: int, sampler: Sampler, one_rank: OneRank, folder: Path) -> None:
+def _sampler_operations(rank: int, sampler: Sampler, one_rank: Alone, folder: Path) -> None:
     from goaly.generate.engine import Engine
 
     torch.set_num_threads(sampler.generator.threads)
@@ -331,8 +317,7 @@ def _sampler_operations(rank: int, sampler: Sampler, one_rank: OneRank, folder: 
     engine = Engine(replace(sampler.generator, max_step_tokens=one_step), sampler.model)
     if one_rank.version == UPDATED:
         engine.apply(lambda: halve(engine.named_tensors()))
-    outputs = engine.operations(one_rank.tokens)
-    mine = {name: tuple(part[:, : len(one_rank.tokens)].cpu() for part in parts) for name, parts in outputs.items()}
+    mine = of_tokens(engine.operations(one_rank.tokens), 0, len(one_rank.tokens))
     torch.save(first_other(mine, one_rank.outputs, rank=rank, ranks=sampler.generator.tp), folder / f"rank-{rank}")
     if sampler.generator.tp > 1:
         dist.barrier()

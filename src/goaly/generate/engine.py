@@ -276,7 +276,7 @@ class Engine:
         return without_padding(dict(self._model().named_parameters()), self.naming())
 
     def operations(self, tokens: list[int]) -> Outputs:
-        """What this rank's operations of torchtitan's definition give these tokens, a prompt of one step."""
+        """The outputs of this rank's operations of torchtitan's definition for these tokens, a prompt of one step."""
         with recorded(self._model().model) as outputs:
             self.add("operations", tokens, Sampling(max_tokens=1))
             self.step()

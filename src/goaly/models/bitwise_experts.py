@@ -8,8 +8,8 @@ Gradients are those of the ordinary experts.
 
 Shape suffixes: B = 1, L tokens, T the same, D model dim, E experts, e those of this rank, K experts of a token, R rows
 routed to experts, grouped by expert, N the rows of all experts, F inputs and G outputs of a product, S slices of the
-hidden features that this rank has, H tokens of both halves of the experts; C groups of experts, c those of
-a token, M experts of a group.
+hidden features that this rank has, H tokens of both halves of the experts; C groups of experts, c those of a token, M
+experts of a group.
 
 Invariants
     BE-1  A token's experts are those with the highest scores, to which the model's biases are added, and of equal ones
@@ -68,7 +68,7 @@ class BitwiseRouter(TokenChoiceTopKRouter):
         return weights_BLK * self.route_scale, experts_BLK, scores_BLE
 
     def _in_best_groups(self, preferred_BLE: torch.Tensor) -> torch.Tensor:
-        """What the choice goes by, without the experts of other groups than the token's (BE-1)."""
+        """The scores that decide the choice, without the experts of other groups than the token's (BE-1)."""
         groups, best = self.num_expert_groups, self.num_limited_groups
         if groups is None or best is None or best == groups:
             return preferred_BLE

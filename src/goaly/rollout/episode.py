@@ -111,7 +111,8 @@ class Episode:
         self._tokens: list[int] = []
         self._columns: list[dict[str, torch.Tensor]] = []
         self._choices: list[torch.Tensor] = []
-        self._has_forms = False
+        self._form_weights: dict[int, torch.Tensor] = {}
+        """Those of answers with a form, by their first token."""
         self._turns: list[Turn] = []
         self._credits: dict[int, float] = {}
         self._outcome = Outcome.COMPLETE
@@ -139,9 +140,9 @@ class Episode:
             "trained": torch.ones(len(completion.tokens), dtype=torch.bool),
             "sampler_logprobs": completion.logprobs,
             "sampler_versions": completion.versions,
-            FORM_WEIGHTS: torch.ones(len(completion.tokens)) if (known := completion.form_weights) is None else known,
         }
-        self._has_forms |= completion.form_weights is not None
+        if completion.form_weights is not None:
+            self._form_weights[len(self._tokens)] = completion.form_weights
         if completion.choices is not None:
             self._choices.append(completion.choices[sum(map(len, self._choices)) :])  # EP-4
         self._outcome = Outcome.TRUNCATED if completion.finish is Finish.LENGTH else Outcome.COMPLETE
@@ -161,8 +162,11 @@ class Episode:
 
     def finish(self, reward: float) -> Trajectory:
         """The trajectory, with this reward for the whole of it, in addition to its process rewards."""
-        keys = [key for key in self._columns[0] if self._has_forms or key != FORM_WEIGHTS]
-        columns = {key: torch.cat([turn[key] for turn in self._columns]) for key in keys}
+        columns = {key: torch.cat([turn[key] for turn in self._columns]) for key in self._columns[0]}
+        if self._form_weights:
+            columns[FORM_WEIGHTS] = torch.ones(len(self._tokens))
+            for start, weights in self._form_weights.items():
+                columns[FORM_WEIGHTS][start : start + len(weights)] = weights
         if self._choices:
             choices = torch.cat(self._choices)
             rest = choices.new_zeros(len(self._tokens) - len(choices), *choices.shape[1:])
@@ -188,7 +192,6 @@ class Episode:
             "trained": torch.zeros(count, dtype=torch.bool),
             "sampler_logprobs": torch.zeros(count),
             "sampler_versions": torch.full((count,), NO_VERSION, dtype=torch.int32),
-            FORM_WEIGHTS: torch.ones(count),
         }
         return self._turn(author, tokens, columns)
 

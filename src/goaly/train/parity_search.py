@@ -35,14 +35,16 @@ UNNAMED = "No operation is named: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
-    """What one rank that has the whole model finds."""
+    """The finding of one rank that has the whole model."""
 
     said: str
     """Empty if it computes the sampler's log-probs."""
     tokens: list[int]
     """The document before the token that differs."""
     outputs: Outputs
-    """What its operations give these tokens."""
+    """Those of its operations, of these tokens."""
+    version: int
+    """Of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,8 @@ def _with_outputs(engine: "TrainEngine", at: Difference, said: str) -> Alone:
     document = at.rows[row : row + 1, column - at.position : column + 1]
     outputs, _ = engine.operations(document)
     tokens = document["tokens"][0, :-1].tolist()
-    return Alone(said=said, tokens=tokens, outputs=_of_tokens(outputs, 0, at.position))
+    outputs = of_tokens(outputs, 0, at.position)
+    return Alone(said=said, tokens=tokens, outputs=outputs, version=engine.policy_version)
 
 
 def _among_ranks(engine: "TrainEngine", at: Difference, alone: Alone) -> str:
@@ -123,7 +126,7 @@ def _among_ranks(engine: "TrainEngine", at: Difference, alone: Alone) -> str:
     mine = None
     if engine.dp_rank == at.dp_rank:
         start = at.predicting + 1 - at.position
-        own = _of_tokens(outputs, start, start + at.position)
+        own = of_tokens(outputs, start, start + at.position)
         name = first_other(own, alone.outputs, rank=dist.get_rank() % settings.tp, ranks=settings.tp)
         again = logprobs_P is not None and float(logprobs_P[at.number]) != at.sampler
         mine = name, again
@@ -139,7 +142,8 @@ def _among_ranks(engine: "TrainEngine", at: Difference, alone: Alone) -> str:
     return f"{UNNAMED}the trainer's ranks compute the sampler's bits, too, when they compute the same rows again."
 
 
-def _of_tokens(outputs: Outputs, start: int, stop: int) -> Outputs:
+def of_tokens(outputs: Outputs, start: int, stop: int) -> Outputs:
+    """The outputs of the tokens `[start, stop)`."""
     return {name: tuple(part[:, start:stop].cpu().clone() for part in parts) for name, parts in outputs.items()}
 
 
@@ -166,8 +170,8 @@ def first_difference(engine: "TrainEngine", at: Difference) -> str | None:
                 attention_masks=growing.next(1),
             )
         steps.append(step)
-    of_document = _of_tokens(by_token(packed), start, end)
-    by_step = [_of_tokens(by_token(step), 0, 1) for step in steps]
+    of_document = of_tokens(by_token(packed), start, end)
+    by_step = [of_tokens(by_token(step), 0, 1) for step in steps]
     alone = {
         name: tuple(torch.cat(parts, 1) for parts in zip(*(step[name] for step in by_step), strict=True))
         for name in of_document
