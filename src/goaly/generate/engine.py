@@ -52,6 +52,7 @@ from goaly.generate.request import (
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart
 from goaly.generate.unnamed import leave_no_named_shared_memory, unname_semaphores
+from goaly.models.local_device import keep_pinned_sizes
 from goaly.models.operations import Outputs, by_token, recorded
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import architecture, read_config, versioned_tensors
@@ -150,10 +151,12 @@ class Engine:
         runner = self._vllm.model_executor.driver_worker.worker.model_runner
         if self._device() == "cpu":
             adapt_sampling(runner)
-        elif model.numerics == "bitwise":
-            from goaly.generate.bitwise_gpu_backend import use_exact_logprobs
+        else:
+            keep_pinned_sizes()
+            if model.numerics == "bitwise":
+                from goaly.generate.bitwise_gpu_backend import use_exact_logprobs
 
-            use_exact_logprobs(runner.sampler)
+                use_exact_logprobs(runner.sampler)
         self._supported_tasks = self._vllm.get_supported_tasks()
         self._vocabulary = self._vllm.model_config.get_vocab_size()
         self._recorder = ChoiceRecorder(self._scheduler, self._model().choices) if records_choices else None

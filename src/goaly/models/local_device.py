@@ -1,4 +1,4 @@
-"""The device of this process."""
+"""The device of this process, and its memory of the host that GPUs copy from."""
 
 import os
 
@@ -24,4 +24,11 @@ def use_local_device() -> torch.device:
     device = local_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        keep_pinned_sizes()
     return device
+
+
+def keep_pinned_sizes() -> None:
+    """Let torch pin as much memory as a tensor has: it would round each one up to a power of two."""
+    chosen = torch._C._accelerator_getAllocatorSettings()  # by the user, and those stay in force
+    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, ("pinned_max_round_threshold_mb:1", chosen))))

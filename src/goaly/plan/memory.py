@@ -6,7 +6,7 @@ Caches and rings follow from the settings. Left out are the libraries' own memor
 activations of one step, and the copies of float32 weights in the order of vLLM's kernels on CPUs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -104,11 +104,6 @@ def samples_bytes(config: RunConfig, shape: Architecture) -> float:
     return tokens * (columns + choices_bytes(config, shape))
 
 
-def pinned(sizes: Iterable[float]) -> float:
-    """The bytes of tensors of these sizes in pinned memory, where torch rounds each up to a power of two."""
-    return sum(1 << max(int(size) - 1, 0).bit_length() for size in sizes if size)
-
-
 def passes(
     config: RunConfig,
     settings: TrainerSettings,
@@ -195,7 +190,7 @@ def _trained(
                     "activations": found.activations,
                     "log-probs": found.logprobs,
                 },
-                on_host={"checkpoint": 3 * (pinned(found.trained_shards) if on_gpu else found.trained)},
+                on_host={"checkpoint": 3 * found.trained},
             )
             for ranks, found in passes(config, settings, model, on_gpu, critic=critic).items()
         )
@@ -213,28 +208,28 @@ def _reference(config: RunConfig, shape: Architecture, on_gpu: bool, traced: boo
     reference = config.reference
     settings, computed = reference.engine_settings(config.trainer), DTYPE_BYTES[config.model.dtype]
     model = config.model if reference.path is None else replace(config.model, path=reference.path)
-    groups: dict[tuple[int, ...], tuple[tuple[float, ...], dict[str, float]]]
+    groups: dict[tuple[int, ...], tuple[float, dict[str, float]]]
     if traced:
         found = passes(config, settings, model, on_gpu, trains=False)
         groups = {
-            ranks: (one.shards, {"activations": one.activations, "log-probs": one.logprobs})
+            ranks: (one.parameters, {"activations": one.activations, "log-probs": one.logprobs})
             for ranks, one in found.items()
         }
     else:
         even = computed * shape_of(model).elements / reference.ranks
-        groups = {tuple(range(reference.ranks)): ((even,), {})}
+        groups = {tuple(range(reference.ranks)): (even, {})}
     memory = []
-    for ranks, (shards, of_pass) in groups.items():
-        on_device, on_host = {"parameters": sum(shards)}, {}
+    for ranks, (parameters, of_pass) in groups.items():
+        on_device, on_host = {"parameters": parameters}, {}
         fetched = 0.0
         if reference.refresh_every is not None:
-            fetched = sum(shards)
+            fetched = parameters
             if settings.lora is not None:
                 fetched = 4 * settings.lora.elements(shape) / reference.ranks
             on_device["prefetch"] = fetched
-            on_host["checkpoint"] = pinned(shards) if on_gpu and settings.lora is None else fetched
+            on_host["checkpoint"] = fetched
         if reference.offload:
-            on_host |= on_device | {"parameters": pinned(shards) if on_gpu else sum(shards)}
+            on_host |= on_device
             on_device = {}
         memory.append(RankMemory(ranks=ranks, on_device=on_device | of_pass, on_host=on_host, fetched=fetched))
     return tuple(memory)
@@ -243,7 +238,7 @@ def _reference(config: RunConfig, shape: Architecture, on_gpu: bool, traced: boo
 def _generator(config: RunConfig, shape: Architecture, on_gpu: bool, traced: bool) -> tuple[RankMemory, ...]:
     """Weights, those that were fetched, and the key-value cache with the choices of its tokens' experts."""
     generator, weights, lora = config.generator, config.weights, config.trainer.lora
-    groups: dict[tuple[int, ...], tuple[float, tuple[float, ...]]]
+    groups: dict[tuple[int, ...], tuple[float, float]]
     if traced:
         found = replica_memory(shape, config.model, generator, lora)
         groups = {ranks: (one.weights, one.updated) for ranks, one in found.items()}
@@ -252,18 +247,15 @@ def _generator(config: RunConfig, shape: Architecture, on_gpu: bool, traced: boo
         layout = Parallelism(tp=generator.tp, ep=generator.ep).layout(
             shape.parameters(), 0, getattr(torch, config.model.dtype)
         )
-        held = [shard.bytes for shard in layout]
-        adapters = () if lora is None else (computed * lora.elements(shape) / generator.tp,)
-        groups = {tuple(range(generator.tp)): (sum((*held, *adapters)), adapters or tuple(held))}
+        held = sum(shard.bytes for shard in layout)
+        adapters = 0.0 if lora is None else computed * lora.elements(shape) / generator.tp
+        groups = {tuple(range(generator.tp)): (held + adapters, adapters or held)}
     cached = {"KV": generator.kv_cache_gib * GIB}
     if choices := choices_bytes(config, shape):
         cached["choices"] = choices * cached_tokens(config, shape)
     memory = []
     for ranks, (held_bytes, updated) in groups.items():
         on_device, on_host = {"weights": held_bytes}, {}
-        if weights.spare == "host" and on_gpu:
-            on_host["prefetch"] = pinned(updated)
-        else:
-            on_device["prefetch"] = sum(updated)
-        memory.append(RankMemory(ranks=ranks, on_device=on_device | cached, on_host=on_host, fetched=sum(updated)))
+        (on_host if weights.spare == "host" and on_gpu else on_device)["prefetch"] = updated
+        memory.append(RankMemory(ranks=ranks, on_device=on_device | cached, on_host=on_host, fetched=updated))
     return tuple(memory)

@@ -19,8 +19,8 @@ class ReplicaMemory:
 
     weights: int
     """Parameters, and buffers such as the angles of positions."""
-    updated: tuple[int, ...]
-    """Each of the tensors that updates fill, and that have a spare."""
+    updated: int
+    """The tensors that updates fill, and that have a spare."""
 
 
 def replica_memory(
@@ -57,9 +57,7 @@ def _built(
     share_angles(model)
     held = {id(one): one for one in (*model.parameters(), *model.buffers())}
     updated = {id(one): one for one in versioned_tensors(model).values()}
-    return ReplicaMemory(
-        weights=held_bytes(held.values()), updated=tuple(held_bytes([one]) for one in updated.values())
-    )
+    return ReplicaMemory(weights=held_bytes(held.values()), updated=held_bytes(updated.values()))
 
 
 def _native(shape: Architecture, model: ModelSettings, tp: int, rank: int) -> ReplicaMemory:
@@ -74,4 +72,4 @@ def _native(shape: Architecture, model: ModelSettings, tp: int, rank: int) -> Re
     padded = -(-shape.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // tp * shape.dim * size
     vocabularies = [name for name in updated if name in ("model.embed_tokens.weight", "lm_head.weight")]
     padding = sum(padded - updated[name] for name in vocabularies)
-    return ReplicaMemory(weights=sum(updated.values()) + padding, updated=tuple(updated.values()))
+    return ReplicaMemory(weights=sum(updated.values()) + padding, updated=sum(updated.values()))

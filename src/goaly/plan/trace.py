@@ -36,9 +36,9 @@ UNEVEN = 1.1
 class PassMemory:
     """Bytes of one rank."""
 
-    shards: tuple[int, ...]
-    """Its part of each parameter."""
-    trained_shards: tuple[int, ...]
+    parameters: int
+    """Its parts of parameters."""
+    trained: int
     """Those of them that are trained: all, only adapters, or none. Gradients take the same, the optimizer twice
     that."""
     activations: int
@@ -50,16 +50,6 @@ class PassMemory:
     """The elements of all versioned tensors of its stage."""
     traced_rank: int
     """The rank that was built."""
-
-    @property
-    def parameters(self) -> int:
-        """All its parts of parameters."""
-        return sum(self.shards)
-
-    @property
-    def trained(self) -> int:
-        """The trained ones."""
-        return sum(self.trained_shards)
 
     @property
     def total(self) -> int:
@@ -137,8 +127,8 @@ def _trace(
         tie(whole)
         first = rank - rank % trainer.stage_ranks
         groups = alike(whole.parameters(), dims, range(first, first + trainer.stage_ranks))
-        shards = tuple(held_bytes([one]) for one in whole.parameters())
-        trained_shards = tuple(held_bytes([one]) for one in whole.parameters() if one.requires_grad and trains)
+        parameters = held_bytes(whole.parameters())
+        trained = held_bytes(one for one in whole.parameters() if one.requires_grad and trains)
         elements = sum(one.numel() for one in versioned_tensors(whole).values())
         del whole
         dense = _dense_layers(shape, stage)
@@ -156,8 +146,8 @@ def _trace(
     trunk, before_head, in_head, waiting = extended
     logprobs = max(in_head - before_head, 0)
     memory = PassMemory(
-        shards=shards,
-        trained_shards=trained_shards,
+        parameters=parameters,
+        trained=trained,
         activations=max(trunk, in_head) - logprobs,  # with `logprobs` this is the peak
         logprobs=logprobs,
         stage_elements=elements,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from goaly.errors import ConfigError
-from goaly.models.local_device import local_device, use_local_device
+from goaly.models.local_device import keep_pinned_sizes, local_device, use_local_device
 from goaly.train.rank import RankThread
 from goaly.train.settings import TrainerSettings
 
@@ -78,3 +78,15 @@ def test_a_rank_builds_and_runs_its_engine_in_the_thread_whose_device_was_chosen
 
     asyncio.run(use())
     assert [(name, 1) for name in worked] == gpus.chosen * 2
+
+
+@pytest.mark.parametrize("chosen", ["", "expandable_segments:True,pinned_max_round_threshold_mb:64"])
+def test_pinned_memory_is_as_large_as_its_tensor_unless_the_user_chose_otherwise(chosen: str) -> None:
+    before = torch._C._accelerator_getAllocatorSettings()
+    try:
+        torch._C._accelerator_setAllocatorSettings(chosen)
+        keep_pinned_sizes()
+        settings = torch._C._accelerator_getAllocatorSettings()
+        assert settings.split(",") == ["pinned_max_round_threshold_mb:1", *filter(None, chosen.split(","))]
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)

@@ -10,7 +10,7 @@ from goaly.config import load
 from goaly.errors import ConfigError
 from goaly.plan.dry_run import describe, placed
 from goaly.plan.host_memory import HostMemory, host_memory
-from goaly.plan.memory import GIB, memory_by_role, pinned
+from goaly.plan.memory import GIB, memory_by_role
 from goaly.plan.spare import with_spare
 from goaly.run.cluster import Cluster, imagined, one_host, this_machine
 from goaly.run.config import RunConfig
@@ -45,28 +45,13 @@ def gib(host: HostMemory) -> dict[str, float]:
     return {part: size / GIB for part, size in host.parts.items()}
 
 
-def test_spares_of_all_ranks_on_a_host_are_counted_as_pinned_memory_takes_them():
+def test_spares_of_all_ranks_on_a_host_are_counted():
     config = with_spare(of_8b("generator.replicas=1"), "host")
     trainer, generator = needed(config, cluster(hosts=2))
-    assert generator.parts["generator prefetch"] == pytest.approx(2 * pinned_half(), rel=1e-3)
-    assert WEIGHTS < generator.parts["generator prefetch"] < 2 * WEIGHTS
+    assert generator.parts["generator prefetch"] == pytest.approx(WEIGHTS, rel=1e-3)
     assert "generator prefetch" not in trainer.parts
     on_device = needed(with_spare(config, "device"), cluster(hosts=2))[1]
     assert "generator prefetch" not in on_device.parts
-
-
-def pinned_half() -> float:
-    """A rank's half of each matrix of Qwen3-8B, in pinned memory."""
-    layer = [6144 * 4096, 4096 * 4096, *[12288 * 4096] * 3]
-    embeddings = [151936 * 4096] * 2
-    return 36 * pinned(size for size in layer) + pinned(size for size in embeddings)  # two bytes for half an element
-
-
-@pytest.mark.parametrize(
-    ("sizes", "taken"), [([1 << 20], 1 << 20), ([(1 << 20) + 1], 1 << 21), ([3, 5], 4 + 8), ([0], 0)]
-)
-def test_pinned_tensors_take_the_next_power_of_two(sizes: list[int], taken: int):
-    assert pinned(sizes) == taken
 
 
 def test_replicas_on_a_host_without_the_trainer_each_keep_a_mirror_and_one_alone_keeps_buckets():
