@@ -11,6 +11,9 @@ Invariants
 
 import logging
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -64,7 +67,7 @@ _PLAIN = (
 )
 """How people write without LaTeX, and what it is in LaTeX."""
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each answer that takes too long
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each answer, as its own time limit is not used
 
 
 def verify(prompt: Prompt, response: str) -> float:
@@ -114,7 +117,28 @@ def equal(expected: str, answer: str) -> bool:
     wanted, given = _parsed(expected), _parsed(answer)
     if not wanted or not given or not _same_kind(wanted[0], given[0], answer):
         return False
-    return compare(wanted, given, timeout_seconds=COMPARE_SECONDS) and _close(wanted[0], given[0])
+    try:
+        with _limited(COMPARE_SECONDS):
+            return compare(wanted, given, timeout_seconds=None) and _close(wanted[0], given[0])
+    except TimeoutException:
+        return False
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutException after so long, and again each time as long after. Math-verify's own limit raises it once,
+    and it is lost if Python collects garbage just then."""
+
+    def too_long(*_: object) -> None:
+        raise TimeoutException
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _said(text: str) -> str | None:
@@ -190,9 +214,10 @@ def _parsed(answer: str) -> list[Any]:
 def _read(answer: str) -> list[Any]:
     if not answer or "$" in answer.replace("\\$", "") or re.search(r"\d\s+\d", answer):  # `1 1` is no product
         return []
-    limits: dict[str, Any] = {"parsing_timeout": PARSE_SECONDS, "raise_on_error": True}
+    own: dict[str, Any] = {"parsing_timeout": None, "raise_on_error": True}
     try:
-        return parse(f"${answer}$", _LATEX, fallback_mode="no_fallback", **limits)[:1]
+        with _limited(PARSE_SECONDS):
+            return parse(f"${answer}$", _LATEX, fallback_mode="no_fallback", **own)[:1]
     except Exception:  # no answer: math-verify raises whatever its grammar and sympy do
         return []
 

@@ -1,6 +1,8 @@
 """What the maths verifier takes for an answer, and what it takes for equal: real-looking responses, right and wrong."""
 
 import asyncio
+import signal
+import warnings
 from typing import Any
 
 import pytest
@@ -192,6 +194,30 @@ def test_a_problem_without_a_readable_answer_raises(answer: str | None):
 def test_an_expression_that_can_not_be_computed_is_wrong_within_seconds(power: str):
     assert verify(problem("5"), rf"\boxed{{{power}}}") == 0.0
     assert verify(problem("1"), "Answer: " + "1*" * MAX_ANSWER_CHARACTERS + "1") == 0.0
+
+
+def test_an_answer_that_takes_too_long_is_wrong_also_if_the_first_signal_is_lost(monkeypatch: pytest.MonkeyPatch):
+    lost: list[str] = []
+
+    class Freed:
+        def __del__(self) -> None:  # an exception here is ignored
+            lost.append("in time")
+            signal.raise_signal(signal.SIGALRM)
+            lost.append("too late")
+
+    def endless(*arguments: Any, **options: Any) -> bool:
+        del arguments
+        Freed()
+        while True:
+            pass
+
+    monkeypatch.setattr(maths, "COMPARE_SECONDS", 0.05)
+    monkeypatch.setattr(maths, "compare", endless)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pytest.PytestUnraisableExceptionWarning)
+        assert verify(problem("x+5"), r"\boxed{5+x}") == 0.0
+    assert lost == ["in time"]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_an_answer_that_took_too_long_to_read_once_is_read_again(monkeypatch: pytest.MonkeyPatch):
