@@ -66,7 +66,7 @@ class Echo(Actor):
             case Submit(requests):
                 self._submit(client, requests)
             case Isolate(request_id):
-                self._clients.deliver(client, request_id, None)
+                self._clients.send(client, [(request_id, None)])
             case Withdraw(request_ids):
                 self._cancel(request_ids)
             case Leave():
@@ -82,9 +82,8 @@ class Echo(Actor):
             versions = (tokens + (request.begun_at or 0)).int()
             result = Sample(tokens=tokens, logprobs=-tokens.float(), versions=versions, finish=Finish.STOP)
             if request.min_version < HELD:
-                self._clients.deliver(
-                    client, request.request_id, result if request.prompt else ValueError("nothing to continue")
-                )
+                answer = result if request.prompt else ValueError("nothing to continue")
+                self._clients.send(client, [(request.request_id, answer)])
             else:
                 self._held.append(request.request_id)
 

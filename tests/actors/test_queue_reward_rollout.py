@@ -78,7 +78,7 @@ class FakeGenerator(Actor):
         tokens = torch.tensor([4, 4, 1])
         versions = torch.full((3,), asked.min_version, dtype=torch.int32)
         sample = Sample(tokens=tokens, logprobs=torch.full((3,), -0.5), versions=versions, finish=Finish.STOP)
-        self._clients.deliver(client, asked.request_id, sample)
+        self._clients.send(client, [(asked.request_id, sample)])
 
     @concurrent_endpoint
     async def take_seeds(self) -> list[int | None]:

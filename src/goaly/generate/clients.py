@@ -7,12 +7,8 @@ import asyncio
 from collections.abc import Callable, Collection
 from functools import partial
 
-from monarch.actor import Port
-
 from goaly.generate.connection import Leave, Results, ToReplica, Ways
 from goaly.generate.line import Line, open_line
-from goaly.generate.request import Sample
-from goaly.generate.streamed_answer import AnswerPart
 from goaly.liveness import ExitWatch, this_host
 
 
@@ -22,17 +18,20 @@ class Clients:
     def __init__(self, told: Callable[[str, ToReplica], None]) -> None:
         """`told(client, message)` is called for what comes on lines. The end of a connection is a `Leave`."""
         self._told = told
-        self._open: dict[str, Line | Port[Results]] = {}
-        self._unsent: dict[str, Results] = {}
+        self._open: dict[str, tuple[Callable[[Results], None], Line | None]] = {}
+        """How to send to each, in any thread."""
 
     async def serve(self, client: str, ways: Ways, until: asyncio.Event) -> None:
         """Connect to a client; returns when the event is set."""
         line, watch = await self._line_to(client, ways), None
         if line is None:
             ways.port.send([])
+            send = partial(asyncio.get_running_loop().call_soon_threadsafe, ways.port.send)
+        else:
+            send = line.send
         if ways.process.host == this_host():
             watch = ExitWatch(ways.process, partial(self._told, client, Leave()))  # GE-5
-        self._open[client] = line or ways.port
+        self._open[client] = send, line
         try:
             await until.wait()
         finally:
@@ -42,28 +41,21 @@ class Clients:
 
     def disconnect(self, client: str) -> None:
         """Send nothing more to this client."""
-        way = self._open.pop(client, None)
-        if isinstance(way, Line):
-            way.close()
+        _, line = self._open.pop(client, (None, None))
+        if line is not None:
+            line.close()
 
-    def deliver(self, client: str, request_id: str, result: AnswerPart | Sample | Exception | None) -> None:
-        """Send a result, or None for a suspect's turn, in one message with the others of this event loop turn."""
-        results = self._unsent.setdefault(client, [])
-        if not results:
-            asyncio.get_running_loop().call_soon(self._send, client)
-        results.append((request_id, result))
+    def send(self, client: str, results: Results) -> None:
+        """Send these results in one message, in any thread. Nothing happens if the client has left."""
+        send, _ = self._open.get(client, (None, None))
+        if send is not None:
+            send(results)
 
     async def _line_to(self, client: str, ways: Ways) -> Line | None:
         try:
             return await open_line(ways.line, partial(self._told, client), partial(self._told, client, Leave()))
         except OSError:  # the client is on another host, or in another network
             return None
-
-    def _send(self, client: str) -> None:
-        results = self._unsent.pop(client)
-        way = self._open.get(client)
-        if way is not None:
-            way.send(results)
 
 
 class Quarantine:

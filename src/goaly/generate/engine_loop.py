@@ -1,4 +1,4 @@
-"""The thread that owns an engine: takes commands, steps the engine, and returns samples to the event loop.
+"""The thread that owns an engine: takes commands, steps the engine, and delivers samples.
 
 The tensor-parallel ranks of a replica each run this loop: rank 0 decides (`Scheduler`), and sends each round to the
 others by a `RankLink`. Only the thread touches the engine once it runs.
@@ -20,7 +20,7 @@ Invariants
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from goaly.generate.engine import Engine
 
 Deliver = Callable[[str, AnswerPart | Sample | Exception], None]
-"""Takes a request's parts, if it is streamed, and then its sample or its error, in the event loop."""
+"""Takes a request's parts, if it is streamed, and then its sample or its error, in the engine's thread; the error of
+what was under way at the end in the event loop, after that thread."""
 
 NO_TIMEOUT = timedelta(days=3650)
 """An idle replica waits for hours. When a peer dies, the closed connection ends the wait, or the service does: it kills
@@ -168,16 +169,22 @@ class Scheduler:
 
 
 class EngineLoop:
-    """Steps an engine in a thread of its own. Made and used in the event loop that gets the samples."""
+    """Steps an engine in a thread of its own. Made and used in an event loop."""
 
     def __init__(
-        self, engine: "Engine", settings: GeneratorSettings, fill: Callable[[], int], link: RankLink | None = None
+        self,
+        engine: "Engine",
+        settings: GeneratorSettings,
+        fill: Callable[[], int],
+        link: RankLink | None = None,
+        delivered: Callable[[], None] = lambda: None,
     ):
-        """`fill` overwrites this rank's weights with the prefetched ones. With a `link`, ranks above 0 follow rank
-        0."""
+        """`fill` overwrites this rank's weights with the prefetched ones. With a `link`, ranks above 0 follow rank 0.
+        `delivered` is called after the deliveries of a round."""
         self._engine = engine
         self._fill = fill
         self._link = link
+        self._delivered = delivered
         self._follows = link is not None and link.rank > 0
         self._scheduler = Scheduler(settings.on_update, max_running=settings.max_running)
         self._work = threading.Condition()
@@ -196,21 +203,17 @@ class EngineLoop:
     @property
     def requests(self) -> Collection[str]:
         """The names of the requests that have not ended."""
-        return self._requests
+        return tuple(self._requests)
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         """Start a request. `deliver` is called once, with its sample or its error, and before that with the parts of a
-        streamed one."""
+        streamed one. ReplicaLost after the end, ValueError if no engine can continue the prompt: then it is not."""
         name = request.request_id
-        try:
-            if self._closed is not None:
-                raise self._closed
-            if name in self._requests:
-                raise duplicate_request(name)
-            self._engine.check(name, request.prompt)
-        except (ReplicaLost, ValueError) as error:
-            deliver(name, error)
-            return
+        if self._closed is not None:
+            raise self._closed
+        if name in self._requests:
+            raise duplicate_request(name)
+        self._engine.check(name, request.prompt)
         self._requests[name] = deliver
         self._command(request)
 
@@ -228,6 +231,9 @@ class EngineLoop:
         future: asyncio.Future[Sample] = self._events.create_future()
 
         def deliver(_: str, result: AnswerPart | Sample | Exception) -> None:
+            self._events.call_soon_threadsafe(take, result)
+
+        def take(result: AnswerPart | Sample | Exception) -> None:
             if not isinstance(result, AnswerPart):
                 settle(future, result)
             elif on_part is not None:
@@ -282,7 +288,7 @@ class EngineLoop:
                 pass
         except BaseException as error:
             give_up("the engine's thread failed", error)  # LO-3
-        self._post(self._close)
+        self._events.call_soon_threadsafe(self._close)
 
     def _round(self) -> bool:
         """Wait for a round's commands and run them; False after a stop."""
@@ -303,9 +309,9 @@ class EngineLoop:
                         streams = streams and not self._follows  # rank 0 sends
                         self._engine.add(name, prompt, sampling, streams=streams, written=written, begun_at=begun_at)
                     except ValueError as error:  # the request's own error: it fails alone
-                        self._post(self._deliver, [(name, error)])
+                        self._deliver([(name, error)])
                 case Cancel(names):
-                    self._post(self._deliver, self._engine.cancel(list(names)))
+                    self._deliver(self._engine.cancel(list(names)))
         if self._engine.running:
             started = time.perf_counter()
             ended = self._engine.step()
@@ -315,7 +321,7 @@ class EngineLoop:
             if ended:
                 self._stats.tokens += sum(len(sample.tokens) for _, sample in ended if isinstance(sample, Sample))
             if results := [*self._parts(now), *ended]:
-                self._post(self._deliver, results)
+                self._deliver(results)
         return True
 
     def _parts(self, now: float) -> list[tuple[str, AnswerPart]]:
@@ -333,7 +339,7 @@ class EngineLoop:
             with Work("sending commands"):  # LO-4: to a rank that may not receive them
                 self._link.send(commands)  # LO-1
         if never_started:
-            self._post(self._deliver, [(name, Sample.of([], [], [], Finish.CANCELLED)) for name in never_started])
+            self._deliver([(name, Sample.of([], [], [], Finish.CANCELLED)) for name in never_started])
         return commands
 
     def _apply(self) -> None:
@@ -341,16 +347,14 @@ class EngineLoop:
         version = self._engine.apply(self._fill)
         self._stats.stall_seconds += time.perf_counter() - started
         self._stats.updates += 1
-        self._post(self._applied, version)
+        self._events.call_soon_threadsafe(self._applied, version)
 
-    def _post(self, callback: Callable[..., None], *arguments: object) -> None:
-        self._events.call_soon_threadsafe(callback, *arguments)
-
-    def _deliver(self, results: list[tuple[str, AnswerPart | Sample | Exception]]) -> None:
+    def _deliver(self, results: Sequence[tuple[str, AnswerPart | Sample | Exception]]) -> None:
         for name, result in results:
             deliver = self._requests.get(name) if isinstance(result, AnswerPart) else self._requests.pop(name, None)
             if deliver is not None:
                 deliver(name, result)
+        self._delivered()
 
     def _applied(self, version: int) -> None:
         self.version = version
@@ -361,6 +365,7 @@ class EngineLoop:
         requests, self._requests = self._requests, {}
         for name, deliver in requests.items():
             deliver(name, self._closed)
+        self._delivered()
         self._wake_version_waiters()
 
     def _wake_version_waiters(self) -> None:

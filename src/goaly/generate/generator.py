@@ -24,7 +24,7 @@ from monarch.actor import Actor
 from goaly.actors import concurrent_endpoint
 from goaly.errors import ConfigError, ReplicaLost
 from goaly.generate.clients import Clients, Quarantine
-from goaly.generate.connection import Isolate, Leave, Submit, ToReplica, Ways, Withdraw, client_of, own_name
+from goaly.generate.connection import Isolate, Leave, Results, Submit, ToReplica, Ways, Withdraw, client_of, own_name
 from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.generate.request import GeneratorStats, Request, Sample
 from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
@@ -75,7 +75,10 @@ class Generator(Actor):
         self._follower: WeightFollower | None = None
         self._following: asyncio.Task[None] | None = None
         self._clients = Clients(self._told)
+        self._unsent: dict[str, Results] = {}
+        """The results of this round of the engine, by client."""
         self._quarantine = Quarantine()
+        self._events: asyncio.AbstractEventLoop  # from `start` on
         self._gone: set[str] = set()
         """Clients that have left: what they sent before may arrive later."""
         self._closed = asyncio.Event()
@@ -85,6 +88,7 @@ class Generator(Actor):
         """Build the engine from the model folder and catch up with the store; the version that decodes then."""
         from goaly.generate.engine import Engine  # vLLM takes seconds to import
 
+        self._events = asyncio.get_running_loop()
         settings = self._settings
         seed = settings.seed + self._replica
         engine = await asyncio.to_thread(Engine, settings, self._model, seed=seed, **self._options)
@@ -92,13 +96,14 @@ class Generator(Actor):
         engine.enter_thread()  # this thread prefetches updates into the engine's GPU
         commands, announcements = (RankLink(), RankLink()) if settings.tp > 1 else (None, None)
         if self._store is None:
-            self._engine_loop = EngineLoop(engine, settings, lambda: 0, commands)  # its weights never change
+            # Its weights never change.
+            self._engine_loop = EngineLoop(engine, settings, lambda: 0, commands, self._send_round)
             return 0
         if self._weight_settings.apply == "flip" and engine.records_graphs:
             raise ConfigError([f"weights.apply=flip: {FLIP_UNDER_GRAPHS}"])
         self._rank = 0 if commands is None else commands.rank
         subscriber = await self._joined(self._store, engine)  # GE-3
-        self._engine_loop = loop = EngineLoop(engine, settings, lambda: follower.apply(), commands)
+        self._engine_loop = loop = EngineLoop(engine, settings, lambda: follower.apply(), commands, self._send_round)
         self._follower = follower = WeightFollower(subscriber, loop, announcements)
         if self._rank == 0:
             while max((await self._store.state.call_one()).versions, default=0) > loop.version:  # GE-1
@@ -174,7 +179,7 @@ class Generator(Actor):
             case Submit(requests):
                 self._submit(client, requests)
             case Isolate(request_id) if client not in self._gone:
-                self._quarantine.enter(request_id, partial(self._clients.deliver, client, request_id, None))
+                self._quarantine.enter(request_id, partial(self._clients.send, client, [(request_id, None)]))
             case Withdraw(request_ids):
                 self._cancel(request_ids)
             case Leave():
@@ -188,12 +193,17 @@ class Generator(Actor):
 
         The client gets an invalid request's error in place of a sample.
         """
-        for request in requests if client not in self._gone else ():
-            deliver = partial(self._deliver, client, time.time_ns())
+        if client in self._gone:
+            return
+        refused: Results = []
+        for request in requests:
             try:
-                self._started_loop().submit(request, deliver)
-            except ReplicaLost as not_started:
-                deliver(request.request_id, not_started)
+                self._started_loop().submit(request, partial(self._deliver, client, time.time_ns()))
+            except (ReplicaLost, ValueError) as error:
+                self._quarantine.leave(request.request_id)
+                refused.append((request.request_id, error))
+        if refused:
+            self._clients.send(client, refused)
 
     def _cancel(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -207,9 +217,16 @@ class Generator(Actor):
         return self._engine_loop
 
     def _deliver(self, client: str, started_ns: int, request_id: str, result: AnswerPart | Sample | Exception) -> None:
-        self._clients.deliver(client, request_id, result)
+        self._unsent.setdefault(client, []).append((request_id, result))
         if isinstance(result, AnswerPart):
             return
-        self._quarantine.leave(request_id)
+        if request_id in self._quarantine.suspects:
+            self._events.call_soon_threadsafe(self._quarantine.leave, request_id)
         noted = {"tokens": len(result.tokens)} if isinstance(result, Sample) else {"error": type(result).__name__}
         spans.record("generation", started_ns, time.time_ns(), request=own_name(request_id), **noted)
+
+    def _send_round(self) -> None:
+        """In the engine's thread: its event loop may be busy, and would interrupt the next step."""
+        results, self._unsent = self._unsent, {}
+        for client, of_client in results.items():
+            self._clients.send(client, of_client)

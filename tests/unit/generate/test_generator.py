@@ -79,6 +79,7 @@ async def test_the_requests_of_a_client_end_with_its_process_and_those_of_others
         requests = [Request(f"{name}.{index}", [1], Sampling(), 0) for index in range(3)]
         await call(generator, "tell", name, Submit(requests))
     running.pop("dies.1")("dies.1", ReplicaLost("an answer"))
+    generator._send_round()
     await call(generator, "tell", "dies", Isolate("dies.suspect"))
     client.kill()
     await client.wait()

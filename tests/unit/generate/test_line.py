@@ -70,6 +70,43 @@ async def test_messages_arrive_whole_and_in_order_both_ways() -> None:
     assert there.ends.empty()
 
 
+async def test_messages_of_several_threads_arrive_whole_and_those_of_each_in_order() -> None:
+    here, there = Received(), Received()
+    one, other = await pair(here, there)
+
+    def send(thread: int) -> None:
+        for number in range(300):
+            one.send((thread, number, b"x" * (number % 7 * 10_000)))
+
+    for _ in range(2):  # once the full socket has room, messages go into it directly again
+        sending = asyncio.gather(*(asyncio.to_thread(send, thread) for thread in range(3)))
+        came: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for _ in range(900):
+            thread, number, data = await there.messages.get()
+            assert len(data) == number % 7 * 10_000
+            came[thread].append(number)
+        await sending
+        assert list(came.values()) == [list(range(300))] * 3  # LN-2
+        assert not one._is_full
+    one.close()
+    await there.ends.get()
+    await asyncio.to_thread(one.send, "too late")
+    other.close()
+
+
+async def test_what_a_thread_sent_before_the_close_arrives_also_if_the_socket_was_full() -> None:
+    here, there = Received(), Received()
+    one, other = await pair(here, there)
+    sending = threading.Thread(target=lambda: [one.send(b"x" * 10**6) for _ in range(5)])
+    sending.start()
+    sending.join()  # the event loop, which would empty the socket, waits
+    one.close()
+    for _ in range(5):
+        assert len(await there.messages.get()) == 10**6
+    await there.ends.get()
+    other.close()
+
+
 async def test_what_only_cloudpickle_can_pickle_arrives_too() -> None:
     here, there = Received(), Received()
     one, other = await pair(here, there)
