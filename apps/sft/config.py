@@ -70,5 +70,4 @@ class SftConfig(Settings):
         yield from self.trainer.shape_problems(trainer, shape, whose)
         yield from self.trainer.balance_problems(trainer, shape)
         if self.trainer.lora is not None:
-            settings = self.model or ModelSettings()
-            yield from self.trainer.lora.model_problems(trainer.lora, settings, shape, name=f"{at}model")
+            yield from self.trainer.lora.model_problems(trainer.lora, shape)

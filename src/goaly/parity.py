@@ -6,7 +6,7 @@ A config of a run says which model, and how generator and trainer divide it. The
 lengths, of which some share a prompt, all there at once in a cache that is too small for them and in steps that are
 too short for many prompts; the trainer recomputes what was sampled, on several packings. If a run of this config can
 update weights in the middle of an answer, so does the check, once: half as large ones. If it replays choices of
-experts, the trainer does that here, too.
+experts, the trainer does that here, too. Of adapters the check makes some that change the model, as trained ones do.
 
 The exit code is 1 if a log-prob differs. With bitwise numerics the trainer's ranks then search for the operation as in
 a run (`train/parity_search.py`). If one rank by itself differs from the sampler, the operations of the generator's
@@ -34,7 +34,7 @@ from goaly.errors import ConfigError, ParityError
 from goaly.generate.request import Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.operations import first_other
-from goaly.models.settings import ModelSettings
+from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import architecture, read_config
 from goaly.run.config import RunConfig
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
@@ -54,6 +54,7 @@ SHARED = 4
 """Every so many requests have the same prompt, as the samples of a group."""
 UPDATED = 1
 """The version of the halved weights."""
+ADAPTERS_SEED = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +122,17 @@ def sampled(engine: "Engine", asked: Sequence[CheckedRequest], *, updates: bool 
     return [sequence(one.prompt, samples[one.name]) for one in asked]
 
 
+def begin(weights: Mapping[str, torch.Tensor]) -> int:
+    """Make adapters, of which new ones change nothing, ones that do; the version of the weights."""
+    from goaly.models.lora import A, B, draw_adapters
+
+    draw_adapters(weights, ADAPTERS_SEED, which=(A, B))
+    return 0
+
+
 def halve(weights: Mapping[str, torch.Tensor]) -> int:
     """Make a new version of weights, which has the same bits in any type and on any ranks; its number."""
-    by_address = {part.data_ptr(): part for part in map(local, weights.values())}
+    by_address = {part.data_ptr(): part for part in map(local, weights.values()) if part.is_floating_point()}
     torch._foreach_mul_(list(by_address.values()), 0.5)
     return UPDATED
 
@@ -176,6 +185,18 @@ class Sampler:
     records_choices: bool = False
     updates: bool = False
     """Whether the weights are updated in the middle."""
+    lora: LoraSettings | None = None
+    """Its adapters, if it has some."""
+
+    def engine(self) -> "Engine":
+        """This rank's engine."""
+        from goaly.generate.engine import Engine
+
+        torch.set_num_threads(self.generator.threads)  # vLLM allows it no more later
+        engine = Engine(self.generator, self.model, records_choices=self.records_choices, lora=self.lora)
+        if self.lora is not None:
+            engine.apply(lambda: begin(engine.named_tensors()))
+        return engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,10 +243,7 @@ def _joined(parts: Sequence[Compared]) -> Compared:
 
 
 def _sample(rank: int, sampler: Sampler, out: Path) -> None:
-    from goaly.generate.engine import Engine
-
-    torch.set_num_threads(sampler.generator.threads)  # vLLM allows it no more later
-    engine = Engine(sampler.generator, sampler.model, records_choices=sampler.records_choices)
+    engine = sampler.engine()  # whose end is that of the ranks' group
     sequences = sampled(engine, sampler.asked, updates=sampler.updates)
     if rank == 0:
         torch.save([dict(one.items()) for one in sequences], out)
@@ -244,6 +262,7 @@ def _recompute(rank: int, recomputers: Sequence[Recomputer], out: Path) -> None:
         found.append([])
         for row_length, microbatch_rows in one.packings:
             engine = TrainEngine(one.model, replace(one.trainer, microbatch_rows=microbatch_rows))
+            begin(engine.named_tensors())
             rows = rows_of(sequences, row_length, ranks=one.trainer.fsdp, rank=engine.dp_rank)
             parts = []
             for part in _by_version(engine, rows, _versions(sequences)):
@@ -310,11 +329,8 @@ def in_sampler(sampler: Sampler, one_rank: Alone, folder: Path) -> str:
 
 
 def _sampler_operations(rank: int, sampler: Sampler, one_rank: Alone, folder: Path) -> None:
-    from goaly.generate.engine import Engine
-
-    torch.set_num_threads(sampler.generator.threads)
     one_step = max(sampler.generator.max_step_tokens, len(one_rank.tokens))
-    engine = Engine(replace(sampler.generator, max_step_tokens=one_step), sampler.model)
+    engine = replace(sampler, generator=replace(sampler.generator, max_step_tokens=one_step)).engine()
     if one_rank.version == UPDATED:
         engine.apply(lambda: halve(engine.named_tensors()))
     mine = of_tokens(engine.operations(one_rank.tokens), 0, len(one_rank.tokens))
@@ -345,6 +361,7 @@ def check(config: RunConfig, requests: int) -> Checked:
             asked=asked,
             records_choices=config.moe.replays,
             updates=config.generator.on_update == "recompute" and config.backlog.max_staleness > 0,
+            lora=config.trainer.lora,
         )
         sample_in_ranks(sampler, file)
         recomputer = Recomputer(

@@ -2,8 +2,9 @@
 
 Trainer and sampler build the same layers, so their log-probs are equal to the last bit. Only forward passes are exact;
 gradients are those of ordinary layers. `kernel_layers.py` has norms and rotations, `bitwise_attention.py` attention,
-`bitwise_experts.py` experts, `bitwise_rows.py` softmaxes, and `bitwise_decoder.py` puts all of them into a model. On a
-GPU the operations are those of `bitwise_kernels.py`, in which a row never depends on another.
+`bitwise_experts.py` experts, `bitwise_lora.py` adapters, `bitwise_rows.py` softmaxes, and `bitwise_decoder.py` puts all
+of them into a model. On a GPU the operations are those of `bitwise_kernels.py`, in which a row never depends on
+another.
 
 Matrix products on a CPU are float32 for any type of the model, and rounded to that type once. oneDNN, or MKL in a torch
 without it, computes a row in the same way in every product of enough rows, and in another way in one of a few rows. So
@@ -70,9 +71,9 @@ class BitwiseLinear(Linear):
         """The product with the weight."""
         weight = self.weight
         if self._packed is not None:
-            return _packed_product(input, self._packed, weight.dtype)
+            return packed_product(input, self._packed, weight.dtype)
         if not isinstance(weight, DTensor):
-            return _linear(input, weight, self._slices_here(weight))
+            return linear(input, weight, self._slices_here(weight))
         mesh, (placement,) = weight.device_mesh, weight.placements
         assert isinstance(input, DTensor), "tensor-parallel layers exchange DTensors"
         (given,) = input.placements
@@ -87,7 +88,7 @@ class BitwiseLinear(Linear):
                 out_placement = given
                 weight_gradient = Partial() if isinstance(given, Shard) else placement
         x, w = input.to_local(grad_placements=[input_gradient]), weight.to_local(grad_placements=[weight_gradient])
-        return DTensor.from_local(_linear(x, w, self._slices_here(w)), mesh, [out_placement], run_check=False)
+        return DTensor.from_local(linear(x, w, self._slices_here(w)), mesh, [out_placement], run_check=False)
 
     def _slices_here(self, weight: torch.Tensor) -> int:
         """The slices of a rank that has these input features."""
@@ -165,7 +166,8 @@ def pack(weight_NK: torch.Tensor, slices: int) -> PackedSlices | None:
     return tuple(packed_weight(part_NK) for part_NK in weight_NK.float().chunk(slices, 1))
 
 
-def _packed_product(x: torch.Tensor, packed: PackedSlices, dtype: torch.dtype) -> torch.Tensor:
+def packed_product(x: torch.Tensor, packed: PackedSlices, dtype: torch.dtype) -> torch.Tensor:
+    """The product with packed slices of a weight (BW-2), rounded to this type; without a gradient."""
     from vllm import _custom_ops as kernels
 
     first, *others = zip(x.float().chunk(len(packed), -1), packed, strict=True)
@@ -175,7 +177,8 @@ def _packed_product(x: torch.Tensor, packed: PackedSlices, dtype: torch.dtype) -
     return out
 
 
-def _linear(x: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
+def linear(x: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
+    """The product with a weight, summed in so many slices of the input features (BW-2)."""
     x_TK = x.reshape(-1, x.shape[-1])
     out_TN = (
         _ExactLinear.apply(x_TK, weight_NK, slices) if torch.is_grad_enabled() else _sliced(x_TK, weight_NK, slices)

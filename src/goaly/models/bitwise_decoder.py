@@ -7,7 +7,9 @@ from torchtitan.models.common.linear import Linear
 
 from goaly.models.bitwise import BitwiseFeedForward, BitwiseLinear
 from goaly.models.bitwise_experts import BitwiseDispatcher, BitwiseExperts, BitwiseRoutedExperts, BitwiseRouter
+from goaly.models.bitwise_lora import BitwiseLoraExperts, BitwiseLoraLinear
 from goaly.models.kernel_layers import KernelRMSNorm, KernelRoPE
+from goaly.models.lora import LoraExperts, LoraLinear, SeparateQKV
 from goaly.models.settings import SLICES
 from goaly.models.titan_config import fields_of
 
@@ -22,12 +24,17 @@ def make_bitwise(decoder: Any) -> None:
             attention.qk_norm = _norm(attention.qk_norm)
         if isinstance(attention.rope, CosSinRoPE.Config):
             attention.rope = KernelRoPE.Config(**fields_of(attention.rope))
-        attention.qkv_linear.wqkv = _layer(attention.qkv_linear.wqkv)
+        qkv = attention.qkv_linear
+        if isinstance(qkv, SeparateQKV.Config):
+            qkv.wq, qkv.wkv, qkv.wv = map(_layer, (qkv.wq, qkv.wkv, qkv.wv))
+        else:
+            qkv.wqkv = _layer(qkv.wqkv)
         attention.wo = _layer(attention.wo, SLICES)
         if layer.moe is not None:
             router, routed = layer.moe.router, layer.moe.routed_experts
             layer.moe.router = BitwiseRouter.Config(**fields_of(router) | {"gate": _layer(router.gate)})
-            routed.inner_experts = BitwiseExperts.Config(**fields_of(routed.inner_experts))
+            experts = BitwiseLoraExperts if isinstance(routed.inner_experts, LoraExperts.Config) else BitwiseExperts
+            routed.inner_experts = experts.Config(**fields_of(routed.inner_experts))
             routed.token_dispatcher = BitwiseDispatcher.Config(**fields_of(routed.token_dispatcher))
             layer.moe.routed_experts = BitwiseRoutedExperts.Config(**fields_of(routed))
             if layer.moe.shared_experts is not None:
@@ -46,5 +53,6 @@ def _network(config: Any) -> BitwiseFeedForward.Config:
     return BitwiseFeedForward.Config(**fields_of(config) | layers)
 
 
-def _layer(config: Linear.Config, slices: int = 1) -> BitwiseLinear.Config:
-    return BitwiseLinear.Config(**fields_of(config), slices=slices)
+def _layer(config: Linear.Config, slices: int = 1) -> BitwiseLinear.Config | BitwiseLoraLinear.Config:
+    layer = BitwiseLoraLinear if isinstance(config, LoraLinear.Config) else BitwiseLinear
+    return layer.Config(**fields_of(config), slices=slices)

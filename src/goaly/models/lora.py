@@ -51,9 +51,10 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
-def note_base(decoder: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """Let the decoder hold the digest of these frozen weights, which it has just loaded; all ranks must call it."""
-    digest = int(Digest(weights).compute(), 16) - 2**63  # as an int64
+def note_base(decoder: Any, weights: Mapping[str, torch.Tensor], *, alone: bool = False) -> None:
+    """Let the decoder hold the digest of these frozen weights, which it has just loaded; all ranks must call it, unless
+    this one holds all `alone`."""
+    digest = int(Digest(weights, alone=alone).compute(), 16) - 2**63  # as an int64
     device = next(iter(weights.values())).device
     decoder.register_buffer(BASE, torch.tensor([digest], device=device), persistent=False)
     decoder._loaded_base = digest
@@ -98,7 +99,7 @@ class LoraLinear(Linear):
         by_output = placement == Shard(0)
         assert isinstance(input, DTensor), "tensor-parallel layers exchange DTensors"
         x = input.to_local(grad_placements=[Partial() if by_output else input.placements[0]])
-        out = self._output(x, *(_local(one) for one in (weight, a, b)))
+        out = self._output(x, *(own_part(one) for one in (weight, a, b)))
         return DTensor.from_local(out, mesh, [Shard(out.ndim - 1) if by_output else Partial()], run_check=False)
 
     def _output(self, x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -143,7 +144,7 @@ class LoraExperts(Experts):
         super().parallelize(parallel_dims)
 
     def _product(self, rows: torch.Tensor, name: str, ends_E: torch.Tensor) -> torch.Tensor:
-        a, b = (_local(getattr(self, name + which)).transpose(-2, -1) for which in (A, B))
+        a, b = (own_part(getattr(self, name + which)).transpose(-2, -1) for which in (A, B))
         thin = self._grouped_mm(A=rows, B_t=a, offs=ends_E)
         change = self._grouped_mm(A=thin, B_t=b, offs=ends_E)
         return torch.add(super()._product(rows, name, ends_E), change, alpha=self._scale)
@@ -185,10 +186,11 @@ def train_only_adapters(model: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def draw_adapters(tensors: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Fill this rank's part of each A with numbers that depend on nothing but seed, name and place (LR-3)."""
+def draw_adapters(tensors: Mapping[str, torch.Tensor], seed: int, *, which: str | tuple[str, str] = A) -> None:
+    """Fill this rank's part of each A, or of `which` adapters, with numbers that depend on nothing but seed, name and
+    place (LR-3)."""
     for name, tensor in tensors.items():
-        if not name.endswith(A):
+        if not name.endswith(which):
             continue
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
         bound = 1 / math.sqrt(tensor.shape[-1])
@@ -245,9 +247,9 @@ def _without(layout: SpmdLayout, dim: int) -> SpmdLayout:
     return SpmdLayout({axis: spmd_types.R if kind == spmd_types.S(dim) else kind for axis, kind in axes.items()})
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part. The gradient of what all tensor-parallel ranks have is the sum of theirs: each computes with
-    its part of the rows or columns."""
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a layer's matrix. The gradient of what all tensor-parallel ranks have is the sum of theirs:
+    each computes with its part of the rows or columns."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = [Partial() if isinstance(one, Replicate) else one for one in tensor.placements]

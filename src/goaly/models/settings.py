@@ -129,10 +129,8 @@ class LoraSettings(Settings):
         if self.targets is not None and len(set(self.targets)) != max(len(self.targets), 1):
             yield f"{at.targets}: must name at least one target, and none twice"
 
-    def model_problems(
-        self, at: Section, model: ModelSettings, shape: "Architecture", *, name: str = "model"
-    ) -> Iterator[str]:
-        """One line for each reason why this model cannot have these adapters; `name` is its section."""
+    def model_problems(self, at: Section, shape: "Architecture") -> Iterator[str]:
+        """One line for each reason why a model of this shape cannot have these adapters."""
         if shape.latent is not None:
             yield f"{at}rank={self.rank}: adapters are not supported for the latent attention of DeepSeek-V3"
             return
@@ -142,9 +140,6 @@ class LoraSettings(Settings):
         if shape.biased:
             yield f"{at}rank={self.rank}: adapters are not supported for gpt-oss, whose layers have biases"
             return
-        if model.numerics == "bitwise":
-            why = "because adapters have no bitwise layers"
-            yield f"{name}.numerics=bitwise: must be fast where {str(at).removesuffix('.')} is set, {why}"
         found = shape.projections()
         for target in self.targets or ():
             if target not in found:

@@ -262,7 +262,7 @@ class RunConfig(Settings):
                 if shape.experts and self.generator.engine == "native":
                     yield f"{at.generator.engine}: must be torchtitan for a model with experts"
                 if self.trainer.lora is not None:
-                    yield from self.trainer.lora.model_problems(at.trainer.lora, self.model, shape, name=f"{at}model")
+                    yield from self.trainer.lora.model_problems(at.trainer.lora, shape)
                     if self.generator.engine == "native":
                         yield f"{at.generator.engine}: {NO_ADAPTERS}"
                 yield from self.generator.model_problems(at.generator, at.model.path, shape)

@@ -71,10 +71,24 @@ class TrainEngine(ModelEngine):
         assert difference is not None, "a comparison has raised"
         return search(self, difference)
 
-    def alone(self, folder: str | Path) -> "TrainEngine":
-        """A frozen copy of this engine on this rank alone, with the weights of a folder that it has saved."""
+    def save_for_one(self, path: Path) -> None:
+        """Write what `alone` reads, a folder of the model or a file of its adapters; every rank must call it."""
+        if self.settings.lora is None:
+            return self.save_hf(path)
+        from goaly.models.hf import gathered, write_gathered
+
+        adapters = ((name, gathered(tensor)) for name, tensor in self.named_tensors().items())
+        write_gathered(self._pipeline.gathered(adapters), lambda whole: torch.save(dict(whole), path))
+
+    def alone(self, path: Path) -> "TrainEngine":
+        """A frozen copy of this engine on this rank alone, with what `save_for_one` has written."""
         settings = replace(self.settings, pp=1, fsdp=1, tp=1, cp=1, ep=1)
+        folder = self._source if path.is_file() else path
         engine = TrainEngine(replace(self._of_model, path=str(folder)), settings, trains=False)
+        if path.is_file():
+            adapters = torch.load(path)
+            for name, tensor in engine.named_tensors().items():
+                tensor.copy_(adapters[name])
         engine.steps_done = self.steps_done
         return engine
 

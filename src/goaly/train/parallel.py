@@ -104,7 +104,7 @@ def build_parallel(
     share_angles(model)
     load_hf(model, spec, settings.path, head=head.in_folder)
     if lora is not None:
-        note_base(model, folder_tensors(model))
+        note_base(model, folder_tensors(model), alone=trainer.ranks == 1)
         if trains:
             draw_adapters(versioned_tensors(model), lora.seed)
     model.train()

@@ -78,11 +78,11 @@ def _alone(engine: "TrainEngine", at: Difference) -> Alone | str:
     """What the first rank finds with the whole model, or why it finds nothing."""
     box: list[Any] = [None]
     with tempfile.TemporaryDirectory(prefix="goaly-parity-") as temporary:
-        folder = Path(temporary) / "model"
+        path = Path(temporary) / "model"
         try:
-            engine.save_hf(folder)
+            engine.save_for_one(path)
             if dist.get_rank() == 0:
-                box = [_of_one(engine.alone(folder), at)]
+                box = [_of_one(engine.alone(path), at)]
         except Exception as error:  # the other ranks wait for this one
             logger.exception("one rank alone cannot search for the operation that differs")
             box = [f"one rank alone failed with {type(error).__name__}: {error}"]

@@ -22,11 +22,12 @@ from goaly.weights.receipts import WeightedSum, halves, whole
 class Digest:
     """Computes the digest of tensors that all ranks together hold."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        """`tensors` are what this rank holds; they are read at each call. All ranks must make theirs at once."""
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, alone: bool = False):
+        """`tensors` are what this rank holds; they are read at each call. All ranks must make theirs at once, unless
+        this one holds all `alone`."""
         self._tensors = dict(tensors)
         layouts: list[Layout] = [layout_of(tensors)]
-        self._several_ranks = several_ranks()
+        self._several_ranks = several_ranks() and not alone
         if self._several_ranks:
             layouts *= dist.get_world_size()
             dist.all_gather_object(layouts, layouts[0])

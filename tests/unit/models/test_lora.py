@@ -230,11 +230,6 @@ def test_a_reference_has_adapters_only_if_it_is_refreshed():
         ("experts", ["trainer.lora={targets: [gate]}"], "the model has no gate, must be among q, k, v, o, experts"),
         ("dense", ["trainer.lora={rank: 200}"], "trainer.lora.rank=200: must be at most "),
         ("experts", ["trainer.lora={rank: 12}"], "trainer.lora.rank=12: must be a multiple of 8 for adapters of "),
-        (
-            "dense",
-            ["trainer.lora={}", "model.numerics=bitwise"],
-            "model.numerics=bitwise: must be fast where trainer.lora is set",
-        ),
         ("dense", ["trainer.lora={}", "generator.engine=native"], "generator.engine=native: must be torchtitan where"),
         ("latent", ["trainer.lora={}"], "trainer.lora.rank=16: adapters are not supported for the latent attention"),
         (
