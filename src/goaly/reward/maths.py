@@ -12,11 +12,12 @@ Invariants
 import logging
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+from latex2sympy2_extended.math_normalization import NormalizationConfig
 from latex2sympy2_extended.sets import FiniteSet as WrittenSet
 from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as compare
@@ -31,8 +32,11 @@ PARSE_SECONDS = COMPARE_SECONDS = 2
 """Limits for sympy. `reward.time_limit_seconds` ends what ignores signals, such as a power of huge integers."""
 RELATIVE_TOLERANCE = 2e-6
 """Decimals that differ by less are equal: 0.333333 is 1/3, 0.3333 is not."""
+ROUNDED_TOLERANCE = 1e-2
+"""The sides of `\\approx` differ by less."""
 
-_LATEX = (LatexExtractionConfig(),)
+_LATEX = (LatexExtractionConfig(normalization_config=NormalizationConfig(malformed_operators=True, nits=True)),)
+_FUNCTIONS = "sin|cos|tan|log|ln|exp|sqrt|pi|inf|infty|infinity"
 _MARKER = re.compile(
     r"\banswer\b[*_]*\s*(?:is\b\s*:?|[:\uff1a=])[*_]*|答案(?:是|为)?\s*[:\uff1a]?|^####", re.IGNORECASE | re.MULTILINE
 )
@@ -40,18 +44,50 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _DISPLAY = re.compile(r"\s*(?:\$\$(.*?)\$\$|\\\[(.*?)\\\])", re.DOTALL)
 _INLINE = re.compile(r"(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.*?)\\\)")
 _BETWEEN = re.compile(r"\s*(?:,|;|,?\s*and|,?\s*or)\s*")
-_WORDS = re.compile(r"[^\W\d_][^\d_\\{}^$=+*/<>|()\[\]]*")
+_POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = "|".join(_POWERS)
+_NO_UNIT = re.compile(
+    rf"\b(?:{_FUNCTIONS}|alpha|beta|theta|and|or|nor|not|but|to|than|if|when|unless|except|is|are|was|maybe|perhaps|at"
+    r"|more|less|fewer|most|least|up|above|below|plus|minus|times|over|divided|squared|cubed|factorial|choose|mod|modulo"
+    rf"|base|percent|percentage|pct|half|halves|thirds|quarters|dozen|hundred|(?:{_SCALES})s?)\b",
+    re.IGNORECASE,
+)
+"""Words after a number that make it another one, or no answer."""
+_WORDS = re.compile(r"[^\W\d_](?:[^\d_\\{}^$=+*/<>|()\[\]-]|(?<=[^\W\d_])-(?=[^\W\d_]{2}))*")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox|mathbf)\s*\{([^{}]*)\}")
 _UNIT = re.compile(
-    r"(?<=[\d}\s])\s*(?:\\[ ,;])*(?:\\(?:text|mathrm|mbox)\s*\{\s*([^{}\d]+?)\s*\}|([a-zA-Zµ°]{2,}))(?:\^\{?\d\}?)?$"
+    r"\s*(?:\\[ ,;])*(?:\\(?:text|mathrm|mbox)\s*\{\s*([^{}\d]+?)\s*\}"
+    r"|(?<=\d)((?:[ckm]m|[km]g|ml|ft)\b)"
+    r"|(?:(?<=[\d})%])|(?<=\\pi))\s+([a-z]{3}[a-z'/ -]*|[ckm]m|[km]g|ml|ft|in|lb|oz|hr|[mgslh]))(?:\s*\^\{?\d\}?)?$",
+    re.IGNORECASE,
 )
 _NUMBER = re.compile(r"[+-]?\d+")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-_FUNCTIONS = ("sin", "cos", "tan", "log", "ln", "exp", "sqrt", "pi", "inf", "infty", "infinity")
+_APPROXIMATES = re.compile(r"\s*(?:\\approx|\\simeq|≈)\s*")
+_NAME = re.compile(r"[a-zA-Z]?")
+_DROPPED = re.compile(r"\\[lcd]?dots\b|(?<=\d)\s*_\W*(?:text\W*)?(\w+)")
+"""Dots and the base of a numeral: math-verify reads an answer as if they were not there."""
+
+
+def _repeating(found: re.Match[str]) -> str:
+    fixed, period = found[1] + found[2], found[3]
+    whole = int(fixed + period) - int(fixed or "0")
+    return rf"\frac{{{whole}}}{{{'9' * len(period) + '0' * len(found[2])}}}"
+
+
 _PLAIN = (
     (re.compile(r"[\u2212\u2013]"), "-"),
     (re.compile(r"°"), r"^\\circ "),
-    (re.compile(r"\\[!,;:>]|\\quad|~|&nbsp;|[\u00a0\u2009\u202f]"), " "),
+    (re.compile(r"\\!"), ""),
+    (re.compile(r"\\[,;:>]|\\quad|~|&nbsp;|[\u00a0\u2009\u202f]"), " "),
+    (re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*([\d.,]+|i)\s*\}"), r"\1"),
+    (
+        re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*({_SCALES})\s*\}}|({_SCALES})\b)"),
+        lambda found: rf"\cdot 10^{{{_POWERS[found[1] or found[2]]}}}",
+    ),
+    (re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}"), _repeating),
+    (re.compile(r"(?<![\d.])\.(?=\d)"), "0."),
+    (re.compile(r"\\([dt]?frac\s*(?=\d\s)|log_\s*)(\d+)\s+(?=\d)"), r"\\\1{\2}"),
     (re.compile(r"(?<=\d)\{,\}(?=\d{3}(?!\d))"), ","),
     (re.compile(r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?![\d.]*\d)"), lambda found: found[0].replace(" ", "")),
     (re.compile(r"(?<![\d.])(\d+) (\d+)/(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),
@@ -75,7 +111,7 @@ def verify(prompt: Prompt, response: str) -> float:
     if not prompt.answer or not prompt.answer.strip():
         raise ValueError(f"answer={prompt.answer!r}: a maths problem must have one")
     expected = _clean(extract(prompt.answer) or prompt.answer)
-    if not _is_text(expected) and not _parsed(expected):  # MV-2
+    if not _is_text(expected) and not _parsed(_without_unit(expected)[0]):  # MV-2
         raise ValueError(f"answer={prompt.answer!r}: must be a number, an expression in LaTeX, or words")
     answer = extract(response)
     return float(answer is not None and equal(expected, _clean(answer)))
@@ -108,8 +144,14 @@ def equal(expected: str, answer: str) -> bool:
         return int(expected) == int(answer)
     if _is_text(expected):
         return _words(expected) == _words(answer)
-    if len({unit for unit in (_unit(expected), _unit(answer)) if unit}) == 2:
+    if not _dropped(answer) <= _dropped(expected):
         return False
+    (expected, unit), (answer, other) = _without_unit(expected), _without_unit(answer)
+    if unit and other and unit != other:
+        return False
+    if (sides := _APPROXIMATES.split(answer))[1:]:  # `x \approx 3`, `\sqrt{2} \approx 1.41`: the first number counts
+        exact, *rounded = [side for side in sides if not _NAME.fullmatch(side)] or [""]
+        return equal(expected, exact) and all(_agree(exact, side) for side in rounded)
     if "=" not in expected and (parts := _sides(answer))[1:]:  # `x = 1 + 1 = 2`: numbers in the chain must agree
         return all(
             equal(parts[-1], part) for part in parts[:-1] if not re.search(r"(?<!\\)\b[a-zA-Z]", part)
@@ -117,9 +159,18 @@ def equal(expected: str, answer: str) -> bool:
     wanted, given = _parsed(expected), _parsed(answer)
     if not wanted or not given or not _same_kind(wanted[0], given[0], answer):
         return False
+    return _in_time(
+        lambda: (
+            compare(wanted, given, allow_set_relation_comp=True, timeout_seconds=None) and _close(wanted[0], given[0])
+        )
+    )
+
+
+def _in_time(judge: Callable[[], bool]) -> bool:
+    """Its result, or False after `COMPARE_SECONDS`."""
     try:
         with _limited(COMPARE_SECONDS):
-            return compare(wanted, given, timeout_seconds=None) and _close(wanted[0], given[0])
+            return judge()
     except TimeoutException:
         return False
 
@@ -171,28 +222,46 @@ def _closing(text: str, start: int) -> int | None:
 
 def _clean(answer: str) -> str:
     """The answer without delimiters, emphasis and final punctuation, in LaTeX."""
-    answer = re.sub(r"(?<!\\)\$|\\[()\[\]](?![a-zA-Z])|\\(?:left|right)\b|\\displaystyle", "", answer).strip(" *_.\n")
+    answer = re.sub(r"(?<!\\)\$|\\[()\[\]](?![a-zA-Z])|\\(?:left|right)\b|\\displaystyle", "", answer)
+    answer = answer.rstrip(" *_.\n").lstrip(" *_\n")
     for pattern, latex in _PLAIN:
         answer = pattern.sub(latex, answer)
-    if not re.search(r"[(\[{]", answer):  # in `(100,200)` the comma separates
+    if not re.search(r"[(\[{]", _TEXT.sub("", answer)):  # in `(100,200)` the comma separates
         answer = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), answer)
-    return " ".join(answer.split()).strip(" .,;:*_")
+    return " ".join(answer.split()).rstrip(" .,;:*_").lstrip(" ,;:*_")
 
 
 def _is_text(answer: str) -> bool:
     """Whether an answer is a word, of which letters may not change places as in a product."""
     plain = _TEXT.sub(r"\1", answer).strip(" ().")
-    return bool(_WORDS.fullmatch(plain)) and len(plain) > 2 and plain.casefold() not in _FUNCTIONS and "," not in plain
+    return (
+        bool(_WORDS.fullmatch(plain))
+        and len(plain) > 2
+        and plain.casefold() not in _FUNCTIONS.split("|")
+        and "," not in plain
+    )
 
 
 def _words(answer: str) -> str:
     return " ".join(_TEXT.sub(r"\1", answer).casefold().strip(" ().").split())
 
 
-def _unit(answer: str) -> str | None:
-    """The unit after a number, in the singular; None if there is none."""
+def _without_unit(answer: str) -> tuple[str, str]:
+    """An answer without the unit, or other words, that follow its number; and these in the singular, if any."""
     found = _UNIT.search(answer)
-    return (found[1] or found[2]).strip().casefold().rstrip("s.") if found else None
+    unit = next(filter(None, found.groups()), "") if found else ""
+    if found is None or not answer[: found.start()] or _NO_UNIT.search(unit):
+        return answer, ""
+    return answer[: found.start()], unit.casefold().rstrip("s.")
+
+
+def _dropped(answer: str) -> set[str]:
+    return {found[1] or "" for found in _DROPPED.finditer(answer)}
+
+
+def _agree(exact: str, rounded: str) -> bool:
+    one, other = _parsed(_sides(exact)[-1]), _parsed(rounded)
+    return bool(one and other) and _in_time(lambda: _close(one[0], other[0], ROUNDED_TOLERANCE))
 
 
 def _sides(answer: str) -> list[str]:
@@ -228,7 +297,7 @@ def _same_kind(wanted: Any, given: Any, answer: str) -> bool:
     return not (ordered and isinstance(given, (FiniteSet, WrittenSet)) and "\\{" in answer)
 
 
-def _close(wanted: Any, given: Any) -> bool:
+def _close(wanted: Any, given: Any, tolerance: float = RELATIVE_TOLERANCE) -> bool:
     """Whether two numbers are close: math-verify rounds both to six decimals, so all tiny numbers are equal to it."""
     if not (isinstance(wanted, Expr) and isinstance(given, Expr) and wanted.is_number and given.is_number):
         return True
@@ -236,4 +305,4 @@ def _close(wanted: Any, given: Any) -> bool:
         one, other = complex(wanted.doit().evalf()), complex(given.doit().evalf())
     except (TypeError, ValueError, OverflowError):
         return True
-    return any(abs(one - value) <= RELATIVE_TOLERANCE * abs(one) for value in (other, other * 100, other / 100))
+    return any(abs(one - value) <= tolerance * abs(one) for value in (other, other * 100, other / 100))
