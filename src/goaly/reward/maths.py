@@ -1,8 +1,8 @@
 r"""The verifier of maths problems: is the last answer in a response equal to the prompt's answer? Uses math-verify.
 
 An answer is `\boxed{...}`, what follows "Answer:" or "the answer is", what follows `####`, or a response of one line.
-Where there are several, the last one counts; text inside `<think>` does not, nor do words after a box, as in "the
-answer is unique".
+Where there are several, the last one counts that begins with maths. Prose, as in "the answer is unique", is an answer
+only if there is no other. Text inside `<think>` is none.
 
 Invariants
     MV-1  One answer of a response is compared: a response that lists several candidates gains nothing.
@@ -28,6 +28,8 @@ from goaly.prompts.prompt import Prompt
 
 MAX_ANSWER_CHARACTERS = 400
 """A longer answer is wrong: nobody means it, and it may take minutes to simplify."""
+LOOK_CHARACTERS = 2 * MAX_ANSWER_CHARACTERS
+"""An answer is looked for in so many characters after its marker."""
 PARSE_SECONDS = COMPARE_SECONDS = 2
 """Limits for sympy. `reward.time_limit_seconds` ends what ignores signals, such as a power of huge integers."""
 RELATIVE_TOLERANCE = 2e-6
@@ -37,13 +39,32 @@ ROUNDED_TOLERANCE = 1e-2
 
 _LATEX = (LatexExtractionConfig(normalization_config=NormalizationConfig(malformed_operators=True, nits=True)),)
 _FUNCTIONS = "sin|cos|tan|log|ln|exp|sqrt|pi|inf|infty|infinity"
-_MARKER = re.compile(
-    r"\banswer\b[*_]*\s*(?:is\b\s*:?|[:\uff1a=])[*_]*|答案(?:是|为)?\s*[:\uff1a]?|^####", re.IGNORECASE | re.MULTILINE
+_LEAD = (
+    r"(?:[\s*_:,]*\b(?:actually|indeed|exactly|simply|just|therefore|thus|hence|then"
+    r"|there (?:are|is)|it is|we (?:get|have))\b)*"
 )
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+"""Words before an answer that say nothing."""
+_MARKER = re.compile(
+    r"(?P<doubt>\b(?:if|whether|check(?:ing)?|verify(?:ing)?)\s+(?:the|our|my|this)\s+(?:final\s+)?)?"
+    rf"\banswer\b[*_]*\s*(?:is\b\s*:?|[:\uff1a=])[*_]*{_LEAD}|答案(?:是|为)?\s*[:\uff1a]?"
+    r"|^####(?! *\d+[.)] +\S)",  # not the heading `#### 2. Check`
+    re.IGNORECASE | re.MULTILINE,
+)
+_PROSE = re.compile(
+    rf"[\s*_:(\"“]*(?:[<>]|(?!(?:{_FUNCTIONS})\b|not\s+[^a-z])(?:[^\W\d_]{{2}}|[^\W\d_]\s+[^\W\d_]))", re.IGNORECASE
+)
+"""How a remark on the answer begins; an answer is a number, a letter, a function or a command."""
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 _DISPLAY = re.compile(r"\s*(?:\$\$(.*?)\$\$|\\\[(.*?)\\\])", re.DOTALL)
 _INLINE = re.compile(r"(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.*?)\\\)")
 _BETWEEN = re.compile(r"\s*(?:,|;|,?\s*and|,?\s*or)\s*")
+_CLAUSE = re.compile(
+    r"[.;]\s|\s*\u2014|,? (?:because|since|which|where|as) |, so "
+    rf"|(?<=[\d)\]}}%*!]), (?!(?:{_FUNCTIONS}|and|or)\b)[a-z]{{2,}}\b(?!\s*=)"
+    rf"| \((?!or\b|mod\b)(?=[^()]*\b(?!(?:{_FUNCTIONS})\b)[a-z]{{3}})",
+    re.IGNORECASE,
+)
+"""What begins an explanation of the answer before it."""
 _POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALES = "|".join(_POWERS)
 _NO_UNIT = re.compile(
@@ -53,6 +74,8 @@ _NO_UNIT = re.compile(
     re.IGNORECASE,
 )
 """Words after a number that make it another one, or no answer."""
+_GOES_ON = re.compile(rf"[ ,$]*(?:(?:or|{_SCALES})\b|(?:and|to|plus|minus|times|over)\s+\W*\d)")
+"""How a line goes on where the maths before is not the whole answer."""
 _WORDS = re.compile(r"[^\W\d_](?:[^\d_\\{}^$=+*/<>|()\[\]-]|(?<=[^\W\d_])-(?=[^\W\d_]{2}))*")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox|mathbf)\s*\{([^{}]*)\}")
 _UNIT = re.compile(
@@ -110,11 +133,13 @@ def verify(prompt: Prompt, response: str) -> float:
     """1 if the response's last answer equals the prompt's, else 0."""
     if not prompt.answer or not prompt.answer.strip():
         raise ValueError(f"answer={prompt.answer!r}: a maths problem must have one")
-    expected = _clean(extract(prompt.answer) or prompt.answer)
+    expected = _clean(_marked(prompt.answer) or prompt.answer)
     if not _is_text(expected) and not _parsed(_without_unit(expected)[0]):  # MV-2
         raise ValueError(f"answer={prompt.answer!r}: must be a number, an expression in LaTeX, or words")
     answer = extract(response)
-    return float(answer is not None and equal(expected, _clean(answer)))
+    if answer is None or len(answer) > LOOK_CHARACTERS:
+        return 0.0
+    return float(equal(expected, _clean(answer)))
 
 
 def extract(response: str) -> str | None:
@@ -122,16 +147,9 @@ def extract(response: str) -> str | None:
     if "<think>" in response and "</think>" not in response:
         return None  # cut off while it was thinking
     response = response.rpartition("</think>")[2].strip()
-    boxes = [found for found in _BOX.finditer(response) if _closing(response, found.end()) is not None]
-    after = boxes[-1].start() + 1 if boxes else 0
-    said = [_said(response[found.end() :]) for found in _MARKER.finditer(response, after)]
-    if boxes:
-        said = [text for text in said if text is not None and not _is_text(text)]
-    if said:
-        return said[-1]
-    if boxes:
-        return response[boxes[-1].end() : _closing(response, boxes[-1].end())]
-    return _said(response) if response and "\n" not in response else None
+    if (marked := _marked(response)) is not None:
+        return marked
+    return _said(response) if "\n" not in response and len(response) <= LOOK_CHARACTERS else None
 
 
 def equal(expected: str, answer: str) -> bool:
@@ -192,32 +210,51 @@ def _limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _marked(response: str) -> str | None:
+    """The last answer in a box or after another marker, as it is written."""
+    start, end = _last_box(response)
+    prose, until = None, len(response)
+    for marker in reversed(list(_MARKER.finditer(response, end))):
+        piece = response[marker.end() : min(until, marker.end() + LOOK_CHARACTERS)]
+        until = marker.start()
+        said = None if marker["doubt"] else _said(piece)
+        if said and not _PROSE.match(piece):
+            return said
+        prose = prose or said
+    return response[start:end] if end else prose
+
+
+def _last_box(text: str) -> tuple[int, int]:
+    """The first character in the last box that is closed, and its closing brace; zeros if there is none."""
+    opened: list[re.Match[str]] = []
+    last = 0, 0
+    for found in _BRACE.finditer(text):
+        if found[0] == "}" and opened:
+            opening = opened.pop()
+            if opening[0] != "{" and opening.end() > last[0]:
+                last = opening.end(), found.start()
+        elif found[0] not in ("}", "\\{", "\\}"):
+            opened.append(found)
+    return last
+
+
 def _said(text: str) -> str | None:
-    """The answer at the beginning of a text."""
-    if display := _DISPLAY.match(text):
+    """The answer at the beginning of a text, without an explanation after it."""
+    if (display := _DISPLAY.match(text)) and not _GOES_ON.match(text, display.end()):
         return display[1] or display[2]
     line = next((line.strip() for line in text.splitlines() if line.strip(" *_:")), "")
+    phrase = _CLAUSE.split(line, maxsplit=1)[0]
     first = _INLINE.search(line)
-    if first is None:
-        return re.split(r"[.;]\s|,? because | since |, so ", line)[0] or None
+    if first is None or first.start() >= len(phrase):
+        return phrase or None
     found, end = [first[1] or first[2]], first.end()
     for more in _INLINE.finditer(line, end):  # `$1$ and $2$` are one answer
         if not _BETWEEN.fullmatch(line[end : more.start()]):
             break
         found.append(more[1] or more[2])
         end = more.end()
-    alone = not re.search(r"\d", line[: first.start()])
-    return ", ".join(found) if alone else line
-
-
-def _closing(text: str, start: int) -> int | None:
-    """The position of the brace that closes the one before `start`."""
-    depth = 1
-    for found in re.finditer(r"\\[{}]|[{}]", text[start:]):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
-        if depth == 0:
-            return start + found.start()
-    return None
+    alone = not re.search(r"\d|\bnot\b", line[: first.start()]) and not _GOES_ON.match(line, end)
+    return ", ".join(found) if alone else phrase
 
 
 def _clean(answer: str) -> str:

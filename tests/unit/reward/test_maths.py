@@ -13,7 +13,7 @@ from math_verify.errors import TimeoutException
 
 from goaly.prompts.prompt import Prompt
 from goaly.reward import maths
-from goaly.reward.maths import MAX_ANSWER_CHARACTERS, extract, verify
+from goaly.reward.maths import LOOK_CHARACTERS, MAX_ANSWER_CHARACTERS, extract, verify
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifiers import VerifierPool
 
@@ -85,9 +85,24 @@ RIGHT = [
     ("A", "Answer: (A)"),
     (r"\text{Tuesday}", "Answer: Tuesday."),
     (r"\boxed{7}", "Answer: 7"),
+    ("204", "\\boxed{204}\n\nThe answer is 204 minutes (3 hours and 24 minutes)."),
+    ("5", "\\boxed{5}\n\nThe answer is an integer between 0 and 999."),
+    ("5", "\\boxed{5}\n\nThe answer is obtained by adding 2 and 3."),
+    ("5", "\\boxed{5}\n\nCheck: if the answer is 5, then 2x = 10."),
+    ("5", "\\boxed{5}\n\nIf the answer is 6, then 2x = 12, which is too much."),
+    ("5", "\\boxed{5}\n\nWe check our answer: $2 \\cdot 5 = 10$."),
+    ("5", "\\boxed{5}\n\nThe answer is reasonable since $5 < 10$."),
+    ("5", "\\boxed{5}\n\nThe answer is > 0."),
+    ("5", "\\boxed{5}\n\n#### 2. Verification\n5 is right."),
+    ("5", "Answer: 5\n\nLet me double check: the answer is correct."),
     ("5", r"\boxed{4} ... wait, the answer is 5"),
     ("5", "\\boxed{4}\n\nNo, the answer is actually $5$."),
+    ("5", "Answer: 5, which is prime."),
+    ("5", "Answer: 5, the third prime"),
+    ("5", "Answer: 5 (since 2+3)"),
+    ("5", "Answer: 5 \u2014 a prime"),
     ("5", "The answer is $5$ when $x = 2$."),
+    ("10", "Answer: There are 10 ways."),
     ("5", "<think>6</think>Answer: 5"),
     ("10080", r"\boxed{10,\!080}"),
     (r"10,\!000", "10000"),
@@ -166,8 +181,12 @@ WRONG = [
     ("5", r"\boxed{5}, but the answer is 5 or 6"),
     ("5", r"\boxed{5}, or rather, the answer is not 5"),
     ("5", "The answer is not 5"),
+    ("5", "The answer is not $5$"),
+    ("5", "The answer is certainly not $5$."),
     ("5", "Answer: 5 (or 6)"),
     ("5", "Answer: 5, or 6"),
+    ("5", "Answer: $5$ or 6"),
+    ("5", "Answer: $$5$$ or $$6$$"),
     ("5", "Answer: 5 if n is even, 6 if n is odd"),
     ("5", "Answer: between 5 and 6"),
     ("5", "\\boxed{4}\n\nThe answer is obtained from 5."),
@@ -181,6 +200,7 @@ WRONG = [
     ("34", r"\boxed{34\text{ million}}"),
     ("34", r"\boxed{34\text{ thousand dollars}}"),
     ("34", "Answer: 34 thousand"),
+    ("34", "Answer: $34$ thousand"),
     ("34", r"\boxed{34_8}"),
     ("34_8", r"\boxed{34_9}"),
     ("34", r"\boxed{34 \approx 35}"),
@@ -248,6 +268,34 @@ def test_no_response_raises(text: str):
 @given(st.recursive(st.sampled_from(["1", "x", r"\{"]), lambda inner: inner.map(lambda text: rf"\frac{{{text}}}{{2}}")))
 def test_a_box_ends_at_its_own_brace(inside: str):
     assert extract(rf"a {{ b }} \boxed{{{inside}}} }} {{") == inside
+
+
+HOSTILE = (
+    *("So the answer is 5. ", "Answer: ", "Answer: \\[", "Answer: $", "The answer is right. ", "answer*"),
+    *("it is ", "if the ", "if   ", "\n#### ", "\n#### 1. ", "答案是 ", "\\boxed{", "\\boxed", "\\text{", "\\(", "$"),
+    *("{", "}", "\\{", " ", "\n", "*", "1", "1 ", "1,", "a ", "a, ", "( ", "; ", "<think>", "</think>"),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(HOSTILE), st.integers(1, 20_000)), min_size=1, max_size=4), st.booleans())
+@tries(max_examples=30, deadline=None)
+def test_each_character_is_read_twice_at_most(parts: list[tuple[str, int]], is_closed: bool):
+    text = "".join(part * (characters // len(part) + 1) for part, characters in parts) + "}" * is_closed
+    read: list[int] = []
+    said = maths._said
+    with pytest.MonkeyPatch.context() as counted:
+        counted.setattr(maths, "_said", lambda piece: (read.append(len(piece)), said(piece))[1])
+        extract(text)
+    assert sum(read) <= 2 * len(text)
+    assert max(read, default=0) <= LOOK_CHARACTERS
+
+
+@pytest.mark.timeout(60)  # by the square of the length it would take minutes
+@pytest.mark.parametrize("part", HOSTILE)
+def test_300_000_characters_are_read_in_less_than_a_second(part: str):
+    text = part * (300_000 // len(part))
+    for response in (text, rf"\boxed{{5}} {text}", f"Answer: {text}5", rf"\boxed{{{text}}}", f"{text}\nAnswer: right"):
+        extract(response)
 
 
 @pytest.mark.parametrize("answer", [None, " ", r"\frac{1}{", "1 1"])
