@@ -2,7 +2,8 @@ r"""The verifier of maths problems: is the last answer in a response equal to th
 
 An answer is `\boxed{...}`, what follows "Answer:" or "the answer is", what follows `####`, or a response of one line.
 Where there are several, the last one counts that begins with maths. Prose, as in "the answer is unique", is an answer
-only if there is no other. Text inside `<think>` is none.
+only if there is no other. Text inside `<think>` is none. `verify` does not see a `<think>` that the chat template
+opens, so it takes a box in unfinished thinking for the answer; use `verify_after_thinking` with such a template.
 
 Invariants
     MV-1  One answer of a response is compared: a response that lists several candidates gains nothing.
@@ -142,11 +143,18 @@ def verify(prompt: Prompt, response: str) -> float:
     return float(equal(expected, _clean(answer)))
 
 
+def verify_after_thinking(prompt: Prompt, response: str) -> float:
+    """As `verify`, for a model whose chat template opens `<think>`: 0 for a response that does not close it.
+
+    Not for chats with `chat.reasoning_parser`, of which a verifier gets the answer without its thinking."""
+    return verify(prompt, response if "</think>" in response else "")
+
+
 def extract(response: str) -> str | None:
     """The last answer of a response as it is written (MV-1); None if there is none."""
-    if "<think>" in response and "</think>" not in response:
-        return None  # cut off while it was thinking
     response = response.rpartition("</think>")[2].strip()
+    if "<think>" in response:
+        return None  # cut off while it was thinking
     if (marked := _marked(response)) is not None:
         return marked
     return _said(response) if "\n" not in response and len(response) <= LOOK_CHARACTERS else None

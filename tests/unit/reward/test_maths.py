@@ -13,7 +13,7 @@ from math_verify.errors import TimeoutException
 
 from goaly.prompts.prompt import Prompt
 from goaly.reward import maths
-from goaly.reward.maths import LOOK_CHARACTERS, MAX_ANSWER_CHARACTERS, extract, verify
+from goaly.reward.maths import LOOK_CHARACTERS, MAX_ANSWER_CHARACTERS, extract, verify, verify_after_thinking
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifiers import VerifierPool
 
@@ -196,6 +196,7 @@ WRONG = [
     ("2t", "Answer: 2"),
     ("2xy", "Answer: 2"),
     ("2 \\sin x", "Answer: 2"),
+    ("5", "<think>a</think> Answer: 6 <think> or Answer: 5"),
     ("34", r"\boxed{34\text{ thousand}}"),
     ("34", r"\boxed{34\text{ million}}"),
     ("34", r"\boxed{34\text{ thousand dollars}}"),
@@ -296,6 +297,13 @@ def test_300_000_characters_are_read_in_less_than_a_second(part: str):
     text = part * (300_000 // len(part))
     for response in (text, rf"\boxed{{5}} {text}", f"Answer: {text}5", rf"\boxed{{{text}}}", f"{text}\nAnswer: right"):
         extract(response)
+
+
+def test_thinking_that_does_not_end_gets_nothing_where_the_template_opens_it():
+    for response, score in (("so \\boxed{5}", 0.0), ("\\boxed{6}</think>\n\nAnswer: 5", 1.0), ("5</think> 6", 0.0)):
+        assert verify_after_thinking(problem("5"), response) == score
+    with pytest.raises(ValueError, match="must have one"):
+        verify_after_thinking(problem(None), "")
 
 
 @pytest.mark.parametrize("answer", [None, " ", r"\frac{1}{", "1 1"])
