@@ -58,6 +58,26 @@ def write_random_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool
     return _write_random(lambda: Qwen3ForCausalLM(Qwen3Config(**size)), folder, seed)
 
 
+def write_random_llama(folder: Path, *, seed: int = 0) -> Path:
+    """Save a random Llama 3 of dim 96, 3 layers, 4/2 heads with a character tokenizer; returns the folder. Its rotary
+    embedding is scaled as in Llama 3.1."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    own: dict[str, Any] = {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    }
+    return _write_random(lambda: LlamaForCausalLM(LlamaConfig(**{**SIZE, **own})), folder, seed)
+
+
 def write_random_deepseek(folder: Path, *, seed: int = 0, **changed: Any) -> Path:
     """Save a random DeepSeek-V3 of dim 96 with a character tokenizer; returns the folder. Its first layer is dense, the
     other two have 8 experts in 4 groups, two for each token, and a shared one."""

@@ -59,7 +59,7 @@ def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str
     load(engine, native_tensors(model_spec(folders[1]), folders[1]))
     after = sampled(engine, PROMPTS, max_tokens=30)
     shapes = {name: tuple(local(tensor).shape) for name, tensor in engine.named_tensors().items()}
-    bytes_held = [local(tensor).nbytes for tensor in engine.named_tensors().values()]
+    bytes_held = sum(local(tensor).nbytes for tensor in engine.named_tensors().values())
     torch.save((before, after, shapes, angles(engine._model().model), bytes_held), f"{out}.{rank}")
 
 
@@ -120,7 +120,7 @@ def test_a_replica_samples_from_the_model_that_transformers_has_before_and_after
         architecture(read_config(folders[0])), ModelSettings(path=str(folders[0])), GeneratorSettings(**degrees), None
     )
     for which, memory in planned.items():
-        assert all(list(memory.updated) == found[rank][4] for rank in which)
+        assert all(memory.updated == found[rank][4] for rank in which)
     name, rows = ("mlp1_weight_EGD", 128) if "sinks" in layout else ("w1_EFD", 64)
     shape = found[0][2][f"layers.1.moe.routed_experts.inner_experts.{name}"]
     assert shape == ((4, rows, 96) if "ep" in degrees else (8, rows // ranks, 96))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_model import native_tensors, write_random_dots, write_random_model
+from random_model import native_tensors, write_random_dots, write_random_llama, write_random_model
 
 import goaly.parity
 from goaly.generate.settings import GeneratorSettings
@@ -210,21 +210,7 @@ def test_prompts_that_are_computed_in_parts_change_no_bit_of_what_is_sampled(  #
 
 
 def test_a_llama_is_recomputed_too(there: Any, tmp_path: Path):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    differing, tokens, *_ = there(one_model, tmp_path, {})
+    differing, tokens, *_ = there(one_model, write_random_llama(tmp_path), {})
     assert differing == [0] * 2 * len(PACKINGS)
     assert tokens > 1000
 
@@ -285,12 +271,15 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
     return sample
 
 
-@pytest.mark.parametrize("sides", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+@pytest.mark.parametrize(
+    ("write", "sides"),
+    [(write_random_model, {"fsdp": 2}), (write_random_model, {"tp": 2}), (write_random_llama, {"tp": 2})],
+    ids=["fsdp", "tp", "llama-tp"],
+)
 def test_ranks_that_divide_the_model_recompute_its_bits(  # BW-2
-    tmp_path: Path, sample: Callable[..., Path], sides: dict[str, int]
+    tmp_path: Path, sample: Callable[..., Path], write: Callable[..., Path], sides: dict[str, int]
 ):
-    folder = write_tiny_model(tmp_path / "model", TinyModel(layers=2))
-    model = ModelSettings(path=str(folder), dtype="bfloat16", numerics="bitwise")
+    model = ModelSettings(path=str(write(tmp_path / "model")), dtype="bfloat16", numerics="bitwise")
     file = sample(model, tp=sides.get("tp", 1))
     for degrees in ({}, sides):
         recomputer = Recomputer(model=model, trainer=TrainerSettings(**degrees), sequences=file, packings=PACKINGS)

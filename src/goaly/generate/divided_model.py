@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import spmd_types
 import torch
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as torchtitan_distributed
 from torchtitan.distributed.parallel_dims import MeshAxisName
@@ -48,16 +48,7 @@ def divided_on_meta(
         _divide_experts(config, tp, rank, numerics)
     with torch.device("meta"):
         model = config.build()
-    spec.parallelize_fn(
-        model,
-        parallel_dims=dims,
-        training=TrainingConfig(),
-        parallelism=parallelism,
-        compile_config=CompileConfig(),
-        ac_config=None,
-        dump_folder="",
-        skip_dp=True,
-    )
+    model.parallelize(dims)  # a family's `parallelize_fn` would add FSDP, and not all of them can leave it out
     return model, dims
 
 

@@ -63,8 +63,9 @@ def parts() -> tuple[Any, Any, Any, Any]:
     """torchtitan's configs of the decoder and of a block, its plan of parallelism, and the adapter of folders."""
     from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3StateDictAdapter
     from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
+    from torchtitan.models.deepseek_v3.parallelize import parallelize_deepseekv3
 
-    return DeepSeekV3Model.Config, DeepSeekV3TransformerBlock.Config, parallelize, DeepSeekV3StateDictAdapter
+    return DeepSeekV3Model.Config, DeepSeekV3TransformerBlock.Config, parallelize_deepseekv3, DeepSeekV3StateDictAdapter
 
 
 def attention(shape: "Architecture", norm: Callable[..., Any], unset: dict[str, Any], inner: Any) -> Any:
@@ -118,13 +119,3 @@ def softmax_scale(attention: Any) -> float:
     if attention.rope.scaling == "yarn" and attention.rope.rope_factor > 1.0:
         scale *= (0.1 * attention.mscale * math.log(attention.rope.rope_factor) + 1.0) ** 2
     return scale
-
-
-def parallelize(model: Any, *, skip_dp: bool = False, **arguments: Any) -> Any:
-    """torchtitan's, which has no `skip_dp` for this family: without FSDP, for the sampler."""
-    from torchtitan.models.deepseek_v3.parallelize import parallelize_deepseekv3
-
-    if skip_dp:
-        model.parallelize(arguments["parallel_dims"])
-        return model
-    return parallelize_deepseekv3(model, **arguments)
