@@ -40,6 +40,7 @@ def assert_exact(run: LaunchedRun) -> None:
         assert step["ratio_mean"] == step["ratio_max"] == 1.0
         assert step["parity/differing_tokens"] == 0
         assert step["parity/tokens"] > 0
+        assert step["parity/share"] == 1
     assert any(step["grad_norm"] > 0 for step in metrics)
 
 

@@ -36,11 +36,12 @@ class TrainEngine(ModelEngine):
         self._parity = None
         self._compares = False
         """Whether the next pass over trained tokens is compared with the sampler's log-probs."""
-        self._compared: dict[str, float] = {}
+        self._compared = 0
+        """Tokens of the batch that have been compared, on all ranks."""
         if model.numerics == "bitwise":
             from goaly.train.parity_check import ParityCheck
 
-            self._parity = ParityCheck(self.dp_rank, settings.ranks, settings.tp)
+            self._parity = ParityCheck(self.dp_rank, settings.ranks, settings.tp, reports=self.leads)
 
     @property
     def policy_version(self) -> int:
@@ -50,11 +51,14 @@ class TrainEngine(ModelEngine):
     def train_step(self, packed: PackedRows, objective: Objective) -> dict[str, float]:
         """Take an optimizer step for each minibatch of a batch; the metrics of the global batch."""
         minibatches = packed.split()
+        check = self._parity if objective.was_sampled else None
+        self._compared = 0
         for minibatch in minibatches[1:] if objective.needs_proximal else ():
+            self._compares = check is not None
             minibatch.rows[PROXIMAL] = self.logprobs(minibatch.rows)  # TE-6: no step of this batch is done yet
-        self._compares, self._compared = self._parity is not None and objective.was_sampled, {}
+        self._compares = check is not None
         metrics = self._train(minibatches, objective, objective.denominator)
-        return metrics | self._compared
+        return metrics if check is None else metrics | check.metrics(self._compared, packed.batch_trained_tokens)
 
     @torch.no_grad()
     def compare(self, microbatches: Sequence[TensorDict]) -> None:
@@ -141,7 +145,7 @@ class TrainEngine(ModelEngine):
         if check is not None:
             self._compares = False  # PC-1: the next pass may come after a step
             try:
-                self._compared = check.agree(self.policy_version)
+                self._compared += check.agree(self.policy_version)
             except ParityError:
                 self._model.zero_grad()
                 raise

@@ -1,8 +1,9 @@
 """Compares the log-probs of a training step with those of the sampler, in a run with `model.numerics=bitwise`.
 
 A token that the current parameters sampled has the log-prob that they give it now. So all tokens of the trainer's
-version are compared, as long as the batch has changed no parameter: in its first minibatch. With
-`backlog.max_staleness=0` these are all tokens of that minibatch. Tokens of older versions cannot be compared.
+version are compared, as long as the batch has changed no parameter: in its first minibatch, and in the pass that gives
+the others their proximal policy. Where no such pass is needed, the others are not compared. Tokens of older versions
+never are; with `backlog.max_staleness=0` there are none.
 
 The ranks compare while they compute, and agree after the last microbatch. So all of them raise the same error at the
 same place, and can search for the operation together (`parity_search.py`).
@@ -10,12 +11,15 @@ same place, and can search for the operation together (`parity_search.py`).
 Shape suffixes: T tokens of a microbatch, P trained tokens among them.
 
 Invariants
-    PC-1  Every trained token that the current parameters sampled is compared before the batch's first optimizer step.
+    PC-1  Every trained token that the current parameters sampled, and whose log-prob is computed before the batch's
+          first optimizer step, is compared: those of all minibatches with `loss.proximal=trainer`, else of the first.
     PC-2  A difference ends the run. The error names the token, both log-probs, how many tokens differ, and the first
           operation that computes other bits.
     PC-3  A difference on any rank is an error on every rank.
+    PC-4  A step reports the share of its tokens that it compared, and the first one that compared none is logged.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +30,9 @@ from goaly.errors import ParityError
 from goaly.train.microbatch import Microbatch
 from goaly.trajectory import TensorDict
 
-TOKENS, DIFFERING = "parity/tokens", "parity/differing_tokens"
+logger = logging.getLogger(__name__)
+
+TOKENS, DIFFERING, SHARE = "parity/tokens", "parity/differing_tokens", "parity/share"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +68,12 @@ class Difference:
 class ParityCheck:
     """Compares a pass over microbatches, and keeps the first token that differs."""
 
-    def __init__(self, dp_rank: int, ranks: int, alike: int):
-        """Of so many `ranks`, `alike` ones have the same rows in each pipeline stage."""
+    def __init__(self, dp_rank: int, ranks: int, alike: int, *, reports: bool = False):
+        """Of so many `ranks`, `alike` ones have the same rows in each pipeline stage; one of all `reports`."""
         self._dp_rank = dp_rank
         self._ranks = ranks
         self._alike = alike
+        self._warns = reports
         self.difference: Difference | None = None
         """The first one, the same on every rank, once `agree` has raised."""
 
@@ -103,8 +110,8 @@ class ParityCheck:
             )
         self._seen += 1
 
-    def agree(self, version: int) -> dict[str, float]:
-        """The counts over all ranks after the last microbatch; raises a ParityError if a token differs on any rank
+    def agree(self, version: int) -> int:
+        """The tokens compared on all ranks, after the last microbatch; raises a ParityError if one differs on any rank
         (PC-2, PC-3). Every rank must call it."""
         found = [self._first]
         if self._ranks > 1:
@@ -119,4 +126,17 @@ class ParityCheck:
             raise ParityError(
                 f"trainer and sampler differ at {differing} of {tokens} tokens of policy version {version}. {first}"
             )
-        return {TOKENS: float(tokens), DIFFERING: 0.0}
+        return tokens
+
+    def metrics(self, compared: int, trained: int) -> dict[str, float]:
+        """Those of a step that has compared so many of its `trained` tokens (PC-4)."""
+        if self._warns and not compared:
+            self._warns = False
+            logger.warning(
+                "model.numerics=bitwise: this step compared none of its %d tokens, because older policy versions "
+                "sampled them. %s has the share of each step. With backlog.max_staleness=0 steps compare all tokens; "
+                "`python -m goaly.parity` compares all that it samples, with any config.",
+                trained,
+                SHARE,
+            )
+        return {TOKENS: float(compared), SHARE: compared / max(trained, 1), DIFFERING: 0.0}

@@ -53,6 +53,7 @@ def test_a_step_counts_the_tokens_that_it_compares_and_the_ratio_is_one(engine: 
         batch = as_sampled(engine)
         metrics = engine.train_step(batch, OBJECTIVE)
         assert metrics["parity/tokens"] == batch.batch_trained_tokens
+        assert metrics["parity/share"] == 1
         assert metrics["parity/differing_tokens"] == 0
         assert metrics["ratio_mean"] == metrics["ratio_max"] == 1.0
 
@@ -67,13 +68,41 @@ def test_recomputed_activations_change_no_bit(engine: TrainEngine, tiny_model_fo
     assert recomputing.digest() == engine.digest()
 
 
-def test_tokens_of_older_versions_and_after_a_batchs_first_step_are_not_compared(engine: TrainEngine):  # PC-1
-    parts = tuple(Minibatch(rows=2, trained_tokens=100, sequences=4) for _ in range(2))
-    batch = as_sampled(engine, minibatches=parts)
+TWO_STEPS = tuple(Minibatch(rows=2, trained_tokens=100, sequences=4) for _ in range(2))
+
+
+@pytest.mark.parametrize("proximal", ["trainer", "sampler"])
+def test_tokens_of_all_minibatches_are_compared_that_are_computed_before_the_first_step_but_those_of_older_versions(
+    engine: TrainEngine, proximal: Any
+):  # PC-1 PC-4
+    batch = as_sampled(engine, minibatches=TWO_STEPS)
     of_first = int(batch.rows["trained"][:2].sum())
-    older = batch.rows["trained"][0].nonzero()[:5]
-    batch.rows["sampler_versions"][0, older] = -1
-    assert engine.train_step(batch, OBJECTIVE)["parity/tokens"] == of_first - 5
+    for row in (0, 3):
+        older = batch.rows["trained"][row].nonzero()[:5]
+        batch.rows["sampler_versions"][row, older] = -1
+    metrics = engine.train_step(batch, PolicyObjective(LossSettings(proximal=proximal)))
+    compared = batch.batch_trained_tokens - 10 if proximal == "trainer" else of_first - 5
+    assert metrics["parity/tokens"] == compared
+    assert metrics["parity/share"] == compared / batch.batch_trained_tokens
+
+
+def test_a_difference_in_a_later_minibatch_is_found_before_any_step(engine: TrainEngine):  # PC-1 PC-2
+    batch = as_sampled(engine, minibatches=TWO_STEPS)
+    place = int(batch.rows["trained"][3].nonzero()[7])
+    batch.rows["sampler_logprobs"][3, place] -= 1e-3
+    said = differing(engine, batch, PolicyObjective(LossSettings(proximal="trainer")))
+    assert f"token {int(batch.rows['tokens'][3, place])} at position {int(batch.rows['positions'][3, place])}" in said
+    assert OTHER_WEIGHTS in said
+
+
+def test_the_first_step_that_compares_nothing_is_logged(engine: TrainEngine, caplog: pytest.LogCaptureFixture):  # PC-4
+    for _ in range(2):
+        batch = as_sampled(engine)
+        batch.rows["sampler_versions"] -= 1
+        metrics = engine.train_step(batch, OBJECTIVE)
+        assert metrics["parity/tokens"] == metrics["parity/share"] == 0
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"compared none of its {batch.batch_trained_tokens} tokens, because older policy versions" in warning
 
 
 def test_what_no_policy_sampled_is_not_compared(engine: TrainEngine):
@@ -81,10 +110,10 @@ def test_what_no_policy_sampled_is_not_compared(engine: TrainEngine):
     assert "parity/tokens" not in engine.train_step(batch, Likelihood())
 
 
-def differing(engine: TrainEngine, batch: PackedRows) -> str:
+def differing(engine: TrainEngine, batch: PackedRows, objective: PolicyObjective = OBJECTIVE) -> str:
     before = engine.digest()
     with pytest.raises(ParityError) as error:
-        engine.train_step(batch, OBJECTIVE)
+        engine.train_step(batch, objective)
     assert engine.digest() == before
     assert all(parameter.grad is None for parameter in engine._model.parameters())
     return f"{error.value} {engine.find_operation().said}"
