@@ -105,9 +105,11 @@ class BitwiseExperts(Experts):
 
     def pack(self) -> None:
         """Keep the weights in the kernel's order for the passes to come; to be called anew when they change (KE-1)."""
-        w1, w2, w3 = self._networks()
+        w1, w2, w3 = (weight.detach() for weight in self._networks())
         if fit_kernel(w1, self._slices()):
-            self.packed = pack(w1.detach(), w2.detach(), w3.detach(), self._slices())
+            self.packed = pack(w1, w2, w3, self._slices())
+            with torch.no_grad():  # an empty pass checks the kernel (BN-1), which `by_kernel` alone does not
+                networks(w1.new_empty(0, w1.shape[2]), w1, w2, w3, [0] * len(w1), self._slices(), self.packed)
 
     def _networks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return of_rank(self.w1_EFD), of_rank(self.w2_EDF), of_rank(self.w3_EFD)

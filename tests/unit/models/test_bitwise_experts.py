@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from goaly.errors import ConfigError
 from goaly.models.spec import prepare_torchtitan, spec_of
 
 prepare_torchtitan()
@@ -23,7 +24,8 @@ COUNTS = (1, 2, 5, 16, 33, 150)
 EXPERTS, CHOSEN, DIM = 6, 3, 96
 KERNEL, EXACT = 128, 48
 """Hidden features of experts that the kernel computes, and of others."""
-KINDS = [(torch.float32, KERNEL), (torch.float32, EXACT), (torch.bfloat16, KERNEL)]
+KINDS = [(torch.float32, KERNEL), (torch.float32, EXACT), (torch.float32, 40)]
+KINDS += [(torch.bfloat16, KERNEL), (torch.bfloat16, 24)]
 TOKENS = 200
 WITH_SHARED = pytest.mark.parametrize("shared", [0, 2], ids=["", "shared"])
 GROUPED = {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}
@@ -215,6 +217,12 @@ def test_packed_weights_give_the_bits_of_those_that_are_not_until_they_change(th
     experts.routed_experts.inner_experts.w2_EDF *= 2
     experts.routed_experts.inner_experts.pack()
     assert torch.equal(experts(x), 2 * alone)
+
+
+def test_a_kernel_that_is_not_exact_is_refused_when_weights_are_packed(monkeypatch: pytest.MonkeyPatch):  # BN-1
+    monkeypatch.setattr("goaly.models.bitwise_networks._kernel_is_exact", lambda *_: False)
+    with pytest.raises(ConfigError, match=f"a row of an expert of width {KERNEL} depends on its place"):
+        layer().routed_experts.inner_experts.pack()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
