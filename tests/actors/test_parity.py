@@ -177,7 +177,7 @@ def there():
         ({"tied": True}, {"dtype": "bfloat16", "temperature": 0.6, "step_tokens": 32}),
         ({"hidden_dim": 250, "kv_heads": 4, "head_dim": 64}, {"temperature": 0.7}),
         ({}, {"threads": 2, "step_tokens": 48}),
-        ({"experts": 6, "experts_per_token": 3, "hidden_dim": 48}, {"step_tokens": 32}),
+        ({"experts": 6, "experts_per_token": 3, "hidden_dim": 40}, {"step_tokens": 32}),
     ],
     ids=["float32", "float32-in-parts", "bfloat16-tied-in-parts", "odd-width", "two-threads", "replayed-experts"],
 )
@@ -291,7 +291,7 @@ def test_ranks_that_divide_the_model_recompute_its_bits(  # BW-2
 def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_and_some_experts(  # BE-2
     tmp_path: Path, sample: Callable[..., Path]
 ):
-    size = TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48)
+    size = TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=24)
     model = ModelSettings(path=str(write_tiny_model(tmp_path / "model", size)), dtype="bfloat16", numerics="bitwise")
     file = sample(model, tp=2, ep=2)
     trainer = TrainerSettings(fsdp=2, ep=2)

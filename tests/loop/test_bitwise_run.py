@@ -51,8 +51,13 @@ def test_ratios_are_one_and_two_replicas_make_the_policy_of_one_to_the_last_bit(
     model = write_random_model(tmp_path / "model", experts=experts)
     policies = set()
     with launching(tmp_path, model) as launch:
-        for replicas in (1, 2):
-            run = launch(*BITWISE, f"model.dtype={dtype}", f"generator.replicas={replicas}")
+        for replicas, transfer in ((1, "null"), (2, "float32")):  # a reader rounds as the trainer does
+            run = launch(
+                *BITWISE,
+                f"model.dtype={dtype}",
+                f"generator.replicas={replicas}",
+                f"weights.transfer_dtype={transfer}",
+            )
             assert run.wait(START_SECONDS) == 0, run.text()
             assert_exact(run)
             policies.add((run.folder / "policy" / "model.safetensors").read_bytes())

@@ -315,10 +315,36 @@ def test_what_cannot_be_bitwise_is_told_before_anything_starts(tiny_model_folder
     assert run_config(GRPO, experts, bitwise, recompute, replay, "backlog.max_staleness=0")
     assert run_config(GRPO, experts, bitwise, replay, "generator.on_update=drain")
     narrow = write_tiny_model(tmp_path / "narrow", TinyModel(experts=4, hidden_dim=40))
-    latent = write_random_deepseek(tmp_path / "latent")
-    for model, said in ((narrow, "experts of width 40"), (latent, "DeepSeek-V3, whose latent attention has no layers")):
-        with pytest.raises(ConfigError, match=f"must be fast for {said}"):
-            run_config(GRPO, model, bitwise, recompute)
+    assert run_config(GRPO, narrow, bitwise, recompute)
+    for dtype, transfer, is_refused in [
+        ("float32", "bfloat16", True),
+        ("bfloat16", "float16", True),
+        ("bfloat16", "float32", False),
+    ]:
+        given = tiny_model_folder, bitwise, recompute, f"model.dtype={dtype}", f"weights.transfer_dtype={transfer}"
+        if is_refused:
+            with pytest.raises(ConfigError, match=f"weights.transfer_dtype={transfer}: must be null or float32 with"):
+                run_config(GRPO, *given)
+        else:
+            assert run_config(GRPO, *given)
+
+
+def test_a_reference_and_a_critic_that_cannot_be_bitwise_are_told_too(tiny_model_folder: Path, tmp_path: Path):
+    bitwise = "model.numerics=bitwise", "generator.on_update=recompute"
+    latent, sinks = write_random_deepseek(tmp_path / "latent"), write_random_gpt_oss(tmp_path / "sinks")
+    wide = write_tiny_model(tmp_path / "wide", TinyModel(kv_heads=4))
+    kl, no_layers = "loss.kl_coef=0.1", "model.numerics=bitwise: must be fast for"
+    for file, model, overrides, said in [
+        (GRPO, latent, [], f"{no_layers} DeepSeek-V3: goaly has no layers"),
+        (GRPO, tiny_model_folder, [kl, f"reference.path={latent}"], f"reference.path={latent}: {no_layers} DeepSeek"),
+        (PPO, tiny_model_folder, [f"critic.path={sinks}"], f"critic.path={sinks}: {no_layers} gpt-oss"),
+        (GRPO, wide, [kl, "reference.tp=4"], "reference.tp=4: must be at most 2 with model.numerics=bitwise"),
+        (PPO, wide, ["critic.tp=4"], "critic.tp=4: must be at most 2 with model.numerics=bitwise"),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            run_config(file, model, *bitwise, *overrides)
+        (problem,) = error.value.problems
+        assert problem.startswith(said)
 
 
 def test_on_a_gpu_bitwise_numerics_are_for_one_tensor_parallel_rank_without_the_compiler(
@@ -364,7 +390,7 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
         (sinks, ["trainer.cp=2"], "trainer.cp=2: must be 1 for gpt-oss: attention over"),
         (sinks, ["critic={cp: 2}"], "critic.cp=2: must be 1 for gpt-oss: attention over"),
         (sinks, ["trainer.compile=true"], "trainer.compile=true: must be false for gpt-oss: its attention"),
-        (sinks, ["model.numerics=bitwise"], "model.numerics=bitwise: must be fast for gpt-oss, whose sinks"),
+        (sinks, ["model.numerics=bitwise"], "model.numerics=bitwise: must be fast for gpt-oss: goaly has"),
         (sinks, ["generator.engine=native"], "generator.engine=native: must be torchtitan for a model with experts"),
         (sinks, ["trainer.expert_bias_rate=0.1"], "trainer.expert_bias_rate=0.1: must be 0, the model chooses experts"),
         (sinks, ["generator.tp=2"], "generator.tp=2: the model's experts have width 24, must be a multiple of 8 for"),

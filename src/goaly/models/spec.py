@@ -21,7 +21,7 @@ from goaly.errors import ConfigError
 from goaly.models import deepseek, dots1, gpt_oss
 from goaly.models.decoder import Decoder
 from goaly.models.local_device import local_device
-from goaly.models.settings import EXPERT_MULTIPLE, SLICES, LoraSettings, Numerics, no_model
+from goaly.models.settings import LoraSettings, Numerics, no_model
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -199,7 +199,7 @@ def spec_of(
     if numerics == "bitwise":
         from goaly.models.bitwise_decoder import make_bitwise
 
-        if problems := list(bitwise_problems(shape)):
+        if problems := [f"model.numerics=bitwise: {problem}" for problem in bitwise_problems(shape)]:
             raise ConfigError(problems)
         make_bitwise(decoder)
     return ModelSpec(
@@ -238,16 +238,12 @@ def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tenso
 
 
 def bitwise_problems(shape: Architecture) -> Iterator[str]:
-    """One line for each reason why a model of this shape cannot have bitwise numerics."""
+    """What `model.numerics=bitwise` must be for a model of this shape, and why, if goaly has no such layers for it."""
+    missing = "goaly has no layers with a fixed order of sums for its"
     if shape.latent is not None:
-        why = "whose latent attention has no layers with a fixed order of sums"
-        yield f"model.numerics=bitwise: must be fast for DeepSeek-V3, {why}"
+        yield f"must be fast for DeepSeek-V3: {missing} latent attention"
     elif shape.biased:
-        why = "whose sinks, windows and biases have no layers with a fixed order of sums"
-        yield f"model.numerics=bitwise: must be fast for gpt-oss, {why}"
-    elif shape.experts and shape.hidden_dim % (SLICES * EXPERT_MULTIPLE):
-        why = f"which is no multiple of {SLICES * EXPERT_MULTIPLE}"
-        yield f"model.numerics=bitwise: must be fast for experts of width {shape.hidden_dim}, {why}"
+        yield f"must be fast for gpt-oss: {missing} sinks, windows and biases"
 
 
 def _inner_attention(device: str, numerics: Numerics, *, sinks: bool) -> "Module.Config":

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from goaly.agents.settings import AgentSettings
 from goaly.backlog.settings import BacklogSettings
@@ -29,9 +29,6 @@ from goaly.run.host_settings import HostSettings
 from goaly.telemetry.settings import TelemetrySettings
 from goaly.train.settings import NO_BITWISE_CONTEXT, CriticSettings, RanksSettings, ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings
-
-if TYPE_CHECKING:
-    from goaly.models.spec import Architecture
 
 
 class SaveSettings(Settings):
@@ -239,6 +236,7 @@ class RunConfig(Settings):
 
     def _model_problems(self, at: Section) -> Iterator[str]:
         from goaly.models.published import shape_of  # imports torch, which `--help` does not need
+        from goaly.models.spec import bitwise_problems
         from goaly.prompts.tokenizer import chat_problems  # imports jinja
 
         model = None
@@ -252,6 +250,9 @@ class RunConfig(Settings):
                 continue
             for section, ranks in divided.items():
                 yield from ranks.shape_problems(Section(ranks, f"{at}{section}."), shape, whose)
+            if self.model.numerics == "bitwise":
+                own = "" if whose == "model" else f"{at}{whose}.path={settings.path}: "
+                yield from (f"{own}{at.model.numerics}: {problem}" for problem in bitwise_problems(shape))
             if whose == "model":
                 model = shape
                 yield from self.trainer.balance_problems(at.trainer, shape)
@@ -267,17 +268,14 @@ class RunConfig(Settings):
                         yield f"{at.generator.engine}: {NO_ADAPTERS}"
                 yield from self.generator.model_problems(at.generator, at.model.path, shape)
                 if self.model.numerics == "bitwise":
-                    yield from self._bitwise_problems(at, shape)
+                    yield from self._bitwise_problems(at)
             if model is not None and model.experts and whose != "critic":  # which routes by its own scores
                 yield from self.moe.shape_problems(at.moe, whose, shape, model)
         if not self.model.problems(""):
             yield from chat_problems(self.chat, self.model.path, f"{at}chat.")
 
-    def _bitwise_problems(self, at: Section, shape: "Architecture") -> Iterator[str]:
-        """One line for each setting with which trainer and sampler cannot compute the same bits."""
-        from goaly.models.spec import bitwise_problems
-
-        yield from bitwise_problems(shape)
+    def _bitwise_problems(self, at: Section) -> Iterator[str]:
+        """One line for each setting with which trainer and sampler would not compute the same bits."""
         because = f"with {at}model.numerics=bitwise"
         if self.trainer.compile:
             yield f"{at.trainer.compile}: must be false {because}: the compiler would fuse its operations into others"
@@ -288,20 +286,25 @@ class RunConfig(Settings):
                 f"{at.generator.on_update}: must be recompute or drain {because}: a cache of older weights is not what "
                 "the trainer computes"
             )
+        if self.weights.transfer_dtype not in (None, self.model.dtype, "float32"):
+            yield (
+                f"{at.weights.transfer_dtype}: must be null or float32 {because}: the sampler's weights would be "
+                "rounded otherwise than the trainer's"
+            )
         if self.moe.replays and self.generator.on_update == "recompute" and self.backlog.max_staleness:
             yield (
                 f"{at.moe.routing}: must be own {because}, or {at}generator.on_update drain, or "
                 f"{at}backlog.max_staleness 0: after an update in the middle of an answer the sampler computes the "
                 "tokens before it again, with other experts than it recorded for them; bitwise routers need no replay"
             )
-        computing = [(at.trainer, self.trainer), (at.reference, self.reference)]
-        computing += [] if self.critic is None else [(at.critic, self.critic)]
-        for section, ranks in computing:
+        others = [(at.reference, self.reference), *([] if self.critic is None else [(at.critic, self.critic)])]
+        for section, ranks in [(at.trainer, self.trainer), *others]:
             if ranks.cp > 1:
                 yield f"{section.cp}: must be 1 {NO_BITWISE_CONTEXT}"
-        for section, ranks in ((at.trainer, self.trainer), (at.generator, self.generator)):
+        for section, ranks in [(at.trainer, self.trainer), (at.generator, self.generator), *others]:
             if ranks.tp > 1 and vllm_device() == "cuda":
-                yield f"{section.tp}: must be 1 {because} on GPUs, whose bitwise kernels compute whole layers only"
+                untried = "where its kernels have not been tried with a part of a layer yet"
+                yield f"{section.tp}: must be 1 {because} on GPUs, {untried}"
             elif ranks.tp > SLICES:
                 yield f"{section.tp}: must be at most {SLICES} {because}: its sums have {SLICES} parts"
 

@@ -2,13 +2,12 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from random_model import write_random_deepseek, write_random_dots, write_random_gpt_oss
+from random_model import write_random_deepseek, write_random_gpt_oss
 
 from goaly.models.spec import model_spec, prepare_torchtitan
 
@@ -22,7 +21,7 @@ from goaly.models.attention import PackedAttention, PackedDocuments  # noqa: E40
 from goaly.models.bitwise import BitwiseLinear, product, sigmoid, silu  # noqa: E402
 from goaly.models.bitwise_attention import BitwiseAttention, PagedDocuments, Queries, write_pages  # noqa: E402
 from goaly.models.kernel_layers import KernelRMSNorm, KernelRoPE  # noqa: E402
-from goaly.models.spec import architecture, bitwise_problems, read_config  # noqa: E402
+from goaly.models.spec import architecture, bitwise_problems  # noqa: E402
 from goaly.models.tiny import TinyModel, model_config  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -206,16 +205,12 @@ def test_the_attention_has_values_and_gradients_of_the_ordinary_one():
 
 
 def test_models_that_have_no_exact_order_are_refused(tmp_path):
-    narrow = architecture(model_config(TinyModel(experts=4, hidden_dim=24)))
-    assert [line.partition(", ")[0] for line in bitwise_problems(narrow)] == [
-        "model.numerics=bitwise: must be fast for experts of width 24"
-    ]
-    assert list(bitwise_problems(architecture(model_config(TinyModel(experts=3, hidden_dim=32))))) == []
-    dots = replace(architecture(read_config(write_random_dots(tmp_path / "dots"))), hidden_dim=24)
-    assert len(list(bitwise_problems(dots))) == 1
+    for hidden_dim in (24, 32, 40):
+        narrow = architecture(model_config(TinyModel(experts=3, hidden_dim=hidden_dim)))
+        assert list(bitwise_problems(narrow)) == []
     for write, said in (
-        (write_random_deepseek, "DeepSeek-V3, whose latent attention has no layers with a fixed order of sums"),
-        (write_random_gpt_oss, "gpt-oss, whose sinks, windows and biases have no layers with a fixed order of sums"),
+        (write_random_deepseek, "DeepSeek-V3: goaly has no layers .* for its latent attention"),
+        (write_random_gpt_oss, "gpt-oss: goaly has no layers .* for its sinks, windows and biases"),
     ):
         with pytest.raises(ConfigError, match=f"model.numerics=bitwise: must be fast for {said}"):
-            model_spec(write(tmp_path / said), numerics="bitwise")
+            model_spec(write(tmp_path / said[:6]), numerics="bitwise")
