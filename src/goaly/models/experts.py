@@ -102,9 +102,10 @@ class MixtureOfExperts(MoE):
 
         def add(gradient_BLE: torch.Tensor) -> torch.Tensor:  # without a reference to the scores, which have the hook
             if not isinstance(gradient_BLE, DTensor):
-                return gradient_BLE + added_BLE
+                return (gradient_BLE + added_BLE).to(gradient_BLE.dtype)  # which may be bfloat16
             whole_BLE = gradient_BLE.redistribute(placements=placements)  # of partial sums, each rank would add it
-            return DTensor.from_local(whole_BLE.to_local() + added_BLE, mesh, placements, run_check=False)
+            local_BLE = (whole_BLE.to_local() + added_BLE).to(whole_BLE.dtype)
+            return DTensor.from_local(local_BLE, mesh, placements, run_check=False)
 
         scores_BLE.register_hook(add)
 

@@ -3,16 +3,20 @@
 import dataclasses
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from random_model import write_random_deepseek
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from goaly.losses.kl import k3
-from goaly.losses.objective import PolicyObjective
+from goaly.losses.objective import Contribution, PolicyObjective
+from goaly.models.experts import MixtureOfExperts
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.train.critic_engine import CriticEngine
@@ -20,7 +24,16 @@ from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import Microbatch
 from goaly.train.settings import CriticSettings, OptimizerSettings
 from goaly.trajectory import EXPERT_CHOICES, TensorDict
+from goaly.weights.placement import local
 from tests.unit.train.batches import LOSS, SETTINGS, documents, gradients, pack
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """An engine in bfloat16 makes one for itself."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -88,32 +101,51 @@ def test_choices_that_no_expert_computes_are_reported(
     assert dropped > 0.1
 
 
-def test_the_balance_adds_the_gradient_of_its_loss(with_experts: Callable[[float], TrainEngine]):
-    plain, balanced = with_experts(0.0), with_experts(0.5)
-    batch = pack(documents(8), rows=4, row_length=160)
-    shares_LE = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]])
-    for engine in (plain, balanced):
-        engine._experts.loads_LE.copy_(shares_LE)
-        engine._experts.balance(engine.settings.expert_balance, batch.batch_trained_tokens)
-    found, without = gradients(balanced, batch, 2), gradients(plain, batch, 2)
+@pytest.mark.parametrize("placement", [Shard(1), Partial()])
+def test_the_balance_adds_to_a_divided_gradient_in_bfloat16(placement: Placement):
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh, trained_BL1 = dist.init_device_mesh("cpu", (1,)), torch.tensor([1.0, 0.0, 1.0])[None, :, None]
+    ones_BLE = torch.ones(1, 3, 4, dtype=torch.bfloat16)
+    scores_BLE = DTensor.from_local(ones_BLE, mesh, [Shard(1)]).requires_grad_()
+    layer = SimpleNamespace(tokens_per_expert_E=torch.zeros(4), score_gradient_E=torch.tensor([0.5, 0.25, 1.0, 0.0]))
+    MixtureOfExperts._balance(layer, scores_BLE, ones_BLE, trained_BL1)
+    given_BLE = DTensor.from_local(2 * ones_BLE, mesh, [placement])
+    (found_BLE,) = torch.autograd.grad(scores_BLE * 1.0, scores_BLE, given_BLE)
+    assert torch.equal(found_BLE.to_local(), (2 + trained_BL1 * layer.score_gradient_E).bfloat16())
+    assert torch.equal(layer.tokens_per_expert_E, torch.full((4,), 2.0))
 
-    scores: list[torch.Tensor] = []
-    hooks = [
-        layer.router.register_forward_hook(lambda *call: scores.append(call[2][2])) for layer in plain._experts.layers
-    ]
-    microbatch = plain._microbatch(batch.rows)
-    plain._outputs(microbatch)
-    for hook in hooks:
-        hook.remove()
-    at_P = microbatch.predicting_P
-    weighted = [(one_BLE[0, at_P] * share_E).sum() for one_BLE, share_E in zip(scores, shares_LE, strict=True)]
-    loss = 0.5 * 4 * torch.stack(weighted).mean() / batch.batch_trained_tokens
-    parameters = dict(plain._model.named_parameters())
-    added = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    for name, gradient in zip(parameters, added, strict=True):
-        expected = without[name] if gradient is None else without[name] + gradient
-        torch.testing.assert_close(found[name], expected, atol=1e-6 * expected.abs().max().item() + 1e-9, rtol=1e-4)
-    assert any(gradient is not None and gradient.abs().max() > 1e-6 for gradient in added)
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_the_balance_adds_the_gradient_of_its_loss(tmp_path: Path, dtype: str, tolerance: float):
+    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=4, hidden_dim=32))
+    engine = TrainEngine(ModelSettings(path=str(folder), dtype=dtype), SETTINGS)
+    batch, weight, scores = pack(documents(8), rows=4, row_length=160), 2.0, []
+    layers, shares_LE = engine._experts.layers, torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]])
+    engine._experts.loads_LE.copy_(shares_LE)
+    for layer in layers:
+        layer.router.register_forward_hook(lambda *call: scores.append(call[2][2]))
+
+    class WithBalance(PolicyObjective):
+        def __call__(self, *given: Any) -> Contribution:
+            part = super().__call__(*given)
+            trained = zip(scores[-2:], shares_LE, layers, strict=True)
+            sums = [(one_BLE * share_E * layer.trained_BL1).sum() for one_BLE, share_E, layer in trained]
+            return dataclasses.replace(part, total=part.total + weight * 4 * torch.stack(sums).mean())
+
+    def found_by(objective: PolicyObjective) -> dict[str, torch.Tensor]:
+        engine.forward_backward(batch.rows.split(2), objective, batch.batch_trained_tokens)
+        found = {name: local(parameter.grad).clone() for name, parameter in engine._model.named_parameters()}
+        engine._optimizer._optimizers.zero_grad()
+        return found
+
+    without, expected = found_by(PolicyObjective(LOSS)), found_by(WithBalance(LOSS))
+    engine._experts.balance(weight, batch.batch_trained_tokens)
+    found = found_by(PolicyObjective(LOSS))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=tolerance * gradient.abs().max().item(), rtol=1e-4)
+    routers = [name for name in expected if "router" in name]
+    assert all((expected[name] - without[name]).norm() > 0.2 * without[name].norm() for name in routers)
 
 
 def test_balanced_experts_are_used_more_evenly(tmp_path: Path):
