@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "trainer",
     "trainer.lora.save",
     "critic",
+    "reference.pp",
     "reference.fsdp",
     "reference.tp",
     "reference.cp",

@@ -40,7 +40,7 @@ def test_shape_length_and_learning_rates_may_change(tiny_model_folder: Path, cha
 
 def test_the_ranks_of_a_reference_may_change(tiny_model_folder: Path) -> None:
     before = config(tiny_model_folder, "loss.kl_coef=0.1")
-    after = replace(before, reference=replace(before.reference, fsdp=2, tp=2, cp=2, ep=2, threads=3))
+    after = replace(before, reference=replace(before.reference, pp=2, fsdp=2, tp=2, cp=2, ep=2, threads=3))
     assert list(before.refused_changes(after)) == []
 
 
