@@ -163,7 +163,7 @@ def no_model(folder: str | Path, named: str) -> str:
     """A line that says why this folder, which has no config.json, is no model."""
     for adapters in (Path(folder), Path(folder) / "policy"):
         if (adapters / ADAPTER_CONFIG).is_file():
-            return f"{named}: has adapters only; python -m goaly.models.adapter_folder {adapters} MODEL makes a model"
+            return f"{named}: has adapters only; python -m goaly.models.adapter_folder {adapters} OUTPUT makes a model"
     return f"{named}: has no config.json, must be a Hugging Face folder"
 
 

@@ -17,7 +17,7 @@ from goaly.config import load
 from goaly.errors import ConfigError, WeightsError
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
-from goaly.models.adapter_folder import merge
+from goaly.models.adapter_folder import TENSORS, base_digest, merge
 from goaly.models.attention import document_masks
 from goaly.models.experts import Experts
 from goaly.models.hf import load_hf
@@ -77,6 +77,13 @@ def draw_both(tensors: dict[str, torch.Tensor]) -> None:
     """Fill A and B, so that the adapters change what the model computes."""
     draw_adapters(tensors, seed=1)
     draw_adapters({name.removesuffix(B) + A: tensor for name, tensor in tensors.items() if name.endswith(B)}, seed=2)
+
+
+def change_norm(folder: Path) -> None:
+    """Change one element of the folder's weights."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] += 0.1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def logits(model: Any, tokens_1T: torch.Tensor) -> torch.Tensor:
@@ -147,10 +154,7 @@ def test_a_resumed_state_has_the_adapters_and_trains_on_as_before(folder: Path):
 
 def test_adapters_of_other_weights_are_refused(folder: Path, tmp_path: Path):  # LR-4
     shutil.copytree(folder, tmp_path / "changed")
-    file = tmp_path / "changed" / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"][3] += 1e-3
-    save_file(tensors, file, metadata={"format": "pt"})
+    change_norm(tmp_path / "changed")
     first, other = (TrainEngine(ModelSettings(path=str(path)), SETTINGS) for path in (folder, tmp_path / "changed"))
     with pytest.raises(WeightsError, match="the adapters were trained beside weights with digest"):
         other.load_state_dict(first.state_dict())
@@ -191,11 +195,50 @@ def test_a_whole_model_is_made_of_saved_adapters_and_their_base(folder: Path, tm
     whole = TrainEngine(ModelSettings(path=str(tmp_path / "whole")), TrainerSettings(), trains=False)
     rows = pack(documents(6), rows=2, row_length=200).rows
     torch.testing.assert_close(whole.logprobs(rows), engine.logprobs(rows), atol=2e-5, rtol=1e-4)
-    with pytest.raises(ConfigError, match=r"adapters only; python -m goaly\.models\.adapter_folder .*/policy MODEL"):
+    with pytest.raises(ConfigError, match=r"adapters only; python -m goaly\.models\.adapter_folder .*/policy OUTPUT"):
         read_config(tmp_path)
     assert next(iter(ModelSettings(path=str(tmp_path / "policy")).problems("model."))).startswith("model.path=")
     with pytest.raises(ConfigError, match=r"has no adapter_config\.json, must be a folder of adapters"):
         merge(folder, tmp_path / "other")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_merged_only_with_the_weights_that_they_were_trained_beside(  # AF-2, LR-4
+    folder: Path, dtype: Any, tmp_path: Path
+):
+    base = shutil.copytree(folder, tmp_path / "base")
+    engine = TrainEngine(ModelSettings(path=str(base), dtype=dtype), SETTINGS)
+    engine.save_hf(tmp_path / "policy")
+    merge(tmp_path / "policy", tmp_path / "whole")
+    digest = base_digest(base, getattr(torch, dtype))
+    change_norm(base)
+    with pytest.raises(ConfigError) as refused:
+        merge(tmp_path / "policy", tmp_path / "other")
+    (line,) = refused.value.problems
+    changed = base_digest(base, getattr(torch, dtype))
+    assert f"{base}: has weights with digest {changed}, must be the model that {tmp_path / 'policy'} was" in line
+    assert f"whose digest is {digest};" in line
+    assert not (tmp_path / "other").exists()
+    save_file(load_file(tmp_path / "policy" / TENSORS), tmp_path / "policy" / TENSORS)  # as PEFT writes them
+    merge(tmp_path / "policy", tmp_path / "other")
+
+
+def test_a_tied_weight_counts_once_in_the_digest_of_a_folder(tmp_path: Path):  # AF-2
+    base = write_tiny_model(tmp_path / "base", TinyModel(layers=1, tied=True))
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # as some folders have it
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    TrainEngine(ModelSettings(path=str(base)), SETTINGS).save_hf(tmp_path / "policy")
+    merge(tmp_path / "policy", tmp_path / "whole")
+
+
+def test_a_merge_replaces_no_files(folder: Path, tmp_path: Path):  # AF-3
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious.txt").write_text("mine")
+    for output in (folder, tmp_path / "mine", tmp_path / "mine" / "precious.txt"):
+        with pytest.raises(ConfigError, match=f"{output}: is not empty, must be a new folder for the merged model"):
+            merge(tmp_path / "nothing", output)  # before anything is read
+    assert (tmp_path / "mine" / "precious.txt").read_text() == "mine"
 
 
 def test_targets_choose_the_layers_that_get_adapters(folder: Path):
