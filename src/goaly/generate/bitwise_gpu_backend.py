@@ -76,10 +76,16 @@ def use_exact_logprobs(sampler: Any) -> None:
     within = sampler.topk_topp_sampler
     draw = within.forward
 
-    def draw_with_logprobs(logits: torch.Tensor, generators: Any, top_k: Any, top_p: Any) -> tuple[Any, Any]:
-        exact = log_softmax(logits) if top_k is None and top_p is None else None
-        sampled, logprobs = draw(logits, generators, top_k, top_p)
-        return sampled, logprobs if exact is None or logprobs is None else exact
+    def draw_with_logprobs(logits_RV: torch.Tensor, generators: Any, top_k: Any, top_p: Any) -> tuple[Any, Any]:
+        exact_RV, count = log_softmax(logits_RV), logits_RV.shape[1]
+        sampled, logprobs_RV = draw(logits_RV, generators, top_k, top_p)
+        if logprobs_RV is None or (top_k is None and top_p is None):
+            return sampled, None if logprobs_RV is None else exact_RV
+        over_all_R = torch.ones(len(exact_RV), dtype=torch.bool, device=exact_RV.device)
+        for limit_R, none in ((top_k, count), (top_p, 1)):  # of all requests, as soon as one has a limit
+            if limit_R is not None:
+                over_all_R &= limit_R >= none
+        return sampled, torch.where(over_all_R[:, None], exact_RV, logprobs_RV)
 
     within.forward = draw_with_logprobs
     sampler.compute_logprobs = log_softmax

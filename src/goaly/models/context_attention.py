@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
 
 from goaly.models.attention import PackedAttention
 from goaly.models.context_parallel import SharedDocuments
+from goaly.models.varlen_attention import BuiltInVarlenAttention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -66,11 +66,11 @@ class ContextAttention(PackedAttention):
         return torch.cat(outputs, 1)
 
 
-class ContextVarlenAttention(VarlenAttention):
+class ContextVarlenAttention(BuiltInVarlenAttention):
     """Inner attention on a GPU. On one it has not run yet: tests on CPUs stand in for its kernel."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(VarlenAttention.Config):
+    class Config(BuiltInVarlenAttention.Config):
         """Variable-length attention's."""
 
     def forward(

@@ -1,8 +1,9 @@
 """The parts of gpt-oss in which goaly differs from torchtitan.
 
-Its attention adds sinks to the kernel's output, and the GPU's kernel loses a part of their gradient (`sink_varlen.py`).
-Its experts compute in bfloat16 only, and the bias of its output projection has a fraction of its gradient with several
-tensor-parallel ranks. Its adapter of folders knows other names than its model has, and drops the experts.
+Its attention adds sinks to the kernel's output, and the GPU's kernel loses a part of their gradient
+(`varlen_attention.py`). Its experts compute in bfloat16 only, and the bias of its output projection has a fraction of
+its gradient with several tensor-parallel ranks. Its adapter of folders knows other names than its model has, and drops
+the experts.
 
 Shape suffixes: R rows routed to experts, grouped by expert, D model dim, E experts, F an expert's hidden dim, G = 2 * F
 of gate and up, which alternate, X any.

@@ -11,7 +11,7 @@ Invariants
     TE-1  The gradient is that of (sum of the objective over the global batch) / (its denominator over the global
           batch), on any packing, microbatches and ranks.
     TE-2  A loss or gradient that is not finite raises, and its step changes no parameter.
-    TE-3  The same inputs give bit-identical parameters.
+    TE-3  On CPUs the same inputs give bit-identical parameters.
     TE-4  The policy version and the schedules count batches, however many optimizer steps a batch makes.
     TE-5  A forward pass uses the current parameters, also when something other than the optimizer has written them.
     TE-6  The proximal policy of all minibatches of a batch is the policy before the first one's step.

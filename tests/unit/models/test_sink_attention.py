@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
-from goaly.models import sink_varlen
+from goaly.models import varlen_attention
 from goaly.models.attention import PackedAttention, PackedDocuments
 
 LENGTHS = [5, 600, 1, 256, 47, 300]
@@ -86,18 +86,18 @@ def kernel_gradients(grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, end
 
 @pytest.mark.parametrize("window", [0, 16])
 def test_the_attention_of_gpus_has_the_gradients_of_its_sinks(window: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sink_varlen, "_kernel", kernel)
-    monkeypatch.setattr(sink_varlen, "_kernel_gradients", kernel_gradients)
+    monkeypatch.setattr(varlen_attention, "_kernel", kernel)
+    monkeypatch.setattr(varlen_attention, "_kernel_gradients", kernel_gradients)
     leaves, grad = drawn(window)
     q, k, v, sinks = leaves
     expected = plain(q, k, v, sinks, window)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     documents = create_varlen_metadata_for_document(positions)
-    found = sink_varlen.VarlenWithSinks.apply(q, k, v, sinks, documents, SCALE, (window - 1, 0))
+    found = varlen_attention.VarlenWithSinks.apply(q, k, v, sinks, documents, SCALE, (window - 1, 0))
     assert_close(found, expected, atol=2e-6, rtol=1e-5)
     wanted = torch.autograd.grad(expected, leaves, grad)
     for one, other in zip(torch.autograd.grad(found, leaves, grad), wanted, strict=True):
         assert_close(one, other, atol=1e-5 * other.abs().max().item(), rtol=1e-4)
-    attention = sink_varlen.SinkVarlenAttention.Config(window_size=(window - 1, 0)).build()
+    attention = varlen_attention.SinkVarlenAttention.Config(window_size=(window - 1, 0)).build()
     rounded = attention(q[None], k[None], v[None], attention_masks=documents, scale=SCALE, sinks_N=sinks)[0]
     assert_close(rounded, expected, atol=0.05, rtol=0.05)  # in bfloat16

@@ -1,4 +1,4 @@
-"""Attention with sinks on GPUs: torchtitan's variable-length attention, with the gradients of its sinks.
+"""Attention on GPUs: torchtitan's variable-length attention by torch's own kernel, and with the gradients of sinks.
 
 torchtitan scales the kernel's output by what the log of the sums says of the sink, but the kernel's backward pass drops
 the gradient of these logs, so that of queries and keys lacks the sink's share. Here the kernel's backward pass gets the
@@ -12,17 +12,39 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+from torchtitan.protocols.module import Module
 
 _kernel = torch.ops.torch_attn._varlen_attn
 _kernel_gradients = torch.ops.torch_attn._varlen_attn_backward
 
 
-class SinkVarlenAttention(VarlenAttention):
-    """Inner attention of heads with sinks."""
+class BuiltInVarlenAttention(VarlenAttention):
+    """torchtitan's variable-length attention by the kernel that torch has: torchtitan's own needs a package of newer
+    ones on recent GPUs."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
+        """torchtitan's."""
+
+    def __init__(self, config: Config):
+        Module.__init__(self)
+        self.window_size = config.window_size
+
+    def forward(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Causal attention within each document. The kernel has one width for keys and values."""
+        width = v_BLNH.shape[-1]
+        if width < q_BLNH.shape[-1]:
+            v_BLNH = F.pad(v_BLNH, (0, q_BLNH.shape[-1] - width))
+        return super().forward(q_BLNH, k_BLNH, v_BLNH, **options)[..., :width]
+
+
+class SinkVarlenAttention(BuiltInVarlenAttention):
+    """Inner attention of heads with sinks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BuiltInVarlenAttention.Config):
         """Variable-length attention's."""
 
     def forward(
