@@ -69,6 +69,8 @@ def test_a_large_recipe_loads_is_the_working_setting_and_gives_prompts(file: Pat
     config = config_of(file, data)
     PolicyObjective(config.loss)
     assert config.backlog.max_staleness == 8
+    assert config.advantages.overlong is not None
+    assert config.advantages.overlong.penalty == 0.5  # rewards are 0 and 1, DAPO's -1 and 1
     assert config.loss.name == ("gspo" if MODELS[str(config.model.architecture)].experts else "dapo")
     mixture = prompt_mixture(config.prompts)
     assert {mixture.next().answer for _ in range(6)} == {str(n + 1) for n in range(6)}
@@ -134,7 +136,15 @@ def test_a_tiny_recipe_keeps_family_experts_loss_and_the_pattern_of_parallelism(
     ]
     assert shape.elements < 2_000_000
     assert not config.model.tiny
-    for key in ("loss", "prompts", "advantages.name", "model.dtype", "trainer.optimizer", "reward.verifier"):
+    for key in (
+        "loss",
+        "prompts",
+        "advantages.name",
+        "advantages.overlong.penalty",
+        "model.dtype",
+        "trainer.optimizer",
+        "reward.verifier",
+    ):
         assert of(config, key) == of(large, key)
     assert config.backlog.max_staleness == 8
     assert trainer.minibatches == large.trainer.minibatches

@@ -91,7 +91,8 @@ class OverlongSettings(Settings):
     buffer: PositiveInt
     """Tokens before the limit over which the penalty rises from 0."""
     penalty: PositiveFloat = 1.0
-    """Subtracted from the reward of an answer at the limit or beyond."""
+    """Subtracted from the reward of an answer at the limit or beyond. DAPO's is half the distance between a right and a
+    wrong answer's reward: 0.5 where these are 1 and 0."""
 
     def _problems(self, at: Section) -> Iterator[str]:
         if self.limit <= self.buffer:

@@ -61,7 +61,7 @@ def tiny_values(values: dict[str, Any]) -> dict[str, Any]:
             False  # a random policy solves nothing, so no group has a signal, and the run would end
         )
     if isinstance(_of(values, "advantages", "overlong"), dict):
-        changed["advantages.overlong"] = {"limit": ANSWER_TOKENS, "buffer": ANSWER_TOKENS // 4}
+        changed |= {"advantages.overlong.limit": ANSWER_TOKENS, "advantages.overlong.buffer": ANSWER_TOKENS // 4}
     for section in ("evaluation", "save"):
         if _of(values, section, "every") is not None:
             changed[f"{section}.every"] = STEPS // 2

@@ -262,6 +262,21 @@ def test_long_answers_lose_more_the_closer_they_come_to_the_limit():
     assert [float(advantage_T[-1]) for advantage_T in found] == [0.5, -0.5]
 
 
+def test_half_the_penalty_of_dapo_on_rewards_of_0_and_1_gives_its_advantages():
+    lengths = (7, 9, 12, 6)
+
+    def advantages(right: float, wrong: float, penalty: float) -> list[float]:
+        rewards = (right, wrong, right, wrong)
+        samples = [sample(reward, length) for reward, length in zip(rewards, lengths, strict=True)]
+        shaping = OverlongSettings(limit=10, buffer=4, penalty=penalty)
+        settings = AdvantageSettings(name="group", overlong=shaping)
+        return [float(one_T[-1]) for one_T in estimate([grouped(*samples)], settings).advantages]
+
+    dapo = advantages(1.0, -1.0, 1.0)
+    assert advantages(1.0, 0.0, 0.5) == pytest.approx(dapo, abs=1e-5)
+    assert advantages(1.0, 0.0, 1.0) != pytest.approx(dapo, abs=0.1)
+
+
 def test_the_divergence_from_the_reference_is_taken_off_token_by_token():
     # sampled at -0.5; the reference has -1.5 and -0.5: k1 is 1 and 0; the prompt's token is not the policy's
     batch = [grouped(sample(1.0, 2), sample(0.0, 2))]
