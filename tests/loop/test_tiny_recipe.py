@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.loop.launched import REWARDED
@@ -25,10 +27,12 @@ def steps_of(recipe: str, folder: Path, *overrides: str) -> list[dict[str, Any]]
         }
         for n in range(8)
     ]
-    aime = [{"ID": "2024-I-1", "Problem": "1+1?", "Solution": "", "Answer": 2, "question": "1+1?", "answer": "2"}]
-    for name, records in (("dapo", dapo), ("aime", aime)):
+    aime24 = [{"ID": "2024-I-1", "Problem": "1+1?", "Solution": "", "Answer": 2}]
+    aime25 = [{"question": "1+1?", "answer": "2"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(aime24), folder / "aime24.parquet")
+    for name, records in (("dapo", dapo), ("aime25", aime25)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    files = [f"evaluation.sets.{name}.files=[{folder / 'aime.jsonl'}]" for name in ("aime24", "aime25")]
+    files = [f"evaluation.sets.{file.stem}.files=[{file}]" for file in sorted(folder.glob("aime*"))]
     settings = ["--config", str(ROOT / f"configs/grpo/{recipe}.yaml"), "model.tiny=true", "steps=2"]
     settings += [f"run_dir={folder / 'run'}", f"prompts.files=[{folder}/dapo.jsonl]", *files, *overrides]
     done = ended("apps.grpo.main", *settings, below=folder, seconds=800)

@@ -4,11 +4,14 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from test_run_config import CONFIGS
 
 from goaly.config import load, to_yaml
 from goaly.errors import ConfigError
+from goaly.evaluation.sets import ProblemSets
 from goaly.losses.objective import PolicyObjective
 from goaly.models.published import MODELS, shape_of
 from goaly.models.settings import ModelSettings
@@ -23,10 +26,9 @@ RECIPES = sorted((CONFIGS / "grpo").glob("qwen3_*.yaml"))
 NAMED = {file.stem: file for file in RECIPES}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides that name files in the published formats."""
-    folder = tmp_path_factory.mktemp("data")
+def write_published(folder: Path) -> Path:
+    """Files with the published names and columns in this folder."""
+    folder.mkdir()
     dapo = [
         {
             "data_source": "math_dapo",
@@ -37,11 +39,24 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         for n in range(24)
     ]
     aime24 = [{"ID": f"2024-I-{n}", "Problem": f"{n}+1?", "Solution": "", "Answer": n + 1} for n in range(3)]
-    aime25 = [{"question": f"{n}+2?", "answer": str(n + 2)} for n in range(3)]
-    for name, records in (("dapo", dapo), ("aime24", aime24), ("aime25", aime25)):
+    aime25 = [{"question": f"{n}+2?", "answer": str(n + 2)} for n in range(2)]
+    for name, records in (("dapo-math-17k", dapo), ("aime_2024_problems", aime24)):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), folder / f"{name}.parquet")
+    for name, records in (("aime2025-I", aime25), ("aime2025-II", [{"question": "x?", "answer": "336^\\circ"}])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    sets = [f"evaluation.sets.{name}.files=[{folder / name}.jsonl]" for name in ("aime24", "aime25")]
-    return [f"prompts.files=[{folder / 'dapo.jsonl'}]", *sets]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that name files in the published formats."""
+    folder = write_published(tmp_path_factory.mktemp("published") / "data")
+    aime25 = [str(folder / f"aime2025-{part}.jsonl") for part in ("I", "II")]
+    return [
+        f"prompts.files=[{folder / 'dapo-math-17k.parquet'}]",
+        f"evaluation.sets.aime24.files=[{folder / 'aime_2024_problems.parquet'}]",
+        f"evaluation.sets.aime25.files=[{', '.join(aime25)}]",
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +77,16 @@ def nodes(file: Path) -> str:
 
 def test_there_is_a_recipe_for_each_size():
     assert set(NAMED) == {"qwen3_8b", "qwen3_32b", "qwen3_30b_a3b", "qwen3_235b_a22b"}
+
+
+def test_a_recipe_reads_the_published_files_by_their_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_published(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    config = config_of(NAMED["qwen3_30b_a3b"], [])
+    aime24, aime25 = ProblemSets(config.evaluation, config.prompts).chosen()
+    assert {prompt.id: prompt.answer for prompt in aime24.prompts} == {f"2024-I-{n}": f"{n + 1}" for n in range(3)}
+    assert sorted(str(prompt.answer) for prompt in aime25.prompts) == ["2", "3", "336^\\circ"]
+    assert all("\\boxed{}" in prompt.messages[0].content for prompt in (*aime24.prompts, *aime25.prompts))
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)

@@ -105,7 +105,7 @@ AIME = {  # the published columns, and the settings for them
         ColumnSettings(prompt="problem", wording=BOXED),
     ),
     "2025": (
-        [{"question": f"Find {n} + 1.", "answer": str(n + 1)} for n in range(3)],
+        [{"question": f"Find {n} + 1.", "answer": answer} for n, answer in enumerate(("1", "2", "336^\\circ"))],
         ColumnSettings(prompt="question", wording=BOXED),
     ),
     "2024-dapo": ([dapo_record(n % 3) for n in range(96)], DAPO),  # as published beside DAPO-Math-17k: 32 times
