@@ -4,6 +4,7 @@ import asyncio
 import os
 import select
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -143,12 +144,20 @@ async def stack(procs, tiny_model_folder: Path, tmp_path: Path):
         sampling=SamplingSettings(max_tokens=8),
         group_size=4,
         max_context=64,
+        evaluation_context=128,
     )
     await rewards.start.call_one()
     await worker.replicas.call_one({"generator-0": generator})
     yield SimpleNamespace(queue=queue, rewards=rewards, generator=generator, worker=worker, folder=tmp_path)
     await worker.close.call_one()
     await rewards.close.call_one()
+
+
+async def test_an_evaluation_asks_a_prompt_that_is_too_long_to_be_trained(stack):
+    long = replace(PROMPT, messages=(Message(role="user", content="1" * 80),))
+    summary = await stack.worker.run_group.call_one(await stack.queue.admit.call_one(), long)
+    assert summary.rejected.startswith("prompt_too_long: 80 tokens leave no room in a context of 64")
+    assert await stack.worker.evaluate.call_one("evaluation", long, 1) == [2.0]
 
 
 async def test_a_prompt_goes_from_its_ticket_through_the_worker_into_a_trained_batch(stack):
@@ -282,7 +291,7 @@ async def test_an_evaluation_takes_no_ticket_and_asks_the_same_when_it_is_repeat
 
 async def test_an_evaluation_that_nobody_waits_for_ends_in_its_worker_with_its_requests(stack):
     """WR-1"""
-    long = Prompt(id="q3", source="sums", messages=(Message(role="user", content="1" * 57),))  # 7 tokens left: it hangs
+    long = Prompt(id="q3", source="sums", messages=(Message(role="user", content="1" * 121),))  # 7 tokens left: hangs
     evaluation = asyncio.create_task(
         RolloutStage([Replaceable("rollout-0", stack.worker)]).rewards([long, long], 2, {}, 0)
     )

@@ -100,6 +100,9 @@ def test_a_large_recipe_loads_is_the_working_setting_and_gives_prompts(file: Pat
     mixture = prompt_mixture(config.prompts)
     assert {mixture.next().answer for _ in range(6)} == {str(n + 1) for n in range(6)}
     assert list(config.evaluation.named) == ["aime24", "aime25"]
+    assert config.max_context == 22528  # of what is trained
+    for one in config.evaluation.named.values():
+        assert one.sampled(config.sampling).max_tokens == 38912  # of Qwen3's report
     written = tmp_path / "config.yaml"
     written.write_text(to_yaml(config))
     assert load(RunConfig, [f"--config={written}"], prog="", description="").config == config

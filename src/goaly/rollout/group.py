@@ -85,6 +85,8 @@ class GroupRunner:
     sampling: Sampling
     group_size: int
     max_context: int
+    evaluation_context: int | None = None
+    """The same for evaluations, whose answers no packed row must hold; None: `max_context`."""
     gateway: "Gateway | None" = None
     """Serves the sessions of episodes by HTTP."""
     session_files: SessionFiles | None = None
@@ -218,7 +220,7 @@ class GroupRunner:
                 session=name,
                 sampling=sampling,
                 min_version=min_version,
-                max_context=self.max_context,
+                max_context=(evaluation and self.evaluation_context) or self.max_context,
                 decode=self.chat.decode,
                 evaluation=evaluation,
                 seeds=None if seeds is None else f"{seeds}.{index}",

@@ -149,10 +149,10 @@ class Policy:
         room = self.max_context - len(prompt)
         if room < 1:
             full = ContextFull if self._requests else PromptFillsContext
-            raise full(
-                f"{len(prompt)} tokens leave no room in a context of {self.max_context}, the smaller of "
-                "generator.max_context and backlog.row_length"
-            )
+            limit = "generator.max_context"
+            if not self.evaluation:
+                limit = "the smaller of generator.max_context and backlog.row_length"
+            raise full(f"{len(prompt)} tokens leave no room in a context of {self.max_context}, {limit}")
         if most_tokens is not None:
             room = min(room, most_tokens)
         limits = {"max_tokens": room if wanted.max_tokens is None else min(wanted.max_tokens, room)}  # PO-2

@@ -88,6 +88,7 @@ class RolloutWorker(Actor):
         sampling: SamplingSettings,
         group_size: int,
         max_context: int,
+        evaluation_context: int | None = None,
         first_replica: int = 0,
         sessions: Path | None = None,
         listener: str | None = None,
@@ -98,9 +99,10 @@ class RolloutWorker(Actor):
         chats.
 
         `max_context` is the limit on prompt and answer together: the smaller of the generator's and a packed row's.
-        Among replicas of equal load the router prefers `first_replica`; each worker should have a different one, which
-        also decides its port. `sessions` is the folder of the run's sessions that are reached by HTTP, beside that of
-        failed episodes, and `listener` the name of the socket that the controller keeps for them.
+        That of evaluations is `evaluation_context`, the generator's; None: the same one. Among replicas of equal load
+        the router prefers `first_replica`; each worker should have a different one, which also decides its port.
+        `sessions` is the folder of the run's sessions that are reached by HTTP, beside that of failed episodes, and
+        `listener` the name of the socket that the controller keeps for them.
         """
         self._chat = ChatTokenizer(tokenizer, chat)
         self._parser = AnswerParser(self._chat, chat)
@@ -117,7 +119,8 @@ class RolloutWorker(Actor):
             from goaly.agents.gateway import Gateway  # imports starlette
 
             files = None if sessions is None else SessionFiles(sessions)
-            self._gateway = Gateway(settings.endpoint, first_replica, tokenizer, max_context, files, listener)
+            longest = evaluation_context or max_context  # each session's own limit is its policy's
+            self._gateway = Gateway(settings.endpoint, first_replica, tokenizer, longest, files, listener)
         self._runner = GroupRunner(
             name=name,
             episode=cloudpickle.loads(episode),
@@ -130,6 +133,7 @@ class RolloutWorker(Actor):
             sampling=Sampling.of(sampling, self._chat.stop_token_ids),
             group_size=group_size,
             max_context=max_context,
+            evaluation_context=evaluation_context,
             gateway=self._gateway,
             session_files=files,
             failed_episodes=None if sessions is None else FailedEpisodes(sessions.with_name(FAILED_FOLDER)),

@@ -116,7 +116,8 @@ class RunConfig(Settings):
 
     @property
     def max_context(self) -> int:
-        """Most tokens of a prompt and its answer together: a generator and a packed row must both hold them."""
+        """Most tokens of a prompt and an answer that is trained: a generator and a packed row must both hold them. For
+        evaluations it is `generator.max_context`."""
         return min(self.generator.max_context, self.backlog.row_length)
 
     def refused_changes(self, resumed: "RunConfig") -> Iterator[str]:
@@ -133,7 +134,7 @@ class RunConfig(Settings):
                 f"{at.sampling.max_tokens}: must leave room for a prompt in {self.max_context} tokens, the least of "
                 f"{at}generator.max_context and {at}backlog.row_length"
             )
-        yield from self.evaluation.problems_beside(at.evaluation, self.prompts, sampling, self.max_context)
+        yield from self.evaluation.problems_beside(at.evaluation, self.prompts, sampling, self.generator.max_context)
         if self.trainer.minibatches > self.backlog.groups_per_step:
             most = at.backlog.groups_per_step
             yield f"{at.trainer.minibatches}: must be at most {most}, because groups are not split"

@@ -127,6 +127,7 @@ class Roles:
             sampling=config.sampling,
             group_size=config.backlog.group_size,
             max_context=config.max_context,
+            evaluation_context=config.generator.max_context,
             first_replica=index,
             sessions=self._sessions,
             listener=self._listeners[index] if self._listeners else None,

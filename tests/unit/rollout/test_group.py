@@ -330,11 +330,28 @@ async def test_in_an_evaluation_a_sample_without_room_for_an_answer_has_no_rewar
     assert await group_runner.evaluate(PROMPT, 3) == [1.0, None, 1.0]
 
 
+async def test_an_evaluation_has_the_generators_whole_context_and_training_that_of_a_row():
+    sampler = FakeSampler()
+    group_runner = runner(sampler, FakeQueue(), max_context=8, evaluation_context=16)
+    await group_runner.run(TICKET, PROMPT)
+    assert {most for _, _, most, _, _ in sampler.asked} == {8 - 3}
+    sampler.asked.clear()
+    await group_runner.evaluate(PROMPT, 1)
+    assert {most for _, _, most, _, _ in sampler.asked} == {16 - 3}
+    long = replace(PROMPT, messages=(Message(role="user", content="?" * 9),))
+    assert (await group_runner.run(TICKET, long)).rejected.endswith(
+        "no room in a context of 8, the smaller of generator.max_context and backlog.row_length"
+    )
+    assert await group_runner.evaluate(long, 1) == [1.0]
+
+
 async def test_a_sample_of_an_evaluation_that_is_not_solved_is_told_with_its_prompt(caplog):
     caplog.set_level(logging.INFO)
     await runner(FakeSampler(), FakeQueue(), max_context=3).evaluate(PROMPT, 1)
     (message,) = caplog.messages
-    assert message.startswith("an evaluation counts prompt q1 as not solved: 3 tokens leave no room in a context of 3")
+    assert message.startswith(
+        "an evaluation counts prompt q1 as not solved: 3 tokens leave no room in a context of 3, generator.max_context"
+    )
 
 
 async def test_a_response_is_judged_with_its_prompt_and_the_time_it_takes_is_recorded(monkeypatch):
