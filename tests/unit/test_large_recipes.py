@@ -119,6 +119,17 @@ def test_a_large_recipe_fits_the_nodes_that_it_names_and_not_half_their_memory(f
         describe(config_of(file, data, re.sub(r"host_gib: \d+", "host_gib: 150", cluster)))
 
 
+def test_a_cache_that_leaves_the_libraries_nothing_is_refused_with_one_that_fits(data: list[str]):
+    """PL-5: 123 GiB of cache and 15.3 of weights would leave 0.7 of 139."""
+    file = NAMED["qwen3_8b"]
+    with pytest.raises(ConfigError) as error:
+        describe(config_of(file, data, nodes(file), "generator.kv_cache_gib=123"))
+    (problem,) = error.value.problems
+    found = re.search(r"needs 138\.3 GiB and 7\.0 free .*; (generator\.kv_cache_gib=\S+) would fit", problem)
+    assert found is not None
+    describe(config_of(file, data, nodes(file), found[1]))
+
+
 def test_a_node_that_generates_with_the_largest_model_needs_memory_for_spares_and_mirrors(data: list[str]):
     file = NAMED["qwen3_235b_a22b"]
     cluster = nodes(file).replace("host_gib: 1900", "host_gib: 1500")

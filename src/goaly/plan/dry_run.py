@@ -18,6 +18,7 @@ from goaly.plan.spare import Spare, spare_of, what_would_fit, with_spare
 from goaly.run.cluster import Cluster, imagined, one_host, this_machine
 from goaly.run.config import RunConfig
 from goaly.run.placement import Placed, place, processes
+from goaly.weights.settings import HEADROOM
 
 
 def held_on_gpu(config: RunConfig, *, traced: bool = True) -> dict[str, float]:
@@ -86,7 +87,8 @@ def describe(config: RunConfig) -> str:
             if any(one.on_device for one in groups)
         }
         shown = ", ".join(f"{role} {gib:.1f}" for role, gib in left.items())
-        notes += [f"GiB left on a GPU, if one role uses it: {shown}", str(spare)]
+        least = f"at least {HEADROOM * most:.1f} must be left"
+        notes += [f"GiB left on a GPU, if one role uses it: {shown}; {least}", str(spare)]
     notes += host_memory.lines(host_memory.host_memory(planned, memory, places, cluster))
     cluster_name = f"{hosts.job}{' (imagined)' if hosts.imagine else ''}"
     parts = [

@@ -27,12 +27,17 @@ class Spare:
     device_left: float
     host_left: float
 
+    @property
+    def headroom(self) -> float:
+        """The GiB that must stay free."""
+        return HEADROOM * self.gpu_gib
+
     def __str__(self) -> str:
         """The choice and its reason, as a line of a dry run."""
-        room = f"; auto keeps {HEADROOM * self.gpu_gib:.1f} free" if self.asked == "auto" else ""
         return (
             f"weights.spare={self.asked}: {self.chosen}. GiB left on a generator's GPU: {self.device_left:.1f} with "
-            f"the fetched weights on it, {self.host_left:.1f} with them in the host's memory{room}"
+            f"the fetched weights on it, {self.host_left:.1f} with them in the host's memory; at least "
+            f"{self.headroom:.1f} must be left"
         )
 
 
@@ -40,18 +45,20 @@ def spare_of(config: RunConfig, gpu_gib: float, *, traced: bool) -> Spare:
     """The choice for GPUs of this size. Without `traced`, the plan does not know what a pass of a trained role takes
     that shares the generator's GPU."""
     sharing = _beside_generators(config)
-    known = traced and bool(sharing)  # a run, which traces nothing, must choose the same
-    left = {}
-    for place in PLACES:
-        found = memory_by_role(with_spare(config, place), on_gpu=True, traced=known)
-        left[place] = gpu_gib - sum(max(one.device_gib for one in found[role]) for role in ("generator", *sharing))
+
+    def left(place: Literal["device", "host"], *, traced: bool) -> float:
+        found = memory_by_role(with_spare(config, place), on_gpu=True, traced=traced)
+        return gpu_gib - sum(max(one.device_gib for one in found[role]) for role in ("generator", *sharing))
+
     asked = chosen = config.weights.spare
     if asked == "auto":
+        known = traced and bool(sharing)  # a run, which traces nothing, must choose the same
         if config.weights.needs_device:
             chosen = "device"
         elif traced or not {"trainer", "critic"} & sharing:
-            chosen = "device" if left["device"] >= HEADROOM * gpu_gib else "host"  # SC-1
-    return Spare(asked=asked, chosen=chosen, gpu_gib=gpu_gib, device_left=left["device"], host_left=left["host"])
+            chosen = "device" if left("device", traced=known) >= HEADROOM * gpu_gib else "host"  # SC-1
+    device_left, host_left = (left(place, traced=traced) for place in PLACES)
+    return Spare(asked=asked, chosen=chosen, gpu_gib=gpu_gib, device_left=device_left, host_left=host_left)
 
 
 def with_spare(config: RunConfig, place: Literal["auto", "device", "host"]) -> RunConfig:
@@ -61,12 +68,12 @@ def with_spare(config: RunConfig, place: Literal["auto", "device", "host"]) -> R
 
 def what_would_fit(config: RunConfig, spare: Spare) -> str:
     """Settings with which a generator that does not fit would fit; empty if it fits."""
-    if (spare.device_left if spare.chosen == "device" else spare.host_left) >= 0:
+    if (spare.device_left if spare.chosen == "device" else spare.host_left) >= spare.headroom:
         return ""
-    if spare.chosen == "device" and not config.weights.needs_device and spare.host_left >= 0:
+    if spare.chosen == "device" and not config.weights.needs_device and spare.host_left >= spare.headroom:
         return "weights.spare=host would fit"
     best = spare.device_left if config.weights.needs_device else spare.host_left
-    cache = int(10 * (config.generator.kv_cache_gib + best)) / 10
+    cache = int(10 * (config.generator.kv_cache_gib + best - spare.headroom)) / 10
     if cached_tokens(config, shape_of(config.model), cache) >= config.generator.max_context:
         return f"generator.kv_cache_gib={cache:g} would fit" + (_on_host(config) if spare.chosen == "device" else "")
     shape = shape_of(config.model)

@@ -5,6 +5,7 @@ Invariants
     PL-2  No GPU is given to two ranks of a role, nor to two roles, unless one of them has `share_with`.
     PL-3  The ranks of a tensor-parallel group are on one host, unless `tp_across_hosts` is set.
     PL-4  A placement that does not fit is refused with one line for each problem, which names the settings.
+    PL-5  The roles of a GPU leave `HEADROOM` of its memory free.
 """
 
 from collections import Counter
@@ -17,6 +18,7 @@ from goaly.run.cluster import POOL, Cluster, Gpu
 from goaly.run.config import RunConfig
 from goaly.run.host_settings import COMPUTING, ROLES, HostSettings, RolePlacement
 from goaly.train.settings import AXES, CriticSettings, ReferenceSettings, TrainerSettings
+from goaly.weights.settings import HEADROOM
 
 RANKS = {role: " * ".join(f"{role}.{axis}" for axis in AXES) for role in COMPUTING} | {
     "generator": "generator.replicas * generator.tp"
@@ -121,7 +123,7 @@ def place(
 ) -> dict[str, Placed]:
     """The places of every mesh of processes, by name. ConfigError with a line for each problem (PL-4).
 
-    `gib` has the GPU memory that a rank of each role needs at least. It is checked if a GPU's memory is known.
+    `gib` has the GPU memory that a rank of each role needs at least. It is checked if a GPU's memory is known (PL-5).
     `advice` says by role what would fit, if it does not.
     """
     return _Planner(processes, settings, cluster, gib or {}, advice or {}).place_all()
@@ -312,18 +314,19 @@ class _Planner:
         told = set()
         for (host, gpu), roles in users.items():
             needed = sum(self._gib.get(role, 0.0) for role in roles)
-            if gpu.gib is None or needed <= gpu.gib or tuple(roles) in told:
+            if gpu.gib is None or needed <= (1 - HEADROOM) * gpu.gib or tuple(roles) in told:  # PL-5
                 continue
             told.add(tuple(roles))
             advice = "".join(f"; {self._advice[role]}" for role in roles if role in self._advice)
-            where = f"GPU {gpu.name} of {self._cluster.hosts[host].name} has {gpu.gib:.1f} GiB{advice}"
+            free = f"{HEADROOM * gpu.gib:.1f} free for the libraries and their buffers"
+            where = f"and {free}, GPU {gpu.name} of {self._cluster.hosts[host].name} has {gpu.gib:.1f} GiB{advice}"
             if len(roles) == 1:
-                yield f"{RANKS[roles[0]]}={self._ranks(roles[0])}: a rank needs {needed:.1f} GiB at least, {where}"
+                yield f"{RANKS[roles[0]]}={self._ranks(roles[0])}: a rank needs {needed:.1f} GiB {where}"
             else:
                 parts = " + ".join(f"{self._gib.get(role, 0.0):.1f} of {role}" for role in roles)
                 borrower = roles[-1]
                 key = f"hosts.{borrower}.share_with={self._settings.of(borrower).share_with}"
-                yield f"{key}: together they need {needed:.1f} GiB at least ({parts}), {where}"
+                yield f"{key}: together they need {needed:.1f} GiB ({parts}) {where}"
 
     def _core_problems(self) -> Iterator[str]:
         for role, placed in self._placed.items():

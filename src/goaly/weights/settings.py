@@ -17,7 +17,8 @@ IN_FLIGHT = 4
 """Buckets that a reader fetches at a time from each rank on another host: enough to keep sender, wire and receiver busy
 while one is copied out."""
 HEADROOM = 0.05
-"""The share of a GPU's memory that `weights.spare=auto` keeps free for the libraries and for a step's activations."""
+"""The share of a GPU's memory that must stay free for what a plan does not count: CUDA's context, NCCL's buffers, CUDA
+graphs, and the activations and logits of a generator's step."""
 
 
 class WeightSettings(Settings):
