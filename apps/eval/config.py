@@ -20,12 +20,9 @@ NO_LIMIT = 1 << 40
 class EvalGeneratorSettings(GeneratorSettings):
     """A vLLM engine in this process, whose weights never change."""
 
-    def problems(self, prefix: str, *, device: str | None = None, updates: bool = False) -> list[str]:
-        """One line for each setting that cannot work here, where weights are not updated."""
-        return super().problems(prefix, device=device, updates=updates)
-
     def _problems(self, at: Section) -> Iterator[str]:
         yield from super()._problems(at)
+        yield from self.device_problems(str(at), updates=False)
         for name in ("replicas", "tp"):
             if getattr(self, name) > 1:
                 yield f"{at}{name}={getattr(self, name)}: must be 1, an evaluation has one process"

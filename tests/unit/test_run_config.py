@@ -18,6 +18,7 @@ from goaly.rollout.settings import EndpointSettings, RolloutSettings
 from goaly.run.config import RunConfig
 from goaly.run.fork_server import FORKED
 from goaly.run.placement import IMPORTS, processes
+from goaly.run.serve_config import ServeConfig
 from goaly.train.settings import ReferenceSettings, TrainerSettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -284,6 +285,61 @@ def test_offloading_the_reference_without_a_gpu_is_told_before_anything_starts(t
     assert "has no effect" in told
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert run_config(GRPO, tiny_model_folder, "loss.kl_coef=0.1", "reference.offload=true").reference.offload
+
+
+GPUS, NO_GPUS = "hosts.imagine={gpus: 8}", "hosts.imagine={hosts: 2}"
+FLIP = ("weights.apply=flip", "must be copy where decode steps are recorded as CUDA graphs", [])
+FOR_GPUS = [
+    ("generator.async_scheduling=true", "must be false on CPU", []),
+    ("generator.engine=native", "vLLM's own models prepack", []),
+    ("trainer.compile=true", "needs a GPU", []),
+    ("reference.offload=true", "needs a GPU", ["loss.kl_coef=0.1"]),
+]
+FOR_CPUS = [FLIP, ("generator.tp=2", "must be 1 with model.numerics=bitwise on GPUs", ["model.numerics=bitwise"])]
+
+
+@pytest.mark.parametrize("here", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("change", "must", "more", "fits", "refuses"),
+    [(*one, GPUS, NO_GPUS) for one in FOR_GPUS] + [(*one, NO_GPUS, GPUS) for one in FOR_CPUS],
+)
+def test_an_imagined_cluster_decides_what_its_devices_can_do_and_not_this_machine(
+    change, must, more, fits, refuses, here, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: here == "cuda")
+    for module in ("goaly.run.config", "goaly.generate.settings"):
+        monkeypatch.setattr(f"{module}.vllm_device", lambda: here)
+    more = [*more, "hosts.bind={}", "generator.on_update=recompute"]
+    assert run_config(GRPO, tiny_model_folder, *more, change, fits)
+    (told,) = refused(tiny_model_folder, *more, change, refuses)
+    assert told.startswith(f"{change}: {must}")
+
+
+@pytest.mark.parametrize(("schema", "config"), [(EvalConfig, "eval"), (ServeConfig, "serve")])
+def test_where_weights_never_change_a_cpu_has_vllms_own_models_and_no_asynchronous_scheduling(
+    schema, config, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("goaly.generate.settings.vllm_device", lambda: "cpu")
+    argv = [f"--config={CONFIGS / config / 'tiny.yaml'}", f"path={tiny_model_folder}", "generator.engine=native"]
+    assert load(schema, argv, prog="", description="").config.generator.engine == "native"
+    with pytest.raises(ConfigError) as error:
+        load(schema, [*argv, "generator.async_scheduling=true"], prog="", description="")
+    (told,) = error.value.problems
+    assert told.startswith("generator.async_scheduling=true: must be false on CPU")
+
+
+def test_an_imagined_gpu_has_attention_for_any_head_dimension(tmp_path: Path):
+    odd = write_tiny_model(tmp_path / "odd", TinyModel(layers=1, head_dim=24))
+    assert run_config(GRPO, odd, GPUS)
+
+
+def test_template_arguments_are_not_checked_without_the_folder_that_has_the_template(tmp_path: Path):
+    known = ["model.architecture=qwen3-8b", "chat.template_args={enable_thinking: false}"]
+    assert run_config(GRPO, tmp_path / "not-here", *known)
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages }}")
+    (told,) = refused(tmp_path / "not-here", *known, f"chat.template_file={template}")
+    assert told.startswith("chat.template_args.enable_thinking=False: has no effect")
 
 
 def test_bindings_of_a_critic_and_a_reference_that_run_are_in_order(tiny_model_folder: Path):

@@ -273,7 +273,7 @@ class Engine:
         """This rank's live parameters, which weight updates overwrite, by torchtitan's names or those of `naming`."""
         if self._settings.engine == "torchtitan":
             return self._model().named_tensors()
-        if problems := self._settings.problems("generator.", device=self._device(), updates=True):
+        if problems := self._settings.device_problems("generator.", device=self._device()):
             raise ConfigError(problems)
         return {name: tensor.detach() for name, tensor in self.live_tensors().items()}
 

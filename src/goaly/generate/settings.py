@@ -72,9 +72,9 @@ class GeneratorSettings(Settings):
     """Seeds the sampling; replica i uses seed + i. Each request of an evaluation has a seed of its own, made of this
     one, the policy version, the problem and the number of the sample, so that an evaluation can be repeated."""
 
-    def problems(self, prefix: str, *, device: str | None = None, updates: bool = True) -> list[str]:
-        """One line for each setting that cannot work on `device` (null: vLLM's own), with weight updates or without."""
-        found = super().problems(prefix)
+    def device_problems(self, prefix: str, *, device: str | None = None, updates: bool = True) -> list[str]:
+        """One line for each setting that cannot work on `device` (None: vLLM's own), with weight updates or without."""
+        found = []
         on_cpu = (device or vllm_device()) == "cpu"
         if self.engine == "native" and updates and on_cpu:
             found.append(f"{prefix}engine=native: {PREPACKED}")

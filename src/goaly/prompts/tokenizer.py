@@ -151,8 +151,10 @@ class ChatTokenizer:
 
 
 def chat_problems(chat: ChatSettings, folder: str, prefix: str) -> list[str]:
-    """The problems of these settings with this model folder, a line each."""
+    """The problems of these settings with this model folder, a line each; none if its template is not here to read."""
     if chat == ChatSettings() or chat.problems(""):
+        return []
+    if chat.template_file is None and not Path(folder).is_dir():
         return []
     try:
         template = ChatTemplate(Path(folder), file=chat.template_file, args=chat.template_args)

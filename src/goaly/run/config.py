@@ -150,11 +150,13 @@ class RunConfig(Settings):
     def _device_problems(self, at: Section) -> Iterator[str]:
         import torch  # `--help` does not need it
 
-        elsewhere = self.hosts.job != "local"
-        yield from self.trainer.device_problems(f"{at}trainer.", elsewhere=elsewhere)
+        device, elsewhere = self.hosts.device, self.hosts.job != "local"
+        yield from self.generator.device_problems(f"{at}generator.", device=device)
+        yield from self.trainer.device_problems(f"{at}trainer.", device=device, elsewhere=elsewhere)
         if self.uses_reference:
-            yield from self.reference.device_problems(f"{at}reference.", elsewhere=elsewhere)
-        if self.weights.apply == "flip" and self.generator.cuda_graphs and torch.cuda.is_available():
+            yield from self.reference.device_problems(f"{at}reference.", device=device, elsewhere=elsewhere)
+        on_gpu = torch.cuda.is_available() if device is None else device == "cuda"
+        if self.weights.apply == "flip" and self.generator.cuda_graphs and on_gpu:
             yield f"{at.weights.apply}: {FLIP_UNDER_GRAPHS}"
 
     def _prompt_problems(self, at: Section) -> Iterator[str]:
@@ -267,7 +269,7 @@ class RunConfig(Settings):
                     yield from self.trainer.lora.model_problems(at.trainer.lora, shape)
                     if self.generator.engine == "native":
                         yield f"{at.generator.engine}: {NO_ADAPTERS}"
-                yield from self.generator.model_problems(at.generator, at.model.path, shape)
+                yield from self.generator.model_problems(at.generator, at.model.path, shape, device=self.hosts.device)
                 if self.model.numerics == "bitwise":
                     yield from self._bitwise_problems(at)
             if model is not None and model.experts and whose != "critic":  # which routes by its own scores
@@ -303,7 +305,7 @@ class RunConfig(Settings):
             if ranks.cp > 1:
                 yield f"{section.cp}: must be 1 {NO_BITWISE_CONTEXT}"
         for section, ranks in [(at.trainer, self.trainer), (at.generator, self.generator), *others]:
-            if ranks.tp > 1 and vllm_device() == "cuda":
+            if ranks.tp > 1 and (self.hosts.device or vllm_device()) == "cuda":
                 untried = "where its kernels have not been tried with a part of a layer yet"
                 yield f"{section.tp}: must be 1 {because} on GPUs, {untried}"
             elif ranks.tp > SLICES:

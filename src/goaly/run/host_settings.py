@@ -89,7 +89,7 @@ class HostSettings(Settings):
     second instead of ten. Only on machines without GPUs. Set it to false if a library does not survive a fork."""
     imagine: ImaginedCluster | None = None
     """For `--dry-run`: a cluster for which the placement is planned, such as `{hosts: 4, gpus: 8}`; null is this
-    machine. Other runs use the hosts of `job`."""
+    machine. Whether it has GPUs also decides which settings can work. Other runs use the hosts of `job`."""
     silent_seconds: AtLeastOne | None = 60.0
     """Seconds without an answer to the controller's heartbeat after which a process counts as lost. It is killed if it
     is on this host, and what follows is the same as after any death. Only a process that is stopped, swapped out or
@@ -100,6 +100,13 @@ class HostSettings(Settings):
     the same as after any death. Progress is a step of a generator, a microbatch, a copied bucket of weights, or the end
     of any other call, such as a load or a save. Raise it if one of these takes longer, such as the save of a very large
     model to a slow disk; null waits for ever."""
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"] | None:
+        """The device of ranks on the imagined hosts; None: what this machine has, or the hosts of `job`."""
+        if self.imagine is None:
+            return None
+        return "cuda" if self.imagine.gpus else "cpu"
 
     def of(self, role: str) -> RolePlacement:
         """The placement of a role that computes."""

@@ -21,14 +21,6 @@ TOKENS = "GOALY_TOKENS"
 """Environment variable with the tokens of clients, separated by commas."""
 
 
-class ServeGeneratorSettings(GeneratorSettings):
-    """Inference engines that serve."""
-
-    def problems(self, prefix: str, *, device: str | None = None, updates: bool = False) -> list[str]:
-        """One line for each setting that cannot work here, where weights may never be updated."""
-        return super().problems(prefix, device=device, updates=updates)
-
-
 class ServeConfig(Settings):
     """A server of a policy."""
 
@@ -46,7 +38,7 @@ class ServeConfig(Settings):
     tokens_file: str | None = None
     """File with a token in each line, one of which a client must send as its API key. null: those of the environment
     variable `GOALY_TOKENS`, separated by commas; without any, every client on this machine is served."""
-    generator: ServeGeneratorSettings = field(default_factory=ServeGeneratorSettings)
+    generator: GeneratorSettings = field(default_factory=GeneratorSettings)
     """Inference engines that generate the answers. `on_update` has no effect with `path`."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     """Sampling parameters that a request does not name."""
@@ -82,6 +74,7 @@ class ServeConfig(Settings):
         yield from self._token_problems(at)
         if self.hosts.imagine is not None:
             yield f"{at}hosts.imagine: is for dry runs of runs; a server uses this machine"
+        yield from self.generator.device_problems(f"{at}generator.", updates=self.run is not None)
         if (self.path is None) == (self.run is None):
             yield f"{at.path}: set either path, a model's folder, or run, the folder of a run"
             return
@@ -90,7 +83,6 @@ class ServeConfig(Settings):
             yield from at.generator.idle("the weights of a folder never change", "on_update")
         else:
             yield from at.idle("the run has its own", "dtype")
-            yield from GeneratorSettings.problems(self.generator, f"{at}generator.", updates=True)
         try:
             model, chat = self.start_model, self.chat_settings
         except ConfigError as error:

@@ -200,9 +200,10 @@ class TrainerSettings(RanksSettings):
         elif not shape.biased_routing and self.expert_bias_rate:
             yield f"{at.expert_bias_rate}: must be 0, the model chooses experts without a bias: set {at}expert_balance"
 
-    def device_problems(self, prefix: str, *, elsewhere: bool = False) -> list[str]:
-        """One line for each setting that this machine's devices cannot do; if ranks run `elsewhere`, this torch."""
-        return [f"{prefix}compile=true: {NEEDS_GPU}"] if self.compile and not _has_gpu(elsewhere) else []
+    def device_problems(self, prefix: str, *, device: str | None = None, elsewhere: bool = False) -> list[str]:
+        """One line for each setting that `device` cannot do; None: this machine's, or, if ranks run `elsewhere`, what
+        this torch can use."""
+        return [f"{prefix}compile=true: {NEEDS_GPU}"] if self.compile and not _has_gpu(device, elsewhere) else []
 
 
 class ReferenceSettings(RanksSettings):
@@ -232,9 +233,12 @@ class ReferenceSettings(RanksSettings):
         if self.refresh_every is not None and self.path is not None:
             yield f"{at.path}: must be null where {at}refresh_every is set: the reference is then an earlier policy"
 
-    def device_problems(self, prefix: str, *, elsewhere: bool = False) -> list[str]:
-        """One line for each setting that this machine's devices cannot do; if ranks run `elsewhere`, this torch."""
-        return [f"{prefix}offload=true: {OFFLOAD_NEEDS_GPU}"] if self.offload and not _has_gpu(elsewhere) else []
+    def device_problems(self, prefix: str, *, device: str | None = None, elsewhere: bool = False) -> list[str]:
+        """One line for each setting that `device` cannot do; None: this machine's, or, if ranks run `elsewhere`, what
+        this torch can use."""
+        return (
+            [f"{prefix}offload=true: {OFFLOAD_NEEDS_GPU}"] if self.offload and not _has_gpu(device, elsewhere) else []
+        )
 
 
 class CriticSettings(RanksSettings):
@@ -271,7 +275,9 @@ class CriticSettings(RanksSettings):
         yield from folder_problems(self.path, at)
 
 
-def _has_gpu(elsewhere: bool) -> bool:
+def _has_gpu(device: str | None, elsewhere: bool) -> bool:
+    if device is not None:
+        return device == "cuda"
     import torch  # `--help` does not need it
 
     return torch.backends.cuda.is_built() if elsewhere else torch.cuda.is_available()

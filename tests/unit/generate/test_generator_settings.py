@@ -39,17 +39,17 @@ def test_each_impossible_setting_is_one_line_with_its_key(change, line):
 
 def test_the_native_engine_is_refused_on_cpu_where_weights_change_and_fine_where_they_do_not():
     native = GeneratorSettings(engine="native")
-    (problem,) = native.problems("generator.", device="cpu", updates=True)
+    (problem,) = native.device_problems("generator.", device="cpu")
     assert "prepack" in problem
-    assert native.problems("generator.", device="cpu", updates=False) == []
-    assert native.problems("generator.", device="cuda", updates=True) == []
+    assert native.device_problems("generator.", device="cpu", updates=False) == []
+    assert native.device_problems("generator.", device="cuda") == []
 
 
 def test_asynchronous_scheduling_is_refused_on_cpu_with_the_reason():
     planned = GeneratorSettings(async_scheduling=True)
-    (problem,) = planned.problems("generator.", device="cpu")
+    (problem,) = planned.device_problems("generator.", device="cpu")
     assert problem.startswith("generator.async_scheduling=true: must be false on CPU")
-    assert planned.problems("generator.", device="cuda") == []
+    assert planned.device_problems("generator.", device="cuda") == []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_installed_build_of_vllm_says_what_it_computes_on(monkeypatch, insta
         return installed
 
     monkeypatch.setattr("goaly.generate.settings.version", version)
-    refused = GeneratorSettings(engine="native").problems("generator.")
+    refused = GeneratorSettings(engine="native").device_problems("generator.")
     assert (vllm_device(), bool(refused)) == (device, device == "cpu")
 
 
