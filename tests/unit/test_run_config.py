@@ -474,6 +474,11 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
             "trainer.expert_bias_rate=0.1: must be 0, the model chooses experts without",
         ),
         (latent, ["trainer.expert_balance=0.1"], "trainer.expert_balance=0.1: must be 0, the model balances its"),
+        (
+            experts,
+            ["trainer.expert_balance=0.1", "loss.denominator=after", "loss.max_age=1"],
+            "trainer.expert_balance=0.1: must be 0 with loss.denominator=after, which divides",
+        ),
         (shared, ["trainer.expert_balance=0.1"], "trainer.expert_balance=0.1: must be 0, the model balances its"),
         (latent, ["generator.tp=2"], "generator.tp=2: must divide the width 33 of the model's shared experts"),
         (latent, ["trainer.tp=2"], "trainer.tp=2: must divide the width 257 of the model's dense layers"),

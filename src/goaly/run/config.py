@@ -263,6 +263,9 @@ class RunConfig(Settings):
                     yield from at.moe.idle("the model has no experts", "routing")
                 elif self.trainer.compile and self.model.dtype == "float32":
                     yield f"{at.trainer.compile}: needs {at.model}dtype=bfloat16 for a model with experts"
+                if shape.experts and self.trainer.expert_balance and self.loss.denominator == "after":
+                    why = "which divides the balance's gradient by the number of kept tokens, too"
+                    yield f"{at.trainer.expert_balance}: must be 0 with {at}loss.denominator=after, {why}"
                 if shape.experts and self.generator.engine == "native":
                     yield f"{at.generator.engine}: must be torchtitan for a model with experts"
                 if self.trainer.lora is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from goaly.config import RUN_CONFIG
 from goaly.errors import ConfigError, RunFailed
-from goaly.models.settings import LoraSettings, ModelSettings
+from goaly.models.settings import ADAPTER_CONFIG, LoraSettings, ModelSettings, no_model
 from goaly.prompts.settings import ChatSettings
 from goaly.run.offered_store import StoreFile
 from goaly.weights.settings import WeightSettings
@@ -79,12 +79,15 @@ class ServedPolicy:
         return self._run.model, self._run.weights, self._run.lora
 
     def at_rest(self) -> ModelSettings:
-        """The policy when no run is under way; RunFailed if there is none."""
+        """The policy when no run is under way; RunFailed if there is none, or if the newest one is adapters only."""
         if self._run_dir is None:
             return self._model
-        found = [folder / "config.json" for each in SAVED for folder in self._run_dir.glob(each)]
+        folders = [folder for each in SAVED for folder in self._run_dir.glob(each)]
+        found = [folder / name for folder in folders for name in ("config.json", ADAPTER_CONFIG)]
         whole = [file for file in found if file.is_file() and not file.parent.name.startswith(".")]
         if not whole:
             raise RunFailed(f"run={self._run_dir}: is not under way, and has saved no policy")
         newest = max(whole, key=lambda file: file.stat().st_mtime)
+        if newest.name == ADAPTER_CONFIG:
+            raise RunFailed(f"{no_model(newest.parent, f'run={self._run_dir}')}, which can be served as model.path")
         return replace(self._model, path=str(newest.parent))

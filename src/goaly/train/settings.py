@@ -138,7 +138,7 @@ class RanksSettings(Settings):
         else:
             among, name = self.shards, f"{at}fsdp * {at}cp = {self.shards}" if self.cp > 1 else f"{at.fsdp}"
         if among > shape.experts:
-            yield f"{name}: must be at most the {whose}'s {shape.experts} experts"
+            yield f"{name}: must be at most the {whose}'s {shape.experts} experts, because each rank has whole ones"
         elif shape.experts % among and not shape.experts % self.ep:
             yield f"{name}: must divide the {whose}'s {shape.experts} experts"
 
@@ -159,8 +159,8 @@ class TrainerSettings(RanksSettings):
     expert_balance: NonNegativeFloat = 0.0
     """Weight of a loss that spreads tokens evenly over experts: the mean over trained tokens and layers of
     E * sum(f * p), where E is the number of experts, p the token's router scores, and f each expert's share of the
-    trained tokens of the batch before. A critic with experts has the same. With `loss.denominator=after` the mean is
-    over the kept tokens."""
+    trained tokens of the batch before. A critic with experts has the same. With adapters routers do not change, so it
+    acts on the adapters of earlier layers only."""
     expert_bias_rate: NonNegativeFloat = 0.0
     """Balances experts without a loss: after each batch, the bias by which tokens choose an expert rises by this much
     if the expert had fewer trained tokens than the mean of its layer, and falls if it had more (arXiv:2408.15664).
