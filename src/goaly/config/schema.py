@@ -74,8 +74,9 @@ def field_default(field: dataclasses.Field[Any]) -> tuple[bool, Any]:
 
 @functools.cache
 def hints(schema: Any) -> dict[str, Any]:
-    """The evaluated annotations of a class, bounds included."""
-    return typing.get_type_hints(schema, include_extras=True)
+    """The evaluated annotations of a class's fields, bounds included."""
+    found = typing.get_type_hints(schema, include_extras=True)
+    return {name: kind for name, kind in found.items() if typing.get_origin(kind) is not typing.ClassVar}
 
 
 def members(annotation: Any) -> tuple[Any, ...]:

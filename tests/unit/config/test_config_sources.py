@@ -205,3 +205,9 @@ def test_a_value_that_refers_to_itself_is_told_so(file: Path) -> None:
     ]
     file.write_text("extra: {inner: '${extra}'}\n")
     assert problems(f"--config={file}")[0].startswith("extra.inner=${extra}: ")
+
+
+def test_the_name_of_the_switch_is_no_key() -> None:
+    known = "known here are name, note, steps, train_small, train, judge, shares, lengths, extra"
+    assert problems("name=x", "switch=y") == [f"switch=y: unknown key; {known} (override)"]
+    assert problems("name=x", "foo=1") == [f"foo=1: unknown key; {known} (override)"]

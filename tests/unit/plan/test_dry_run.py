@@ -125,6 +125,21 @@ def test_an_offloaded_reference_takes_room_for_its_passes_only_on_the_gpu_that_i
     assert re.search(r"reference 0 .*; host: checkpoint \S+ GiB, parameters \S+ GiB, prefetch", describe(config))
 
 
+def test_a_dry_run_imports_the_verifiers_which_only_their_own_processes_do_later(tiny_model_folder: Path):
+    config = run_config(
+        tiny_model_folder,
+        "reward.verifier=goaly.reward.maths:verfy",
+        "evaluation.sets={a: {prompts: 2, verifier: 'no.such:thing'}, b: {prompts: 2}}",
+    )
+    with pytest.raises(ConfigError) as error:
+        describe(config)
+    must, maths = "must be a function that can be imported", "goaly.reward.maths"
+    assert error.value.problems == [
+        f"reward.verifier={maths}:verfy: {must}: ValueError: module {maths} has no function 'verfy'",
+        f"evaluation.sets.a.verifier=no.such:thing: {must}: ModuleNotFoundError: No module named 'no'",
+    ]
+
+
 def test_a_dry_run_starts_no_job_and_asks_for_a_cluster_instead(tiny_model_folder: Path):
     config = run_config(tiny_model_folder, "hosts.job=no.such.module:job")
     with pytest.raises(ConfigError, match=r"hosts.imagine=null: must be a cluster such as \{hosts: 4, gpus: 8\}"):
