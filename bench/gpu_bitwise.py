@@ -136,15 +136,17 @@ def recomputed(size: TinyModel) -> dict[str, int]:
     """The tokens that vLLM sampled, and those to which the trainer gives other log-probs; raises if there are any."""
     from goaly.generate.engine import Engine
     from goaly.generate.settings import GeneratorSettings
-    from goaly.parity import compared, cramped, explained, mixed_requests, rows_of, sampled
+    from goaly.parity import compared, explained, rows_of, sampled
+    from goaly.parity_requests import cramped, mixed_requests
     from goaly.train.engine import TrainEngine
     from goaly.train.settings import TrainerSettings
 
     with tempfile.TemporaryDirectory() as made:
         folder = str(write_tiny_model(Path(made) / "model", size))
         model = ModelSettings(path=folder, dtype="bfloat16", numerics="bitwise")
-        engine = Engine(cramped(model, GeneratorSettings(max_running=32, max_context=512), 1024), model)
-        sequences = sampled(engine, mixed_requests(64, vocabulary=30, longest=400))
+        asked = mixed_requests(64, vocabulary=30, longest=400)
+        engine = Engine(cramped(model, GeneratorSettings(max_running=32, max_context=512), asked), model)
+        sequences = sampled(engine, asked)
         trainer = TrainEngine(model, TrainerSettings())
         rows = rows_of(sequences, 1024)
         found = compared(rows, trainer.logprobs(rows))

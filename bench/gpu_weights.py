@@ -78,7 +78,8 @@ async def _updates(folder: Path) -> dict[str, Any]:
     from bench.gpu_trainer import random_model
     from bench.train import packed_batch
     from goaly.generate.engine import Engine
-    from goaly.parity import compared, mixed_requests, rows_of, sampled
+    from goaly.parity import compared, rows_of, sampled
+    from goaly.parity_requests import mixed_requests
 
     model = random_model(folder)
     stores = {mode: this_proc().spawn(f"store_{mode}", WeightStore, WeightSettings()) for mode in MODES}

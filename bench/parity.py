@@ -36,14 +36,8 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
-from goaly.parity import (
-    Recomputer,
-    Sampler,
-    cramped,
-    mixed_requests,
-    recompute_in_ranks,
-    sample_in_ranks,
-)
+from goaly.parity import Recomputer, Sampler, recompute_in_ranks, sample_in_ranks
+from goaly.parity_requests import cramped, mixed_requests
 from goaly.run.ranks import fork_ranks_from_one_server
 from goaly.train.settings import TrainerSettings
 
@@ -135,7 +129,7 @@ def combinations(name: str, model: str, requests: int) -> list[Combination]:
                 generator = GeneratorSettings(max_running=32, max_context=LONGEST, **degrees)
                 asked = mixed_requests(requests, vocabulary=vocabulary, longest=LONGEST, seed=10 * number)
                 file = sampled[dtype, generator_name] = Path(folder) / f"{dtype}-{generator_name}"
-                generator = cramped(settings, generator, 2 * LONGEST)
+                generator = cramped(settings, generator, asked)
                 sample_in_ranks(Sampler(model=settings, generator=generator, asked=asked), file)
         for trainer, degrees in trainers.items():
             recomputers = [

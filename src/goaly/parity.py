@@ -3,10 +3,12 @@
     python -m goaly.parity --config FILE [--requests N] [key=value ...]
 
 A config of a run says which model, and how generator and trainer divide it. The generator samples requests of mixed
-lengths, of which some share a prompt, all there at once in a cache that is too small for them and in steps that are
-too short for many prompts; the trainer recomputes what was sampled, on several packings. If a run of this config can
-update weights in the middle of an answer, so does the check, once: half as large ones. If it replays choices of
-experts, the trainer does that here, too. Of adapters the check makes some that change the model, as trained ones do.
+lengths up to the longest sequence, of which some share a prompt (`parity_requests.py`). All are there at once, in a
+cache that is too small for them and in steps that are too short for many prompts; the numbers of preemptions, of
+prompts in parts and of prefix hits are printed. The trainer recomputes what was sampled, on several packings. If a run
+of this config can update weights in the middle of an answer, so does the check, once: half as large ones. If it
+replays choices of experts, the trainer does that here, too. Of adapters the check makes some that change the model, as
+trained ones do.
 
 The exit code is 1 if a log-prob differs. With bitwise numerics the trainer's ranks then search for the operation as in
 a run (`train/parity_search.py`). If one rank by itself differs from the sampler, the operations of the generator's
@@ -16,7 +18,6 @@ Each rank is a process of its own, which this one starts and waits for.
 """
 
 import argparse
-import random
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,11 +32,12 @@ from torch.multiprocessing.spawn import ProcessException
 from goaly.backlog.packing import assign
 from goaly.config import load
 from goaly.errors import ConfigError, ParityError
-from goaly.generate.request import Sampling
+from goaly.generate.scheduling import SchedulingCounts
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.operations import first_other
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import architecture, read_config
+from goaly.parity_requests import CheckedRequest, cramped, mixed_requests
 from goaly.run.config import RunConfig
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
 from goaly.train.parity_search import UNNAMED, Alone, of_tokens
@@ -49,21 +51,9 @@ if TYPE_CHECKING:
     from goaly.generate.request import Sample
     from goaly.train.engine import TrainEngine
 
-GIB = 1 << 30
-SHARED = 4
-"""Every so many requests have the same prompt, as the samples of a group."""
 UPDATED = 1
 """The version of the halved weights."""
 ADAPTERS_SEED = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedRequest:
-    """A request of the check."""
-
-    name: str
-    prompt: list[int]
-    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,25 +77,10 @@ class Checked:
     answers: int
     updated: int
     """Answers in whose middle the weights were updated."""
+    scheduling: SchedulingCounts
     replays: bool
     """Whether choices of experts were replayed."""
     packings: list[Compared]
-
-
-def mixed_requests(
-    count: int, *, vocabulary: int, longest: int, temperature: float = 1.0, seed: int = 0
-) -> list[CheckedRequest]:
-    """Seeded requests of heavy-tailed lengths, of which groups of `SHARED` have a common prompt."""
-    draw = random.Random(seed)
-    asked: list[CheckedRequest] = []
-    for number in range(count):
-        if number % SHARED == 0:
-            prompt = [draw.randrange(vocabulary) for _ in range(min(longest // 2, int(4 * draw.paretovariate(0.7))))]
-        room = longest - len(prompt)
-        length = max(1, min(room, int(8 * draw.paretovariate(0.8))))
-        sampling = Sampling(max_tokens=length, temperature=temperature, seed=draw.randrange(1 << 30))
-        asked.append(CheckedRequest(name=f"{seed}-{number}", prompt=prompt, sampling=sampling))
-    return asked
 
 
 def sampled(engine: "Engine", asked: Sequence[CheckedRequest], *, updates: bool = False) -> list[TensorDict]:
@@ -209,19 +184,13 @@ class Recomputer:
     packings: Sequence[tuple[int, int]]
 
 
-def cramped(model: ModelSettings, generator: GeneratorSettings, tokens: int) -> GeneratorSettings:
-    """The generator with a cache of so many tokens and short steps, so that requests are preempted and prompts are
-    computed in parts."""
-    shape = architecture(read_config(model.path))
-    heads = 2 * shape.layers * shape.kv_heads // generator.tp
-    each = heads * shape.head_dim * getattr(torch, model.dtype).itemsize
-    held = max(tokens, generator.max_context + 64)
-    return replace(generator, kv_cache_gib=held * each / GIB, max_step_tokens=2 * generator.max_running)
-
-
-def sample_in_ranks(sampler: Sampler, out: Path) -> None:
-    """Write the sequences that this generator makes to a file."""
-    in_ranks(_sample, sampler.generator.tp, (sampler, out))
+def sample_in_ranks(sampler: Sampler, out: Path) -> SchedulingCounts:
+    """Write the sequences that this generator makes to a file; what its scheduler did."""
+    with tempfile.TemporaryDirectory() as folder:
+        in_ranks(_sample, sampler.generator.tp, (sampler, out, Path(folder)))
+        counts, *others = [torch.load(file, weights_only=False) for file in Path(folder).iterdir()]
+    assert others == [counts] * (sampler.generator.tp - 1), "the ranks of a generator schedule the same steps"
+    return counts
 
 
 def recompute_in_ranks(recomputers: Sequence[Recomputer]) -> list[list[Compared]]:
@@ -242,9 +211,11 @@ def _joined(parts: Sequence[Compared]) -> Compared:
     )
 
 
-def _sample(rank: int, sampler: Sampler, out: Path) -> None:
+def _sample(rank: int, sampler: Sampler, out: Path, counts: Path) -> None:
     engine = sampler.engine()  # whose end is that of the ranks' group
+    counter = engine.counter()
     sequences = sampled(engine, sampler.asked, updates=sampler.updates)
+    torch.save(counter.counts, counts / str(rank))
     if rank == 0:
         torch.save([dict(one.items()) for one in sequences], out)
     if sampler.generator.tp > 1:
@@ -357,13 +328,13 @@ def check(config: RunConfig, requests: int) -> Checked:
         file = Path(folder) / "sequences"
         sampler = Sampler(
             model=config.model,
-            generator=cramped(config.model, generator, 2 * longest),
+            generator=cramped(config.model, generator, asked),
             asked=asked,
             records_choices=config.moe.replays,
             updates=config.generator.on_update == "recompute" and config.backlog.max_staleness > 0,
             lora=config.trainer.lora,
         )
-        sample_in_ranks(sampler, file)
+        scheduling = sample_in_ranks(sampler, file)
         recomputer = Recomputer(
             model=config.model,
             trainer=config.trainer,
@@ -376,7 +347,9 @@ def check(config: RunConfig, requests: int) -> Checked:
                 said = in_sampler(sampler, one.one_rank, Path(folder))
                 found[number] = replace(one, explained=f"{one.explained} {said}")
         updated = sum(len(_versions([one])) > 1 for one in _sequences(recomputer))
-        return Checked(answers=len(asked), updated=updated, replays=config.moe.replays, packings=found)
+        return Checked(
+            answers=len(asked), updated=updated, scheduling=scheduling, replays=config.moe.replays, packings=found
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -390,8 +363,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load(RunConfig, arguments, prog="python -m goaly.parity", description="").config
     fork_ranks_from_one_server()
     found = check(config, line.requests)
-    replayed = "; choices of experts were replayed" if found.replays else ""
-    print(f"{found.answers} answers, {found.updated} of them with new weights in the middle{replayed}")
+    scheduled, replayed = found.scheduling, "; choices of experts were replayed" if found.replays else ""
+    print(
+        f"{found.answers} answers, {found.updated} of them with new weights in the middle; {scheduled.preemptions} "
+        f"preempted, {scheduled.prompts_in_parts} prompts in parts, {scheduled.prefix_hits} prefix hits{replayed}"
+    )
     for comparison in found.packings:
         print(f"{comparison.differing} of {comparison.tokens} tokens differ, by at most {comparison.largest:.3g}")
         if comparison.explained:

@@ -12,27 +12,14 @@ import pytest
 import torch
 from random_model import native_tensors, write_random_dots, write_random_llama, write_random_model
 
-import goaly.parity
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
-from goaly.parity import (
-    SHARED,
-    Recomputer,
-    Sampler,
-    compared,
-    cramped,
-    mixed_requests,
-    recompute_in_ranks,
-    rows_of,
-    sample_in_ranks,
-    sampled,
-)
-from goaly.run.ranks import in_ranks
+from goaly.parity import Recomputer, Sampler, compared, recompute_in_ranks, rows_of, sample_in_ranks, sampled
+from goaly.parity_requests import SHARED, cramped, mixed_requests
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES
-from tests.actors.engines_in_child import prompts_in_parts
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,16 +50,7 @@ class Both:
         cache = CACHED * token / (1 << 30)
         limits = GeneratorSettings(max_running=24, max_context=400, kv_cache_gib=cache, max_step_tokens=step_tokens)
         self.generator = Engine(limits, settings, records_choices=shape.experts > 0)
-        self.preempted = 0
-        scheduler = self.generator._scheduler
-        self.in_parts = prompts_in_parts(scheduler)
-        preempt = scheduler._preempt_request
-
-        def counted(*arguments: Any, **named: Any) -> None:
-            self.preempted += 1
-            preempt(*arguments, **named)
-
-        scheduler._preempt_request = counted
+        self.counter = self.generator.counter()
 
     def asked(self, seed: int = 0) -> list[Any]:
         return mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400, temperature=self.temperature, seed=seed)
@@ -110,13 +88,15 @@ def one_model(folder: Path, options: dict[str, Any]) -> tuple[list[int], int, in
     both = Both(folder, **options)
     sequences = sampled(both.generator, both.asked())
     tokens = sum(int(one["trained"].sum()) for one in sequences)
-    return both.differing(sequences), tokens, both.preempted, len(both.in_parts)
+    counts = both.counter.counts
+    return both.differing(sequences), tokens, counts.preemptions, counts.prompts_in_parts
 
 
 def in_steps(folder: Path, dtype: str, step_tokens: Sequence[int]) -> tuple[list[list[Any]], list[int]]:
     """The sequences of engines with such steps, and how many prompts each computed in parts."""
     engines = [Both(folder, dtype=dtype, step_tokens=tokens) for tokens in step_tokens]
-    return [sampled(one.generator, one.asked()) for one in engines], [len(one.in_parts) for one in engines]
+    sequences = [sampled(one.generator, one.asked()) for one in engines]
+    return sequences, [one.counter.counts.prompts_in_parts for one in engines]
 
 
 def over_an_update(folder: Path, other: Path, dtype: str, replays: bool, step_tokens: int) -> tuple[list[int], int]:
@@ -154,7 +134,7 @@ def over_an_update(folder: Path, other: Path, dtype: str, replays: bool, step_to
         for one in of_version:
             one["trained"] &= one["sampler_versions"] == version
         found += both.differing(of_version)
-    return found, len(both.in_parts)
+    return found, both.counter.counts.prompts_in_parts
 
 
 @pytest.fixture
@@ -221,49 +201,19 @@ def test_choices_of_experts_beside_shared_ones_are_replayed_to_the_bit(there: An
     assert tokens > 1000
 
 
-def counting(rank: int, out: Path, work: Callable[..., None], *arguments: Any) -> None:
-    """Do the work of a generator's rank, and write how many requests had a prefix of another one in the cache, and how
-    many were preempted because it was full."""
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    counts = {"shared": 0, "preempted": 0}
-    look_up, preempt = KVCacheManager.get_computed_blocks, Scheduler._preempt_request
-
-    def counted_look_up(self: Any, request: Any) -> Any:
-        found = look_up(self, request)
-        counts["shared"] += found[1] > 0 and request.num_preemptions == 0
-        return found
-
-    def counted_preempt(self: Any, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
-        counts["preempted"] += not drop_stale_output  # which an update of the weights does
-        preempt(self, request, timestamp, drop_stale_output)
-
-    KVCacheManager.get_computed_blocks, Scheduler._preempt_request = counted_look_up, counted_preempt
-    work(rank, *arguments)
-    torch.save(counts, out.with_name(f"counts-{rank}"))
-
-
 @pytest.fixture
-def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes a file of what a generator samples, over an update of the weights. Each of its ranks must have had
-    prefixes in its cache and must have preempted requests."""
-
-    def in_counting_ranks(work: Any, ranks: int, arguments: tuple[Any, ...]) -> None:
-        in_ranks(counting, ranks, (tmp_path / "counts", work, *arguments))
+def sample(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a file of what a generator samples, over an update of the weights. It must have had prefixes in its cache,
+    and must have preempted requests and computed prompts in parts."""
 
     def sample(model: ModelSettings, **ranks: int) -> Path:
         file = tmp_path / "sequences"
-        generator = cramped(model, GeneratorSettings(max_running=24, max_context=400, **ranks), CACHED)
         asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
-        assert max(len(one.prompt) for one in asked) > 2 * generator.max_step_tokens  # so it is computed in parts
-        with monkeypatch.context() as patched:
-            patched.setattr(goaly.parity, "in_ranks", in_counting_ranks)
-            sample_in_ranks(Sampler(model=model, generator=generator, asked=asked, updates=True), file)
-        first, *others = [torch.load(tmp_path / f"counts-{rank}") for rank in range(generator.tp)]
-        assert others == [first] * len(others)
-        assert first["shared"] > REQUESTS // SHARED
-        assert first["preempted"] > 0
+        generator = cramped(model, GeneratorSettings(max_running=24, max_context=400, **ranks), asked)
+        counts = sample_in_ranks(Sampler(model=model, generator=generator, asked=asked, updates=True), file)
+        assert counts.prefix_hits > REQUESTS // SHARED
+        assert counts.preemptions > 0
+        assert counts.prompts_in_parts > 0
         versions = [one["sampler_versions"].unique().tolist() for one in torch.load(file)]
         assert [-1, 0, 1] in versions
         return file
@@ -307,7 +257,7 @@ def test_ranks_add_shared_experts_alike_however_either_side_divides_the_model(tm
     sampled_by: dict[Path, ModelSettings] = {}
     for dtype, ep in (("float32", 1), ("bfloat16", 2)):
         model = ModelSettings(path=folder, dtype=dtype, numerics="bitwise")
-        generator = cramped(model, GeneratorSettings(max_running=24, max_context=400, tp=2, ep=ep), CACHED)
+        generator = cramped(model, GeneratorSettings(max_running=24, max_context=400, tp=2, ep=ep), asked)
         file = tmp_path / f"{dtype}-{ep}"
         sample_in_ranks(Sampler(model=model, generator=generator, asked=asked), file)
         sampled_by[file] = model

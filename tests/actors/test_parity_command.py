@@ -96,9 +96,13 @@ def test_nothing_differs_where_nothing_is_broken(check: Any):
     code, said = check("", "")
     assert code == 0
     about, *packings = said.splitlines()
-    updated = re.fullmatch(r"12 answers, (\d+) of them with new weights in the middle", about)
-    assert updated is not None
-    assert int(updated[1]) > 0
+    numbers = re.fullmatch(
+        r"12 answers, (\d+) of them with new weights in the middle; (\d+) preempted, (\d+) prompts in parts, (\d+) "
+        "prefix hits",
+        about,
+    )
+    assert numbers is not None
+    assert min(map(int, numbers.groups())) > 0
     assert [line.split()[0] for line in packings] == ["0"] * 3
 
 
@@ -106,7 +110,8 @@ def test_choices_of_experts_are_replayed_where_the_config_says_so(check: Any):
     synchronous = ("backlog.max_staleness=0", "trainer.tp=2")  # no update comes in the middle of an answer
     code, said = check("choices", "", *synchronous, "moe.routing=replay", experts=True)
     about, *packings = said.splitlines()
-    assert about == "12 answers, 0 of them with new weights in the middle; choices of experts were replayed"
+    assert about.startswith("12 answers, 0 of them with new weights in the middle; ")
+    assert about.endswith("; choices of experts were replayed")
     assert [line.split()[0] for line in packings] == ["0"] * 3
     assert code == 0
     code, said = check("choices", "", *synchronous, experts=True)

@@ -7,7 +7,8 @@ import pytest
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
-from goaly.parity import Recomputer, Sampler, cramped, mixed_requests, recompute_in_ranks, sample_in_ranks
+from goaly.parity import Recomputer, Sampler, recompute_in_ranks, sample_in_ranks
+from goaly.parity_requests import cramped, mixed_requests
 from goaly.train.settings import TrainerSettings
 
 pytestmark = pytest.mark.timeout(200)
@@ -30,8 +31,8 @@ def test_adapters_have_the_same_bits_on_both_sides_over_an_update(  # LB-1
 ):
     folder = write_tiny_model(tmp_path / "model", SIZES[model])
     settings = ModelSettings(path=str(folder), dtype=dtype, numerics="bitwise")
-    generator = cramped(settings, GeneratorSettings(max_running=24, max_context=400, **sampler), 800)
     asked, file = mixed_requests(40, vocabulary=32, longest=400), tmp_path / "sequences"
+    generator = cramped(settings, GeneratorSettings(max_running=24, max_context=400, **sampler), asked)
     sample_in_ranks(Sampler(model=settings, generator=generator, asked=asked, updates=True, lora=LORA), file)
     recomputer = Recomputer(
         model=settings, trainer=TrainerSettings(lora=LORA, **trainer), sequences=file, packings=[(700, 2), (1024, 4)]

@@ -50,6 +50,7 @@ from goaly.generate.request import (
     duplicate_request,
 )
 from goaly.generate.sampling_parameters import limits_of, parameters
+from goaly.generate.scheduling import SchedulingCounter
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart
 from goaly.generate.unnamed import leave_no_named_shared_memory, unname_semaphores
@@ -181,6 +182,10 @@ class Engine:
     def records_graphs(self) -> bool:
         """Whether decode steps are recorded as CUDA graphs, which contain the addresses of the parameters."""
         return self._records_graphs
+
+    def counter(self) -> SchedulingCounter:
+        """Counts what vLLM's scheduler does from now on."""
+        return SchedulingCounter(self._scheduler)
 
     def counts(self) -> tuple[int, int]:
         """How many requests vLLM runs, and how many wait in vLLM."""
