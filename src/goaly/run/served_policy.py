@@ -89,5 +89,5 @@ class ServedPolicy:
             raise RunFailed(f"run={self._run_dir}: is not under way, and has saved no policy")
         newest = max(whole, key=lambda file: file.stat().st_mtime)
         if newest.name == ADAPTER_CONFIG:
-            raise RunFailed(f"{no_model(newest.parent, f'run={self._run_dir}')}, which can be served as model.path")
+            raise RunFailed(f"{no_model(newest.parent, f'run={self._run_dir}')}, which can be served as path=OUTPUT")
         return replace(self._model, path=str(newest.parent))

@@ -138,7 +138,7 @@ class RanksSettings(Settings):
         else:
             among, name = self.shards, f"{at}fsdp * {at}cp = {self.shards}" if self.cp > 1 else f"{at.fsdp}"
         if among > shape.experts:
-            yield f"{name}: must be at most the {whose}'s {shape.experts} experts, because each rank has whole ones"
+            yield f"{name}: must be at most the {whose}'s {shape.experts} experts"
         elif shape.experts % among and not shape.experts % self.ep:
             yield f"{name}: must divide the {whose}'s {shape.experts} experts"
 
