@@ -63,6 +63,12 @@ CASES: dict[str, tuple[TinyModel, str, dict[str, Any]]] = {
     "experts": (EXPERTS, "float32", {}),
     "experts, PP 2, FSDP 2, EP 2": (EXPERTS, "float32", {"pp": 2, "fsdp": 2, "ep": 2}),
     "experts, FSDP 2, EP 2": (EXPERTS, "float32", {"fsdp": 2, "ep": 2}),
+    "experts, FSDP 2, EP 2, bfloat16": (EXPERTS, "bfloat16", {"fsdp": 2, "ep": 2}),
+    "experts, FSDP 2, EP 2, bfloat16, all recomputed": (
+        EXPERTS,
+        "bfloat16",
+        {"fsdp": 2, "ep": 2, "activation_checkpointing": "full"},
+    ),
     "experts, FSDP 2, EP 2, all recomputed": (
         EXPERTS,
         "float32",
