@@ -1,4 +1,4 @@
-"""What the check of `goaly.parity` asks a generator, and a cache that is too small for it.
+"""Requests of the check of `goaly.parity`, and a cache that is too small for them.
 
 The requests have a common prompt in groups of `SHARED`. Most answers are short, of heavy-tailed lengths. The first
 `LONG` requests go on to the longest sequence that is allowed, and run at once, so a cache of half of their tokens

@@ -105,38 +105,24 @@ def sample_all(which: str, prompts: list[list[int]], *samplings: Sampling) -> li
     return [samples[str(number)] for number in range(len(prompts))]
 
 
-def prompts_in_parts(scheduler: Any) -> set[str]:
-    """The requests of whose prompts a step computes only a part, from now on."""
-    schedule, found = scheduler.schedule, set()
-
-    def noted(*arguments: Any, **named: Any) -> Any:
-        planned = schedule(*arguments, **named)
-        asked = (scheduler.requests[key] for key in planned.num_scheduled_tokens)
-        found.update(one.request_id for one in asked if one.num_computed_tokens < one.num_prompt_tokens)
-        return planned
-
-    scheduler.schedule = noted
-    return found
-
-
 @contextmanager
-def short_steps(engine: Any, tokens: int) -> Iterator[set[str]]:
-    """Let steps compute at most so many tokens, from an empty prefix cache on; the `prompts_in_parts`."""
+def short_steps(engine: Any, tokens: int) -> Iterator[Any]:
+    """Let steps compute at most so many tokens, from an empty prefix cache on; the engine's counter."""
     scheduler = engine._scheduler
-    budget, schedule = scheduler.max_num_scheduled_tokens, scheduler.schedule
+    budget = scheduler.max_num_scheduled_tokens
     assert engine._vllm.reset_prefix_cache()
     scheduler.max_num_scheduled_tokens = tokens
     try:
-        yield prompts_in_parts(scheduler)
+        yield engine.counter()
     finally:
-        scheduler.max_num_scheduled_tokens, scheduler.schedule = budget, schedule
+        scheduler.max_num_scheduled_tokens = budget
 
 
 def sample_in_short_steps(tokens: int, prompts: list[list[int]], *samplings: Sampling) -> tuple[int, list[Sample]]:
     """How many of these prompts were computed in parts, in steps of so many tokens, and a sample of each."""
-    with short_steps(engines.torchtitan, tokens) as in_parts:
+    with short_steps(engines.torchtitan, tokens) as counter:
         samples = sample_all("torchtitan", prompts, *samplings)
-    return len(in_parts), samples
+    return counter.counts.prompts_in_parts, samples
 
 
 def update_while_sampling(mode: str, **changes: Any) -> tuple[list[Sample], list[Sample]]:
@@ -263,12 +249,9 @@ def cancel_midway() -> tuple[list[tuple[str, Sample]], list[str], bool]:
 
 
 def count_preemptions(requests: int, sampling: Sampling) -> tuple[int, list[Sample]]:
-    scheduler = engines.torchtitan._scheduler
-    preempt, preempted = scheduler._preempt_request, []
-    scheduler._preempt_request = lambda request, *rest, **named: (preempted.append(1), preempt(request, *rest, **named))
+    counter = engines.torchtitan.counter()
     samples = sample_all("torchtitan", [PROMPTS[n % 6] for n in range(requests)], sampling)
-    scheduler._preempt_request = preempt
-    return len(preempted), samples
+    return counter.counts.preemptions, samples
 
 
 @contextmanager

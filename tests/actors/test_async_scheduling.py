@@ -106,16 +106,14 @@ def sample_with_experts(folder: Path, requests: int) -> tuple[int, list[Sample]]
     from goaly.generate.engine import Engine
 
     engine = Engine(engines_in_child.engines.settings, ModelSettings(path=str(folder)), records_choices=True)
-    scheduler = engine._scheduler
-    preempt, preempted = scheduler._preempt_request, []
-    scheduler._preempt_request = lambda request, *rest, **named: (preempted.append(1), preempt(request, *rest, **named))
+    counter = engine.counter()
     for number in range(requests):
         stop = ["ab", "c", "1"] if number % 8 == 0 else None
         sampling = Sampling(max_tokens=150 + number, seed=number, stop=stop)
         engine.add(str(number), PROMPTS[number % len(PROMPTS)], sampling)
     ended = steps(engine, 120)
     cancelled = engine.cancel(["1", "2"])
-    count = len(preempted)
+    count = counter.counts.preemptions
     engine.apply(lambda: 1)
     ended |= steps(engine) | dict(cancelled)
     assert not engine._recorder._recorded

@@ -50,14 +50,11 @@ def load(which: int, version: int) -> int:
 def sample(dtype: str, requests: int, sampling: Sampling) -> tuple[list[Sample], int]:
     """Samples of the prompts in turn, and how many preemptions there were."""
     engine = engines[dtype]
-    scheduler = engine._scheduler
-    preempt, preempted = scheduler._preempt_request, []
-    scheduler._preempt_request = lambda request, *rest, **named: (preempted.append(1), preempt(request, *rest, **named))
+    counter = engine.counter()
     for number in range(requests):
         engine.add(str(number), PROMPTS[number % len(PROMPTS)], replace(sampling, seed=number))
     ended = steps(engine)
-    scheduler._preempt_request = preempt
-    return [ended[str(number)] for number in range(requests)], len(preempted)
+    return [ended[str(number)] for number in range(requests)], counter.counts.preemptions
 
 
 def update_while_sampling(mode: str) -> tuple[list[Sample], list[Sample]]:
@@ -80,9 +77,9 @@ def update_while_sampling(mode: str) -> tuple[list[Sample], list[Sample]]:
 
 def sample_in_short_steps(requests: int, sampling: Sampling) -> tuple[int, int, list[Sample]]:
     """How many prompts were computed in parts, how many preemptions there were, and the samples."""
-    with short_steps(engines["float32"], 40) as in_parts:
+    with short_steps(engines["float32"], 40) as counter:
         samples, preemptions = sample("float32", requests, sampling)
-    return len(in_parts), preemptions, samples
+    return counter.counts.prompts_in_parts, preemptions, samples
 
 
 def update_in_the_middle_of_prompts(mode: str) -> tuple[list[str], dict[str, Sample]]:

@@ -22,7 +22,6 @@ from goaly.models.spec import architecture, read_config
 from goaly.plan.replica import replica_memory
 from goaly.run.process_agent import lasting_port
 from tests.actors.engine_in_ranks import become_rank, load, sampled
-from tests.actors.engines_in_child import prompts_in_parts
 from tests.actors.own_choices import OwnChoices
 
 pytestmark = pytest.mark.timeout(180)
@@ -53,9 +52,9 @@ def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str
 
     settings = GeneratorSettings(max_running=16, max_context=128, kv_cache_gib=0.01, max_step_tokens=32, **degrees)
     engine = Engine(settings, ModelSettings(path=str(folders[0])), records_choices=True)
-    in_parts = prompts_in_parts(engine._scheduler)
+    counter = engine.counter()
     before = sampled(engine, PROMPTS, max_tokens=30)
-    assert len(in_parts) > 2
+    assert counter.counts.prompts_in_parts > 2
     load(engine, native_tensors(model_spec(folders[1]), folders[1]))
     after = sampled(engine, PROMPTS, max_tokens=30)
     shapes = {name: tuple(local(tensor).shape) for name, tensor in engine.named_tensors().items()}

@@ -76,7 +76,7 @@ class Line(asyncio.Protocol):
         self._socket = self._transport.get_extra_info("socket").fileno()
 
     def resume_writing(self) -> None:
-        """What was handed to the transport is written."""
+        """The transport has written all that it was handed."""
         self._hand_over()
 
     def _hand_over(self) -> None:

@@ -10,7 +10,6 @@ update. With tp > 1 a rank holds exactly the slices that `named_tensors` declare
 Shape suffixes: T tokens of a step, B = 1, L = T, N heads, H head dim, D model dim, V vocabulary.
 """
 
-import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +37,16 @@ from goaly.models import deepseek, gpt_oss
 from goaly.models.attention import share_angles
 from goaly.models.lora import BASE, note_base
 from goaly.models.settings import LoraSettings, Numerics
-from goaly.models.spec import Architecture, architecture, folder_tensors, model_spec, read_config, versioned_tensors
+from goaly.models.spec import (
+    LAYER,
+    Architecture,
+    architecture,
+    folder_tensors,
+    layer_adapter,
+    model_spec,
+    read_config,
+    versioned_tensors,
+)
 
 ARCHITECTURES: dict[Numerics, str] = {
     "fast": "GoalyTorchtitanForCausalLM",
@@ -46,7 +54,6 @@ ARCHITECTURES: dict[Numerics, str] = {
 }
 LORA = "lora"
 """The key of vLLM's `additional_config` that has the fields of `LoraSettings`, if the model has adapters."""
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FUSED = re.compile(r"\bw[qkv](?=\.(weight|bias)$)")
 
 
@@ -133,9 +140,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
         if device.type == "cpu" and self.numerics == "fast" and vllm_config.model_config.dtype == torch.float32:
             cpu_kernels.use_fused_kernels(config)
         self._layers = shape.layers
-        untied: Any = copy.copy(config)
-        untied.enable_weight_tying = False  # or each layer would need the embedding, too
-        self._adapter = spec.state_dict_adapter(untied, folder)
+        self._adapter = layer_adapter(spec, folder)
         self.choices: ChoiceCache | None = None
         """The experts that were chosen for the tokens in the key-value cache, if they are recorded."""
         self._row_multiple: Callable[[], int] | None = None
@@ -202,7 +207,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
         """Fill the parameters from Hugging Face's names, a layer at a time; returns the names that were filled."""
         by_layer: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in weights:  # mapped from the files
-            layer = _LAYER.match(name)
+            layer = LAYER.match(name)
             if layer and int(layer[1]) >= self._layers:
                 continue  # of multi-token prediction
             by_layer.setdefault(layer[0] if layer else "", {})[name] = tensor

@@ -16,9 +16,7 @@ Invariants
     AF-3  A merge replaces no files.
 """
 
-import copy
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -33,7 +31,7 @@ from goaly.errors import ConfigError
 from goaly.models.hf import Tensors, gathered, staged_folder, write_folder, write_gathered
 from goaly.models.lora import BASE, A, B, merged
 from goaly.models.settings import ADAPTER_CONFIG, LoraSettings
-from goaly.models.spec import folder_tensors, model_spec, versioned_tensors
+from goaly.models.spec import LAYER, folder_tensors, layer_adapter, model_spec, versioned_tensors
 from goaly.weights.digest import Digest
 
 if TYPE_CHECKING:
@@ -111,9 +109,7 @@ def base_digest(base: Path, dtype: torch.dtype) -> str:
     """The digest that a process has of the weights of this folder which it has loaded in this type (LR-4). One layer is
     in memory at a time."""
     spec = model_spec(base, lora=LoraSettings())
-    untied: Any = copy.copy(spec.model)
-    untied.enable_weight_tying = False  # or each layer would need the embedding, too
-    names = spec.state_dict_adapter(untied, None)
+    names = layer_adapter(spec)
     with torch.device("meta"):
         wanted = spec.state_dict_adapter(spec.model, None).to_hf(spec.model.build().state_dict())
     layers: dict[str, dict[str, Any]] = {}
@@ -122,7 +118,7 @@ def base_digest(base: Path, dtype: torch.dtype) -> str:
         for file in sorted(base.glob("*.safetensors")):
             reader: Any = opened.enter_context(safe_open(file, framework="pt"))
             for name in wanted.keys() & set(reader.keys()):
-                layer = re.match(r"model\.layers\.\d+\.", name)
+                layer = LAYER.match(name)
                 layers.setdefault(layer[0] if layer else name, {})[name] = reader
         for readers in layers.values():
             read = {name: reader.get_tensor(name).to(dtype) for name, reader in readers.items()}

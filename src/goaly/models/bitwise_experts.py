@@ -33,7 +33,7 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh
 from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 
 from goaly.models.bitwise import on_local, sigmoid
-from goaly.models.bitwise_networks import Packed, by_kernel, fit_kernel, networks, pack
+from goaly.models.bitwise_networks import Packed, by_kernel, check_kernel, fit_kernel, networks, pack
 from goaly.models.bitwise_rows import softmax
 from goaly.models.experts import Dispatcher, Experts, OwnExpertsDispatcher, of_rank
 from goaly.models.settings import SLICES
@@ -105,11 +105,10 @@ class BitwiseExperts(Experts):
 
     def pack(self) -> None:
         """Keep the weights in the kernel's order for the passes to come; to be called anew when they change (KE-1)."""
-        w1, w2, w3 = (weight.detach() for weight in self._networks())
+        w1, w2, w3 = self._networks()
         if fit_kernel(w1, self._slices()):
-            self.packed = pack(w1, w2, w3, self._slices())
-            with torch.no_grad():  # an empty pass checks the kernel (BN-1), which `by_kernel` alone does not
-                networks(w1.new_empty(0, w1.shape[2]), w1, w2, w3, [0] * len(w1), self._slices(), self.packed)
+            check_kernel(w1, self._slices())  # `by_kernel` does not
+            self.packed = pack(w1.detach(), w2.detach(), w3.detach(), self._slices())
 
     def _networks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return of_rank(self.w1_EFD), of_rank(self.w2_EDF), of_rank(self.w3_EFD)

@@ -57,9 +57,7 @@ def networks(
         return by_expert(hidden_RF, w2_eDF, rows, slices)
     if not fit_kernel(w1_eFD, slices):
         return _exact(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)
-    if not _kernel_is_exact(x_RD.shape[1], w1_eFD.shape[1] // slices, torch.get_num_threads()):
-        why = f"the kernel's result for a row of an expert of width {w1_eFD.shape[1]} depends on its place"
-        raise ConfigError([f"model.numerics=bitwise: cannot work on this machine: {why}"])
+    check_kernel(w1_eFD, slices)
     return _by_kernel(x_RD, rows, packed or pack(w1_eFD, w2_eDF, w3_eFD, slices))
 
 
@@ -82,6 +80,14 @@ def fit_kernel(w1_eFD: torch.Tensor, slices: int) -> bool:
     _, hidden, width = w1_eFD.shape
     fit = width % PACKED == 0 and hidden // slices % PACKED == 0
     return fit and w1_eFD.dtype == torch.float32 and not on_gpu(w1_eFD)
+
+
+def check_kernel(w1_eFD: torch.Tensor, slices: int) -> None:
+    """Raise a ConfigError if vLLM's kernel does not give rows of these networks the same bits in any place (BN-1)."""
+    _, hidden, width = w1_eFD.shape
+    if not _kernel_is_exact(width, hidden // slices, torch.get_num_threads()):
+        why = f"the kernel's result for a row of an expert of width {hidden} depends on its place"
+        raise ConfigError([f"model.numerics=bitwise: cannot work on this machine: {why}"])
 
 
 def pack(w1_eFD: torch.Tensor, w2_eDF: torch.Tensor, w3_eFD: torch.Tensor, slices: int) -> Packed:

@@ -16,7 +16,7 @@ from torchtitan.protocols.module import Module
 
 from goaly.models.attention import PackedAttention
 from goaly.models.context_parallel import SharedDocuments
-from goaly.models.varlen_attention import BuiltInVarlenAttention
+from goaly.models.varlen_attention import BuiltInVarlenAttention, splits
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -85,7 +85,6 @@ class ContextVarlenAttention(BuiltInVarlenAttention):
         **_: Any,
     ) -> torch.Tensor:
         """Causal attention within each document (CP-2): the kernel aligns the last query with the last key."""
-        from torch.nn.attention import current_flash_attention_impl
         from torch.nn.attention.varlen import varlen_attn
 
         keys, values = attention_masks.gathered(k_BLNH, v_BLNH)
@@ -93,9 +92,7 @@ class ContextVarlenAttention(BuiltInVarlenAttention):
         ends_q, ends_k = (
             torch.tensor([0, *one], device=q_BLNH.device).cumsum(0, dtype=torch.int32) for one in (queries, lengths)
         )
-        options: dict[str, Any] = {"enable_gqa": True} if enable_gqa else {}
-        if current_flash_attention_impl() in (None, "FA2"):
-            options["num_splits"] = 1  # as torchtitan: otherwise it gives NaN now and then
+        options: dict[str, Any] = {"num_splits": splits()} | ({"enable_gqa": True} if enable_gqa else {})
         q, k, v = (  # as torchtitan: the kernel has no float32
             one[0].to(torch.bfloat16)
             for one in (q_BLNH, attention_masks.selected(keys), attention_masks.selected(values))

@@ -8,8 +8,10 @@ name, so no model is silently changed.
 `prepare_torchtitan` must run before a model is built, because torchtitan assumes a GPU by default.
 """
 
+import copy
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,6 +28,9 @@ from goaly.models.settings import LoraSettings, Numerics, no_model
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
     from torchtitan.protocols.module import Module
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""The beginning of a layer's names in a folder."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +236,13 @@ def versioned_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return adapters | dict(base) or folder_tensors(model)
 
 
+def layer_adapter(spec: "ModelSpec", folder: str | None = None) -> Any:
+    """torchtitan's adapter of folders for a layer at a time: that of tied weights needs the embedding with each."""
+    untied: Any = copy.copy(spec.model)
+    untied.enable_weight_tying = False
+    return spec.state_dict_adapter(untied, folder)
+
+
 def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     from torchtitan.components.checkpointer.utils import canonical_fqn
 
@@ -238,7 +250,7 @@ def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tenso
 
 
 def bitwise_problems(shape: Architecture) -> Iterator[str]:
-    """What `model.numerics=bitwise` must be for a model of this shape, and why, if goaly has no such layers for it."""
+    """A line with the numerics that a model of this shape must have, and why, if goaly has no bitwise layers for it."""
     missing = "goaly has no layers with a fixed order of sums for its"
     if shape.latent is not None:
         yield f"must be fast for DeepSeek-V3: {missing} latent attention"

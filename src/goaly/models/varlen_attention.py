@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import current_flash_attention_impl
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.protocols.module import Module
 
 _kernel = torch.ops.torch_attn._varlen_attn
 _kernel_gradients = torch.ops.torch_attn._varlen_attn_backward
+
+
+def splits() -> int | None:
+    """Parts into which the kernel may divide the keys; None: it chooses. As torchtitan: where FA2 chooses, it gives NaN
+    now and then."""
+    return 1 if current_flash_attention_impl() in (None, "FA2") else None
 
 
 class BuiltInVarlenAttention(VarlenAttention):
@@ -79,11 +86,8 @@ class VarlenWithSinks(torch.autograd.Function):
         scale: float,
         window: tuple[int, int],
     ) -> torch.Tensor:
-        from torch.nn.attention import current_flash_attention_impl
-
         ends, longest = (documents.cu_seq_q, documents.cu_seq_k), (documents.max_q, documents.max_k)
-        splits = 1 if current_flash_attention_impl() in (None, "FA2") else None  # as torchtitan: else it gives NaN
-        options = (window == (-1, 0), scale, list(window), q_TNH.shape[1] != k_TKH.shape[1], None, None, splits)
+        options = (window == (-1, 0), scale, list(window), q_TNH.shape[1] != k_TKH.shape[1], None, None, splits())
         plain_TNH, sums_NT, state = _kernel(q_TNH, k_TKH, v_TKH, *ends, *longest, *options)
         sink_N1 = sinks_N.float()[:, None]
         all_NT = torch.logaddexp(sums_NT, sink_N1)

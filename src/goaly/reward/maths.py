@@ -65,7 +65,7 @@ _CLAUSE = re.compile(
     rf"| \((?!or\b|mod\b)(?=[^()]*\b(?!(?:{_FUNCTIONS})\b)[a-z]{{3}})",
     re.IGNORECASE,
 )
-"""What begins an explanation of the answer before it."""
+"""The beginning of an explanation of the answer before it."""
 _POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALES = "|".join(_POWERS)
 _NO_UNIT = re.compile(

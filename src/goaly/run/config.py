@@ -27,7 +27,14 @@ from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.settings import RolloutSettings
 from goaly.run.host_settings import HostSettings
 from goaly.telemetry.settings import TelemetrySettings
-from goaly.train.settings import NO_BITWISE_CONTEXT, CriticSettings, RanksSettings, ReferenceSettings, TrainerSettings
+from goaly.train.settings import (
+    NO_BITWISE_CONTEXT,
+    CriticSettings,
+    RanksSettings,
+    ReferenceSettings,
+    TrainerSettings,
+    has_gpu,
+)
 from goaly.weights.settings import WeightSettings
 
 
@@ -148,15 +155,12 @@ class RunConfig(Settings):
         yield from self._model_problems(at)
 
     def _device_problems(self, at: Section) -> Iterator[str]:
-        import torch  # `--help` does not need it
-
         device, elsewhere = self.hosts.device, self.hosts.job != "local"
         yield from self.generator.device_problems(f"{at}generator.", device=device)
         yield from self.trainer.device_problems(f"{at}trainer.", device=device, elsewhere=elsewhere)
         if self.uses_reference:
             yield from self.reference.device_problems(f"{at}reference.", device=device, elsewhere=elsewhere)
-        on_gpu = torch.cuda.is_available() if device is None else device == "cuda"
-        if self.weights.apply == "flip" and self.generator.cuda_graphs and on_gpu:
+        if self.weights.apply == "flip" and self.generator.cuda_graphs and has_gpu(device):
             yield f"{at.weights.apply}: {FLIP_UNDER_GRAPHS}"
 
     def _prompt_problems(self, at: Section) -> Iterator[str]:

@@ -203,7 +203,7 @@ class TrainerSettings(RanksSettings):
     def device_problems(self, prefix: str, *, device: str | None = None, elsewhere: bool = False) -> list[str]:
         """One line for each setting that `device` cannot do; None: this machine's, or, if ranks run `elsewhere`, what
         this torch can use."""
-        return [f"{prefix}compile=true: {NEEDS_GPU}"] if self.compile and not _has_gpu(device, elsewhere) else []
+        return [f"{prefix}compile=true: {NEEDS_GPU}"] if self.compile and not has_gpu(device, elsewhere) else []
 
 
 class ReferenceSettings(RanksSettings):
@@ -236,9 +236,7 @@ class ReferenceSettings(RanksSettings):
     def device_problems(self, prefix: str, *, device: str | None = None, elsewhere: bool = False) -> list[str]:
         """One line for each setting that `device` cannot do; None: this machine's, or, if ranks run `elsewhere`, what
         this torch can use."""
-        return (
-            [f"{prefix}offload=true: {OFFLOAD_NEEDS_GPU}"] if self.offload and not _has_gpu(device, elsewhere) else []
-        )
+        return [f"{prefix}offload=true: {OFFLOAD_NEEDS_GPU}"] if self.offload and not has_gpu(device, elsewhere) else []
 
 
 class CriticSettings(RanksSettings):
@@ -275,7 +273,9 @@ class CriticSettings(RanksSettings):
         yield from folder_problems(self.path, at)
 
 
-def _has_gpu(device: str | None, elsewhere: bool) -> bool:
+def has_gpu(device: str | None, elsewhere: bool = False) -> bool:
+    """Whether ranks on `device` have a GPU; None: this machine's, or, if they run `elsewhere`, what this torch can
+    use."""
     if device is not None:
         return device == "cuda"
     import torch  # `--help` does not need it

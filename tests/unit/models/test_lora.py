@@ -21,7 +21,7 @@ from goaly.models.adapter_folder import TENSORS, base_digest, merge
 from goaly.models.attention import document_masks
 from goaly.models.experts import Experts
 from goaly.models.hf import load_hf
-from goaly.models.lora import BASE, A, B, draw_adapters, is_adapter, merged
+from goaly.models.lora import BASE, B, draw_adapters, is_adapter, merged
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import architecture, folder_tensors, model_spec, read_config, versioned_tensors
 from goaly.models.tiny import TinyModel, write_tiny_model
@@ -76,7 +76,7 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def draw_both(tensors: dict[str, torch.Tensor]) -> None:
     """Fill A and B, so that the adapters change what the model computes."""
     draw_adapters(tensors, seed=1)
-    draw_adapters({name.removesuffix(B) + A: tensor for name, tensor in tensors.items() if name.endswith(B)}, seed=2)
+    draw_adapters(tensors, seed=2, which=B)
 
 
 def change_norm(folder: Path) -> None:
@@ -230,6 +230,7 @@ def test_a_tied_weight_counts_once_in_the_digest_of_a_folder(tmp_path: Path):  #
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     TrainEngine(ModelSettings(path=str(base)), SETTINGS).save_hf(tmp_path / "policy")
     merge(tmp_path / "policy", tmp_path / "whole")
+    assert (tmp_path / "whole" / "config.json").is_file()
 
 
 def test_a_merge_replaces_no_files(folder: Path, tmp_path: Path):  # AF-3

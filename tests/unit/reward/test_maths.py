@@ -293,7 +293,7 @@ def test_each_character_is_read_twice_at_most(parts: list[tuple[str, int]], is_c
 
 @pytest.mark.timeout(60)  # by the square of the length it would take minutes
 @pytest.mark.parametrize("part", HOSTILE)
-def test_300_000_characters_are_read_in_less_than_a_second(part: str):
+def test_300_000_hostile_characters_do_not_take_the_square_of_their_number(part: str):
     text = part * (300_000 // len(part))
     for response in (text, rf"\boxed{{5}} {text}", f"Answer: {text}5", rf"\boxed{{{text}}}", f"{text}\nAnswer: right"):
         extract(response)

@@ -108,10 +108,9 @@ def write_model(folder: Path, *, layers: int = 1) -> Path:
 
 def change_adapters(engine: TrainEngine) -> None:
     """Let the adapters change what the model computes, in the same way on any ranks."""
-    from goaly.models.lora import A, B, draw_adapters
+    from goaly.models.lora import B, draw_adapters
 
-    seconds = {name: tensor for name, tensor in engine.named_tensors().items() if name.endswith(B)}
-    draw_adapters({name.removesuffix(B) + A: tensor for name, tensor in seconds.items()}, seed=7)
+    draw_adapters(engine.named_tensors(), seed=7, which=B)
 
 
 def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
