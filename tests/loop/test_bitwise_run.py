@@ -64,6 +64,19 @@ def test_ratios_are_one_and_two_replicas_make_the_policy_of_one_to_the_last_bit(
     assert len(policies) == 1
 
 
+def test_an_asynchronous_run_compares_all_tokens_with_the_policies_that_sampled_them(tmp_path: Path):  # PC-1
+    ahead = ["backlog.max_staleness=2", "backlog.groups_per_step=2", "backlog.window=2", "rollout.repeatable=false"]
+    with launching(tmp_path, write_random_model(tmp_path / "model", experts=8)) as launch:
+        run = launch(*BITWISE, *ahead, "steps=6", "trainer.fsdp=2", "trainer.ep=2", "model.dtype=bfloat16")
+        assert run.wait(START_SECONDS) == 0, run.text()
+    metrics = metrics_of(run)
+    assert len(metrics) == 6
+    assert max(step["age/max"] for step in metrics) > 0
+    for step in metrics:
+        assert step["parity/share"] == 1
+        assert step["parity/differing_tokens"] == 0
+
+
 def test_an_agent_all_of_whose_answers_have_a_form_is_trained_to_the_last_bit(  # FP-1, PO-4
     launch: Callable[..., LaunchedRun], tmp_path: Path
 ) -> None:

@@ -137,6 +137,26 @@ def test_the_plan_counts_a_reference_and_the_travelling_weights_in_the_models_co
     assert parts("trainer", narrow, cast)["ring"] == parts("trainer")["ring"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "earlier"),
+    [
+        (("backlog.max_staleness=3", "backlog.groups_per_step=4", "backlog.window=9"), 3 + 2),
+        (("backlog.max_staleness=3", "backlog.order=completion"), 3),  # where nothing bounds the age
+        (("backlog.max_staleness=0",), 0),
+        (("backlog.max_staleness=3", "model.numerics=fast"), 0),
+    ],
+)
+def test_the_plan_counts_the_policies_with_which_a_bitwise_trainer_compares_older_samples(
+    tiny_model_folder: Path, overrides: tuple[str, ...], earlier: int
+):
+    exact = "model.numerics=bitwise", "generator.on_update=recompute", "weights.slots=3"
+    config = run_config(CONFIGS / "grpo" / "tiny.yaml", tiny_model_folder, *exact, *overrides)
+    assert config.earlier_policies == earlier
+    (found,) = memory_by_role(config, on_gpu=True)["trainer"]
+    one = found.on_host["ring"] / 3
+    assert found.on_host.get("earlier", 0) == (one * (earlier + 1) if earlier else 0)
+
+
 def test_a_batch_has_no_more_parts_than_groups(tiny_model_folder: Path):
     from goaly.errors import ConfigError
 

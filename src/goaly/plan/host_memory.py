@@ -26,6 +26,7 @@ WOULD_HELP = {
     "prefetch": "weights.spare=device or a larger generator.tp",
     "mirror": "weights.transport=rdma, which keeps none,",
     "checkpoint": "the trainer on more hosts",
+    "earlier": "a smaller backlog.max_staleness",
     "ring": "fewer weights.slots or the trainer on more hosts",
     "samples": "a smaller backlog.max_staleness",
     "KV": "a smaller generator.kv_cache_gib",

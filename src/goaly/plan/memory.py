@@ -161,7 +161,10 @@ def _trainer(config: RunConfig, shape: Architecture, on_gpu: bool, traced: bool)
     slots = weights.slots + (weights.transport == "torchstore")  # from which its volumes copy
     groups = []
     for one in _trained(config, trainer, config.model, on_gpu, traced):
-        ring = {"ring": slots * transferred_bytes(config) * staged[one.ranks[0]]}
+        own = staged[one.ranks[0]]
+        ring = {"ring": slots * transferred_bytes(config) * own}
+        if earlier := config.earlier_policies:  # and the present one, while another takes its place
+            ring["earlier"] = (earlier * DTYPE_BYTES[config.model.dtype] + 4) * own
         if weights.transport == "direct":
             groups.append(replace(one, on_device={**one.on_device, **ring}))
         else:

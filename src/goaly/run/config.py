@@ -122,6 +122,15 @@ class RunConfig(Settings):
         return self.loss.kl_coef > 0 or self.advantages.kl_coef > 0
 
     @property
+    def earlier_policies(self) -> int:
+        """Older policy versions of which the trainer keeps the parameters to compare log-probs of their samples: with
+        bitwise numerics as many as a token can be old, or if nothing bounds that `backlog.max_staleness`."""
+        if self.model.numerics != "bitwise":
+            return 0
+        bound = self.backlog.max_age
+        return self.backlog.max_staleness if bound is None else bound
+
+    @property
     def max_context(self) -> int:
         """Most tokens of a prompt and an answer that is trained: a generator and a packed row must both hold them. For
         evaluations it is `generator.max_context`."""

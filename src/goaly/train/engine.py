@@ -2,6 +2,7 @@
 with the sampler's. Its base and their invariants are in `model_engine.py`."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from goaly.errors import ParityError
 from goaly.losses.kl import k3
 from goaly.losses.objective import PROXIMAL, Objective
 from goaly.models.settings import ModelSettings
+from goaly.models.spec import versioned_tensors
+from goaly.train.earlier_policies import EarlierPolicies
 from goaly.train.microbatch import Microbatch
 from goaly.train.model_engine import ModelEngine
 from goaly.train.parallel import Head
@@ -30,7 +33,16 @@ class TrainEngine(ModelEngine):
     _not_finite = "train {} is {} at policy version {}"
     _replays = True
 
-    def __init__(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool = True, offload: bool = False):
+    def __init__(
+        self,
+        model: ModelSettings,
+        settings: TrainerSettings,
+        *,
+        trains: bool = True,
+        offload: bool = False,
+        earlier_policies: int = 0,
+    ):
+        """With bitwise numerics it keeps so many `earlier_policies` to compare their samples, too."""
         super().__init__(model, settings, trains=trains, offload=offload)
         self._of_model = model
         self._parity = None
@@ -42,6 +54,8 @@ class TrainEngine(ModelEngine):
             from goaly.train.parity_check import ParityCheck
 
             self._parity = ParityCheck(self.dp_rank, settings.ranks, settings.tp, reports=self.leads)
+        live = versioned_tensors(self._model) | {"steps_done": self._steps_done}
+        self._earlier = EarlierPolicies(live, earlier_policies, getattr(torch, model.dtype))
 
     @property
     def policy_version(self) -> int:
@@ -53,9 +67,16 @@ class TrainEngine(ModelEngine):
         minibatches = packed.split()
         check = self._parity if objective.was_sampled else None
         self._compared = 0
-        for minibatch in minibatches[1:] if objective.needs_proximal else ():
-            self._compares = check is not None
-            minibatch.rows[PROXIMAL] = self.logprobs(minibatch.rows)  # TE-6: no step of this batch is done yet
+        if check is not None:
+            for earlier in self._earlier.versions:
+                self._compare_sampled_by(earlier, packed.rows)
+            self._earlier.keep(self.policy_version)
+        for minibatch in minibatches[1:]:
+            if objective.needs_proximal:
+                self._compares = check is not None
+                minibatch.rows[PROXIMAL] = self.logprobs(minibatch.rows)  # TE-6: no step of this batch is done yet
+            elif check is not None:
+                self._compare_sampled_by(self.policy_version, minibatch.rows)
         self._compares = check is not None
         metrics = self._train(minibatches, objective, objective.denominator)
         return metrics if check is None else metrics | check.metrics(self._compared, packed.batch_trained_tokens)
@@ -73,7 +94,23 @@ class TrainEngine(ModelEngine):
 
         difference = None if self._parity is None else self._parity.difference
         assert difference is not None, "a comparison has raised"
-        return search(self, difference)
+        with self._at(difference.version):
+            return search(self, difference)
+
+    def _compare_sampled_by(self, version: int, rows: TensorDict) -> None:
+        """Compare the trained tokens of these rows that this version sampled, with its parameters (PC-1)."""
+        trained_RL = rows["trained"] & (rows["sampler_versions"] == version)
+        microbatches = rows.replace({"trained": trained_RL}).split(self.settings.microbatch_rows)
+        wanted = torch.tensor([bool(one["trained"].any()) for one in microbatches], dtype=torch.uint8)
+        if self.settings.ranks > 1:
+            dist.all_reduce(wanted, dist.ReduceOp.MAX)
+        if wanted.any():
+            with self._at(version):
+                self.compare([one for one, is_wanted in zip(microbatches, wanted, strict=True) if is_wanted])
+
+    def _at(self, version: int) -> AbstractContextManager[None]:
+        """Let the engine have the parameters of this version, which is its own or a kept one."""
+        return nullcontext() if version == self.policy_version else self._earlier.loaded(version)
 
     def save_for_one(self, path: Path) -> None:
         """Write what `alone` reads, a folder of the model or a file of its adapters; every rank must call it."""

@@ -1,9 +1,10 @@
 """Compares the log-probs of a training step with those of the sampler, in a run with `model.numerics=bitwise`.
 
-A token that the current parameters sampled has the log-prob that they give it now. So all tokens of the trainer's
-version are compared, as long as the batch has changed no parameter: in its first minibatch, and in the pass that gives
-the others their proximal policy. Where no such pass is needed, the others are not compared. Tokens of older versions
-never are; with `backlog.max_staleness=0` there are none.
+A token has the log-prob that the parameters give it which sampled it. Those of the trainer's version are compared in
+the first pass over them: in the training pass of the batch's first minibatch, and for the others in the pass that gives
+them their proximal policy, or in one of their own. For tokens of older versions the trainer keeps the parameters of as
+many versions as a token can be old (`earlier_policies.py`), and makes a pass for each version that is in the batch. A
+trainer that continues from a checkpoint has no parameters of the versions before it.
 
 The ranks compare while they compute, and agree after the last microbatch. So all of them raise the same error at the
 same place, and can search for the operation together (`parity_search.py`).
@@ -11,12 +12,13 @@ same place, and can search for the operation together (`parity_search.py`).
 Shape suffixes: T tokens of a microbatch, P trained tokens among them.
 
 Invariants
-    PC-1  Every trained token that the current parameters sampled, and whose log-prob is computed before the batch's
-          first optimizer step, is compared: those of all minibatches with `loss.proximal=trainer`, else of the first.
+    PC-1  Every trained token is compared before the batch's first optimizer step, if the trainer has the parameters
+          that sampled it.
     PC-2  A difference ends the run. The error names the token, both log-probs, how many tokens differ, and the first
           operation that computes other bits.
     PC-3  A difference on any rank is an error on every rank.
-    PC-4  A step reports the share of its tokens that it compared, and the first one that compared none is logged.
+    PC-4  A step reports the share of its tokens that it compared, and the first one that compared fewer than all is
+          logged.
 """
 
 import logging
@@ -39,6 +41,8 @@ TOKENS, DIFFERING, SHARE = "parity/tokens", "parity/differing_tokens", "parity/s
 class Difference:
     """A token whose log-prob is not the sampler's, and where its rank computed it."""
 
+    version: int
+    """Of the policy that sampled it."""
     dp_rank: int
     microbatch: int
     """The number of its microbatch among those of its rank."""
@@ -96,6 +100,7 @@ class ParityCheck:
             predicting = int(batch.predicting_P[number])
             rows = self._microbatches[self._seen]
             self._first = Difference(
+                version=version,
                 dp_rank=self._dp_rank,
                 microbatch=self._seen,
                 number=number,
@@ -130,12 +135,13 @@ class ParityCheck:
 
     def metrics(self, compared: int, trained: int) -> dict[str, float]:
         """Those of a step that has compared so many of its `trained` tokens (PC-4)."""
-        if self._warns and not compared:
+        if self._warns and compared < trained:
             self._warns = False
             logger.warning(
-                "model.numerics=bitwise: this step compared none of its %d tokens, because older policy versions "
-                "sampled them. %s has the share of each step. With backlog.max_staleness=0 steps compare all tokens; "
-                "`python -m goaly.parity` compares all that it samples, with any config.",
+                "model.numerics=bitwise: this step compared %d of its %d tokens. The trainer has no parameters of the "
+                "policy versions that sampled the others: it began with a checkpoint after them, or they are older "
+                "than `backlog.max_staleness` versions. %s has the share of each step.",
+                compared,
                 trained,
                 SHARE,
             )

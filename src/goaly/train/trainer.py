@@ -51,8 +51,11 @@ class PolicyTrainer(ModelActor):
         store: "WeightStore",
         queue: "TrajectoryQueue",
         moe: MoeSettings | None = None,
+        *,
+        earlier_policies: int = 0,
     ):
-        """Batches come from the `queue`, and versions of the policy go to the `store`."""
+        """Batches come from the `queue`, and versions of the policy go to the `store`. With bitwise numerics samples of
+        so many `earlier_policies` are compared, too."""
         self._settings = settings
         self._model = model
         self._loss_settings = loss
@@ -60,6 +63,7 @@ class PolicyTrainer(ModelActor):
         self._store = store
         self._queue = queue
         self._moe = moe or MoeSettings()
+        self._earlier_policies = earlier_policies
         self._thread: RankThread[TrainEngine] = RankThread("train")
         self._publisher: Publisher | None = None
         self._published: int | None = None
@@ -161,4 +165,4 @@ class PolicyTrainer(ModelActor):
     def _make_engine(self) -> "TrainEngine":
         from goaly.train.engine import TrainEngine
 
-        return TrainEngine(self._model, self._settings)
+        return TrainEngine(self._model, self._settings, earlier_policies=self._earlier_policies)

@@ -23,9 +23,10 @@ OBJECTIVE = PolicyObjective(LossSettings())
 OTHER_WEIGHTS = "the sampler had other weights"
 
 
-@pytest.fixture
-def engine(tiny_model_folder: Path) -> TrainEngine:
-    return TrainEngine(ModelSettings(path=str(tiny_model_folder), numerics="bitwise"), SETTINGS)
+@pytest.fixture(params=["float32"])
+def engine(tiny_model_folder: Path, request: pytest.FixtureRequest) -> TrainEngine:
+    model = ModelSettings(path=str(tiny_model_folder), dtype=request.param, numerics="bitwise")
+    return TrainEngine(model, SETTINGS, earlier_policies=2)
 
 
 def as_sampled(engine: TrainEngine, **counts: Any) -> PackedRows:
@@ -71,19 +72,54 @@ def test_recomputed_activations_change_no_bit(engine: TrainEngine, tiny_model_fo
 TWO_STEPS = tuple(Minibatch(rows=2, trained_tokens=100, sequences=4) for _ in range(2))
 
 
+def with_tokens_of(batch: PackedRows, other: PackedRows, every: int) -> None:
+    """Let every so many tokens of the batch be those that another policy sampled, which had the same sequences."""
+    taken_RL = batch.rows["trained"] & (batch.rows["positions"] % every == 0)
+    for column in ("sampler_logprobs", "sampler_versions"):
+        batch.rows[column] = torch.where(taken_RL, other.rows[column], batch.rows[column])
+
+
+@pytest.mark.parametrize("engine", ["float32", "bfloat16"], indirect=True)
 @pytest.mark.parametrize("proximal", ["trainer", "sampler"])
-def test_tokens_of_all_minibatches_are_compared_that_are_computed_before_the_first_step_but_those_of_older_versions(
+def test_all_tokens_of_all_minibatches_are_compared_those_of_older_versions_with_these(
     engine: TrainEngine, proximal: Any
-):  # PC-1 PC-4
+):  # PC-1 EP-1
+    objective = PolicyObjective(LossSettings(proximal=proximal))
+    versions = []
+    for _ in range(3):
+        versions.append(as_sampled(engine, minibatches=TWO_STEPS))
+        engine.train_step(as_sampled(engine), objective)
     batch = as_sampled(engine, minibatches=TWO_STEPS)
-    of_first = int(batch.rows["trained"][:2].sum())
-    for row in (0, 3):
-        older = batch.rows["trained"][row].nonzero()[:5]
-        batch.rows["sampler_versions"][row, older] = -1
-    metrics = engine.train_step(batch, PolicyObjective(LossSettings(proximal=proximal)))
-    compared = batch.batch_trained_tokens - 10 if proximal == "trainer" else of_first - 5
-    assert metrics["parity/tokens"] == compared
-    assert metrics["parity/share"] == compared / batch.batch_trained_tokens
+    with_tokens_of(batch, versions[2], 2)
+    with_tokens_of(batch, versions[1], 5)
+    assert set(batch.rows["sampler_versions"][batch.rows["trained"]].tolist()) == {1, 2, 3}
+    metrics = engine.train_step(batch, objective)
+    assert metrics["parity/tokens"] == batch.batch_trained_tokens
+    assert metrics["parity/share"] == 1
+
+
+def test_comparing_older_versions_changes_no_parameter(engine: TrainEngine, tiny_model_folder: Path):  # EP-1
+    other = TrainEngine(ModelSettings(path=str(tiny_model_folder), numerics="bitwise"), SETTINGS)
+    first = as_sampled(engine)
+    for one in (engine, other):
+        one.train_step(first, OBJECTIVE)
+    batch = as_sampled(engine)
+    with_tokens_of(batch, first, 2)
+    assert [one.train_step(batch, OBJECTIVE)["parity/share"] == 1 for one in (engine, other)] == [True, False]
+    assert engine.digest() == other.digest()
+
+
+def test_a_token_of_an_older_version_that_differs_is_named_with_the_operation(engine: TrainEngine):  # PC-1 PC-2
+    first = as_sampled(engine)
+    engine.train_step(first, OBJECTIVE)
+    batch = as_sampled(engine)
+    with_tokens_of(batch, first, 1)
+    module = engine._model.get_submodule("layers.1.attention.wo")
+    plain = module.forward
+    module.forward = lambda x: plain(x) * (1 + 1e-5 * x.shape[1])
+    said = differing(engine, batch)
+    assert "of policy version 0" in said
+    assert "how the document is computed is layers.1.attention.wo." in said
 
 
 def test_a_difference_in_a_later_minibatch_is_found_before_any_step(engine: TrainEngine):  # PC-1 PC-2
@@ -95,14 +131,20 @@ def test_a_difference_in_a_later_minibatch_is_found_before_any_step(engine: Trai
     assert OTHER_WEIGHTS in said
 
 
-def test_the_first_step_that_compares_nothing_is_logged(engine: TrainEngine, caplog: pytest.LogCaptureFixture):  # PC-4
+def test_the_first_step_that_does_not_compare_all_is_logged(
+    engine: TrainEngine, caplog: pytest.LogCaptureFixture
+):  # PC-4 EP-2
+    first = as_sampled(engine)
+    for _ in range(3):
+        engine.train_step(as_sampled(engine), OBJECTIVE)
     for _ in range(2):
         batch = as_sampled(engine)
-        batch.rows["sampler_versions"] -= 1
+        with_tokens_of(batch, first, 2)  # these are 3 and 4 versions old
         metrics = engine.train_step(batch, OBJECTIVE)
-        assert metrics["parity/tokens"] == metrics["parity/share"] == 0
+        assert metrics["parity/tokens"] == int((batch.rows["sampler_versions"] > 0).sum())
+        assert 0 < metrics["parity/share"] < 1
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert f"compared none of its {batch.batch_trained_tokens} tokens, because older policy versions" in warning
+    assert "The trainer has no parameters of the policy versions that sampled the others" in warning
 
 
 def test_what_no_policy_sampled_is_not_compared(engine: TrainEngine):

@@ -37,6 +37,8 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts-fsdp-ep": ("experts", {"fsdp": 2, "ep": 2}, "layers.0.moe.routed_experts"),
 }
 """Models, ranks, and an operation that the last rank computes wrongly."""
+OLDER = ("tp", "pp", "experts-fsdp-ep")
+"""The layouts whose policy that sampled a batch is two steps older than the one that is trained."""
 REPLAYED = "experts-fsdp-ep"
 """The layout in which tokens go to experts that were recorded."""
 
@@ -84,7 +86,9 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
         optimizer = OptimizerSettings(lr=1e-2)
         settings = TrainerSettings(optimizer=optimizer, microbatch_rows=1, **degrees)
         folder = models / model
-        engine = TrainEngine(ModelSettings(path=str(folder), dtype="bfloat16", numerics="bitwise"), settings)
+        engine = TrainEngine(
+            ModelSettings(path=str(folder), dtype="bfloat16", numerics="bitwise"), settings, earlier_policies=2
+        )
         one = engine.alone(folder)
         for adapted in (engine, one) if settings.lora else ():
             draw_adapters(adapted.named_tensors(), 0, which=(A, B))
@@ -111,6 +115,13 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
                     share.rows["sampler_logprobs"][0], torch.tensor(0.0)
                 )
             found["other"] = said(engine, share)
+        if name in OLDER:
+            repair()
+            found["sound"] = [said(engine, share) for _ in range(2)]
+            assert engine.policy_version == 2
+            if rank == 1:
+                break_module(engine._model, operation)
+            found["older"] = said(engine, share)
         torch.save(found, out / f"{name}.{rank}")
     dist.destroy_process_group()
 
@@ -126,7 +137,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def of_both(out: Path, layout: str, case: str) -> str:
+def of_both(out: Path, layout: str, case: str) -> Any:
     """What the ranks said, which is the same."""
     one, other = (torch.load(out / f"{layout}.{rank}")[case] for rank in range(2))
     assert one == other
@@ -138,6 +149,18 @@ def of_both(out: Path, layout: str, case: str) -> str:
 def test_both_ranks_name_the_operation_that_one_computes_wrongly(out: Path, layout: str):  # PC-2, PC-3
     found = of_both(out, layout, "broken")
     assert "the trainer's log-prob is" in found
+    assert "One rank of a trainer computes the sampler's bits." in found
+    assert f" {BROKEN[layout][2]}." in found
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", OLDER)
+def test_both_ranks_compare_tokens_of_older_versions_and_name_the_operation_that_one_computes_wrongly(
+    out: Path, layout: str
+):  # PC-1, EP-1
+    assert of_both(out, layout, "sound") == ["nothing differs"] * 2
+    found = of_both(out, layout, "older")
+    assert "of policy version 0" in found
     assert "One rank of a trainer computes the sampler's bits." in found
     assert f" {BROKEN[layout][2]}." in found
 
