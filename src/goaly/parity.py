@@ -40,7 +40,7 @@ from goaly.models.spec import architecture, read_config
 from goaly.parity_requests import CheckedRequest, cramped, mixed_requests
 from goaly.run.config import RunConfig
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
-from goaly.train.parity_search import UNNAMED, Alone, of_tokens
+from goaly.train.parity_search import UNNAMED, Alone
 from goaly.train.rank import join_process_group
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, TensorDict, pack_rows, token_data
@@ -289,14 +289,24 @@ def in_sampler(sampler: Sampler, one_rank: Alone, folder: Path) -> str:
         in_ranks(_sampler_operations, ranks, (sampler, one_rank, folder))
     except ProcessException as error:
         return f"{UNNAMED}the search in the sampler failed: {error}"
-    found = {rank: torch.load(folder / f"rank-{rank}") for rank in range(ranks)}
+    found = [torch.load(folder / f"rank-{rank}") for rank in range(ranks)]
     names = [*one_rank.outputs, None]
-    rank = min(found, key=lambda rank: names.index(found[rank]))
-    if found[rank] is None:
-        return (
-            "All operations of the sampler before lm_head give the document as a prompt the bits of one trainer rank."
-        )
-    return f"The first operation whose output on sampler rank {rank} is not that of one trainer rank is {found[rank]}."
+    for steps in _steps(one_rank.tokens):
+        rank = min(range(ranks), key=lambda rank: names.index(found[rank][steps]))
+        if (name := found[rank][steps]) is not None:
+            return (
+                f"The first operation whose output on sampler rank {rank} is not that of one trainer rank is {name}. "
+                f"The sampler computed the document {steps}."
+            )
+    return (
+        "All operations of the sampler before lm_head give the document the bits of one trainer rank, as a prompt that "
+        f"is computed {' or '.join(_steps(one_rank.tokens))}."
+    )
+
+
+def _steps(tokens: Sequence[int]) -> dict[str, int]:
+    """Ways in which a sampler computes a document, and the most tokens of a step of each."""
+    return {"in one step": len(tokens), "in two steps": (len(tokens) + 1) // 2, "in steps of one token": 1}
 
 
 def _sampler_operations(rank: int, sampler: Sampler, one_rank: Alone, folder: Path) -> None:
@@ -304,8 +314,11 @@ def _sampler_operations(rank: int, sampler: Sampler, one_rank: Alone, folder: Pa
     engine = replace(sampler, generator=replace(sampler.generator, max_step_tokens=one_step)).engine()
     if one_rank.version == UPDATED:
         engine.apply(lambda: halve(engine.named_tensors()))
-    mine = of_tokens(engine.operations(one_rank.tokens), 0, len(one_rank.tokens))
-    torch.save(first_other(mine, one_rank.outputs, rank=rank, ranks=sampler.generator.tp), folder / f"rank-{rank}")
+    found = {}
+    for way, step_tokens in _steps(one_rank.tokens).items():
+        mine = engine.operations(one_rank.tokens, step_tokens)
+        found[way] = first_other(mine, one_rank.outputs, rank=rank, ranks=sampler.generator.tp)
+    torch.save(found, folder / f"rank-{rank}")
     if sampler.generator.tp > 1:
         dist.barrier()
 

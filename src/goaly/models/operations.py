@@ -5,7 +5,7 @@ Trainer and sampler build the same modules, so their operations have the same na
 Shape suffixes: T tokens of a pass, K experts of a token, R rows of tokens and experts, grouped by expert, G outputs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +57,19 @@ def by_token(outputs: Outputs, *, has_all_experts: bool = True) -> Outputs:
             rows_RG = torch.empty_like(parts[0]).index_copy_(0, place_R, parts[0])
             found[name] = (rows_RG.view(1, *experts_TK.shape, -1),)
     return found
+
+
+def of_tokens(outputs: Outputs, start: int, stop: int) -> Outputs:
+    """The outputs of the tokens `[start, stop)`."""
+    return {name: tuple(part[:, start:stop].cpu().clone() for part in parts) for name, parts in outputs.items()}
+
+
+def joined(passes: Sequence[Outputs]) -> Outputs:
+    """The outputs of the tokens of several passes, one after the other."""
+    return {
+        name: tuple(torch.cat(parts, 1) for parts in zip(*(one[name] for one in passes), strict=True))
+        for name in passes[0]
+    }
 
 
 def first_other(mine: Outputs, whole: Outputs, *, rank: int = 0, ranks: int = 1) -> str | None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from goaly.errors import ParityError
 from goaly.models.bitwise_attention import GrowingDocument
-from goaly.models.operations import Outputs, by_token, first_other, recorded
+from goaly.models.operations import Outputs, by_token, first_other, joined, of_tokens, recorded
 from goaly.train.parity_check import Difference
 
 if TYPE_CHECKING:
@@ -142,11 +142,6 @@ def _among_ranks(engine: "TrainEngine", at: Difference, alone: Alone) -> str:
     return f"{UNNAMED}the trainer's ranks compute the sampler's bits, too, when they compute the same rows again."
 
 
-def of_tokens(outputs: Outputs, start: int, stop: int) -> Outputs:
-    """The outputs of the tokens `[start, stop)`."""
-    return {name: tuple(part[:, start:stop].cpu().clone() for part in parts) for name, parts in outputs.items()}
-
-
 @torch.no_grad()
 def first_difference(engine: "TrainEngine", at: Difference) -> str | None:
     """The first operation of one rank that computes other bits for this token, or for one before it in the document,
@@ -171,11 +166,7 @@ def first_difference(engine: "TrainEngine", at: Difference) -> str | None:
             )
         steps.append(step)
     of_document = of_tokens(by_token(packed), start, end)
-    by_step = [of_tokens(by_token(step), 0, 1) for step in steps]
-    alone = {
-        name: tuple(torch.cat(parts, 1) for parts in zip(*(step[name] for step in by_step), strict=True))
-        for name in of_document
-    }
+    alone = joined([of_tokens(by_token(step), 0, 1) for step in steps])
     if (name := first_other(of_document, alone)) is not None:
         return name
     number = at.number
