@@ -11,8 +11,7 @@ replays choices of experts, the trainer does that here, too. Of adapters the che
 trained ones do.
 
 The exit code is 1 if a log-prob differs. With bitwise numerics the trainer's ranks then search for the operation as in
-a run (`train/parity_search.py`). If one rank by itself differs from the sampler, the operations of the generator's
-ranks are compared with those of the one.
+a run (`train/parity_search.py`).
 
 Each rank is a process of its own, which this one starts and waits for.
 """
@@ -27,20 +26,18 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessException
 
 from goaly.backlog.packing import assign
 from goaly.config import load
 from goaly.errors import ConfigError, ParityError
 from goaly.generate.scheduling import SchedulingCounts
 from goaly.generate.settings import GeneratorSettings
-from goaly.models.operations import first_other
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import architecture, read_config
 from goaly.parity_requests import CheckedRequest, cramped, mixed_requests
 from goaly.run.config import RunConfig
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
-from goaly.train.parity_search import UNNAMED, Alone
+from goaly.train.parity_search import UNNAMED
 from goaly.train.rank import join_process_group
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, TensorDict, pack_rows, token_data
@@ -66,8 +63,6 @@ class Compared:
     """The largest difference."""
     explained: str = ""
     """One of the tokens that differ, and the operation that makes it differ, if it was searched for."""
-    one_rank: Alone | None = None
-    """If the operation may be the sampler's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +177,8 @@ class Recomputer:
     trainer: TrainerSettings
     sequences: Path
     packings: Sequence[tuple[int, int]]
+    sampler: GeneratorSettings | None = None
+    """The generator in which a difference is searched for, too."""
 
 
 def sample_in_ranks(sampler: Sampler, out: Path) -> SchedulingCounts:
@@ -207,7 +204,6 @@ def _joined(parts: Sequence[Compared]) -> Compared:
         differing=sum(part.differing for part in parts),
         largest=max(part.largest for part in parts),
         explained=next((part.explained for part in parts if part.explained), ""),
-        one_rank=next((part.one_rank for part in parts if part.one_rank), None),
     )
 
 
@@ -240,7 +236,7 @@ def _recompute(rank: int, recomputers: Sequence[Recomputer], out: Path) -> None:
                 parts.append(compared(part, engine.logprobs(part)))
                 if searches and _anywhere(parts[-1].differing, one.trainer.ranks):
                     searches = False
-                    parts[-1] = explained(engine, part, parts[-1])
+                    parts[-1] = explained(engine, part, parts[-1], one.sampler)
             if engine.leads:
                 found[-1].append(_joined(parts))
     if found[0]:
@@ -271,56 +267,15 @@ def _anywhere(differing: int, ranks: int) -> bool:
     return bool(total)
 
 
-def explained(engine: "TrainEngine", rows: TensorDict, comparison: Compared) -> Compared:
+def explained(
+    engine: "TrainEngine", rows: TensorDict, comparison: Compared, sampler: GeneratorSettings | None = None
+) -> Compared:
     """The comparison with what the search for the operation finds; every rank must call it."""
     try:
         engine.compare(rows.split(engine.settings.microbatch_rows))
     except ParityError as error:
-        found = engine.find_operation()
-        differs = found.alone is not None and found.alone.said
-        return replace(comparison, explained=f"{error} {found.said}", one_rank=found.alone if differs else None)
+        return replace(comparison, explained=f"{error} {engine.find_operation(sampler)}")
     return replace(comparison, explained=f"{UNNAMED}no token differs when the ranks compute the same rows again.")
-
-
-def in_sampler(sampler: Sampler, one_rank: Alone, folder: Path) -> str:
-    """The first operation of the generator's ranks that gives the document other bits than one rank of a trainer."""
-    ranks = sampler.generator.tp
-    try:
-        in_ranks(_sampler_operations, ranks, (sampler, one_rank, folder))
-    except ProcessException as error:
-        return f"{UNNAMED}the search in the sampler failed: {error}"
-    found = [torch.load(folder / f"rank-{rank}") for rank in range(ranks)]
-    names = [*one_rank.outputs, None]
-    for steps in _steps(one_rank.tokens):
-        rank = min(range(ranks), key=lambda rank: names.index(found[rank][steps]))
-        if (name := found[rank][steps]) is not None:
-            return (
-                f"The first operation whose output on sampler rank {rank} is not that of one trainer rank is {name}. "
-                f"The sampler computed the document {steps}."
-            )
-    return (
-        "All operations of the sampler before lm_head give the document the bits of one trainer rank, as a prompt that "
-        f"is computed {' or '.join(_steps(one_rank.tokens))}."
-    )
-
-
-def _steps(tokens: Sequence[int]) -> dict[str, int]:
-    """Ways in which a sampler computes a document, and the most tokens of a step of each."""
-    return {"in one step": len(tokens), "in two steps": (len(tokens) + 1) // 2, "in steps of one token": 1}
-
-
-def _sampler_operations(rank: int, sampler: Sampler, one_rank: Alone, folder: Path) -> None:
-    one_step = max(sampler.generator.max_step_tokens, len(one_rank.tokens))
-    engine = replace(sampler, generator=replace(sampler.generator, max_step_tokens=one_step)).engine()
-    if one_rank.version == UPDATED:
-        engine.apply(lambda: halve(engine.named_tensors()))
-    found = {}
-    for way, step_tokens in _steps(one_rank.tokens).items():
-        mine = engine.operations(one_rank.tokens, step_tokens)
-        found[way] = first_other(mine, one_rank.outputs, rank=rank, ranks=sampler.generator.tp)
-    torch.save(found, folder / f"rank-{rank}")
-    if sampler.generator.tp > 1:
-        dist.barrier()
 
 
 def _sequences(recomputer: Recomputer) -> list[TensorDict]:
@@ -352,13 +307,10 @@ def check(config: RunConfig, requests: int) -> Checked:
             model=config.model,
             trainer=config.trainer,
             sequences=file,
+            sampler=sampler.generator,
             packings=[(row_length, config.trainer.microbatch_rows), (longest, 1), (2 * row_length, 3)],
         )
         (found,) = recompute_in_ranks([recomputer])
-        for number, one in enumerate(found):
-            if one.one_rank is not None:
-                said = in_sampler(sampler, one.one_rank, Path(folder))
-                found[number] = replace(one, explained=f"{one.explained} {said}")
         updated = sum(len(_versions([one])) > 1 for one in _sequences(recomputer))
         return Checked(
             answers=len(asked), updated=updated, scheduling=scheduling, replays=config.moe.replays, packings=found

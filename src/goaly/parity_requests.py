@@ -62,9 +62,15 @@ def mixed_requests(
 def cramped(model: ModelSettings, generator: GeneratorSettings, asked: Sequence[CheckedRequest]) -> GeneratorSettings:
     """The generator with a cache for half of the longest sequences of these requests, but for one whole sequence at
     least, and with short steps: requests are preempted and prompts are computed in parts."""
+    at_once = sorted(one.tokens for one in asked)[-min(LONG, generator.max_running) :]
+    steps = replace(generator, max_step_tokens=2 * generator.max_running)
+    return with_cache_of(model, steps, sum(at_once) // 2)
+
+
+def with_cache_of(model: ModelSettings, generator: GeneratorSettings, tokens: int) -> GeneratorSettings:
+    """The generator with a cache for so many tokens, but for one whole sequence at least."""
     shape = architecture(read_config(model.path))
     heads = 2 * shape.layers * max(1, shape.kv_heads // generator.tp)
     each = heads * shape.head_dim * getattr(torch, model.dtype).itemsize
-    at_once = sorted(one.tokens for one in asked)[-min(LONG, generator.max_running) :]
-    held = max(sum(at_once) // 2, generator.max_context + 64)
-    return replace(generator, kv_cache_gib=held * each / GIB, max_step_tokens=2 * generator.max_running)
+    held = max(tokens, generator.max_context + 64)
+    return replace(generator, kv_cache_gib=held * each / GIB)

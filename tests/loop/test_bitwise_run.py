@@ -107,15 +107,16 @@ def test_ratios_are_one_while_biases_of_experts_move_and_ranks_of_either_side_di
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        ("gradient", "whose output on trainer rank 1 is not that rank's is layers.1.attention.wo."),
-        ("never_found", "No operation is named: the search for it was not done after 3 s."),
+        ("broken_rank:gradient", "whose output on trainer rank 1 is not that rank's is layers.1.attention.wo."),
+        ("broken_rank:never_found", "No operation is named: the search for it was not done after 3 s."),
+        ("differing_sampler:gradient", "on sampler rank 0 is not that of one trainer rank is layers.1.attention.wo."),
     ],
 )
-def test_a_run_whose_trainer_has_a_broken_rank_ends_with_the_token_both_values_and_the_operation_or_why_none_is_named(
+def test_a_run_whose_trainer_or_sampler_is_broken_ends_with_token_values_and_operation_or_why_none_is_named(
     tmp_path: Path, loss: str, reason: str
 ):  # PC-2
     with launching(tmp_path, write_random_model(tmp_path / "model")) as launch:
-        run = launch(*BITWISE, "trainer.fsdp=2", f"loss.name=tests.loop.broken_rank:{loss}")
+        run = launch(*BITWISE, "trainer.fsdp=2", f"loss.name=tests.loop.{loss}")
         assert run.wait(START_SECONDS) != 0, run.text()
         text = run.text()
         left = gone_within(run.processes())

@@ -23,8 +23,8 @@ from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, PackedRows, TensorDict
 
 if TYPE_CHECKING:
+    from goaly.generate.settings import GeneratorSettings
     from goaly.models.operations import Outputs
-    from goaly.train.parity_search import Found
 
 
 class TrainEngine(ModelEngine):
@@ -88,14 +88,15 @@ class TrainEngine(ModelEngine):
         self._compares = True
         self._pass_through(microbatches, lambda *_: None)
 
-    def find_operation(self) -> "Found":
-        """After a ParityError the operation that computes other bits; every rank must call it."""
+    def find_operation(self, sampler: "GeneratorSettings | None" = None) -> str:
+        """After a ParityError the operation that computes other bits, in this trainer or in a `sampler`; every rank
+        must call it."""
         from goaly.train.parity_search import search
 
         difference = None if self._parity is None else self._parity.difference
         assert difference is not None, "a comparison has raised"
         with self._at(difference.version):
-            return search(self, difference)
+            return search(self, difference, sampler)
 
     def _compare_sampled_by(self, version: int, rows: TensorDict) -> None:
         """Compare the trained tokens of these rows that this version sampled, with its parameters (PC-1)."""
@@ -121,11 +122,14 @@ class TrainEngine(ModelEngine):
         adapters = ((name, gathered(tensor)) for name, tensor in self.named_tensors().items())
         write_gathered(self._pipeline.gathered(adapters), lambda whole: torch.save(dict(whole), path))
 
+    def model_for_one(self, path: Path) -> ModelSettings:
+        """The model of which `save_for_one` has written all or only the adapters."""
+        return replace(self._of_model, path=str(self._source if path.is_file() else path))
+
     def alone(self, path: Path) -> "TrainEngine":
         """A frozen copy of this engine on this rank alone, with what `save_for_one` has written."""
         settings = replace(self.settings, pp=1, fsdp=1, tp=1, cp=1, ep=1)
-        folder = self._source if path.is_file() else path
-        engine = TrainEngine(replace(self._of_model, path=str(folder)), settings, trains=False)
+        engine = TrainEngine(self.model_for_one(path), settings, trains=False)
         if path.is_file():
             adapters = torch.load(path)
             for name, tensor in engine.named_tensors().items():

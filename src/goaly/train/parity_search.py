@@ -3,7 +3,8 @@
 One rank computes the microbatch again by itself: a trainer of one rank, or a copy of the whole model that the first of
 several ranks builds from the parameters that all of them gather. If it gives the sampler's log-probs, the ranks compute
 the microbatch again together, and the operations of each are compared with those of the one. If it does not, it
-computes the document alone and a token at a time, as a sampler does, and its own operations are compared.
+computes the document alone and a token at a time, as a sampler does, and its own operations are compared. Then a
+sampler with its weights computes the document (`generate/sampler_search.py`), and the two are compared.
 
 All ranks take part, so none may leave the search before the others. The caller limits its time.
 
@@ -14,7 +15,7 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from goaly.models.operations import Outputs, by_token, first_other, joined, of_t
 from goaly.train.parity_check import Difference
 
 if TYPE_CHECKING:
+    from goaly.generate.settings import GeneratorSettings
     from goaly.train.engine import TrainEngine
 
 logger = logging.getLogger(__name__)
@@ -43,50 +45,45 @@ class Alone:
     """The document before the token that differs."""
     outputs: Outputs
     """Those of its operations, of these tokens."""
-    version: int
-    """Of the weights."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What a search found; the same on every rank."""
-
-    said: str
-    alone: Alone | None = None
-    """What one rank has computed, if the search came so far."""
-
-
-def search(engine: "TrainEngine", at: Difference) -> Found:
-    """The first operation that computes other bits, or why none is named. Every rank must call it."""
+def search(engine: "TrainEngine", at: Difference, sampler: "GeneratorSettings | None" = None) -> str:
+    """The first operation that computes other bits, or why none is named. If it may be the sampler's, it is searched
+    for in a sampler with these settings. Every rank must call it."""
     try:
-        if engine.settings.ranks == 1:
-            said = _within_one(engine, at)
-            return Found(said=said, alone=_with_outputs(engine, at, said))
-        alone = _alone(engine, at)
+        alone = _alone(engine, at, sampler)
         if isinstance(alone, str):
-            return Found(said=UNNAMED + alone)
+            return UNNAMED + alone
+        if engine.settings.ranks == 1:
+            return alone.said
         if alone.said:
-            return Found(said=f"One rank of a trainer says: {alone.said}", alone=alone)
-        said = f"One rank of a trainer computes the sampler's bits. {_among_ranks(engine, at, alone)}"
-        return Found(said=said, alone=alone)
+            return f"One rank of a trainer says: {alone.said}"
+        return f"One rank of a trainer computes the sampler's bits. {_among_ranks(engine, at, alone)}"
     except Exception as error:
         logger.exception("the search for the operation that differs failed")
-        return Found(said=f"{UNNAMED}the search failed with {type(error).__name__}: {error}")
+        return f"{UNNAMED}the search failed with {type(error).__name__}: {error}"
 
 
-def _alone(engine: "TrainEngine", at: Difference) -> Alone | str:
+def _alone(engine: "TrainEngine", at: Difference, sampler: "GeneratorSettings | None") -> Alone | str:
     """What the first rank finds with the whole model, or why it finds nothing."""
     box: list[Any] = [None]
+    is_one = engine.settings.ranks == 1
     with tempfile.TemporaryDirectory(prefix="goaly-parity-") as temporary:
         path = Path(temporary) / "model"
         try:
-            engine.save_for_one(path)
-            if dist.get_rank() == 0:
+            if not is_one or sampler is not None:
+                engine.save_for_one(path)
+            if is_one:
+                box = [_with_outputs(engine, at, _within_one(engine, at))]
+            elif dist.get_rank() == 0:
                 box = [_of_one(engine.alone(path), at)]
+            if isinstance(box[0], Alone) and box[0].said and sampler is not None:
+                box = [_with_sampler(engine, path, box[0], sampler)]
         except Exception as error:  # the other ranks wait for this one
             logger.exception("one rank alone cannot search for the operation that differs")
             box = [f"one rank alone failed with {type(error).__name__}: {error}"]
-    dist.broadcast_object_list(box, 0)
+    if not is_one:
+        dist.broadcast_object_list(box, 0)
     return box[0]
 
 
@@ -95,8 +92,23 @@ def _of_one(engine: "TrainEngine", at: Difference) -> Alone:
     try:
         engine.compare([at.rows])
     except ParityError as error:
-        said = f"{error} {engine.find_operation().said}"
+        said = f"{error} {engine.find_operation()}"
     return _with_outputs(engine, at, said)
+
+
+def _with_sampler(engine: "TrainEngine", path: Path, alone: Alone, sampler: "GeneratorSettings") -> Alone:
+    """The finding with that of a sampler which has the weights at this path."""
+    from goaly.generate.sampler_search import SearchedSampler, operation_of
+
+    asked = SearchedSampler(
+        model=engine.model_for_one(path),
+        generator=sampler,
+        lora=engine.settings.lora,
+        adapters=path if path.is_file() else None,
+        tokens=alone.tokens,
+        outputs=alone.outputs,
+    )
+    return replace(alone, said=f"{alone.said} {operation_of(asked)}")
 
 
 def _within_one(engine: "TrainEngine", at: Difference) -> str:
@@ -116,7 +128,7 @@ def _with_outputs(engine: "TrainEngine", at: Difference, said: str) -> Alone:
     outputs, _ = engine.operations(document)
     tokens = document["tokens"][0, :-1].tolist()
     outputs = of_tokens(outputs, 0, at.position)
-    return Alone(said=said, tokens=tokens, outputs=outputs, version=engine.policy_version)
+    return Alone(said=said, tokens=tokens, outputs=outputs)
 
 
 def _among_ranks(engine: "TrainEngine", at: Difference, alone: Alone) -> str:

@@ -11,11 +11,13 @@ Invariants
 import asyncio
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from goaly.actors import concurrent_endpoint
 from goaly.errors import ParityError
+from goaly.generate.settings import GeneratorSettings
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings, MoeSettings
 from goaly.telemetry import spans
@@ -53,9 +55,10 @@ class PolicyTrainer(ModelActor):
         moe: MoeSettings | None = None,
         *,
         earlier_policies: int = 0,
+        sampler: GeneratorSettings | None = None,
     ):
         """Batches come from the `queue`, and versions of the policy go to the `store`. With bitwise numerics samples of
-        so many `earlier_policies` are compared, too."""
+        so many `earlier_policies` are compared, too, and a difference from the `sampler` is searched for in it."""
         self._settings = settings
         self._model = model
         self._loss_settings = loss
@@ -64,6 +67,7 @@ class PolicyTrainer(ModelActor):
         self._queue = queue
         self._moe = moe or MoeSettings()
         self._earlier_policies = earlier_policies
+        self._sampler = sampler
         self._thread: RankThread[TrainEngine] = RankThread("train")
         self._publisher: Publisher | None = None
         self._published: int | None = None
@@ -158,7 +162,8 @@ class PolicyTrainer(ModelActor):
     async def _operation_that_differs(self) -> str:
         """What the ranks find out about a difference from the sampler, all of which are here (PC-2, PC-3)."""
         try:
-            return (await self._thread.run_within(SEARCH_SECONDS, self._thread.engine.find_operation, "search")).said
+            search = partial(self._thread.engine.find_operation, self._sampler)
+            return await self._thread.run_within(SEARCH_SECONDS, search, "search")
         except TimeoutError:
             return f"No operation is named: the search for it was not done after {SEARCH_SECONDS:g} s."
 

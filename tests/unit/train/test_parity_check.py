@@ -158,7 +158,7 @@ def differing(engine: TrainEngine, batch: PackedRows, objective: PolicyObjective
         engine.train_step(batch, objective)
     assert engine.digest() == before
     assert all(parameter.grad is None for parameter in engine._model.parameters())
-    return f"{error.value} {engine.find_operation().said}"
+    return f"{error.value} {engine.find_operation()}"
 
 
 def test_a_difference_in_the_last_bit_ends_the_step_with_the_token_and_both_values(engine: TrainEngine):  # PC-2

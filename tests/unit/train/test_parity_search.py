@@ -69,7 +69,7 @@ def said(engine: TrainEngine, batch: PackedRows, then: Callable[[], Any] = lambd
         engine.train_step(batch, PolicyObjective(LossSettings()))
     except ParityError as error:
         then()
-        return f"{error} {engine.find_operation().said}"
+        return f"{error} {engine.find_operation()}"
     return "nothing differs"
 
 
