@@ -2,20 +2,27 @@
 
     python -m bench.parity [--only bits|costs] [--requests N] [--json FILE] [--markdown FILE]
 
-Generators of TP 1 and 2, with experts also of EP 2, those of two ranks also with two threads each, all in float32 and
-bfloat16, sample requests of mixed lengths with shared prefixes, in a cache so small that some are preempted and in
-steps so short that many prompts are computed in parts. Trainers of one rank, of two threads, of FSDP 2, of TP 2 and of
-both, with experts also of EP 2 and 4, recompute what each of them sampled, on three packings. `tokens` counts each time
-that a token is compared, `differing_tokens` those that are not equal.
+Each generator samples requests of mixed lengths with shared prefixes (`goaly/parity_requests.py`), in a cache so small
+that some are preempted and in steps so short that prompts are computed in parts, in float32 and in bfloat16. Each
+trainer recomputes on three packings what each of them sampled. `tokens` counts each time that a token is compared,
+`differing_tokens` those that are not equal. `preemptions`, `prompts_in_parts` and `prefix_hits` are the least of any
+generator: none may be 0.
+
+The models are tiny: a dense one, one with experts, and a dots.llm1 with a dense layer, shared experts, groups and
+biases. A tied model and a Llama have a few of the combinations. Two combinations are left out because others contain
+them: the generators of TP 2 and of EP 2 with one thread and without an update.
 
 `generate_cost` and `train_cost` are the CPU seconds of bitwise numerics over those of the fast ones, in one process of
 one thread where the two take turns: the same requests sampled by an engine, and forward and backward passes over the
 same packed rows. A round runs both sides twice, in the order A, B, B, A, after one that warms both up; a cost is the
 median over the rounds' ratios. All of three tiny random models, a dense one, one with experts and one that has shared
 experts, too, or of `--model`. The costs of a model with experts are `experts_generate_cost` and `experts_train_cost`,
-and with shared ones `shared_experts_generate_cost` and `shared_experts_train_cost`.
+and with shared ones `shared_experts_generate_cost` and `shared_experts_train_cost`. Those in bfloat16, where both sides
+have this type, have no bar: `bfloat16_generate_cost` and `bfloat16_train_cost` of the dense model, and with `wide_` of
+one that is 2,048 wide and has two layers.
 
-If a log-prob differs, or a cost is above its bar, the exit code is 1 and the last line names it.
+If a log-prob differs, a generator did not preempt, or a cost is above its bar, the exit code is 1 and the last line
+names it.
 """
 
 import argparse
@@ -23,8 +30,9 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +40,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.random_models import write_random_dots, write_random_llama
+from goaly.generate.scheduling import SchedulingCounts
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
@@ -41,32 +51,52 @@ from goaly.parity_requests import cramped, mixed_requests
 from goaly.run.ranks import fork_ranks_from_one_server
 from goaly.train.settings import TrainerSettings
 
-TRAINING_ROUNDS, GENERATION_ROUNDS = 8, 3
+TRAINING_ROUNDS, GENERATION_ROUNDS, WIDE_ROUNDS = 8, 3, 2
 LONGEST = 512
 DTYPES = ("float32", "bfloat16")
-GENERATORS = {"TP 1": {}, "TP 2": {"tp": 2}, "TP 2, 2 threads": {"tp": 2, "threads": 2}}
-TRAINERS = {
+UPDATES = "update"
+GENERATORS: dict[str, dict[str, int]] = {
+    "TP 1": {},
+    "TP 1, 2 threads": {"threads": 2},
+    f"TP 2, {UPDATES}": {"tp": 2},
+    "TP 2, 2 threads": {"tp": 2, "threads": 2},
+}
+"""Those with an `update` halve the weights in the middle of answers."""
+TRAINERS: dict[str, dict[str, int]] = {
     "1 rank": {},
     "1 rank, 2 threads": {"threads": 2},
     "FSDP 2": {"fsdp": 2},
     "TP 2": {"tp": 2},
     "FSDP 2, TP 2": {"fsdp": 2, "tp": 2},
 }
-OF_EXPERTS = {"EP 2": {"tp": 2, "ep": 2}, "EP 2, 2 threads": {"tp": 2, "ep": 2, "threads": 2}}
+OF_EXPERTS = {"EP 2, 2 threads": {"tp": 2, "ep": 2, "threads": 2}}
 TRAINERS_OF_EXPERTS = {
     "FSDP 2, EP 2": {"fsdp": 2, "ep": 2},
     "TP 2, EP 2": {"tp": 2, "ep": 2},
     "FSDP 2, TP 2, EP 2": {"fsdp": 2, "tp": 2, "ep": 2},
     "FSDP 2, TP 2, EP 4": {"fsdp": 2, "tp": 2, "ep": 4},
 }
+BRIEF = ("TP 1", f"TP 2, {UPDATES}", "1 rank", "FSDP 2, TP 2")
+"""The combinations of the models that differ from the dense one in one layer."""
 SIZES = {
     "dense": TinyModel(),
     "experts": TinyModel(experts=8),
     "shared experts": TinyModel(experts=8, shared_experts=1),
 }
+"""The models of the costs."""
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "dense": write_tiny_model,
+    "experts": partial(write_tiny_model, size=SIZES["experts"]),
+    "dots.llm1": write_random_dots,
+    "tied": partial(write_tiny_model, size=TinyModel(tied=True)),
+    "Llama": write_random_llama,
+}
+"""The models whose log-probs are compared."""
+WIDE = TinyModel(dim=2048, layers=2, heads=16, kv_heads=8, head_dim=128, hidden_dim=6144)
 PACKINGS = ((1024, 4), (512, 1), (2048, 2))
 BARS = {"generate_cost": 1.3, "train_cost": 1.15}
-"""The most that each cost should be, of any model."""
+"""The most that each cost should be, of any model, in float32."""
+STRESS = ("preemptions", "prompts_in_parts", "prefix_hits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +112,20 @@ class Combination:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What one generator did."""
+
+    model: str
+    dtype: str
+    generator: str
+    scheduling: SchedulingCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """What was measured."""
 
+    generators: list[Sampled]
     combinations: list[Combination]
     seconds: dict[str, dict[str, list[float]]]
     """For each cost the CPU seconds of each round, by numerics: of two runs in each round."""
@@ -94,43 +135,60 @@ class Result:
         return {
             "tokens": sum(one.tokens for one in self.combinations),
             "differing_tokens": sum(one.differing for one in self.combinations),
+            **{name: min(getattr(one.scheduling, name) for one in self.generators) for name in self.stress()},
             **{name: _cost(of_sides) for name, of_sides in self.seconds.items()},
         }
 
     def bars(self) -> dict[str, float]:
         """The most that each number should be, of those that have a bar."""
-        of_costs = {name: bar for name in self.seconds for ending, bar in BARS.items() if name.endswith(ending)}
+        in_float32 = [name for name in self.seconds if "bfloat16" not in name]
+        of_costs = {name: bar for name in in_float32 for ending, bar in BARS.items() if name.endswith(ending)}
         return {"differing_tokens": 0, **of_costs}
 
     def missed(self) -> list[str]:
-        """The costs above their bars."""
+        """The numbers above their bars, and what a generator did not do."""
         numbers = self.numbers()
-        return [
+        above = [
             f"{name} {numbers[name]:,.4g} is above {bar:g}" for name, bar in self.bars().items() if numbers[name] > bar
         ]
+        return above + [f"{name} 0 is not above 0" for name in self.stress() if not numbers[name]]
+
+    def stress(self) -> tuple[str, ...]:
+        """The names of what each generator must do."""
+        return STRESS if self.generators else ()
 
 
 def _cost(seconds: dict[str, list[float]]) -> float:
     return median(bitwise / fast for bitwise, fast in zip(seconds["bitwise"], seconds["fast"], strict=True))
 
 
-def combinations(name: str, model: str, requests: int) -> list[Combination]:
+def combinations(name: str, model: str, requests: int) -> tuple[list[Sampled], list[Combination]]:
     """Compare every generator with every trainer of this model."""
     shape = architecture(read_config(model))
-    vocabulary, generators, trainers = shape.vocab_size, GENERATORS, TRAINERS
+    generators, trainers = GENERATORS, TRAINERS
     if shape.experts:
         generators, trainers = GENERATORS | OF_EXPERTS, TRAINERS | TRAINERS_OF_EXPERTS
+    if name in ("tied", "Llama"):
+        generators = {one: degrees for one, degrees in generators.items() if one in BRIEF}
+        trainers = {one: degrees for one, degrees in trainers.items() if one in BRIEF}
+    did: list[Sampled] = []
     found: list[Combination] = []
     with tempfile.TemporaryDirectory() as folder:
         sampled: dict[tuple[str, str], Path] = {}
         for number, dtype in enumerate(DTYPES):
-            for generator_name, degrees in generators.items():
+            asked = mixed_requests(requests, vocabulary=shape.vocab_size, longest=LONGEST, seed=10 * number)
+            for generator, degrees in generators.items():
                 settings = ModelSettings(path=model, dtype=dtype, numerics="bitwise")
-                generator = GeneratorSettings(max_running=32, max_context=LONGEST, **degrees)
-                asked = mixed_requests(requests, vocabulary=vocabulary, longest=LONGEST, seed=10 * number)
-                file = sampled[dtype, generator_name] = Path(folder) / f"{dtype}-{generator_name}"
-                generator = cramped(settings, generator, asked)
-                sample_in_ranks(Sampler(model=settings, generator=generator, asked=asked), file)
+                file = sampled[dtype, generator] = Path(folder) / f"{dtype}-{generator}"
+                limits = GeneratorSettings(max_running=32, max_context=LONGEST, **degrees)
+                sampler = Sampler(
+                    model=settings,
+                    generator=cramped(settings, limits, asked),
+                    asked=asked,
+                    updates=UPDATES in generator,
+                )
+                scheduling = sample_in_ranks(sampler, file)
+                did.append(Sampled(model=name, dtype=dtype, generator=generator, scheduling=scheduling))
         for trainer, degrees in trainers.items():
             recomputers = [
                 Recomputer(
@@ -141,18 +199,18 @@ def combinations(name: str, model: str, requests: int) -> list[Combination]:
                 )
                 for (dtype, _), file in sampled.items()
             ]
-            for (dtype, generator_name), of_packings in zip(sampled, recompute_in_ranks(recomputers), strict=True):
+            for (dtype, generator), of_packings in zip(sampled, recompute_in_ranks(recomputers), strict=True):
                 found.append(
                     Combination(
                         model=name,
                         dtype=dtype,
-                        generator=generator_name,
+                        generator=generator,
                         trainer=trainer,
                         tokens=sum(one.tokens for one in of_packings),
                         differing=sum(one.differing for one in of_packings),
                     )
                 )
-    return found
+    return did, found
 
 
 def in_turns(work: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
@@ -167,38 +225,42 @@ def in_turns(work: dict[str, Callable[[], None]], rounds: int) -> dict[str, list
     return {name: of_side[1:] for name, of_side in seconds.items()}  # the first round is a warm-up
 
 
-def training(model: str) -> dict[str, list[float]]:
-    """Forward and backward passes over the batch of `bench.train`."""
+def training(model: str, dtype: str = "float32", *, tokens: int | None = None) -> dict[str, list[float]]:
+    """Forward and backward passes over the batch of `bench.train`, or over so many tokens of it."""
     from bench.train import packed_batch
     from goaly.losses.objective import PolicyObjective
     from goaly.losses.settings import LossSettings
     from goaly.train.engine import TrainEngine
 
-    batch, objective = packed_batch(), PolicyObjective(LossSettings())
+    objective, rows = PolicyObjective(LossSettings()), packed_batch().rows
+    if tokens is not None:
+        rows = rows[:1, :tokens]
+    trained = int(rows["trained"].sum())
 
     def side(numerics: Any) -> Callable[[], None]:
-        engine = TrainEngine(ModelSettings(path=model, numerics=numerics), TrainerSettings())
+        engine = TrainEngine(ModelSettings(path=model, dtype=dtype, numerics=numerics), TrainerSettings())
 
         def step() -> None:
-            engine.forward_backward(batch.rows.split(4), objective, batch.batch_trained_tokens)
+            engine.forward_backward(rows.split(4), objective, trained)
             engine._model.zero_grad()
 
         return step
 
-    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")}, TRAINING_ROUNDS)
+    rounds = TRAINING_ROUNDS if tokens is None else WIDE_ROUNDS
+    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")}, rounds)
 
 
-def generation(model: str) -> dict[str, list[float]]:
-    """The requests of `bench.generate`, all there at once."""
+def generation(model: str, dtype: str = "float32", *, count: int = 192) -> dict[str, list[float]]:
+    """So many of the requests of `bench.generate`, all there at once; few of them a few rounds only."""
     from bench.generate import heavy_tailed
     from goaly.generate.engine import Engine
     from goaly.generate.request import Sampling
 
-    requests = heavy_tailed(192)
+    requests = heavy_tailed(count)
 
     def side(numerics: Any) -> Callable[[], None]:
         settings = GeneratorSettings(max_running=128, max_context=LONGEST, kv_cache_gib=0.3)
-        engine = Engine(settings, ModelSettings(path=model, numerics=numerics))
+        engine = Engine(settings, ModelSettings(path=model, dtype=dtype, numerics=numerics))
 
         def serve() -> None:
             for number, request in enumerate(requests):
@@ -208,7 +270,28 @@ def generation(model: str) -> dict[str, list[float]]:
 
         return serve
 
-    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")}, GENERATION_ROUNDS)
+    rounds = GENERATION_ROUNDS if count == 192 else WIDE_ROUNDS
+    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")}, rounds)
+
+
+def costs(models: Mapping[str, str], folder: Path) -> dict[str, dict[str, list[float]]]:
+    """The CPU seconds of each cost of these models; in bfloat16 of the dense one, and of a wide one."""
+    import torch
+
+    torch.set_num_threads(1)
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for model in models.values():
+        shape = architecture(read_config(model))
+        before = "shared_experts_" if shape.shared_hidden_dim else "experts_" if shape.experts else ""
+        seconds[f"{before}train_cost"] = training(model)
+        seconds[f"{before}generate_cost"] = generation(model)
+    if "dense" in models:
+        seconds["bfloat16_train_cost"] = training(models["dense"], "bfloat16")
+        seconds["bfloat16_generate_cost"] = generation(models["dense"], "bfloat16")
+        wide = str(write_tiny_model(folder / "wide", WIDE))
+        seconds["wide_bfloat16_train_cost"] = training(wide, "bfloat16", tokens=256)
+        seconds["wide_bfloat16_generate_cost"] = generation(wide, "bfloat16", count=16)
+    return seconds
 
 
 def markdown(result: Result) -> str:
@@ -224,15 +307,17 @@ def markdown(result: Result) -> str:
             "",
             "    python -m bench.parity --json docs/results/parity.json --markdown docs/results/parity.md",
             "",
-            "A token counts once for each trainer and packing that recomputes its log-prob.",
+            "A token counts once for each trainer and packing that recomputes its log-prob. Generators with an "
+            "`update` halve the weights in the middle of answers; trainers recompute the tokens of both versions. Each "
+            f"generator had at least: {', '.join(f'{name} {numbers[name]:,}' for name in result.stress())}.",
             "",
             "| model | type | generator | trainer | tokens compared | differ |",
             "|---|---|---|---|---|---|",
             *rows,
             f"| all | | | | {numbers['tokens']:,} | {numbers['differing_tokens']:,} |",
             "",
-            "CPU seconds with bitwise numerics over those with fast ones, float32, one thread. A bar is the most that "
-            "it should be.",
+            "CPU seconds with bitwise numerics over those with fast ones, one thread, in float32 if the name has no "
+            "other type. A bar is the most that it should be.",
             "",
             "| | bar | measured |",
             "|---|---|---|",
@@ -241,6 +326,11 @@ def markdown(result: Result) -> str:
                 for name, bar in result.bars().items()
                 if name in result.seconds
             ),
+            *(f"| `{name}` | none | {numbers[name]:.3f} |" for name in result.seconds if name not in result.bars()),
+            "",
+            "Costs in bfloat16 are those of bitwise numerics over fast ones when both have this type, and have no bar: "
+            "bitwise products of bfloat16 are made in float32. The wide model has two layers of width 2,048 and gets "
+            "few tokens, so that products take nearly all of its time.",
             "",
         ]
     )
@@ -260,29 +350,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two ranks of two threads each would spin for each other
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=96, help="answers of each generator")
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder; a tiny random model by default")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder; tiny random models by default")
     parser.add_argument("--only", choices=("bits", "costs"), help="measure only these; both by default")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--markdown", type=Path, help="write the page of the result to this file")
     arguments = parser.parse_args(argv)
     fork_ranks_from_one_server()
     with tempfile.TemporaryDirectory() as made:
-        models = {name: str(write_tiny_model(Path(made) / name, size)) for name, size in SIZES.items()}
+        folder = Path(made)
         if arguments.model is not None:
-            models = {arguments.model.name: str(arguments.model)}
-        compared: list[Combination] = []
-        if arguments.only != "costs":
-            compared = [one for name, model in models.items() for one in combinations(name, model, arguments.requests)]
-        import torch
-
-        torch.set_num_threads(1)
-        seconds: dict[str, dict[str, list[float]]] = {}
-        for model in models.values() if arguments.only != "bits" else ():
-            shape = architecture(read_config(model))
-            before = "shared_experts_" if shape.shared_hidden_dim else "experts_" if shape.experts else ""
-            seconds[f"{before}train_cost"] = training(model)
-            seconds[f"{before}generate_cost"] = generation(model)
-        result = Result(combinations=compared, seconds=seconds)
+            compared = costed = {arguments.model.name: str(arguments.model)}
+        else:
+            compared = {name: str(write(folder / f"bits of {name}")) for name, write in MODELS.items()}
+            costed = {name: str(write_tiny_model(folder / name, size)) for name, size in SIZES.items()}
+        did: list[Sampled] = []
+        found: list[Combination] = []
+        for name, model in compared.items() if arguments.only != "costs" else ():
+            of_model = combinations(name, model, arguments.requests)
+            did, found = did + of_model[0], found + of_model[1]
+        seconds = costs(costed, folder) if arguments.only != "bits" else {}
+        result = Result(generators=did, combinations=found, seconds=seconds)
     report(result)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({**result.numbers(), **asdict(result)}, indent=2) + "\n")

@@ -6,15 +6,29 @@ from itertools import pairwise
 import pytest
 
 from bench import parity
-from bench.parity import Combination, Result, in_turns
+from bench.parity import Combination, Result, Sampled, in_turns, markdown
+from goaly.generate.scheduling import SchedulingCounts
 
 
-def result(*, differing: int = 0, bitwise: float = 1.1) -> Result:
+def result(*, differing: int = 0, bitwise: float = 1.1, preemptions: int = 4) -> Result:
     compared = Combination(
         model="dense", dtype="float32", generator="TP 1", trainer="1 rank", tokens=100, differing=differing
     )
     seconds = {"fast": [1.0, 2.0, 1.0], "bitwise": [9.0, 2 * bitwise, bitwise]}
-    return Result(combinations=[compared], seconds={"experts_train_cost": seconds, "generate_cost": seconds})
+    slow = {"fast": [1.0], "bitwise": [2.5]}
+    return Result(
+        generators=[
+            Sampled(
+                model="dense",
+                dtype="float32",
+                generator="TP 1",
+                scheduling=SchedulingCounts(preemptions=count, prompts_in_parts=2, prefix_hits=3),
+            )
+            for count in (7, preemptions)
+        ],
+        combinations=[compared],
+        seconds={"experts_train_cost": seconds, "generate_cost": seconds, "bfloat16_train_cost": slow},
+    )
 
 
 def test_each_side_runs_as_often_after_itself_as_after_the_other():
@@ -35,14 +49,26 @@ def test_what_misses_its_bar_is_named():
     assert result().missed() == []
     assert result(bitwise=1.2).missed() == ["experts_train_cost 1.2 is above 1.15"]
     assert result(differing=3).missed() == ["differing_tokens 3 is above 0"]
+    assert result(preemptions=0).missed() == ["preemptions 0 is not above 0"]
+
+
+def test_the_least_of_any_generator_counts():
+    numbers = result().numbers()
+    assert (numbers["preemptions"], numbers["prompts_in_parts"], numbers["prefix_hits"]) == (4, 2, 3)
+    assert "had at least: preemptions 4, prompts_in_parts 2, prefix_hits 3." in markdown(result())
+
+
+def test_a_cost_in_bfloat16_is_reported_without_a_bar():
+    assert result().numbers()["bfloat16_train_cost"] == 2.5
+    assert "| `bfloat16_train_cost` | none | 2.500 |" in markdown(result())
 
 
 def test_the_command_fails_after_a_missed_bar(monkeypatch: pytest.MonkeyPatch):
     found = result(bitwise=1.4).seconds["generate_cost"]
     monkeypatch.setattr(parity, "fork_ranks_from_one_server", lambda: None)
-    monkeypatch.setattr(parity, "combinations", lambda *_: [])
-    monkeypatch.setattr(parity, "training", lambda _: {"fast": [1.0], "bitwise": [1.0]})
-    monkeypatch.setattr(parity, "generation", lambda _: found)
+    monkeypatch.setattr(parity, "combinations", lambda *_: ([], []))
+    monkeypatch.setattr(parity, "training", lambda *_, **__: {"fast": [1.0], "bitwise": [1.0]})
+    monkeypatch.setattr(parity, "generation", lambda *_, **__: found)
     with pytest.raises(SystemExit) as ended:
         parity.main([])
     missed = [f"{model}generate_cost 1.4 is above 1.3" for model in ("", "experts_", "shared_experts_")]
