@@ -51,7 +51,7 @@ from goaly.parity_requests import cramped, mixed_requests
 from goaly.run.ranks import fork_ranks_from_one_server
 from goaly.train.settings import TrainerSettings
 
-TRAINING_ROUNDS, GENERATION_ROUNDS, WIDE_ROUNDS = 8, 3, 2
+TRAINING_ROUNDS, GENERATION_ROUNDS, WIDE_ROUNDS = 8, 3, 1
 LONGEST = 512
 DTYPES = ("float32", "bfloat16")
 UPDATES = "update"
@@ -290,7 +290,7 @@ def costs(models: Mapping[str, str], folder: Path) -> dict[str, dict[str, list[f
         seconds["bfloat16_generate_cost"] = generation(models["dense"], "bfloat16")
         wide = str(write_tiny_model(folder / "wide", WIDE))
         seconds["wide_bfloat16_train_cost"] = training(wide, "bfloat16", tokens=256)
-        seconds["wide_bfloat16_generate_cost"] = generation(wide, "bfloat16", count=16)
+        seconds["wide_bfloat16_generate_cost"] = generation(wide, "bfloat16", count=8)
     return seconds
 
 
