@@ -76,7 +76,7 @@ print(sampler_search.operation_of(None))
 """
 
 
-def test_a_search_that_fails_says_why_and_no_process_of_it_outlives_its_trainer(tmp_path: Path):  # SS-1
+def test_a_search_that_fails_says_why_and_no_process_of_it_outlives_its_trainer(tmp_path: Path):  # SY-1
     failing = OWNER.format(program="raise MemoryError('no room for a sampler')")
     said = subprocess.run([sys.executable, "-c", failing], capture_output=True, text=True).stdout
     assert said == "The search in a sampler failed: MemoryError: no room for a sampler\n"

@@ -14,6 +14,7 @@ Invariants
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -55,7 +56,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart
 from goaly.generate.unnamed import leave_no_named_shared_memory, unname_semaphores
 from goaly.models.local_device import keep_pinned_sizes
-from goaly.models.operations import Outputs, by_token, joined, of_tokens, recorded
+from goaly.models.operations import Outputs, recorded
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import architecture, read_config, versioned_tensors
 from goaly.models.vllm_naming import vllm_naming, without_padding
@@ -288,23 +289,15 @@ class Engine:
             return versioned_tensors(self._model().model)
         return without_padding(dict(self._model().named_parameters()), self.naming())
 
-    def operations(self, tokens: list[int], step_tokens: int) -> Outputs:
-        """The outputs of this rank's operations of torchtitan's definition for these tokens: a prompt that steps of so
-        many tokens compute, from an empty cache on. Nothing else may be running."""
+    def recorded(self) -> AbstractContextManager[Outputs]:
+        """What the operations of torchtitan's definition give this rank in the steps within."""
+        return recorded(self._model().model)
+
+    def limit_steps(self, tokens: int) -> None:
+        """Let steps have at most so many tokens, and begin with an empty cache. Nothing may be running."""
         assert not self.running, "other requests would share the steps"
         self._vllm.reset_prefix_cache()
-        most, self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_scheduled_tokens, step_tokens
-        self.add("operations", tokens, Sampling(max_tokens=1))
-        passes = []
-        for start in range(0, len(tokens), step_tokens):
-            with recorded(self._model().model) as outputs:
-                self.step()
-            of_step = by_token(outputs, has_all_experts=self._settings.ep == 1)
-            passes.append(of_tokens(of_step, 0, min(step_tokens, len(tokens) - start)))
-        while self.running:  # with `generator.async_scheduling` the last step has not been read
-            self.step()
-        self._scheduler.max_num_scheduled_tokens = most
-        return joined(passes)
+        self._scheduler.max_num_scheduled_tokens = tokens
 
     def naming(self) -> Naming:
         """How parameters with vLLM's names are made of tensors with torchtitan's. Empty if they have torchtitan's."""

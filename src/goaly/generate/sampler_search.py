@@ -8,7 +8,7 @@ step, in two, and in steps of one token. So it finds what the generator's code d
 processes of a run's generators, which may have other weights.
 
 Invariants
-    SS-1  No process of a search is left when its trainer ends, however that ends.
+    SY-1  No process of a search is left when its trainer ends, however that ends.
 """
 
 import os
@@ -18,18 +18,22 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from goaly.environments import guardian
 from goaly.generate.settings import GeneratorSettings
-from goaly.models.operations import Outputs, first_other
+from goaly.models.operations import Outputs, by_token, first_other, joined, of_tokens
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.parity_requests import with_cache_of
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
 from goaly.weights.layout import region, view
 from goaly.weights.placement import layout_of, local
+
+if TYPE_CHECKING:
+    from goaly.generate.engine import Engine
 
 PROGRAM = (sys.executable, "-m", "goaly.generate.sampler_search")
 ASKED, SAID = "asked", "said"
@@ -55,7 +59,7 @@ def operation_of(sampler: SearchedSampler) -> str:
     """The first operation of the sampler's ranks with other outputs, or why none is named; in processes of its own."""
     with tempfile.TemporaryDirectory(prefix="goaly-sampler-") as folder:
         torch.save(sampler, Path(folder) / ASKED)
-        watched = [sys.executable, guardian.__file__, str(os.getpid())]  # SS-1
+        watched = [sys.executable, guardian.__file__, str(os.getpid())]  # SY-1
         ended = subprocess.run([*watched, *PROGRAM, folder], capture_output=True, text=True)
         if ended.returncode == 0:
             return (Path(folder) / SAID).read_text()
@@ -107,11 +111,28 @@ def _compare(rank: int, sampler: SearchedSampler, folder: Path) -> None:
         engine.apply(lambda: _fill(engine.named_tensors(), adapters))
     found = {}
     for way, step_tokens in _steps(sampler.tokens).items():
-        mine = engine.operations(sampler.tokens, step_tokens)
+        mine = _outputs(engine, sampler.tokens, step_tokens, ep=generator.ep)
         found[way] = first_other(mine, sampler.outputs, rank=rank, ranks=generator.tp)
     torch.save(found, folder / str(rank))
     if generator.tp > 1:
         dist.barrier()
+
+
+def _outputs(engine: "Engine", tokens: list[int], step_tokens: int, *, ep: int) -> Outputs:
+    """The outputs of this rank's operations for these tokens, a prompt that steps of so many tokens compute."""
+    from goaly.generate.request import Sampling
+
+    engine.limit_steps(step_tokens)
+    engine.add("searched", tokens, Sampling(max_tokens=1))
+    passes = []
+    for start in range(0, len(tokens), step_tokens):
+        with engine.recorded() as outputs:
+            engine.step()
+        of_step = by_token(outputs, has_all_experts=ep == 1)
+        passes.append(of_tokens(of_step, 0, min(step_tokens, len(tokens) - start)))
+    while engine.running:  # with `generator.async_scheduling` the last step has not been read
+        engine.step()
+    return joined(passes)
 
 
 def _fill(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> int:

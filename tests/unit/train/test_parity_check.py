@@ -83,7 +83,7 @@ def with_tokens_of(batch: PackedRows, other: PackedRows, every: int) -> None:
 @pytest.mark.parametrize("proximal", ["trainer", "sampler"])
 def test_all_tokens_of_all_minibatches_are_compared_those_of_older_versions_with_these(
     engine: TrainEngine, proximal: Any
-):  # PC-1 EP-1
+):  # PC-1 EA-1
     objective = PolicyObjective(LossSettings(proximal=proximal))
     versions = []
     for _ in range(3):
@@ -98,7 +98,7 @@ def test_all_tokens_of_all_minibatches_are_compared_those_of_older_versions_with
     assert metrics["parity/share"] == 1
 
 
-def test_comparing_older_versions_changes_no_parameter(engine: TrainEngine, tiny_model_folder: Path):  # EP-1
+def test_comparing_older_versions_changes_no_parameter(engine: TrainEngine, tiny_model_folder: Path):  # EA-1
     other = TrainEngine(ModelSettings(path=str(tiny_model_folder), numerics="bitwise"), SETTINGS)
     first = as_sampled(engine)
     for one in (engine, other):
@@ -133,7 +133,7 @@ def test_a_difference_in_a_later_minibatch_is_found_before_any_step(engine: Trai
 
 def test_the_first_step_that_does_not_compare_all_is_logged(
     engine: TrainEngine, caplog: pytest.LogCaptureFixture
-):  # PC-4 EP-2
+):  # PC-4 EA-2
     first = as_sampled(engine)
     for _ in range(3):
         engine.train_step(as_sampled(engine), OBJECTIVE)

@@ -157,7 +157,7 @@ def test_both_ranks_name_the_operation_that_one_computes_wrongly(out: Path, layo
 @pytest.mark.parametrize("layout", OLDER)
 def test_both_ranks_compare_tokens_of_older_versions_and_name_the_operation_that_one_computes_wrongly(
     out: Path, layout: str
-):  # PC-1, EP-1
+):  # PC-1, EA-1
     assert of_both(out, layout, "sound") == ["nothing differs"] * 2
     found = of_both(out, layout, "older")
     assert "of policy version 0" in found
