@@ -222,16 +222,20 @@ def sample(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize(
-    ("write", "sides"),
-    [(write_random_model, {"fsdp": 2}), (write_random_model, {"tp": 2}), (write_random_llama, {"tp": 2})],
+    ("write", "tp", "trainers"),
+    [
+        (write_random_model, 1, [{}, {"fsdp": 2}]),
+        (write_random_model, 2, [{}, {"tp": 2}, {"tp": 2, "cp": 2}]),
+        (write_random_llama, 2, [{}, {"tp": 2}]),
+    ],
     ids=["fsdp", "tp", "llama-tp"],
 )
-def test_ranks_that_divide_the_model_recompute_its_bits(  # BW-2
-    tmp_path: Path, sample: Callable[..., Path], write: Callable[..., Path], sides: dict[str, int]
+def test_ranks_that_divide_the_model_recompute_its_bits(  # BW-2, BA-1
+    tmp_path: Path, sample: Callable[..., Path], write: Callable[..., Path], tp: int, trainers: list[dict[str, int]]
 ):
     model = ModelSettings(path=str(write(tmp_path / "model")), dtype="bfloat16", numerics="bitwise")
-    file = sample(model, tp=sides.get("tp", 1))
-    for degrees in ({}, sides):
+    file = sample(model, tp=tp)
+    for degrees in trainers:
         recomputer = Recomputer(model=model, trainer=TrainerSettings(**degrees), sequences=file, packings=PACKINGS)
         (found,) = recompute_in_ranks([recomputer])
         assert [one.differing for one in found] == [0] * len(PACKINGS)
@@ -244,11 +248,12 @@ def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_an
     size = TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=24)
     model = ModelSettings(path=str(write_tiny_model(tmp_path / "model", size)), dtype="bfloat16", numerics="bitwise")
     file = sample(model, tp=2, ep=2)
-    trainer = TrainerSettings(fsdp=2, ep=2)
-    recomputer = Recomputer(model=model, trainer=trainer, sequences=file, packings=PACKINGS[1:])
-    (found,) = recompute_in_ranks([recomputer])
-    assert [one.differing for one in found] == [0] * 2
-    assert found[0].tokens > 1000
+    for degrees in ({"fsdp": 2}, {"cp": 2}):
+        trainer = TrainerSettings(ep=2, **degrees)
+        recomputer = Recomputer(model=model, trainer=trainer, sequences=file, packings=PACKINGS[1:])
+        (found,) = recompute_in_ranks([recomputer])
+        assert [one.differing for one in found] == [0] * 2
+        assert found[0].tokens > 1000
 
 
 def test_ranks_add_shared_experts_alike_however_either_side_divides_the_model(tmp_path: Path):  # BE-3

@@ -6,11 +6,12 @@ What the kernel does then depends on the token's position only. The trainer writ
 documents into pages and calls the same kernel; its gradient is that of the ordinary attention. On a GPU the kernel is
 goaly's own (`bitwise_kernels.py`), over the same pages in the trainer and over vLLM's in a generator.
 
-Shape suffixes: B rows, L tokens of a row, T tokens, N query heads, K key heads, H head dim, P pages, S slots of a page
-for keys and as many for values, M most pages of a document.
+Shape suffixes: B rows, L tokens of a row, T tokens, Q those of them that attend, N query heads, K key heads, H head
+dim, P pages, S slots of a page for keys and as many for values, M most pages of a document.
 
 Invariants
-    BA-1  A token's attention has the same bits in any batch, chunk of its prompt, place in the cache, and packing.
+    BA-1  A token's attention has the same bits in any batch, chunk of its prompt, place in the cache, packing, and
+          share of a packing's tokens.
 """
 
 import platform
@@ -138,15 +139,16 @@ class PagedDocuments:
     """The pages of the documents of packed rows."""
 
     packed: PackedDocuments
-    lengths_T: torch.Tensor
-    pages_TM: torch.Tensor
+    lengths_Q: torch.Tensor
+    pages_QM: torch.Tensor
     slot_T: torch.Tensor
     pages: int
     _queries: dict[tuple[Any, ...], Queries]
 
     @classmethod
-    def of(cls, positions_BL: torch.Tensor) -> "PagedDocuments":
-        """Find the documents in positions that restart at 0, and give each its own pages."""
+    def of(cls, positions_BL: torch.Tensor, places_Q: torch.Tensor | None = None) -> "PagedDocuments":
+        """Find the documents in positions that restart at 0, and give each its own pages. The tokens at these places of
+        the flattened rows attend; None: all do."""
         packed = PackedDocuments.of(positions_BL)
         offset_T = packed.offset_T
         document_T = (offset_T == 0).cumsum(0) - 1
@@ -155,22 +157,23 @@ class PagedDocuments:
         first = torch.cumsum(pages, 0) - pages
         longest = torch.arange(int(pages.max()), device=pages.device)
         pages_DM = (first[:, None] + longest).clamp_(max=int(pages.sum()) - 1)
+        attending = slice(None) if places_Q is None else places_Q
         return cls(
             packed=packed,
-            lengths_T=(offset_T + 1).int(),
-            pages_TM=pages_DM[document_T].int(),
+            lengths_Q=(offset_T[attending] + 1).int(),
+            pages_QM=pages_DM[document_T[attending]].int(),
             slot_T=first[document_T] * PAGE + offset_T,
             pages=int(pages.sum()),
             _queries={},
         )
 
-    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
-        """Each token's attention in its document."""
+    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
+        """The attention of each token that attends, in its document."""
         cache_PKSH = _empty_pages(self.pages, k_TKH)
-        shape = (q_TNH.shape, k_TKH.shape, q_TNH.dtype)
+        shape = (q_QNH.shape, k_TKH.shape, q_QNH.dtype)
         if shape not in self._queries:
-            self._queries[shape] = _queries(self.lengths_T, self.pages_TM, q_TNH, k_TKH)
-        return _attention(self._queries[shape], q_TNH, k_TKH, v_TKH, cache_PKSH, self.slot_T, scale)
+            self._queries[shape] = _queries(self.lengths_Q, self.pages_QM, q_QNH, k_TKH)
+        return _attention(self._queries[shape], q_QNH, k_TKH, v_TKH, cache_PKSH, self.slot_T, scale)
 
 
 class GrowingDocument:

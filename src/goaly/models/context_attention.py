@@ -5,10 +5,15 @@ attends to the document's earlier tokens in full and to its own in causal order;
 normalizers, and the backward pass of each is that of the merged result. No matrix of scores is materialized. On a GPU
 it is one variable-length attention with more keys than queries.
 
-Shape suffixes: B = 1, L tokens of a share, N query heads, K key heads, H head dim, Q queries of a stretch, S its keys.
+With `model.numerics=bitwise` each token of the share is a request of its own over the pages of its document, as on one
+rank (`bitwise_attention.py`). The backward pass is that of the attention above.
+
+Shape suffixes: B = 1, L tokens of a share, T those whose keys it looks at, N query heads, K key heads, H head dim,
+Q queries of a stretch, S its keys.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,14 +21,17 @@ from torchtitan.protocols.module import Module
 
 from goaly.models.attention import PackedAttention
 from goaly.models.context_parallel import SharedDocuments
+from goaly.models.settings import Numerics
 from goaly.models.varlen_attention import BuiltInVarlenAttention, splits
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def context_attention(device: str) -> Module.Config:
+def context_attention(device: str, numerics: Numerics) -> Module.Config:
     """The inner attention of shares for a kind of device; its mask is a `SharedDocuments`."""
+    if numerics == "bitwise":
+        return BitwiseContextAttention.Config()
     return ContextVarlenAttention.Config() if device == "cuda" else ContextAttention.Config()
 
 
@@ -45,14 +53,25 @@ class ContextAttention(PackedAttention):
         **_: Any,
     ) -> torch.Tensor:
         """Causal attention within each document (CP-2)."""
-        if not attention_masks.is_cut:
-            return super().forward(q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks.started, scale=scale)
-        scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
         keys, values = attention_masks.gathered(k_BLNH, v_BLNH)
+        return self.over(q_BLNH, keys, values, attention_masks, scale)
+
+    def over(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BTKH: torch.Tensor,
+        v_BTKH: torch.Tensor,
+        documents: SharedDocuments,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """The attention over keys and values that are gathered."""
+        if not documents.is_cut:
+            return super().forward(q_BLNH, k_BTKH, v_BTKH, attention_masks=documents.started, scale=scale)
+        scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
         of_started, outputs = [], []
-        for first, length, key, prefix in attention_masks.stretches:
+        for first, length, key, prefix in documents.stretches:
             q = q_BLNH[:, first : first + length]
-            k, v = (one[:, key - prefix : key + length] for one in (keys, values))
+            k, v = (one[:, key - prefix : key + length] for one in (k_BTKH, v_BTKH))
             if prefix:
                 outputs.append(_Continued.apply(q, k, v, prefix, scale))
             else:
@@ -60,7 +79,7 @@ class ContextAttention(PackedAttention):
                 outputs.append(None)
         if of_started:
             q, k, v = (torch.cat(parts, 1) for parts in zip(*of_started, strict=True))
-            out = super().forward(q, k, v, attention_masks=attention_masks.started, scale=scale)
+            out = super().forward(q, k, v, attention_masks=documents.started, scale=scale)
             found = iter(out.split([part[0].shape[1] for part in of_started], 1))
             outputs = [next(found) if one is None else one for one in outputs]
         return torch.cat(outputs, 1)
@@ -81,26 +100,81 @@ class ContextVarlenAttention(BuiltInVarlenAttention):
         *,
         attention_masks: SharedDocuments,
         scale: float | None = None,
-        enable_gqa: bool = False,
         **_: Any,
     ) -> torch.Tensor:
-        """Causal attention within each document (CP-2): the kernel aligns the last query with the last key."""
+        """Causal attention within each document (CP-2)."""
+        keys, values = attention_masks.gathered(k_BLNH, v_BLNH)
+        return self.over(q_BLNH, keys, values, attention_masks, scale)
+
+    def over(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BTKH: torch.Tensor,
+        v_BTKH: torch.Tensor,
+        documents: SharedDocuments,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """The attention over keys and values that are gathered: the kernel aligns the last query with the last key."""
         from torch.nn.attention.varlen import varlen_attn
 
-        keys, values = attention_masks.gathered(k_BLNH, v_BLNH)
-        queries, lengths = attention_masks.lengths
+        queries, lengths = documents.lengths
         ends_q, ends_k = (
             torch.tensor([0, *one], device=q_BLNH.device).cumsum(0, dtype=torch.int32) for one in (queries, lengths)
         )
-        options: dict[str, Any] = {"num_splits": splits()} | ({"enable_gqa": True} if enable_gqa else {})
+        groups = {"enable_gqa": True} if q_BLNH.shape[2] != k_BTKH.shape[2] else {}
+        options: dict[str, Any] = {"num_splits": splits()} | groups
         q, k, v = (  # as torchtitan: the kernel has no float32
-            one[0].to(torch.bfloat16)
-            for one in (q_BLNH, attention_masks.selected(keys), attention_masks.selected(values))
+            one[0].to(torch.bfloat16) for one in (q_BLNH, documents.selected(k_BTKH), documents.selected(v_BTKH))
         )
         out = varlen_attn(
             q, k, v, ends_q, ends_k, max(queries), max(lengths), scale=scale, window_size=self.window_size, **options
         )
         return out[None].to(q_BLNH.dtype)
+
+
+class BitwiseContextAttention(PackedAttention):
+    """Inner attention of `model.numerics=bitwise`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PackedAttention.Config):
+        """Packed attention's."""
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: SharedDocuments,
+        scale: float | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Causal attention within each document (CP-2), with the bits of one rank (BA-1)."""
+        scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+        keys, values = attention_masks.gathered(k_BLNH, v_BLNH)
+        return _Paged.apply(q_BLNH, keys, values, attention_masks, scale)
+
+
+class _Paged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: SharedDocuments, scale: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.documents, ctx.scale = documents, scale
+        return documents.paged.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale).view(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v = (one.detach().requires_grad_() for one in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = _ordinary(q.device.type).over(q, k, v, ctx.documents, ctx.scale)
+        return *torch.autograd.grad(out, (q, k, v), grad), None, None
+
+
+@cache
+def _ordinary(device: str) -> ContextAttention | ContextVarlenAttention:
+    return context_attention(device, "fast").build()
 
 
 class _Continued(torch.autograd.Function):

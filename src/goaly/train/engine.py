@@ -53,7 +53,7 @@ class TrainEngine(ModelEngine):
         if model.numerics == "bitwise":
             from goaly.train.parity_check import ParityCheck
 
-            self._parity = ParityCheck(self.dp_rank, settings.ranks, settings.tp, reports=self.leads)
+            self._parity = ParityCheck(self.dp_rank, settings.ranks, settings.tp * settings.cp, reports=self.leads)
         live = versioned_tensors(self._model) | {"steps_done": self._steps_done}
         self._earlier = EarlierPolicies(live, earlier_policies, getattr(torch, model.dtype))
 
@@ -147,6 +147,11 @@ class TrainEngine(ModelEngine):
         with recorded(self._model) as outputs:
             self._pass_through([rows], lambda _, found: logprobs.append(found[0]))
         return by_token(outputs, has_all_experts=self.settings.ep == 1), next(iter(logprobs), None)
+
+    def places(self, tokens: int) -> torch.Tensor:
+        """The places in a pass of the tokens that this rank computes, if it computes so many."""
+        context = self._parallel.context
+        return torch.arange(tokens) if context is None else context.share(tokens * context.count)
 
     def begun(self, rows: TensorDict) -> tuple[Any, Microbatch]:
         """The model of this one rank, whose layers expect these rows next."""

@@ -31,14 +31,7 @@ from goaly.models.spec import (
 )
 from goaly.models.titan_config import divide
 from goaly.train.pipeline import Pipeline, Stage, keep_stage, stage_of
-from goaly.train.settings import (
-    AXES,
-    NEEDS_GPU,
-    NO_BITWISE_CONTEXT,
-    NO_CONTEXT,
-    OFFLOAD_NEEDS_GPU,
-    TrainerSettings,
-)
+from goaly.train.settings import AXES, NEEDS_GPU, NO_CONTEXT, OFFLOAD_NEEDS_GPU, TrainerSettings
 
 if TYPE_CHECKING:
     from goaly.models.context_parallel import ContextRanks
@@ -223,10 +216,9 @@ def _context_attention(settings: ModelSettings, trainer: TrainerSettings, device
     from goaly.models.context_attention import context_attention
 
     why = NO_CONTEXT.get(architecture(read_config(settings.path)).family)
-    if why is not None or settings.numerics == "bitwise":
-        why = why or NO_BITWISE_CONTEXT
+    if why is not None:
         raise ConfigError([f"trainer.cp={trainer.cp}: must be 1 {why}"])
-    return context_attention(device.type)
+    return context_attention(device.type, settings.numerics)
 
 
 def _check_ranks(trainer: TrainerSettings, device: torch.device, *, needs_group: bool) -> None:

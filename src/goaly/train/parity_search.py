@@ -137,9 +137,8 @@ def _among_ranks(engine: "TrainEngine", at: Difference, alone: Alone) -> str:
     outputs, logprobs_P = engine.operations(at.own_rows)
     mine = None
     if engine.dp_rank == at.dp_rank:
-        start = at.predicting + 1 - at.position
-        own = of_tokens(outputs, start, start + at.position)
-        name = first_other(own, alone.outputs, rank=dist.get_rank() % settings.tp, ranks=settings.tp)
+        own, whole = _of_document(engine, at, outputs, alone.outputs)
+        name = first_other(own, whole, rank=dist.get_rank() % settings.tp, ranks=settings.tp)
         again = logprobs_P is not None and float(logprobs_P[at.number]) != at.sampler
         mine = name, again
     found: list[Any] = [None] * settings.ranks
@@ -152,6 +151,20 @@ def _among_ranks(engine: "TrainEngine", at: Difference, alone: Alone) -> str:
     if any(one is not None and one[1] for one in found):
         return "All operations of the trainer's ranks before lm_head do, too, so it is lm_head."
     return f"{UNNAMED}the trainer's ranks compute the sampler's bits, too, when they compute the same rows again."
+
+
+def _of_document(engine: "TrainEngine", at: Difference, mine: Outputs, whole: Outputs) -> tuple[Outputs, Outputs]:
+    """The outputs of this rank's tokens of the document before the token that differs, and the same tokens' outputs
+    among those of the `whole` document."""
+    tokens = next(iter(mine.values()))[0].shape[1]
+    start, end = at.predicting + 1 - at.position, at.predicting + 1
+    place_T = engine.places(tokens)
+    here = ((place_T >= start) & (place_T < end)).nonzero().flatten()
+    return _at(mine, here), _at(whole, place_T[here] - start)
+
+
+def _at(outputs: Outputs, places: torch.Tensor) -> Outputs:
+    return {name: tuple(part.cpu()[:, places] for part in parts) for name, parts in outputs.items()}
 
 
 @torch.no_grad()

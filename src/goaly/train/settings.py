@@ -29,7 +29,6 @@ NO_CONTEXT = {
     "gpt_oss": "for gpt-oss: attention over the shares of several ranks has no windows and no sinks",
 }
 """By family, why its attention cannot be divided."""
-NO_BITWISE_CONTEXT = "with model.numerics=bitwise: goaly has no bitwise attention over the shares of several ranks yet"
 SHARED_PLANS = 128
 """DTensor plans each operation once for each number of tokens, which takes longer than a pass. Multiples of this are
 few enough to share plans."""

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from goaly.models.attention import PackedAttention, PackedDocuments
-from goaly.models.context_attention import ContextAttention, ContextVarlenAttention
+from goaly.models.bitwise_attention import BitwiseAttention, PagedDocuments
+from goaly.models.context_attention import BitwiseContextAttention, ContextAttention, ContextVarlenAttention
 from goaly.models.context_parallel import ContextRanks, SharedDocuments, is_cut, share, stretches
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
@@ -130,6 +131,8 @@ def kernel(
         (ContextAttention, torch.float32),
         (ContextAttention, torch.bfloat16),
         (ContextVarlenAttention, torch.bfloat16),
+        (BitwiseContextAttention, torch.float32),
+        (BitwiseContextAttention, torch.bfloat16),
     ],
     ids=str,
 )
@@ -147,19 +150,19 @@ def kernel(
     ],
     ids=str,
 )
-def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own(  # CP-2
+def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own(  # CP-2, BA-1
     lengths: list[int],
     ranks: int,
     heads: tuple[int, int],
     dtype: torch.dtype,
-    kind: type[ContextAttention | ContextVarlenAttention],
+    kind: type[ContextAttention | ContextVarlenAttention | BitwiseContextAttention],
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     positions_T = positions_of(lengths, ranks)
     tokens, generator = len(positions_T), torch.Generator().manual_seed(0)
     q, k, v, grad = (
-        torch.randn(1, tokens, count, 16, generator=generator).to(dtype)
+        torch.randn(1, tokens, count, 32, generator=generator).to(dtype)
         for count in (heads[0], heads[1], heads[1], heads[0])
     )
 
@@ -175,12 +178,16 @@ def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own( 
             places = share(tokens, rank, ranks)
             gathered = Gathered(**{field.name: getattr(mask, field.name) for field in fields(mask)}, whole=(k, v))
             own = (one[:, places] for one in (q, k, v))
-            part = attention(*own, attention_masks=gathered, enable_gqa=heads[0] != heads[1])
+            part = attention(*own, attention_masks=gathered)
             out = out.index_copy(1, places, part)
         return out
 
     packed, masks = PackedAttention(PackedAttention.Config()), PackedDocuments.of(positions_T[None])
     expected = attended(lambda q, k, v: packed(q, k, v, attention_masks=masks))
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.05}
-    for found, one in zip(attended(in_shares), expected, strict=True):
+    of_shares = attended(in_shares)
+    for found, one in zip(of_shares, expected, strict=True):
         assert_close(found, one, **tolerance)
+    if kind is BitwiseContextAttention:
+        exact, pages = BitwiseAttention.Config().build(), PagedDocuments.of(positions_T[None])
+        assert torch.equal(of_shares[0], exact(q, k, v, attention_masks=pages))

@@ -35,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts-fsdp-tp-ep4": {"fsdp": 2, "tp": 2, "ep": 4},
     "shared-experts-fsdp-tp-ep4": {"fsdp": 2, "tp": 2, "ep": 4},
     "bitwise-experts-fsdp-tp-ep2": {"fsdp": 2, "tp": 2, "ep": 2},
+    "bitwise-experts-tp-cp-ep": {"tp": 2, "cp": 2, "ep": 4, "activation_checkpointing": "full"},
 }
 REPLAYED = [name for name in LAYOUTS if "fsdp-tp-ep" in name and "bitwise" not in name]
 

@@ -34,6 +34,9 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "tp-lora": ("dense", {"tp": 2, "lora": LoraSettings(rank=4)}, "layers.1.attention.wo"),
     "pp": ("dense", {"pp": 2}, "layers.1.ffn_norm"),
     "experts-tp": ("experts", {"tp": 2}, "layers.1.moe.routed_experts.inner_experts"),
+    "cp": ("dense", {"cp": 2}, "layers.1.attention.inner_attention"),
+    "cp-head": ("dense", {"cp": 2}, "lm_head"),
+    "experts-cp-ep": ("experts", {"cp": 2, "ep": 2}, "layers.0.moe.routed_experts"),
     "experts-fsdp-ep": ("experts", {"fsdp": 2, "ep": 2}, "layers.0.moe.routed_experts"),
 }
 """Models, ranks, and an operation that the last rank computes wrongly."""
@@ -100,7 +103,7 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
         )
         if name == REPLAYED:
             assert EXPERT_CHOICES in share.rows.keys()  # noqa: SIM118 - a TensorDict iterates over its rows
-        found = {}
+        found = {"tokens": str(packed.batch_trained_tokens)}
         repair: Callable[[], None] = lambda: None  # noqa: E731
         if rank == 1:
             repair = break_module(engine._model, operation)
@@ -148,6 +151,7 @@ def of_both(out: Path, layout: str, case: str) -> Any:
 @pytest.mark.parametrize("layout", BROKEN)
 def test_both_ranks_name_the_operation_that_one_computes_wrongly(out: Path, layout: str):  # PC-2, PC-3
     found = of_both(out, layout, "broken")
+    assert f" of {of_both(out, layout, 'tokens')} tokens of policy version 0. " in found
     assert "the trainer's log-prob is" in found
     assert "One rank of a trainer computes the sampler's bits." in found
     assert f" {BROKEN[layout][2]}." in found
