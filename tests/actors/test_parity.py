@@ -152,14 +152,13 @@ def there():
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        ({}, {}),
         ({}, {"step_tokens": 32}),
         ({"tied": True}, {"dtype": "bfloat16", "temperature": 0.6, "step_tokens": 32}),
         ({"hidden_dim": 250, "kv_heads": 4, "head_dim": 64}, {"temperature": 0.7}),
         ({}, {"threads": 2, "step_tokens": 48}),
         ({"experts": 6, "experts_per_token": 3, "hidden_dim": 40}, {"step_tokens": 32}),
     ],
-    ids=["float32", "float32-in-parts", "bfloat16-tied-in-parts", "odd-width", "two-threads", "replayed-experts"],
+    ids=["float32-in-parts", "bfloat16-tied-in-parts", "odd-width", "two-threads", "replayed-experts"],
 )
 def test_the_trainer_recomputes_the_samplers_bits(  # BW-1 BW-3 BA-1 LP-4
     there: Any, tmp_path: Path, size: dict[str, Any], options: dict[str, Any]
@@ -181,7 +180,7 @@ def test_prompts_that_are_computed_in_parts_change_no_bit_of_what_is_sampled(  #
     there: Any, tmp_path: Path, size: dict[str, Any], dtype: str
 ):
     write_tiny_model(tmp_path, TinyModel(layers=2, **size))
-    (whole, *others), (none, *in_parts) = there(in_steps, tmp_path, dtype, (4096, 64, 25))
+    (whole, *others), (none, *in_parts) = there(in_steps, tmp_path, dtype, (4096, 25))
     assert none == 0
     assert min(in_parts) > 5
     for other in others:
@@ -225,8 +224,8 @@ def sample(tmp_path: Path) -> Callable[..., Path]:
     ("write", "tp", "trainers"),
     [
         (write_random_model, 1, [{}, {"fsdp": 2}]),
-        (write_random_model, 2, [{}, {"tp": 2}, {"tp": 2, "cp": 2}]),
-        (write_random_llama, 2, [{}, {"tp": 2}]),
+        (write_random_model, 2, [{}, {"tp": 2, "cp": 2}]),
+        (write_random_llama, 2, [{"tp": 2}]),
     ],
     ids=["fsdp", "tp", "llama-tp"],
 )
@@ -259,23 +258,17 @@ def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_an
 def test_ranks_add_shared_experts_alike_however_either_side_divides_the_model(tmp_path: Path):  # BE-3
     folder = str(write_random_dots(tmp_path / "model", **GROUPED))
     asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
-    sampled_by: dict[Path, ModelSettings] = {}
-    for dtype, ep in (("float32", 1), ("bfloat16", 2)):
+    layouts = ("float32", 1, {"fsdp": 2, "ep": 2}), ("bfloat16", 2, {"tp": 2, "ep": 2})
+    for dtype, ep, degrees in layouts:  # `bench.parity` has all combinations
         model = ModelSettings(path=folder, dtype=dtype, numerics="bitwise")
         generator = cramped(model, GeneratorSettings(max_running=24, max_context=400, tp=2, ep=ep), asked)
         file = tmp_path / f"{dtype}-{ep}"
         sample_in_ranks(Sampler(model=model, generator=generator, asked=asked), file)
-        sampled_by[file] = model
-    for degrees in ({"fsdp": 2, "ep": 2}, {"tp": 2, "ep": 2}):  # `bench.parity` has all combinations
         trainer = TrainerSettings(**degrees)
-        found = recompute_in_ranks(
-            [
-                Recomputer(model=model, trainer=trainer, sequences=file, packings=PACKINGS[1:])
-                for file, model in sampled_by.items()
-            ]
-        )
-        assert [[one.differing for one in of_file] for of_file in found] == [[0] * 2] * len(sampled_by), degrees
-        assert min(one.tokens for of_file in found for one in of_file) > 1000
+        recomputer = Recomputer(model=model, trainer=trainer, sequences=file, packings=PACKINGS[1:])
+        (found,) = recompute_in_ranks([recomputer])
+        assert [one.differing for one in found] == [0] * 2, degrees
+        assert found[0].tokens > 1000
 
 
 def test_fast_numerics_do_not(there: Any, tmp_path: Path):
@@ -291,11 +284,10 @@ WITH_EXPERTS = partial(write_random_model, experts=8)
     ("write", "dtype", "replays", "step_tokens"),
     [
         (write_random_model, "float32", False, 32),
-        (WITH_EXPERTS, "bfloat16", False, 32),
         (WITH_EXPERTS, "bfloat16", True, 4096),
         (partial(write_random_dots, **GROUPED), "bfloat16", False, 32),
     ],
-    ids=["dense-in-parts", "experts-bfloat16-in-parts", "replayed-experts", "shared-experts-bfloat16-in-parts"],
+    ids=["dense-in-parts", "replayed-experts", "shared-experts-bfloat16-in-parts"],
 )
 def test_an_update_in_the_middle_of_answers_leaves_the_bits_of_each_versions_tokens_but_for_replayed_experts(
     there: Any, tmp_path: Path, write: Callable[..., Path], dtype: str, replays: bool, step_tokens: int
