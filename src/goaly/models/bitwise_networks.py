@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from goaly.errors import ConfigError
-from goaly.models.bitwise import multiply, on_gpu, row_multiple, silu
+from goaly.models.bitwise import multiply, on_gpu, product_type, row_multiple, silu
 
 INSTRUCTIONS = "vec"
 """The kernel for every CPU; vLLM's other one is for bfloat16."""
@@ -164,8 +164,9 @@ def _products(
 ) -> torch.Tensor:
     """The product of each expert's span of rows with each slice of its weight, side by side."""
     width = weight_eGF.shape[1]
-    out_RG = torch.empty(len(x_RF), slices * width)
-    parts = (x_RF.float().chunk(slices, 1), weight_eGF.float().chunk(slices, 2), out_RG.chunk(slices, 1))
+    dtype = product_type(weight_eGF.chunk(slices, 2)[0])
+    out_RG = torch.empty(len(x_RF), slices * width, dtype=dtype)
+    parts = (x_RF.to(dtype).chunk(slices, 1), weight_eGF.to(dtype).chunk(slices, 2), out_RG.chunk(slices, 1))
     for part_RF, part_eGF, part_RG in zip(*parts, strict=True):
         weights = part_eGF.unbind()
         for expert, start, stop in spans:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ prepare_torchtitan()
 from torchtitan.models.common import CosSinRoPE, RMSNorm  # noqa: E402
 
 from goaly.errors import ConfigError  # noqa: E402
-from goaly.models import bitwise  # noqa: E402
+from goaly.models import bitwise, bitwise_tiles  # noqa: E402
 from goaly.models.attention import PackedAttention, PackedDocuments  # noqa: E402
 from goaly.models.bitwise import BitwiseLinear, product, sigmoid, silu  # noqa: E402
 from goaly.models.bitwise_attention import BitwiseAttention, PagedDocuments, Queries, write_pages  # noqa: E402
@@ -33,12 +34,22 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("features", "width"), [(96, 256), (100, 33), (256, 96)])
+@pytest.fixture(params=["float32", "bfloat16", "bfloat16 without tiles"])
+def dtype_of_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """A model's type; without tiles its products are made in float32."""
+    if "without" in request.param:
+        monkeypatch.setattr(bitwise_tiles, "_is_exact", lambda features: False)
+    return getattr(torch, request.param.split()[0])
+
+
+SHAPES = [(96, 256), (100, 33), (256, 96), (1040, 33), (2048, 6), (2048, 200), (2048, 264), (6144, 100)]
+
+
+@pytest.mark.parametrize(("features", "width"), SHAPES)
 def test_a_row_of_a_product_is_the_same_in_any_number_of_rows_and_beside_any_columns(  # BW-1
-    threads: int, features: int, width: int, dtype: torch.dtype
+    threads: int, features: int, width: int, dtype_of_products: torch.dtype
 ):
-    x, weight = random(400, features).to(dtype), random(width, features, seed=1).to(dtype)
+    x, weight = random(400, features).to(dtype_of_products), random(width, features, seed=1).to(dtype_of_products)
     whole = product(x, weight)
     for count, start in itertools.product(COUNTS, (0, 7)):
         assert torch.equal(product(x[start : start + count], weight), whole[start : start + count]), (count, start)
@@ -52,40 +63,91 @@ def test_products_a_tile_at_a_time_have_the_bits_of_whole_ones(monkeypatch: pyte
     assert torch.equal(product(x, weight), whole)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("features", "width"), SHAPES)
+def test_a_bfloat16_product_has_the_same_bits_whichever_matrix_is_in_tiles(  # BW-1
+    monkeypatch: pytest.MonkeyPatch, features: int, width: int
+):
+    x, weight = random(100, features).bfloat16(), random(width, features, seed=1).bfloat16()
+    found = []
+    for cached in (1 << 13, 1 << 30):
+        monkeypatch.setattr(bitwise_tiles, "CACHED", cached)
+        found.append(product(x, weight))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("features", "width"), SHAPES)
+def test_a_bfloat16_product_is_as_accurate_as_an_ordinary_one(features: int, width: int):
+    x, weight = random(100, features).bfloat16(), random(width, features, seed=1).bfloat16()
+    exact = x.double() @ weight.double().t()
+    mine, plain = (float((one - exact).norm()) for one in (product(x, weight), F.linear(x, weight)))
+    assert mine <= 1.001 * plain
+
+
+def test_where_tiles_are_not_exact_bfloat16_products_are_made_in_float32(monkeypatch: pytest.MonkeyPatch):  # BW-1
+    x, weight = random(100, 96).bfloat16(), random(64, 96, seed=1).bfloat16()
+    plain, depends_on_rows = bitwise_tiles._by_kernel, []
+
+    def wrong(matrix: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        depends_on_rows.append(len(matrix))
+        return plain(matrix, packed) * (1 + len(matrix) % 2 / 64)
+
+    monkeypatch.setattr(bitwise_tiles, "_by_kernel", wrong)
+    monkeypatch.setattr(bitwise_tiles, "_is_exact", cache(bitwise_tiles._is_exact.__wrapped__))
+    made = product(x, weight)
+    assert bool(depends_on_rows) == torch.cpu._is_amx_tile_supported()
+    assert torch.equal(made, product(x.float(), weight.float()).bfloat16())
+
+
 @pytest.mark.parametrize("slices", [1, 2])
 @torch.no_grad()
-def test_a_packed_weight_gives_the_bits_of_one_that_is_not(threads: int, slices: int, dtype: torch.dtype):  # BW-1, KE-1
+def test_a_packed_weight_gives_the_bits_of_one_that_is_not(  # BW-1, KE-1
+    threads: int, slices: int, dtype_of_products: torch.dtype
+):
     plain, packed = (BitwiseLinear.Config(in_features=96, out_features=40, slices=slices).build() for _ in range(2))
     for seed in (1, 2):
-        for layer in (plain.to(dtype), packed.to(dtype)):
+        for layer in (plain.to(dtype_of_products), packed.to(dtype_of_products)):
             layer.weight.copy_(random(40, 96, seed=seed))
         packed.pack()
         assert packed._packed is not None
-        x = random(200, 96).to(dtype)
+        x = random(200, 96).to(dtype_of_products)
         whole = plain(x)
         for count in COUNTS:
             assert torch.equal(packed(x[:count]), whole[:count]), count
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_ranks_that_divide_the_features_add_up_to_what_one_rank_computes(dtype: torch.dtype):  # BW-2
-    alone = BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build().to(dtype)
-    x = random(50, 96).to(dtype)
+def test_ranks_that_divide_the_features_add_up_to_what_one_rank_computes(dtype_of_products: torch.dtype):  # BW-2
+    alone = BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build().to(dtype_of_products)
+    x = random(50, 96).to(dtype_of_products)
     halves = [
         product(part, weight.contiguous()) for part, weight in zip(x.chunk(2, 1), alone.weight.chunk(2, 1), strict=True)
     ]
     assert torch.equal(alone(x), halves[1] + halves[0])
 
 
+def gradients(layer: Any, x: torch.Tensor, weight: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(layer(x), [x, weight], upstream))
+
+
 def test_a_linear_layer_has_the_gradients_of_an_ordinary_one():
     layer = BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build()
-    x, upstream = random(7, 9, 96), random(7, 9, 40, seed=1)
-    given = [x.requires_grad_(), layer.weight]
-    mine = torch.autograd.grad(layer(x), given, upstream)
-    plain = torch.autograd.grad(F.linear(x, layer.weight), given, upstream)
+    x, upstream = random(7, 9, 96).requires_grad_(), random(7, 9, 40, seed=1)
+    mine = gradients(layer, x, layer.weight, upstream)
+    plain = gradients(lambda x: F.linear(x, layer.weight), x, layer.weight, upstream)
     for one, other in zip(mine, plain, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_the_gradients_of_a_bfloat16_layer_are_as_accurate_as_those_of_an_ordinary_one(
+    dtype_of_products: torch.dtype,
+):
+    layer = BitwiseLinear.Config(in_features=1040, out_features=300, slices=2).build().to(dtype_of_products)
+    x, upstream = (random(7, 9, width).to(dtype_of_products).requires_grad_() for width in (1040, 300))
+    weight = layer.weight.detach().double().requires_grad_()
+    exact = gradients(lambda x: F.linear(x, weight), x.detach().double().requires_grad_(), weight, upstream.double())
+    mine = gradients(layer, x, layer.weight, upstream)
+    plain = gradients(lambda x: F.linear(x, layer.weight), x, layer.weight, upstream)
+    for one, other, true in zip(mine, plain, exact, strict=True):
+        assert float((one - true).norm()) <= 1.01 * float((other - true).norm())
 
 
 def norm(kind: type, width: int) -> Any:
