@@ -69,7 +69,7 @@ def pack_tiles(weight_NK: torch.Tensor) -> Tiles:
 def product_with_tiles(x_TK: torch.Tensor, tiles: Tiles) -> torch.Tensor:
     """`tile_product` with this weight."""
     out_AB = _by_kernel(_padded(x_TK, LEAST_ROWS), tiles.packed_1BK)
-    return out_AB[: len(x_TK), : tiles.width]
+    return out_AB[: len(x_TK), : tiles.width].contiguous()
 
 
 def _padded(matrix: torch.Tensor, least_rows: int) -> torch.Tensor:
