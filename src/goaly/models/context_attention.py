@@ -152,10 +152,10 @@ class BitwiseContextAttention(PackedAttention):
         """Causal attention within each document (CP-2), with the bits of one rank (BA-1)."""
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
         keys, values = attention_masks.gathered(k_BLNH, v_BLNH)
-        return _Paged.apply(q_BLNH, keys, values, attention_masks, scale)
+        return _PagedShare.apply(q_BLNH, keys, values, attention_masks, scale)
 
 
-class _Paged(torch.autograd.Function):
+class _PagedShare(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: SharedDocuments, scale: float
