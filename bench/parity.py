@@ -40,7 +40,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.random_models import write_random_dots, write_random_llama
 from goaly.generate.scheduling import SchedulingCounts
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
@@ -50,6 +49,7 @@ from goaly.parity import Recomputer, Sampler, recompute_in_ranks, sample_in_rank
 from goaly.parity_requests import cramped, mixed_requests
 from goaly.run.ranks import fork_ranks_from_one_server
 from goaly.train.settings import TrainerSettings
+from tests.random_model import write_random_dots, write_random_llama
 
 TRAINING_ROUNDS, GENERATION_ROUNDS, WIDE_ROUNDS = 8, 3, 1
 LONGEST = 512
@@ -87,7 +87,7 @@ SIZES = {
 MODELS: dict[str, Callable[[Path], Path]] = {
     "dense": write_tiny_model,
     "experts": partial(write_tiny_model, size=SIZES["experts"]),
-    "dots.llm1": write_random_dots,
+    "dots.llm1": partial(write_random_dots, n_group=4, topk_group=2),
     "tied": partial(write_tiny_model, size=TinyModel(tied=True)),
     "Llama": write_random_llama,
 }
@@ -113,7 +113,7 @@ class Combination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What one generator did."""
+    """A generator, and how often its scheduler did what a check needs."""
 
     model: str
     dtype: str
