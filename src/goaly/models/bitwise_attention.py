@@ -15,6 +15,7 @@ Invariants
 """
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ import torch
 from goaly.models.attention import PackedAttention, PackedDocuments, packed_gradients
 from goaly.models.bitwise import on_gpu
 
+Gradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+"""Those of queries, keys and values, given these and the gradient of the output."""
 PAGE = 32
 """Tokens of a page of keys and values. The kernel's steps are not longer."""
 
@@ -129,7 +132,7 @@ def by_token(
 class Pages(Protocol):
     """What the tokens of a pass look at: a mask of `BitwiseAttention`."""
 
-    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
         """Write keys and values into pages; the attention of the queries over them."""
         ...
 
@@ -190,16 +193,16 @@ class GrowingDocument:
         self._seen, self._now, self._layer = self._seen + self._now, tokens, 0
         return self
 
-    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
         """The attention of the pass's tokens; each call in a pass is another layer's."""
         if self._layer == len(self._caches):
             self._caches.append(_empty_pages(self._pages, k_TKH))
         cache_PKSH = self._caches[self._layer]
         self._layer += 1
-        slot_T = torch.arange(self._seen, self._seen + self._now, device=q_TNH.device)
-        pages_TM = torch.arange(self._pages, dtype=torch.int32, device=q_TNH.device).repeat(self._now, 1)
-        queries = _queries((slot_T + 1).int(), pages_TM, q_TNH, k_TKH)
-        return _attention(queries, q_TNH, k_TKH, v_TKH, cache_PKSH, slot_T, scale)
+        slot_T = torch.arange(self._seen, self._seen + self._now, device=q_QNH.device)
+        pages_TM = torch.arange(self._pages, dtype=torch.int32, device=q_QNH.device).repeat(self._now, 1)
+        queries = _queries((slot_T + 1).int(), pages_TM, q_QNH, k_TKH)
+        return _attention(queries, q_QNH, k_TKH, v_TKH, cache_PKSH, slot_T, scale)
 
 
 class BitwiseAttention(PackedAttention):
@@ -225,24 +228,35 @@ class BitwiseAttention(PackedAttention):
     ) -> torch.Tensor:
         """Causal attention within each document (BA-1)."""
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-        return _Paged.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale)
+
+        def gradients(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor
+        ) -> tuple[torch.Tensor, ...]:
+            assert isinstance(attention_masks, PagedDocuments), "others are for passes without gradients"
+            return packed_gradients(q, k, v, grad, attention_masks.packed, scale)
+
+        return paged_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale, gradients)
+
+
+def paged_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: Pages, scale: float, gradients: Gradients
+) -> torch.Tensor:
+    """The attention of rows' queries over these pages (BA-1), whose backward pass is `gradients`."""
+    return _Paged.apply(q, k, v, pages, scale, gradients)
 
 
 class _Paged(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Pages, scale: float
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: Pages, scale: float, gradients: Gradients
     ) -> torch.Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.documents, ctx.scale = documents, scale
-        out_TNH = documents.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)
-        return out_TNH.view(q.shape)
+        ctx.gradients = gradients
+        return pages.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale).view(q.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        q, k, v = ctx.saved_tensors
-        found = packed_gradients(q, k, v, grad, ctx.documents.packed, ctx.scale)
-        return *found, None, None
+        return *ctx.gradients(*ctx.saved_tensors, grad), None, None, None
 
 
 def _empty_pages(pages: int, k_TKH: torch.Tensor) -> torch.Tensor:

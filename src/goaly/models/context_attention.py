@@ -20,6 +20,7 @@ import torch
 from torchtitan.protocols.module import Module
 
 from goaly.models.attention import PackedAttention
+from goaly.models.bitwise_attention import paged_attention
 from goaly.models.context_parallel import SharedDocuments
 from goaly.models.settings import Numerics
 from goaly.models.varlen_attention import BuiltInVarlenAttention, splits
@@ -35,12 +36,8 @@ def context_attention(device: str, numerics: Numerics) -> Module.Config:
     return ContextVarlenAttention.Config() if device == "cuda" else ContextAttention.Config()
 
 
-class ContextAttention(PackedAttention):
-    """Inner attention on the CPU."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(PackedAttention.Config):
-        """Packed attention's."""
+class _Gathering:
+    """The attention of a share's queries over the keys and values of the whole pass."""
 
     def forward(
         self,
@@ -65,8 +62,27 @@ class ContextAttention(PackedAttention):
         scale: float | None,
     ) -> torch.Tensor:
         """The attention over keys and values that are gathered."""
+        raise NotImplementedError
+
+
+class ContextAttention(_Gathering, PackedAttention):
+    """Inner attention on the CPU."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PackedAttention.Config):
+        """Packed attention's."""
+
+    def over(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BTKH: torch.Tensor,
+        v_BTKH: torch.Tensor,
+        documents: SharedDocuments,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """The attention over keys and values that are gathered."""
         if not documents.is_cut:
-            return super().forward(q_BLNH, k_BTKH, v_BTKH, attention_masks=documents.started, scale=scale)
+            return PackedAttention.forward(self, q_BLNH, k_BTKH, v_BTKH, attention_masks=documents.started, scale=scale)
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
         of_started, outputs = [], []
         for first, length, key, prefix in documents.stretches:
@@ -79,32 +95,18 @@ class ContextAttention(PackedAttention):
                 outputs.append(None)
         if of_started:
             q, k, v = (torch.cat(parts, 1) for parts in zip(*of_started, strict=True))
-            out = super().forward(q, k, v, attention_masks=documents.started, scale=scale)
+            out = PackedAttention.forward(self, q, k, v, attention_masks=documents.started, scale=scale)
             found = iter(out.split([part[0].shape[1] for part in of_started], 1))
             outputs = [next(found) if one is None else one for one in outputs]
         return torch.cat(outputs, 1)
 
 
-class ContextVarlenAttention(BuiltInVarlenAttention):
+class ContextVarlenAttention(_Gathering, BuiltInVarlenAttention):
     """Inner attention on a GPU. On one it has not run yet: tests on CPUs stand in for its kernel."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BuiltInVarlenAttention.Config):
         """Variable-length attention's."""
-
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: SharedDocuments,
-        scale: float | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Causal attention within each document (CP-2)."""
-        keys, values = attention_masks.gathered(k_BLNH, v_BLNH)
-        return self.over(q_BLNH, keys, values, attention_masks, scale)
 
     def over(
         self,
@@ -132,44 +134,32 @@ class ContextVarlenAttention(BuiltInVarlenAttention):
         return out[None].to(q_BLNH.dtype)
 
 
-class BitwiseContextAttention(PackedAttention):
+class BitwiseContextAttention(_Gathering, PackedAttention):
     """Inner attention of `model.numerics=bitwise`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PackedAttention.Config):
         """Packed attention's."""
 
-    def forward(
+    def over(
         self,
         q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: SharedDocuments,
-        scale: float | None = None,
-        **_: Any,
+        k_BTKH: torch.Tensor,
+        v_BTKH: torch.Tensor,
+        documents: SharedDocuments,
+        scale: float | None,
     ) -> torch.Tensor:
-        """Causal attention within each document (CP-2), with the bits of one rank (BA-1)."""
+        """The attention over keys and values that are gathered, with the bits of one rank (BA-1)."""
+
+        def gradients(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            *given, grad = inputs
+            q, k, v = (one.detach().requires_grad_() for one in given)
+            with torch.enable_grad():
+                out = _ordinary(q.device.type).over(q, k, v, documents, scale)
+            return torch.autograd.grad(out, (q, k, v), grad)
+
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-        keys, values = attention_masks.gathered(k_BLNH, v_BLNH)
-        return _PagedShare.apply(q_BLNH, keys, values, attention_masks, scale)
-
-
-class _PagedShare(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: SharedDocuments, scale: float
-    ) -> torch.Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.documents, ctx.scale = documents, scale
-        return documents.paged.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale).view(q.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        q, k, v = (one.detach().requires_grad_() for one in ctx.saved_tensors)
-        with torch.enable_grad():
-            out = _ordinary(q.device.type).over(q, k, v, ctx.documents, ctx.scale)
-        return *torch.autograd.grad(out, (q, k, v), grad), None, None
+        return paged_attention(q_BLNH, k_BTKH, v_BTKH, documents.paged, scale, gradients)
 
 
 @cache
