@@ -290,7 +290,7 @@ class Engine:
         return without_padding(dict(self._model().named_parameters()), self.naming())
 
     def recorded(self) -> AbstractContextManager[Outputs]:
-        """What the operations of torchtitan's definition give this rank in the steps within."""
+        """Record the outputs of torchtitan's operations on this rank in the steps within."""
         return recorded(self._model().model)
 
     def limit_steps(self, tokens: int) -> None:

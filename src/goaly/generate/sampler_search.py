@@ -29,8 +29,7 @@ from goaly.models.operations import Outputs, by_token, first_other, joined, of_t
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.parity_requests import with_cache_of
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
-from goaly.weights.layout import region, view
-from goaly.weights.placement import layout_of, local
+from goaly.weights.placement import copy_whole
 
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine
@@ -78,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _said(sampler: SearchedSampler, found: Sequence[Mapping[str, str | None]]) -> str:
-    """What the ranks found, by the way in which they computed the document."""
+    """The findings of all ranks in a sentence; each has one for each way in which it computed the document."""
     names = [*sampler.outputs, None]
     ways = _steps(sampler.tokens)
     for way in ways:
@@ -108,7 +107,7 @@ def _compare(rank: int, sampler: SearchedSampler, folder: Path) -> None:
     engine = Engine(generator, sampler.model, lora=sampler.lora)
     if sampler.adapters is not None:
         adapters = torch.load(sampler.adapters)
-        engine.apply(lambda: _fill(engine.named_tensors(), adapters))
+        engine.apply(lambda: _copy(adapters, engine.named_tensors()))
     found = {}
     for way, step_tokens in _steps(sampler.tokens).items():
         mine = _outputs(engine, sampler.tokens, step_tokens, ep=generator.ep)
@@ -135,11 +134,10 @@ def _outputs(engine: "Engine", tokens: list[int], step_tokens: int, *, ep: int) 
     return joined(passes)
 
 
-def _fill(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> int:
+def _copy(whole: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> int:
     """Copy this rank's parts of whole tensors; the version of the weights."""
     for name, tensor in tensors.items():
-        for shard in layout_of({name: tensor}):
-            view({name: local(tensor)}, shard).copy_(region(whole[name], shard.offset, shard.shape))
+        copy_whole(whole[name], tensor)
     return 0
 
 

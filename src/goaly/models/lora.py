@@ -38,8 +38,7 @@ from goaly.models.experts import Experts
 from goaly.models.settings import LoraSettings
 from goaly.models.titan_config import fields_of
 from goaly.weights.digest import Digest
-from goaly.weights.layout import region, view
-from goaly.weights.placement import layout_of, local
+from goaly.weights.placement import copy_whole
 
 A, B = "_lora_a", "_lora_b"
 BASE = "base_digest"
@@ -196,8 +195,7 @@ def draw_adapters(tensors: Mapping[str, torch.Tensor], seed: int, *, which: str 
         bound = 1 / math.sqrt(tensor.shape[-1])
         whole = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
         whole.uniform_(-bound, bound, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little")))
-        for shard in layout_of({name: tensor}):
-            view({name: local(tensor)}, shard).copy_(region(whole, shard.offset, shard.shape))
+        copy_whole(whole, tensor)
 
 
 def merged(state: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, _Stri
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from goaly.errors import WeightsError
-from goaly.weights.layout import Extent, Layout, Part, Rectangle, Shard, common, minus, tile
+from goaly.weights.layout import Extent, Layout, Part, Rectangle, Shard, common, minus, region, tile, view
 
 
 def owner(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,6 +44,12 @@ def owner(tensor: torch.Tensor) -> torch.Tensor:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of the tensor that this rank holds, without a gradient."""
     return owner(tensor).detach()
+
+
+def copy_whole(whole: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy this rank's part of a whole tensor into its tensor."""
+    for shard in layout_of({"": tensor}):
+        view({"": local(tensor)}, shard).copy_(region(whole, shard.offset, shard.shape))
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
