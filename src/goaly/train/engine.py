@@ -68,9 +68,11 @@ class TrainEngine(ModelEngine):
         check = self._parity if objective.was_sampled else None
         self._compared = 0
         if check is not None:
+            version = self.policy_version
             for earlier in self._earlier.versions:
-                self._compare_sampled_by(earlier, packed.rows)
-            self._earlier.keep(self.policy_version)
+                if earlier != version:  # a step that failed has kept it
+                    self._compare_sampled_by(earlier, packed.rows)
+            self._earlier.keep(version)
         for minibatch in minibatches[1:]:
             if objective.needs_proximal:
                 self._compares = check is not None

@@ -161,6 +161,15 @@ def differing(engine: TrainEngine, batch: PackedRows, objective: PolicyObjective
     return f"{error.value} {engine.find_operation()}"
 
 
+def test_a_step_after_one_that_failed_compares_each_token_once(engine: TrainEngine):  # PC-1
+    batch = as_sampled(engine)
+    sound = batch.rows["sampler_logprobs"].clone()
+    batch.rows["sampler_logprobs"] -= 1e-3
+    differing(engine, batch)
+    batch.rows["sampler_logprobs"] = sound
+    assert engine.train_step(batch, OBJECTIVE)["parity/share"] == 1
+
+
 def test_a_difference_in_the_last_bit_ends_the_step_with_the_token_and_both_values(engine: TrainEngine):  # PC-2
     batch = as_sampled(engine)
     place = int(batch.rows["trained"][1].nonzero()[7])
