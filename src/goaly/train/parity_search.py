@@ -50,11 +50,14 @@ class Alone:
 def search(engine: "TrainEngine", at: Difference, sampler: "GeneratorSettings | None" = None) -> str:
     """The first operation that computes other bits, or why none is named. If it may be the sampler's, it is searched
     for in a sampler with these settings. Every rank must call it."""
+    is_one = engine.settings.ranks == 1
     try:
+        if is_one and sampler is None:
+            return _within_one(engine, at)
         alone = _alone(engine, at, sampler)
         if isinstance(alone, str):
             return UNNAMED + alone
-        if engine.settings.ranks == 1:
+        if is_one:
             return alone.said
         if alone.said:
             return f"One rank of a trainer says: {alone.said}"
@@ -71,8 +74,7 @@ def _alone(engine: "TrainEngine", at: Difference, sampler: "GeneratorSettings | 
     with tempfile.TemporaryDirectory(prefix="goaly-parity-") as temporary:
         path = Path(temporary) / "model"
         try:
-            if not is_one or sampler is not None:
-                engine.save_for_one(path)
+            engine.save_for_one(path)
             if is_one:
                 box = [_with_outputs(engine, at, _within_one(engine, at))]
             elif dist.get_rank() == 0:
