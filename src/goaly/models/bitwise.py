@@ -243,8 +243,8 @@ def _whole_is_exact(features: int, width: int, threads: int) -> bool:
     """Whether a product of all rows at once is that of BW-1 on this machine; ConfigError if a tile itself is not."""
     random = torch.Generator().manual_seed(0)
     multiple = row_multiple()
-    x_TK = torch.randn(16 * multiple, features, generator=random)
-    weight_NK = torch.randn(width, features, generator=random)
+    x_TK = torch.randn(16 * multiple, features, generator=random, dtype=torch.float32)
+    weight_NK = torch.randn(width, features, generator=random, dtype=torch.float32)
     expected_TN = _tiled(x_TK, weight_NK)
 
     def exact(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
@@ -275,8 +275,8 @@ def _packed_is_exact(features: int, width: int, threads: int) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     random = torch.Generator().manual_seed(0)
-    x_TK = torch.randn(8 * TILE, features, generator=random)
-    weight_NK = torch.randn(width, features, generator=random)
+    x_TK = torch.randn(8 * TILE, features, generator=random, dtype=torch.float32)
+    weight_NK = torch.randn(width, features, generator=random, dtype=torch.float32)
     expected_TN, handler = _tiled(x_TK, weight_NK), packed_weight(weight_NK)
     places = [(0, 1), (7, 1), (3, 2), (1, 3), (2, 7), (5, 17), (9, TILE), (1, 2 * TILE), (0, len(x_TK))]
     parts = [slice(start, start + size) for start, size in places]

@@ -142,7 +142,8 @@ class BitwiseRoutedExperts(RoutedExperts):
         weights_TK, is_upper_TK = topk_scores_BLK.flatten(0, 1), experts_TK >= self.token_dispatcher.num_experts // 2
         halves_HK = torch.cat([weights_TK.masked_fill(is_upper_TK, 0.0), weights_TK.masked_fill(~is_upper_TK, 0.0)])
         row_HK = torch.arange(tokens * each).view(tokens, each).repeat(2, 1)
-        lower_TG, upper_TG = F.embedding_bag(row_HK, rows_NG, mode="sum", per_sample_weights=halves_HK).chunk(2)
+        both_HG = F.embedding_bag(row_HK, rows_NG.float(), mode="sum", per_sample_weights=halves_HK.float())
+        lower_TG, upper_TG = both_HG.to(rows_NG.dtype).chunk(2)
         return _whole(lower_TG + upper_TG, x_TD).view(x_BLD.shape)
 
 

@@ -1,8 +1,8 @@
 """The networks of experts with `model.numerics=bitwise`: a row gets the same bits, whatever is computed beside it.
 
-vLLM's kernel of experts, which computes a row in the same way in any batch (BN-1), computes float32 networks whose
-widths fit. Others, and all on a GPU, are exact products (BW-1). Widths and type decide, so trainer and sampler do the
-same. Gradients are those of ordinary products.
+vLLM's kernel of experts, which computes a row in the same way in any batch (BN-1), computes networks whose widths fit,
+those in bfloat16 on a machine with matrix tiles. Others, and all on a GPU, are exact products (BW-1). Widths, type and
+machine decide, so trainer and sampler do the same. Gradients are those of ordinary products.
 
 Shape suffixes: e experts, D model dim, F hidden features, R rows, grouped by expert, S slices of the hidden features, G
 outputs of a product.
@@ -15,18 +15,25 @@ Invariants
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
 
 from goaly.errors import ConfigError
 from goaly.models.bitwise import multiply, on_gpu, product_type, row_multiple, silu
+from goaly.models.bitwise_tiles import has_tiles
 
 INSTRUCTIONS = "vec"
-"""The kernel for every CPU; vLLM's other one is for bfloat16."""
+"""The kernel of float32 networks."""
+INSTRUCTIONS_OF_TILES = "amx"
+"""The kernel of bfloat16 ones."""
 PACKED = 32
 """The kernel's widths are multiples of it."""
+
+
+PIECE = 1 << 20
+"""Elements of weights that are put into the kernel's order at once, while they are in the processor's cache."""
 
 
 class Packed(NamedTuple):
@@ -78,24 +85,41 @@ def by_expert(x_RF: torch.Tensor, weight_eGF: torch.Tensor, rows: Sequence[int],
 def fit_kernel(w1_eFD: torch.Tensor, slices: int) -> bool:
     """Whether vLLM's kernel for CPUs computes networks with these gates."""
     _, hidden, width = w1_eFD.shape
-    fit = width % PACKED == 0 and hidden // slices % PACKED == 0
-    return fit and w1_eFD.dtype == torch.float32 and not on_gpu(w1_eFD)
+    if on_gpu(w1_eFD) or width % PACKED or hidden // slices % PACKED:
+        return False
+    match w1_eFD.dtype:
+        case torch.float32:
+            return True
+        case torch.bfloat16:
+            return has_tiles() and _kernel_is_exact(width, hidden // slices, torch.bfloat16, torch.get_num_threads())
+    return False
 
 
 def check_kernel(w1_eFD: torch.Tensor, slices: int) -> None:
     """Raise a ConfigError if vLLM's kernel does not give rows of these networks the same bits in any place (BN-1)."""
     _, hidden, width = w1_eFD.shape
-    if not _kernel_is_exact(width, hidden // slices, torch.get_num_threads()):
+    if not _kernel_is_exact(width, hidden // slices, w1_eFD.dtype, torch.get_num_threads()):
         why = f"the kernel's result for a row of an expert of width {hidden} depends on its place"
         raise ConfigError([f"model.numerics=bitwise: cannot work on this machine: {why}"])
 
 
 def pack(w1_eFD: torch.Tensor, w2_eDF: torch.Tensor, w3_eFD: torch.Tensor, slices: int) -> Packed:
     """A copy of the weights in the kernel's order."""
-    prepack = _kernels().cpu_prepack_moe_weight
-    gates_and_ups = torch.cat([torch.cat(w1_eFD.chunk(slices, 1)), torch.cat(w3_eFD.chunk(slices, 1))], 1)
-    downs = torch.cat(w2_eDF.chunk(slices, 2))
-    return Packed(prepack(gates_and_ups, INSTRUCTIONS), prepack(downs, INSTRUCTIONS), slices)
+    experts, hidden, width = w1_eFD.shape
+    part = hidden // slices
+    gates_and_ups, downs = (w1_eFD.new_empty(slices * experts, *s) for s in ((2 * part, width), (width, part)))
+    some = max(1, PIECE // (2 * part * width))
+    for number, first in product(range(slices), range(0, experts, some)):
+        of_slice, rows = slice(number * part, (number + 1) * part), slice(first, min(first + some, experts))
+        place = slice(number * experts + rows.start, number * experts + rows.stop)
+        both = torch.cat([w1_eFD[rows, of_slice], w3_eFD[rows, of_slice]], 1)
+        for weight, packed in ((both, gates_and_ups), (w2_eDF[rows, :, of_slice].contiguous(), downs)):
+            packed[place] = _kernels().cpu_prepack_moe_weight(weight, _instructions(weight))
+    return Packed(gates_and_ups, downs, slices)
+
+
+def _instructions(tensor: torch.Tensor) -> str:
+    return INSTRUCTIONS_OF_TILES if tensor.dtype == torch.bfloat16 else INSTRUCTIONS
 
 
 def _by_kernel(x_RD: torch.Tensor, rows: Sequence[int], packed: Packed) -> torch.Tensor:
@@ -110,22 +134,22 @@ def by_kernel(x_RD: torch.Tensor, expert_R: torch.Tensor, packed: Packed) -> tor
         x_RD = x_RD.repeat_interleave(slices, 0)
         first_S = torch.arange(0, len(packed.downs), len(packed.downs) // slices)
         expert_R = (expert_R[:, None] + first_S).flatten()
-    x_RD, out_RD = x_RD.contiguous(), torch.empty(rows * slices, width)
+    x_RD, out_RD = x_RD.contiguous(), x_RD.new_empty(rows * slices, width)
     if rows:
-        each = x_RD.new_ones(len(x_RD), 1), expert_R.int()[:, None]
+        each = torch.ones(len(x_RD), 1, dtype=torch.float32), expert_R.int()[:, None]
         weights = packed.gates_and_ups, packed.downs
-        _kernels().cpu_fused_moe(out_RD, x_RD, *weights, None, None, *each, "silu", INSTRUCTIONS, True)
+        _kernels().cpu_fused_moe(out_RD, x_RD, *weights, None, None, *each, "silu", _instructions(x_RD), True)
     return out_RD.view(rows, slices * width)
 
 
 @cache
-def _kernel_is_exact(width: int, hidden: int, threads: int) -> bool:
+def _kernel_is_exact(width: int, hidden: int, dtype: torch.dtype, threads: int) -> bool:
     """Whether the kernel gives rows the same bits in other places and without each other (BN-1)."""
     random = torch.Generator().manual_seed(0)
     experts, each = 2, 80
-    w1_eFD, w3_eFD = torch.randn(2, experts, hidden, width, generator=random)
-    packed = pack(w1_eFD, torch.randn(experts, width, hidden, generator=random), w3_eFD, 1)
-    x_RD = torch.randn(experts * each, width, generator=random)
+    w1_eFD, w3_eFD = torch.randn(2, experts, hidden, width, generator=random).to(dtype)
+    packed = pack(w1_eFD, torch.randn(experts, width, hidden, generator=random).to(dtype), w3_eFD, 1)
+    x_RD = torch.randn(experts * each, width, generator=random).to(dtype)
     whole_RD = _by_kernel(x_RD, [each, each], packed)
     for start, size in ((0, 1), (3, 1), (5, 2), (7, 3), (1, 8), (2, 17), (9, 64)):
         rows = slice(each - start, each - start + size + 1)  # the last `start` of one expert, and of the next

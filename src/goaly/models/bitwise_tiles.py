@@ -38,6 +38,12 @@ def by_tiles(weight_NK: torch.Tensor) -> bool:
     return weight_NK.dtype == torch.bfloat16 and _is_exact(weight_NK.shape[-1])
 
 
+@cache
+def has_tiles() -> bool:
+    """Whether this process may use matrix tiles, for which it asks the system, and vLLM has its kernels for them."""
+    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx() and hasattr(_kernels(), "bmm_cpu")
+
+
 def tile_product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T`, of which each row is that of BW-1."""
     if fits_cache(weight_NK):
@@ -93,9 +99,8 @@ def _by_kernel(matrix_AK: torch.Tensor, packed_1BK: torch.Tensor) -> torch.Tenso
 
 @cache
 def _is_exact(features: int) -> bool:
-    """Whether this machine has the kernel, and it gives rows the same bits in any place (BW-1)."""
-    has_kernel = hasattr(_kernels(), "bmm_cpu") and hasattr(_kernels(), "convert_weight_packed")
-    if not (has_kernel and torch.cpu._is_amx_tile_supported()):
+    """Whether this machine has tiles, and the kernel gives rows the same bits in any place (BW-1)."""
+    if not has_tiles():
         return False
     random = torch.Generator().manual_seed(0)
     x_TK = torch.randn(8 * TILE, features, generator=random).bfloat16()

@@ -1,6 +1,8 @@
 """Experts with bitwise numerics give a token the same bits, whatever is computed beside it and whoever has them."""
 
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -205,11 +207,14 @@ def test_ranks_that_divide_the_experts_or_their_features_add_up_to_what_one_comp
     assert torch.equal(first + second, alone)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
-def test_packed_weights_give_the_bits_of_those_that_are_not_until_they_change(threads: int):  # BE-2 KE-1
-    experts = layer()
+def test_packed_weights_give_the_bits_of_those_that_are_not_until_they_change(  # BE-2 KE-1
+    threads: int, dtype: torch.dtype
+):
+    experts = layer(dtype=dtype)
     for seed, count in ((9, TOKENS), (8, 7), (7, 1)):
-        x = random(1, count, DIM, seed=seed)
+        x = random(1, count, DIM, seed=seed).to(dtype)
         experts.routed_experts.inner_experts.packed = None
         alone = experts(x)
         experts.routed_experts.inner_experts.pack()
@@ -223,6 +228,39 @@ def test_a_kernel_that_is_not_exact_is_refused_when_weights_are_packed(monkeypat
     monkeypatch.setattr("goaly.models.bitwise_networks._kernel_is_exact", lambda *_: False)
     with pytest.raises(ConfigError, match=f"a row of an expert of width {KERNEL} depends on its place"):
         layer().routed_experts.inner_experts.pack()
+
+
+@torch.no_grad()
+def test_where_the_kernel_of_tiles_is_not_exact_bfloat16_networks_are_products(monkeypatch: pytest.MonkeyPatch):  # BN-1
+    x, (w1, w2, w3) = random(sum(ROWS), DIM).bfloat16(), weights(torch.bfloat16, KERNEL)
+    monkeypatch.setattr("goaly.models.bitwise_networks._kernel_is_exact", lambda *_: False)
+    found = networks(x, w1, w2, w3, ROWS).split(ROWS)
+    for number, (rows, of_expert) in enumerate(zip(found, x.split(ROWS), strict=True)):
+        hidden = silu(product(of_expert, w1[number])) * product(of_expert, w3[number])
+        assert torch.equal(rows, product(hidden, w2[number]))
+
+
+def test_a_process_that_has_not_multiplied_yet_may_compute_networks():  # BN-1
+    of_experts = ", ".join(f"torch.ones(2, {shape}).bfloat16()" for shape in ("32, 64", "64, 32", "32, 64"))
+    computed = f"import torch\nfrom goaly.models.bitwise_networks import networks\nwith torch.no_grad():\n\
+    networks(torch.ones(4, 64).bfloat16(), {of_experts}, [1, 3])"
+    subprocess.run([sys.executable, "-c", computed], check=True)
+
+
+@torch.no_grad()
+def test_bfloat16_networks_are_as_accurate_as_ordinary_ones():
+    x, (w1, w2, w3) = random(sum(ROWS), DIM).bfloat16(), weights(torch.bfloat16, KERNEL)
+
+    def of(kind: torch.dtype) -> torch.Tensor:
+        of_experts = [
+            (torch.nn.functional.silu(rows @ gate.t()) * (rows @ up.t())) @ down.t()
+            for rows, gate, down, up in zip(x.to(kind).split(ROWS), w1.to(kind), w2.to(kind), w3.to(kind), strict=True)
+        ]
+        return torch.cat(of_experts)
+
+    exact = of(torch.float64)
+    mine, plain = (float((one - exact).norm()) for one in (networks(x, w1, w2, w3, ROWS), of(torch.bfloat16)))
+    assert mine <= 1.01 * plain
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
