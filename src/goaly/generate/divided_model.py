@@ -4,6 +4,7 @@ vLLM's model class (`vllm_model.py`) gives it memory and attention over the key-
 tensors. It does not import vLLM.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import spmd_types
@@ -52,11 +53,49 @@ def divided_on_meta(
     return model, dims
 
 
+def add_parts_by(model: torch.nn.Module, add: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let a divided model add the ranks' parts of an output by `add`, and drop what torchtitan does around each module
+    for gradients and types: in a sampler's step it is most of the host's time."""
+    for module in model.modules():
+        sharding: Any = getattr(module, "_sharding_config", None)
+        if sharding is None:
+            continue
+        of_inputs, wanted = (found or {} for found in (sharding.in_src_shardings, sharding.in_dst_shardings))
+        move = [found for name in wanted if (found := _move(of_inputs.get(name), wanted[name]))]
+        of_output = _move(sharding.out_src_shardings, sharding.out_dst_shardings)
+        if move or of_output not in (None, (spmd_types.P, spmd_types.I)):
+            raise NotImplementedError(f"{type(module).__name__}: {move or of_output} is not the sum of the ranks' parts")
+        vars(module).pop("forward")
+        if of_output:
+            module.forward = _added(module.forward, add)
+        if hasattr(dispatcher := getattr(module, "token_dispatcher", None), "add"):
+            dispatcher.add = add
+
+
+def _move(source: Any, target: Any) -> tuple[Any, Any] | None:
+    """How the ranks' parts of a tensor change between two layouts; I and R differ in their gradients only."""
+    if source is None or target is None:
+        return None
+    found = [spmd_types.I if one is spmd_types.R else one for one in map(_placement, (source, target))]
+    return None if found[0] == found[1] else (found[0], found[1])
+
+
+def _placement(layout: Any) -> Any:
+    return layout.per_axis_spmd_types()[MeshAxisName.TP]
+
+
+def _added(compute: Callable[..., torch.Tensor], add: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return add(compute(*args, **kwargs))
+
+    return forward
+
+
 def split_dim(model: torch.nn.Module, name: str) -> int | None:
     """The dimension along which a divided model's parameter is split over the ranks; None: each rank has all of it."""
     module, _, state = name.rpartition(".")
     sharding: Any = model.get_submodule(module)._sharding_config
-    placement = sharding.state_shardings[state].per_axis_spmd_types()[MeshAxisName.TP]
+    placement = _placement(sharding.state_shardings[state])
     return placement.dim if isinstance(placement, spmd_types.Shard) else None
 
 

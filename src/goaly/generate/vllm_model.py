@@ -26,12 +26,13 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 
 from goaly.generate import cpu_kernels
-from goaly.generate.divided_model import divided_on_meta, split_dim
+from goaly.generate.divided_model import add_parts_by, divided_on_meta, split_dim
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models import deepseek, gpt_oss
 from goaly.models.attention import share_angles
@@ -155,16 +156,17 @@ class TorchtitanForCausalLM(torch.nn.Module):
             divides_experts=vllm_config.parallel_config.enable_expert_parallel,
             numerics=self.numerics,
         )
-        self._context: Any = nullcontext
+        context: Any = nullcontext
         if self._dims is not None:
-            self._context = get_spmd_context(parallel_dims=self._dims)
+            context = get_spmd_context(parallel_dims=self._dims)
+            add_parts_by(self.model, tensor_model_parallel_all_reduce)
         self._packs = [one.pack for one in self.model.modules() if hasattr(one, "pack")]
         if RECORDS_CHOICES in additional:
             self.choices = ChoiceCache(
                 [layer.moe for layer in self.model.layers.values() if layer.moe_enabled], vllm_config
             )
         self.model.to_empty(device=device)
-        with torch.no_grad(), self._context():
+        with torch.no_grad(), context():
             self.model.init_weights(buffer_device=None)
             share_angles(self.model)
             for module in self.model.modules():
@@ -177,8 +179,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings `[T, D]`."""
-        with self._context():
-            return self.model.tok_embeddings(input_ids)
+        return self.model.tok_embeddings(input_ids)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, intermediate_tensors: Any = None, **_: Any
@@ -188,19 +189,17 @@ class TorchtitanForCausalLM(torch.nn.Module):
         if self._row_multiple is not None and (rest := -tokens % self._row_multiple()):
             input_ids, positions = pad(input_ids, (0, rest)), pad(positions, (0, rest))
         positions_BL = positions.unsqueeze(0)
-        with self._context():
-            hidden_BLD = self.model.tok_embeddings(input_ids.unsqueeze(0))
-            for layer in self.model.layers.values():
-                hidden_BLD = layer(hidden_BLD, tokens, positions_BL)
-            hidden_TD = self.model.norm(hidden_BLD).squeeze(0)[:tokens]
+        hidden_BLD = self.model.tok_embeddings(input_ids.unsqueeze(0))
+        for layer in self.model.layers.values():
+            hidden_BLD = layer(hidden_BLD, tokens, positions_BL)
+        hidden_TD = self.model.norm(hidden_BLD).squeeze(0)[:tokens]
         if self.choices is not None:
             self.choices.write(tokens)
         return hidden_TD
 
     def compute_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Logits `[T, V]` over the whole vocabulary."""
-        with self._context():
-            logits_TV = self.model.lm_head(hidden_TD)
+        logits_TV = self.model.lm_head(hidden_TD)
         return logits_TV if self._dims is None else tensor_model_parallel_all_gather(logits_TV)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

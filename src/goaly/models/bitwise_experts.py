@@ -22,14 +22,13 @@ Invariants
     BE-3  The output of the shared experts, a dense network (BW-2), is added to this sum when both are whole.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from torchtitan.distributed.spmd_types import current_spmd_mesh
 from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 
 from goaly.models.bitwise import on_local, sigmoid
@@ -239,6 +238,11 @@ class BitwiseOwnExpertsDispatcher(OwnExpertsDispatcher):
     class Config(OwnExpertsDispatcher.Config):
         """The experts of this rank."""
 
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.add: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Adds the ranks' parts of a tensor."""
+
     def dispatch(
         self,
         x_TD: torch.Tensor,
@@ -254,11 +258,8 @@ class BitwiseOwnExpertsDispatcher(OwnExpertsDispatcher):
 
     def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's experts, on every rank."""
-        half_TG = metadata.sums(routed_output_RD)
-        mesh = current_spmd_mesh()
-        assert mesh is not None, "ranks divide the experts"
-        dist.all_reduce(half_TG, group=mesh.get_group("tp"))
-        return _whole(half_TG, x_TD)
+        assert self.add is not None, "ranks divide the experts"
+        return _whole(self.add(metadata.sums(routed_output_RD)), x_TD)
 
 
 def _whole(out_TG: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
