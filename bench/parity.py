@@ -16,10 +16,9 @@ them: the generators of TP 2 and of EP 2 with one thread and without an update.
 one thread where the two take turns: the same requests sampled by an engine, and forward and backward passes over the
 same packed rows. A round runs both sides twice, in the order A, B, B, A, after one that warms both up; a cost is the
 median over the rounds' ratios. All of three tiny random models, a dense one, one with experts and one that has shared
-experts, too, or of `--model`. The costs of a model with experts are `experts_generate_cost` and `experts_train_cost`,
-and with shared ones `shared_experts_generate_cost` and `shared_experts_train_cost`. Those in bfloat16, where both sides
-have this type, have no bar: `bfloat16_generate_cost` and `bfloat16_train_cost` of the dense model, and with `wide_` of
-one that is 2,048 wide and has two layers.
+experts, too, or of `--model`, in both types; both sides have the same. The costs of a model with experts begin with
+`experts_`, with shared ones with `shared_experts_`, and those in bfloat16 have `bfloat16_` before that, such as
+`bfloat16_experts_train_cost`. `wide_` is before those of a dense model that is 2,048 wide and has two layers.
 
 If a log-prob differs, a generator did not preempt, or a cost is above its bar, the exit code is 1 and the last line
 names it.
@@ -33,6 +32,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -68,6 +68,8 @@ TRAINERS: dict[str, dict[str, int]] = {
     "FSDP 2": {"fsdp": 2},
     "TP 2": {"tp": 2},
     "FSDP 2, TP 2": {"fsdp": 2, "tp": 2},
+    "CP 2": {"cp": 2},
+    "CP 2, TP 2": {"cp": 2, "tp": 2},
 }
 OF_EXPERTS = {"EP 2, 2 threads": {"tp": 2, "ep": 2, "threads": 2}}
 TRAINERS_OF_EXPERTS = {
@@ -75,6 +77,7 @@ TRAINERS_OF_EXPERTS = {
     "TP 2, EP 2": {"tp": 2, "ep": 2},
     "FSDP 2, TP 2, EP 2": {"fsdp": 2, "tp": 2, "ep": 2},
     "FSDP 2, TP 2, EP 4": {"fsdp": 2, "tp": 2, "ep": 4},
+    "CP 2, EP 2": {"cp": 2, "ep": 2},
 }
 BRIEF = ("TP 1", f"TP 2, {UPDATES}", "1 rank", "FSDP 2, TP 2")
 """The combinations of the models that differ from the dense one in one layer."""
@@ -95,7 +98,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 WIDE = TinyModel(dim=2048, layers=2, heads=16, kv_heads=8, head_dim=128, hidden_dim=6144)
 PACKINGS = ((1024, 4), (512, 1), (2048, 2))
 BARS = {"generate_cost": 1.3, "train_cost": 1.15}
-"""The most that each cost should be, of any model, in float32."""
+"""The most that each cost should be, of any model in either type."""
 STRESS = ("preemptions", "prompts_in_parts", "prefix_hits")
 
 
@@ -141,8 +144,7 @@ class Result:
 
     def bars(self) -> dict[str, float]:
         """The most that each number should be, of those that have a bar."""
-        in_float32 = [name for name in self.seconds if "bfloat16" not in name]
-        of_costs = {name: bar for name in in_float32 for ending, bar in BARS.items() if name.endswith(ending)}
+        of_costs = {name: bar for name in self.seconds for ending, bar in BARS.items() if name.endswith(ending)}
         return {"differing_tokens": 0, **of_costs}
 
     def missed(self) -> list[str]:
@@ -275,19 +277,17 @@ def generation(model: str, dtype: str = "float32", *, count: int = 192) -> dict[
 
 
 def costs(models: Mapping[str, str], folder: Path) -> dict[str, dict[str, list[float]]]:
-    """The CPU seconds of each cost of these models; in bfloat16 of the dense one, and of a wide one."""
+    """The CPU seconds of each cost of these models, and in bfloat16 of a wide one if a dense one is among them."""
     import torch
 
     torch.set_num_threads(1)
     seconds: dict[str, dict[str, list[float]]] = {}
-    for model in models.values():
+    for (of_type, dtype), model in product({"": "float32", "bfloat16_": "bfloat16"}.items(), models.values()):
         shape = architecture(read_config(model))
-        before = "shared_experts_" if shape.shared_hidden_dim else "experts_" if shape.experts else ""
-        seconds[f"{before}train_cost"] = training(model)
-        seconds[f"{before}generate_cost"] = generation(model)
+        kind = "shared_experts_" if shape.shared_hidden_dim else "experts_" if shape.experts else ""
+        seconds[f"{of_type}{kind}train_cost"] = training(model, dtype)
+        seconds[f"{of_type}{kind}generate_cost"] = generation(model, dtype)
     if "dense" in models:
-        seconds["bfloat16_train_cost"] = training(models["dense"], "bfloat16")
-        seconds["bfloat16_generate_cost"] = generation(models["dense"], "bfloat16")
         wide = str(write_tiny_model(folder / "wide", WIDE))
         seconds["wide_bfloat16_train_cost"] = training(wide, "bfloat16", tokens=256)
         seconds["wide_bfloat16_generate_cost"] = generation(wide, "bfloat16", count=8)
@@ -296,7 +296,7 @@ def costs(models: Mapping[str, str], folder: Path) -> dict[str, dict[str, list[f
 
 def markdown(result: Result) -> str:
     """The page of the results."""
-    numbers = result.numbers()
+    numbers, bars = result.numbers(), result.bars()
     rows = [
         f"| {one.model} | {one.dtype} | {one.generator} | {one.trainer} | {one.tokens:,} | {one.differing:,} |"
         for one in result.combinations
@@ -316,21 +316,14 @@ def markdown(result: Result) -> str:
             *rows,
             f"| all | | | | {numbers['tokens']:,} | {numbers['differing_tokens']:,} |",
             "",
-            "CPU seconds with bitwise numerics over those with fast ones, one thread, in float32 if the name has no "
-            "other type. A bar is the most that it should be.",
+            "CPU seconds with bitwise numerics over those with fast ones of the same type, one thread, in float32 if "
+            "the name has no other type. A bar is the most that it should be. The wide model has two layers of width "
+            "2,048 and gets few tokens, so that products take nearly all of its time. In bfloat16 the bars need a "
+            "CPU with matrix tiles (AMX): without them products are made in float32.",
             "",
             "| | bar | measured |",
             "|---|---|---|",
-            *(
-                f"| `{name}` | {bar} | {numbers[name]:.3f} |"
-                for name, bar in result.bars().items()
-                if name in result.seconds
-            ),
-            *(f"| `{name}` | none | {numbers[name]:.3f} |" for name in result.seconds if name not in result.bars()),
-            "",
-            "Costs in bfloat16 are those of bitwise numerics over fast ones when both have this type, and have no bar: "
-            "bitwise products of bfloat16 are made in float32. The wide model has two layers of width 2,048 and gets "
-            "few tokens, so that products take nearly all of its time.",
+            *(f"| `{name}` | {bars[name]} | {numbers[name]:.3f} |" for name in result.seconds),
             "",
         ]
     )
