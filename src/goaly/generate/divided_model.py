@@ -64,11 +64,12 @@ def add_parts_by(model: torch.nn.Module, add: Callable[[torch.Tensor], torch.Ten
         move = [found for name in wanted if (found := _move(of_inputs.get(name), wanted[name]))]
         of_output = _move(sharding.out_src_shardings, sharding.out_dst_shardings)
         if move or of_output not in (None, (spmd_types.P, spmd_types.I)):
-            raise NotImplementedError(f"{type(module).__name__}: {move or of_output} is not the sum of the ranks' parts")
+            raise NotImplementedError(f"{type(module).__name__}: {move or of_output} is not a sum over ranks")
         vars(module).pop("forward")
         if of_output:
             module.forward = _added(module.forward, add)
-        if hasattr(dispatcher := getattr(module, "token_dispatcher", None), "add"):
+        dispatcher: Any = getattr(module, "token_dispatcher", None)
+        if hasattr(dispatcher, "add"):
             dispatcher.add = add
 
 

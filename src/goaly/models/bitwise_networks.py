@@ -30,8 +30,6 @@ INSTRUCTIONS_OF_TILES = "amx"
 """The kernel of bfloat16 ones."""
 PACKED = 32
 """The kernel's widths are multiples of it."""
-
-
 PIECE = 1 << 20
 """Elements of weights that are put into the kernel's order at once, while they are in the processor's cache."""
 
