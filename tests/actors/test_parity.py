@@ -25,9 +25,11 @@ pytestmark = pytest.mark.timeout(300)
 
 VOCABULARY = 32
 REQUESTS = 40
-CACHED = 800
+LONGEST = 200
+"""The most tokens of a sequence."""
+CACHED = 400
 """Tokens that the cache holds: fewer than those of the requests that run, so some are preempted."""
-PACKINGS = [(400, 1), (700, 2), (1024, 4)]
+PACKINGS = [(LONGEST, 1), (350, 2), (1024, 4)]
 """Row lengths, and rows of a microbatch."""
 GROUPED = {"n_group": 4, "topk_group": 2}
 """Of dots.llm1's experts: a token chooses two of four groups."""
@@ -48,12 +50,12 @@ class Both:
         shape = architecture(read_config(folder))
         token = 2 * shape.layers * shape.kv_heads * shape.head_dim * getattr(torch, settings.dtype).itemsize
         cache = CACHED * token / (1 << 30)
-        limits = GeneratorSettings(max_running=24, max_context=400, kv_cache_gib=cache, max_step_tokens=step_tokens)
+        limits = GeneratorSettings(max_running=24, max_context=LONGEST, kv_cache_gib=cache, max_step_tokens=step_tokens)
         self.generator = Engine(limits, settings, records_choices=shape.experts > 0)
         self.counter = self.generator.counter()
 
     def asked(self, seed: int = 0) -> list[Any]:
-        return mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400, temperature=self.temperature, seed=seed)
+        return mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=LONGEST, temperature=self.temperature, seed=seed)
 
     def trainer(self, **settings: Any) -> Any:
         from goaly.train.engine import TrainEngine
@@ -207,8 +209,8 @@ def sample(tmp_path: Path) -> Callable[..., Path]:
 
     def sample(model: ModelSettings, **ranks: int) -> Path:
         file = tmp_path / "sequences"
-        asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
-        generator = cramped(model, GeneratorSettings(max_running=24, max_context=400, **ranks), asked)
+        asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=LONGEST)
+        generator = cramped(model, GeneratorSettings(max_running=24, max_context=LONGEST, **ranks), asked)
         counts = sample_in_ranks(Sampler(model=model, generator=generator, asked=asked, updates=True), file)
         assert counts.prefix_hits > REQUESTS // SHARED
         assert counts.preemptions > 0
@@ -257,11 +259,11 @@ def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_an
 
 def test_ranks_add_shared_experts_alike_however_either_side_divides_the_model(tmp_path: Path):  # BE-3
     folder = str(write_random_dots(tmp_path / "model", **GROUPED))
-    asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=400)
+    asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=LONGEST)
     layouts = ("float32", 1, {"fsdp": 2, "ep": 2}), ("bfloat16", 2, {"tp": 2, "ep": 2})
     for dtype, ep, degrees in layouts:  # `bench.parity` has all combinations
         model = ModelSettings(path=folder, dtype=dtype, numerics="bitwise")
-        generator = cramped(model, GeneratorSettings(max_running=24, max_context=400, tp=2, ep=ep), asked)
+        generator = cramped(model, GeneratorSettings(max_running=24, max_context=LONGEST, tp=2, ep=ep), asked)
         file = tmp_path / f"{dtype}-{ep}"
         sample_in_ranks(Sampler(model=model, generator=generator, asked=asked), file)
         trainer = TrainerSettings(**degrees)
