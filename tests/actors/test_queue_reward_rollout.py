@@ -55,6 +55,10 @@ class FakeGenerator(Actor):
     async def connect(self, client, ways) -> None:
         await self._clients.serve(client, ways, asyncio.Event())
 
+    @concurrent_endpoint
+    async def tell(self, client, message) -> None:
+        self._told(client, message)
+
     def _told(self, client, message) -> None:
         match message:
             case Submit(requests):

@@ -28,6 +28,8 @@ from goaly.run.serve_config import ServeConfig
 pytestmark = pytest.mark.timeout(900)
 Serve = Callable[..., ServerProcess]
 QUESTION: Any = {"role": "user", "content": "1+2="}
+LONG = 400
+"""Tokens of an answer that is still being sampled when a client on a busy machine has read its beginning."""
 
 
 @pytest.fixture
@@ -50,7 +52,8 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 def test_clients_with_a_token_are_served_through_the_death_of_a_generator(
     serve: Serve, tiny_model_folder: Path
 ) -> None:
-    server = serve(f"path={tiny_model_folder}", variables={"GOALY_TOKENS": "first, second"})
+    tokens = {"GOALY_TOKENS": "first, second"}
+    server = serve(f"path={tiny_model_folder}", "generator.max_context=512", variables=tokens)
     url = server.url()
     root = url.removesuffix("/v1")
     assert httpx.get(f"{root}/health").status_code == 200
@@ -102,7 +105,7 @@ def test_clients_with_a_token_are_served_through_the_death_of_a_generator(
     assert refused.endswith("401")
     assert '"code":"invalid_api_key"' in refused
 
-    long: Any = {**greedy, "messages": [QUESTION], "max_tokens": 100}
+    long: Any = {**greedy, "messages": [QUESTION], "max_tokens": LONG, "extra_body": {"min_tokens": LONG}}
     whole = client.chat.completions.create(**long).choices[0].message.content
     (generator,) = spawned(server.folder, "generator-0")
     seen = ""

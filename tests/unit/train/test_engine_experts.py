@@ -3,7 +3,7 @@
 import dataclasses
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,14 +26,6 @@ from goaly.train.settings import CriticSettings, OptimizerSettings
 from goaly.trajectory import EXPERT_CHOICES, TensorDict
 from goaly.weights.placement import local
 from tests.unit.train.batches import LOSS, SETTINGS, documents, gradients, pack
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_process_group_is_left() -> Iterator[None]:
-    """An engine in bfloat16 makes one for itself."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture
