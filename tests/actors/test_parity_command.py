@@ -119,7 +119,6 @@ def test_an_operation_of_one_rank_that_depends_on_what_is_computed_beside_it_is_
     [
         ("layers.0.moe.routed_experts.inner_experts", "trainer.tp=2", True),
         ("lm_head", "trainer.fsdp=2", False),
-        ("layers.1.attention.wo", "trainer.cp=2", False),
     ],
 )
 def test_an_operation_of_one_of_several_ranks_is_named(  # PC-2

@@ -63,9 +63,7 @@ def test_bytes_count_while_a_tensor_lives_and_a_view_counts_once():
 @pytest.mark.parametrize(
     ("shape", "axes"),
     [
-        (DENSE, (4, 1, 1)),
         (DENSE, (2, 2, 1)),
-        (TIED, (1, 2, 1)),
         (TIED, (2, 2, 1)),
         (EXPERTS, (1, 2, 1)),
         (EXPERTS, (4, 1, 2)),
@@ -123,7 +121,6 @@ def test_stages_that_differ_only_in_what_waits_have_one_trace():
     ("shape", "axes"),
     [
         (DENSE, {"fsdp": 3}),
-        (DENSE, {"fsdp": 3, "tp": 2}),
         (DENSE, {"pp": 2, "fsdp": 3}),
         (EXPERTS, {"fsdp": 6, "ep": 2}),
         (DENSE, {"fsdp": 3, "lora": LoraSettings(rank=4)}),

@@ -30,8 +30,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp": {"cp": 4, "activation_checkpointing": "selective", "microbatch_rows": ROWS},
     "experts-fsdp-cp-ep": {"fsdp": 2, "cp": 2, "ep": 4},
     "lora-experts-tp-cp": {"tp": 2, "cp": 2},
-    "bitwise-fsdp-tp": {"fsdp": 2, "tp": 2},
-    "experts-fsdp-tp-ep2": {"fsdp": 2, "tp": 2, "ep": 2},
     "experts-fsdp-tp-ep4": {"fsdp": 2, "tp": 2, "ep": 4},
     "shared-experts-fsdp-tp-ep4": {"fsdp": 2, "tp": 2, "ep": 4},
     "bitwise-experts-fsdp-tp-ep2": {"fsdp": 2, "tp": 2, "ep": 2},
