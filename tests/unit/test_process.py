@@ -39,6 +39,21 @@ def test_what_is_imported_ahead_is_never_looked_at_by_the_collector_and_what_is_
     subprocess.run([sys.executable, "-c", script], timeout=20, check=True)
 
 
+def test_the_exit_of_a_process_calls_the_finalizers_of_its_own_but_leaves_torch_its_operators() -> None:
+    script = (
+        "import tempfile, weakref\n"
+        "from goaly.process import exit_quickly, import_ahead\n"
+        "folder = tempfile.TemporaryDirectory()\n"
+        "import_ahead(['torchtitan.models.common.attention'])\n"
+        "of_torch = [one for one in weakref.finalize._registry if one.peek()[1].__module__ == 'torch.library']\n"
+        "assert of_torch and not any(one.atexit for one in of_torch)\n"
+        "print(folder.name)\n"
+        "exit_quickly(0)\n"
+    )
+    left = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert not Path(left.stdout.strip()).exists()
+
+
 WITHOUT_COMPILER = {"controller": ("goaly.run.start",), "hub": IMPORTS["hub"], "rollout": IMPORTS["rollout"]}
 
 
