@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+from goaly.process import frozen
 from goaly.run.fork_server import FORKED
 from goaly.run.process_agent import lasting_port
 
@@ -30,6 +31,7 @@ def _in_rank(rank: int, work: Callable[..., None], ranks: int, port: int, *argum
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    work(rank, *arguments)
+    with frozen():  # the end of an engine
+        work(rank, *arguments)
     sys.stdout.flush()
     os._exit(0)  # libraries' threads would take seconds to end
