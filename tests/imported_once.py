@@ -1,12 +1,10 @@
 """What processes of tests have in common: multiprocessing's fork server imports it once, and they are its forks."""
 
-import gc
 import os
 
 from goaly.process import import_ahead
 from goaly.run.fork_server import FORKED
 
-gc.unfreeze = lambda: None  # at an engine's end vLLM would look through all that is imported, for two seconds
 _before = dict(os.environ)
 import_ahead(module for modules in FORKED.values() for module in modules)
 SET = dict(os.environ.items() - _before.items())

@@ -13,6 +13,7 @@ Invariants
 
 import math
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -148,7 +149,9 @@ class Engine:
             os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # one rank could take longer, another less (GM-2)
         self._vllm = LLMEngine.from_engine_args(arguments)
         self._core = cast(Any, self._vllm.engine_core)  # its class in one process has more than the declared one
-        self._core._finalizer.atexit = False  # the end of the process releases everything; vLLM would collect first
+        self._core._finalizer.detach()
+        self._end = cast(Any, weakref.finalize(self._core, frozen()(self._core.engine_core.shutdown)))
+        self._end.atexit = False  # the end of the process releases everything; vLLM would collect first
         self._scheduler = self._core.engine_core.scheduler
         self._grammars = Grammars(self._core, Path(model.path), chat or ChatSettings())
         runner = self._vllm.model_executor.driver_worker.worker.model_runner
@@ -307,8 +310,7 @@ class Engine:
 
     def close(self) -> None:
         """Release the model, the cache and vLLM's process groups."""
-        with frozen():
-            self._vllm.engine_core.shutdown()
+        self._end()
 
     def _add(self, request: _Running) -> None:
         begun_at = self.version if request.begun_at is None else request.begun_at

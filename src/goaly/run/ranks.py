@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-from goaly.process import frozen
 from goaly.run.fork_server import FORKED
 from goaly.run.process_agent import lasting_port
 
@@ -31,7 +30,6 @@ def _in_rank(rank: int, work: Callable[..., None], ranks: int, port: int, *argum
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    with frozen():  # the end of an engine
-        work(rank, *arguments)
+    work(rank, *arguments)
     sys.stdout.flush()
     os._exit(0)  # libraries' threads would take seconds to end
