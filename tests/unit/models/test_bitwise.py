@@ -138,11 +138,9 @@ def test_a_linear_layer_has_the_gradients_of_an_ordinary_one():
         torch.testing.assert_close(one, other)
 
 
-def test_the_gradients_of_a_bfloat16_layer_are_as_accurate_as_those_of_an_ordinary_one(
-    dtype_of_products: torch.dtype,
-):
-    layer = BitwiseLinear.Config(in_features=1040, out_features=300, slices=2).build().to(dtype_of_products)
-    x, upstream = (random(7, 9, width).to(dtype_of_products).requires_grad_() for width in (1040, 300))
+def test_the_gradients_of_a_bfloat16_layer_are_as_accurate_as_those_of_an_ordinary_one():
+    layer = BitwiseLinear.Config(in_features=1040, out_features=300, slices=2).build().bfloat16()
+    x, upstream = (random(7, 9, width).bfloat16().requires_grad_() for width in (1040, 300))
     weight = layer.weight.detach().double().requires_grad_()
     exact = gradients(lambda x: F.linear(x, weight), x.detach().double().requires_grad_(), weight, upstream.double())
     mine = gradients(layer, x, layer.weight, upstream)
