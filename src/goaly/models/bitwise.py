@@ -36,7 +36,7 @@ from torchtitan.models.common.linear import Linear
 
 from goaly.errors import ConfigError
 from goaly.models.bitwise_tiles import TILE, Tiles, by_tiles, fits_cache, pack_tiles, product_with_tiles, tile_product
-from goaly.models.cpu_layers import linear_gradients, onednn_product, packed_weight
+from goaly.models.cpu_layers import linear_gradients, onednn_product, packed_weight, quickly_multiplied
 
 ROWS_OF_A_THREAD = 8
 """Rows that make MKL give each thread enough of them; it needs 4."""
@@ -226,7 +226,7 @@ class _ExactLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        x_TK, weight_NK = ctx.saved_tensors
+        x_TK, weight_NK, grad = quickly_multiplied(*ctx.saved_tensors, grad)
         if weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available() and not on_gpu(grad):
             return *linear_gradients(x_TK, weight_NK, grad, ctx.needs_input_grad), None
         grad_x = torch.mm(grad, weight_NK) if ctx.needs_input_grad[0] else None

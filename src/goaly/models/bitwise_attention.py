@@ -24,6 +24,7 @@ import torch
 
 from goaly.models.attention import PackedAttention, PackedDocuments, packed_gradients
 from goaly.models.bitwise import on_gpu
+from goaly.models.cpu_layers import quickly_multiplied
 
 Gradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 """Those of queries, keys and values, given these and the gradient of the output."""
@@ -256,7 +257,7 @@ class _Paged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return *ctx.gradients(*ctx.saved_tensors, grad), None, None, None
+        return *ctx.gradients(*quickly_multiplied(*ctx.saved_tensors, grad)), None, None, None
 
 
 def _empty_pages(pages: int, k_TKH: torch.Tensor) -> torch.Tensor:

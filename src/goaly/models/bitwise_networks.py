@@ -1,8 +1,9 @@
 """The networks of experts with `model.numerics=bitwise`: a row gets the same bits, whatever is computed beside it.
 
-vLLM's kernel of experts, which computes a row in the same way in any batch (BN-1), computes networks whose widths fit,
-those in bfloat16 on a machine with matrix tiles. Others, and all on a GPU, are exact products (BW-1). Widths, type and
-machine decide, so trainer and sampler do the same. Gradients are those of ordinary products.
+vLLM's kernel of experts, which computes a row in the same way in any batch (BN-1), computes networks whose widths fit.
+Without matrix tiles it computes those of bfloat16 models in float32, and their outputs are rounded once. Networks of
+other widths, and all on a GPU, are exact products (BW-1). Widths, type and machine decide, so trainer and sampler do
+the same. Gradients are those of ordinary products.
 
 Shape suffixes: e experts, D model dim, F hidden features, R rows, grouped by expert, S slices of the hidden features, G
 outputs of a product.
@@ -23,6 +24,7 @@ import torch
 from goaly.errors import ConfigError
 from goaly.models.bitwise import multiply, on_gpu, product_type, row_multiple, silu
 from goaly.models.bitwise_tiles import has_tiles
+from goaly.models.cpu_layers import quickly_multiplied
 
 INSTRUCTIONS = "vec"
 """The kernel of float32 networks."""
@@ -83,36 +85,43 @@ def by_expert(x_RF: torch.Tensor, weight_eGF: torch.Tensor, rows: Sequence[int],
 def fit_kernel(w1_eFD: torch.Tensor, slices: int) -> bool:
     """Whether vLLM's kernel for CPUs computes networks with these gates."""
     _, hidden, width = w1_eFD.shape
-    if on_gpu(w1_eFD) or width % PACKED or hidden // slices % PACKED:
-        return False
-    match w1_eFD.dtype:
-        case torch.float32:
-            return True
-        case torch.bfloat16:
-            return has_tiles() and _kernel_is_exact(width, hidden // slices, torch.bfloat16, torch.get_num_threads())
-    return False
+    return not (on_gpu(w1_eFD) or width % PACKED or hidden // slices % PACKED)
 
 
 def check_kernel(w1_eFD: torch.Tensor, slices: int) -> None:
     """Raise a ConfigError if vLLM's kernel does not give rows of these networks the same bits in any place (BN-1)."""
     _, hidden, width = w1_eFD.shape
-    if not _kernel_is_exact(width, hidden // slices, w1_eFD.dtype, torch.get_num_threads()):
+    if not _kernel_is_exact(width, hidden // slices, _kernel_type(w1_eFD, slices), torch.get_num_threads()):
         why = f"the kernel's result for a row of an expert of width {hidden} depends on its place"
         raise ConfigError([f"model.numerics=bitwise: cannot work on this machine: {why}"])
 
 
+def _kernel_type(w1_eFD: torch.Tensor, slices: int) -> torch.dtype:
+    """The type in which the kernel computes these networks."""
+    _, hidden, width = w1_eFD.shape
+    by_tiles = w1_eFD.dtype == torch.bfloat16 and has_tiles()
+    if by_tiles and _kernel_is_exact(width, hidden // slices, torch.bfloat16, torch.get_num_threads()):
+        return torch.bfloat16
+    return torch.float32
+
+
 def pack(w1_eFD: torch.Tensor, w2_eDF: torch.Tensor, w3_eFD: torch.Tensor, slices: int) -> Packed:
-    """A copy of the weights in the kernel's order."""
+    """A copy of the weights in the kernel's order and type."""
+    return _pack(w1_eFD, w2_eDF, w3_eFD, slices, _kernel_type(w1_eFD, slices))
+
+
+def _pack(w1_eFD: torch.Tensor, w2_eDF: torch.Tensor, w3_eFD: torch.Tensor, slices: int, dtype: torch.dtype) -> Packed:
     experts, hidden, width = w1_eFD.shape
     part = hidden // slices
-    gates_and_ups, downs = (w1_eFD.new_empty(slices * experts, *s) for s in ((2 * part, width), (width, part)))
+    shapes = (2 * part, width), (width, part)
+    gates_and_ups, downs = (w1_eFD.new_empty(slices * experts, *shape, dtype=dtype) for shape in shapes)
     some = max(1, PIECE // (2 * part * width))
     for number, first in product(range(slices), range(0, experts, some)):
         of_slice, rows = slice(number * part, (number + 1) * part), slice(first, min(first + some, experts))
         place = slice(number * experts + rows.start, number * experts + rows.stop)
         both = torch.cat([w1_eFD[rows, of_slice], w3_eFD[rows, of_slice]], 1)
         for weight, packed in ((both, gates_and_ups), (w2_eDF[rows, :, of_slice].contiguous(), downs)):
-            packed[place] = _kernels().cpu_prepack_moe_weight(weight, _instructions(weight))
+            packed[place] = _kernels().cpu_prepack_moe_weight(weight.to(dtype), _instructions(packed))
     return Packed(gates_and_ups, downs, slices)
 
 
@@ -127,17 +136,18 @@ def _by_kernel(x_RD: torch.Tensor, rows: Sequence[int], packed: Packed) -> torch
 
 def by_kernel(x_RD: torch.Tensor, expert_R: torch.Tensor, packed: Packed) -> torch.Tensor:
     """The output of its expert for each row, as `networks`, in any order of the experts."""
-    (rows, width), slices = x_RD.shape, packed.slices
+    (rows, width), slices, dtype = x_RD.shape, packed.slices, x_RD.dtype
     if slices > 1:
         x_RD = x_RD.repeat_interleave(slices, 0)
         first_S = torch.arange(0, len(packed.downs), len(packed.downs) // slices)
         expert_R = (expert_R[:, None] + first_S).flatten()
-    x_RD, out_RD = x_RD.contiguous(), x_RD.new_empty(rows * slices, width)
+    x_RD = x_RD.to(packed.downs.dtype).contiguous()
+    out_RD = x_RD.new_empty(rows * slices, width)
     if rows:
         each = torch.ones(len(x_RD), 1, dtype=torch.float32), expert_R.int()[:, None]
         weights = packed.gates_and_ups, packed.downs
         _kernels().cpu_fused_moe(out_RD, x_RD, *weights, None, None, *each, "silu", _instructions(x_RD), True)
-    return out_RD.view(rows, slices * width)
+    return out_RD.view(rows, slices * width).to(dtype)
 
 
 @cache
@@ -146,7 +156,7 @@ def _kernel_is_exact(width: int, hidden: int, dtype: torch.dtype, threads: int) 
     random = torch.Generator().manual_seed(0)
     experts, each = 2, 80
     w1_eFD, w3_eFD = torch.randn(2, experts, hidden, width, generator=random).to(dtype)
-    packed = pack(w1_eFD, torch.randn(experts, width, hidden, generator=random).to(dtype), w3_eFD, 1)
+    packed = _pack(w1_eFD, torch.randn(experts, width, hidden, generator=random).to(dtype), w3_eFD, 1, dtype)
     x_RD = torch.randn(experts * each, width, generator=random).to(dtype)
     whole_RD = _by_kernel(x_RD, [each, each], packed)
     for start, size in ((0, 1), (3, 1), (5, 2), (7, 3), (1, 8), (2, 17), (9, 64)):
@@ -219,7 +229,8 @@ class _Networks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RG: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """An expert at a time, whose hidden features are computed once more: they stay in the processor's cache."""
-        x_RD, w1_eFD, w2_eDF, w3_eFD = inputs = ctx.saved_tensors
+        *inputs, grad_RG = quickly_multiplied(*ctx.saved_tensors, grad_RG)
+        x_RD, w1_eFD, w2_eDF, w3_eFD = inputs
         grads = grad_x_RD, grad_w1_eFD, grad_w2_eDF, grad_w3_eFD = [torch.empty_like(one) for one in inputs]
         stop = 0
         for expert, count in enumerate(ctx.rows):
@@ -255,7 +266,7 @@ class _ByExpert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RG: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_RF, weight_eGF = ctx.saved_tensors
+        x_RF, weight_eGF, grad_RG = quickly_multiplied(*ctx.saved_tensors, grad_RG)
         grad_x_RF, grad_weight_eGF = (
             torch.zeros_like(one) if needed else None
             for one, needed in zip((x_RF, weight_eGF), ctx.needs_input_grad, strict=False)
