@@ -1,6 +1,6 @@
 """How many log-probs of trainer and sampler differ under bitwise numerics, and what these cost.
 
-    python -m bench.parity [--only bits|costs] [--requests N] [--json FILE] [--markdown FILE]
+    python -m bench.parity [--only bits|costs|MODEL ...] [--requests N] [--json FILE] [--markdown FILE]
 
 Each generator samples requests of mixed lengths with shared prefixes (`goaly/parity_requests.py`), in a cache so small
 that some are preempted and in steps so short that prompts are computed in parts, in float32 and in bfloat16. Each
@@ -25,22 +25,16 @@ names it.
 """
 
 import argparse
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from goaly.generate.scheduling import SchedulingCounts
+from bench.parity_result import Combination, Result, Sampled, markdown, report
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
@@ -97,74 +91,9 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 """The models whose log-probs are compared."""
 WIDE = TinyModel(dim=2048, layers=2, heads=16, kv_heads=8, head_dim=128, hidden_dim=6144)
 PACKINGS = ((1024, 4), (512, 1), (2048, 2))
-BARS = {"generate_cost": 1.3, "train_cost": 1.15}
-"""The most that each cost should be, of any model in either type."""
-STRESS = ("preemptions", "prompts_in_parts", "prefix_hits")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Combination:
-    """What one trainer found about one generator, over all packings."""
-
-    model: str
-    dtype: str
-    generator: str
-    trainer: str
-    tokens: int
-    differing: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """A generator, and how often its scheduler did what a check needs."""
-
-    model: str
-    dtype: str
-    generator: str
-    scheduling: SchedulingCounts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What was measured."""
-
-    generators: list[Sampled]
-    combinations: list[Combination]
-    seconds: dict[str, dict[str, list[float]]]
-    """For each cost the CPU seconds of each round, by numerics: of two runs in each round."""
-
-    def numbers(self) -> dict[str, float]:
-        """The totals and the costs."""
-        return {
-            "tokens": sum(one.tokens for one in self.combinations),
-            "differing_tokens": sum(one.differing for one in self.combinations),
-            **{name: min(getattr(one.scheduling, name) for one in self.generators) for name in self.stress()},
-            **{name: _cost(of_sides) for name, of_sides in self.seconds.items()},
-        }
-
-    def bars(self) -> dict[str, float]:
-        """The most that each number should be, of those that have a bar."""
-        of_costs = {name: bar for name in self.seconds for ending, bar in BARS.items() if name.endswith(ending)}
-        return {"differing_tokens": 0, **of_costs}
-
-    def missed(self) -> list[str]:
-        """The numbers above their bars, and what a generator did not do."""
-        numbers = self.numbers()
-        above = [
-            f"{name} {numbers[name]:,.4g} is above {bar:g}" for name, bar in self.bars().items() if numbers[name] > bar
-        ]
-        return above + [f"{name} 0 is not above 0" for name in self.stress() if not numbers[name]]
-
-    def stress(self) -> tuple[str, ...]:
-        """The names of what each generator must do."""
-        return STRESS if self.generators else ()
-
-
-def _cost(seconds: dict[str, list[float]]) -> float:
-    return median(bitwise / fast for bitwise, fast in zip(seconds["bitwise"], seconds["fast"], strict=True))
-
-
-def combinations(name: str, model: str, requests: int) -> tuple[list[Sampled], list[Combination]]:
+def bits(name: str, model: str, requests: int) -> Result:
     """Compare every generator with every trainer of this model."""
     shape = architecture(read_config(model))
     generators, trainers = GENERATORS, TRAINERS
@@ -212,7 +141,7 @@ def combinations(name: str, model: str, requests: int) -> tuple[list[Sampled], l
                         differing=sum(one.differing for one in of_packings),
                     )
                 )
-    return did, found
+    return Result(generators=did, combinations=found)
 
 
 def in_turns(work: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
@@ -276,65 +205,20 @@ def generation(model: str, dtype: str = "float32", *, count: int = 192) -> dict[
     return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")}, rounds)
 
 
-def costs(models: Mapping[str, str], folder: Path) -> dict[str, dict[str, list[float]]]:
+def costs(models: Mapping[str, str], folder: Path) -> Iterator[Result]:
     """The CPU seconds of each cost of these models, and in bfloat16 of a wide one if a dense one is among them."""
     import torch
 
     torch.set_num_threads(1)
-    seconds: dict[str, dict[str, list[float]]] = {}
     for (of_type, dtype), model in product({"": "float32", "bfloat16_": "bfloat16"}.items(), models.values()):
         shape = architecture(read_config(model))
         kind = "shared_experts_" if shape.shared_hidden_dim else "experts_" if shape.experts else ""
-        seconds[f"{of_type}{kind}train_cost"] = training(model, dtype)
-        seconds[f"{of_type}{kind}generate_cost"] = generation(model, dtype)
+        yield Result(seconds={f"{of_type}{kind}train_cost": training(model, dtype)})
+        yield Result(seconds={f"{of_type}{kind}generate_cost": generation(model, dtype)})
     if "dense" in models:
         wide = str(write_tiny_model(folder / "wide", WIDE))
-        seconds["wide_bfloat16_train_cost"] = training(wide, "bfloat16", tokens=256)
-        seconds["wide_bfloat16_generate_cost"] = generation(wide, "bfloat16", count=8)
-    return seconds
-
-
-def markdown(result: Result) -> str:
-    """The page of the results."""
-    numbers, bars = result.numbers(), result.bars()
-    rows = [
-        f"| {one.model} | {one.dtype} | {one.generator} | {one.trainer} | {one.tokens:,} | {one.differing:,} |"
-        for one in result.combinations
-    ]
-    return "\n".join(
-        [
-            "# Bitwise parity, and what it costs",
-            "",
-            "    python -m bench.parity --json docs/results/parity.json --markdown docs/results/parity.md",
-            "",
-            "A token counts once for each trainer and packing that recomputes its log-prob. Generators with an "
-            "`update` halve the weights in the middle of answers; trainers recompute the tokens of both versions. Each "
-            f"generator had at least: {', '.join(f'{name} {numbers[name]:,}' for name in result.stress())}.",
-            "",
-            "| model | type | generator | trainer | tokens compared | differ |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            f"| all | | | | {numbers['tokens']:,} | {numbers['differing_tokens']:,} |",
-            "",
-            "CPU seconds with bitwise numerics over those with fast ones of the same type, one thread, in float32 if "
-            "the name has no other type. A bar is the most that it should be. The wide model has two layers of width "
-            "2,048 and gets few tokens, so that products take nearly all of its time. In bfloat16 the bars need a "
-            "CPU with matrix tiles (AMX): without them products are made in float32.",
-            "",
-            "| | bar | measured |",
-            "|---|---|---|",
-            *(f"| `{name}` | {bars[name]} | {numbers[name]:.3f} |" for name in result.seconds),
-            "",
-        ]
-    )
-
-
-def report(result: Result) -> None:
-    """Print the table."""
-    table = Table("", "value", title="bitwise parity")
-    for name, value in result.numbers().items():
-        table.add_row(name, f"{value:,.3f}" if "cost" in name else f"{value:,}")
-    Console().print(table)
+        yield Result(seconds={"wide_bfloat16_train_cost": training(wide, "bfloat16", tokens=256)})
+        yield Result(seconds={"wide_bfloat16_generate_cost": generation(wide, "bfloat16", count=8)})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -344,10 +228,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=96, help="answers of each generator")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; tiny random models by default")
-    parser.add_argument("--only", choices=("bits", "costs"), help="measure only these; both by default")
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--markdown", type=Path, help="write the page of the result to this file")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=("bits", "costs", *MODELS),
+        help="measure only these, of the models their bits; the rest of the files stays as it is",
+    )
+    parser.add_argument("--json", type=Path, help="write the result to this file, after each part")
+    parser.add_argument("--markdown", type=Path, help="write the page of the result to this file, after each part")
     arguments = parser.parse_args(argv)
+    wanted = set(arguments.only or ("bits", "costs"))
+    result = Result.read(arguments.json) if arguments.only and arguments.json and arguments.json.exists() else Result()
     fork_ranks_from_one_server()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -356,18 +247,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             compared = {name: str(write(folder / f"bits of {name}")) for name, write in MODELS.items()}
             costed = {name: str(write_tiny_model(folder / name, size)) for name, size in SIZES.items()}
-        did: list[Sampled] = []
-        found: list[Combination] = []
-        for name, model in compared.items() if arguments.only != "costs" else ():
-            of_model = combinations(name, model, arguments.requests)
-            did, found = did + of_model[0], found + of_model[1]
-        seconds = costs(costed, folder) if arguments.only != "bits" else {}
-        result = Result(generators=did, combinations=found, seconds=seconds)
+        of_bits = (bits(*model, arguments.requests) for model in compared.items() if wanted & {"bits", model[0]})
+        for part in chain(of_bits, costs(costed, folder) if "costs" in wanted else ()):
+            result = result.updated(part)
+            if arguments.json is not None:
+                result.write(arguments.json)
+            if arguments.markdown is not None:
+                arguments.markdown.write_text(markdown(result))
     report(result)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({**result.numbers(), **asdict(result)}, indent=2) + "\n")
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(markdown(result))
     if missed := result.missed():
         raise SystemExit("; ".join(missed))
 

@@ -1,12 +1,15 @@
 """The benchmark of bitwise numerics treats both sides alike and names the bars that were missed."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from bench import parity
-from bench.parity import Combination, Result, Sampled, in_turns, markdown
+from bench.parity import in_turns
+from bench.parity_result import Combination, Result, Sampled, markdown
 from goaly.generate.scheduling import SchedulingCounts
 
 
@@ -66,7 +69,7 @@ def test_a_cost_is_reported_with_its_bar():
 def test_the_command_fails_after_a_missed_bar(monkeypatch: pytest.MonkeyPatch):
     found = result(bitwise=1.4).seconds["generate_cost"]
     monkeypatch.setattr(parity, "fork_ranks_from_one_server", lambda: None)
-    monkeypatch.setattr(parity, "combinations", lambda *_: ([], []))
+    monkeypatch.setattr(parity, "bits", lambda *_: Result())
     monkeypatch.setattr(parity, "training", lambda *_, **__: {"fast": [1.0], "bitwise": [1.0]})
     monkeypatch.setattr(parity, "generation", lambda *_, **__: found)
     with pytest.raises(SystemExit) as ended:
@@ -74,3 +77,24 @@ def test_the_command_fails_after_a_missed_bar(monkeypatch: pytest.MonkeyPatch):
     kinds = [f"{dtype}{kind}" for dtype in ("", "bfloat16_") for kind in ("", "experts_", "shared_experts_")]
     missed = [f"{kind}generate_cost 1.4 is above 1.3" for kind in (*kinds, "wide_bfloat16_")]
     assert ended.value.code == "; ".join(missed)
+
+
+def test_what_is_measured_again_takes_the_place_of_what_was_and_the_rest_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    file, asked = tmp_path / "parity.json", []
+    before = result().updated(Result(combinations=[replace(result().combinations[0], model="tied", tokens=7)]))
+    before.write(file)
+    assert Result.read(file) == before
+
+    def bits(name: str, *_: object) -> Result:
+        asked.append(name)
+        return replace(result(preemptions=5), seconds={})
+
+    monkeypatch.setattr(parity, "fork_ranks_from_one_server", lambda: None)
+    monkeypatch.setattr(parity, "bits", bits)
+    parity.main(["--only", "dense", "--json", str(file)])
+    after = Result.read(file)
+    assert asked == ["dense"]
+    assert (after.numbers()["preemptions"], after.numbers()["tokens"]) == (5, 107)
+    assert after.seconds == before.seconds
