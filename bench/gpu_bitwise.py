@@ -16,14 +16,16 @@ import torch.nn.functional as F
 from bench.gpu_trainer import STEPS, timed
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
+from tests.random_model import write_random_deepseek
 
 MOST_TOKENS = 8192
 COUNTS = (1, 2, 3, 17, 64, 100, 1000)
 STARTS = (0, 1, 63, 200)
-MODELS = {
-    "dense": TinyModel(),
-    "experts": TinyModel(experts=8),
-    "shared_experts": TinyModel(experts=8, shared_experts=1),
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "dense": write_tiny_model,
+    "experts": partial(write_tiny_model, size=TinyModel(experts=8)),
+    "shared_experts": partial(write_tiny_model, size=TinyModel(experts=8, shared_experts=1)),
+    "latent_attention": write_random_deepseek,
 }
 """The models that are sampled and recomputed."""
 
@@ -48,8 +50,8 @@ def bitwise_operations() -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for dtype in (torch.bfloat16, torch.float32):
         numbers |= operations(Sizes(), dtype, torch.device("cuda"), f"{str(dtype).removeprefix('torch.')}_")
-    for name, size in MODELS.items():
-        numbers |= {f"{name}_{key}": value for key, value in recomputed(size).items()}
+    for name, write in MODELS.items():
+        numbers |= {f"{name}_{key}": value for key, value in recomputed(write).items()}
     return numbers
 
 
@@ -132,7 +134,7 @@ def _attention(sizes: Sizes, drawn: Callable[..., torch.Tensor]) -> float:
     return mine / plain
 
 
-def recomputed(size: TinyModel) -> dict[str, int]:
+def recomputed(write: Callable[[Path], Path]) -> dict[str, int]:
     """The tokens that vLLM sampled, and those to which the trainer gives other log-probs; raises if there are any."""
     from goaly.generate.engine import Engine
     from goaly.generate.settings import GeneratorSettings
@@ -142,7 +144,7 @@ def recomputed(size: TinyModel) -> dict[str, int]:
     from goaly.train.settings import TrainerSettings
 
     with tempfile.TemporaryDirectory() as made:
-        folder = str(write_tiny_model(Path(made) / "model", size))
+        folder = str(write(Path(made) / "model"))
         model = ModelSettings(path=folder, dtype="bfloat16", numerics="bitwise")
         asked = mixed_requests(64, vocabulary=30, longest=400)
         engine = Engine(cramped(model, GeneratorSettings(max_running=32, max_context=512), asked), model)

@@ -9,8 +9,8 @@ trainer recomputes on three packings what each of them sampled. `tokens` counts 
 generator: none may be 0.
 
 The models are tiny: a dense one, one with experts, and a dots.llm1 with a dense layer, shared experts, groups and
-biases. A tied model and a Llama have a few of the combinations. Two combinations are left out because others contain
-them: the generators of TP 2 and of EP 2 with one thread and without an update.
+biases. A tied model, a Llama and a DeepSeek-V3 have a few of the combinations. Two combinations are left out because
+others contain them: the generators of TP 2 and of EP 2 with one thread and without an update.
 
 `generate_cost` and `train_cost` are the CPU seconds of bitwise numerics over those of the fast ones, in one process of
 one thread where the two take turns: the same requests sampled by an engine, and forward and backward passes over the
@@ -43,7 +43,7 @@ from goaly.parity import Recomputer, Sampler, recompute_in_ranks, sample_in_rank
 from goaly.parity_requests import cramped, mixed_requests
 from goaly.run.ranks import fork_ranks_from_one_server
 from goaly.train.settings import TrainerSettings
-from tests.random_model import write_random_dots, write_random_llama
+from tests.random_model import write_random_deepseek, write_random_dots, write_random_llama
 
 TRAINING_ROUNDS, GENERATION_ROUNDS, WIDE_ROUNDS = 8, 3, 1
 LONGEST = 512
@@ -74,7 +74,8 @@ TRAINERS_OF_EXPERTS = {
     "CP 2, EP 2": {"cp": 2, "ep": 2},
 }
 BRIEF = ("TP 1", f"TP 2, {UPDATES}", "1 rank", "FSDP 2, TP 2")
-"""The combinations of the models that differ from the dense one in one layer."""
+DIFFER_IN_ONE_LAYER = ("tied", "Llama", "DeepSeek-V3")
+"""The models that differ from another one in one layer, and have these combinations."""
 SIZES = {
     "dense": TinyModel(),
     "experts": TinyModel(experts=8),
@@ -87,6 +88,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "dots.llm1": partial(write_random_dots, n_group=4, topk_group=2),
     "tied": partial(write_tiny_model, size=TinyModel(tied=True)),
     "Llama": write_random_llama,
+    "DeepSeek-V3": write_random_deepseek,
 }
 """The models whose log-probs are compared."""
 WIDE = TinyModel(dim=2048, layers=2, heads=16, kv_heads=8, head_dim=128, hidden_dim=6144)
@@ -99,7 +101,7 @@ def bits(name: str, model: str, requests: int) -> Result:
     generators, trainers = GENERATORS, TRAINERS
     if shape.experts:
         generators, trainers = GENERATORS | OF_EXPERTS, TRAINERS | TRAINERS_OF_EXPERTS
-    if name in ("tied", "Llama"):
+    if name in DIFFER_IN_ONE_LAYER:
         generators = {one: degrees for one, degrees in generators.items() if one in BRIEF}
         trainers = {one: degrees for one, degrees in trainers.items() if one in BRIEF}
     did: list[Sampled] = []

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from random_model import native_tensors, write_random_dots, write_random_llama, write_random_model
+from random_model import (
+    native_tensors,
+    write_random_deepseek,
+    write_random_dots,
+    write_random_llama,
+    write_random_model,
+)
 
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
@@ -234,7 +240,7 @@ def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_an
 
 
 def test_ranks_add_shared_experts_alike_however_either_side_divides_the_model(tmp_path: Path):  # BE-3
-    folder = str(write_random_dots(tmp_path / "model", **GROUPED))
+    folder = str(write_random_deepseek(tmp_path / "model"))
     asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=LONGEST)
     model = ModelSettings(path=folder, dtype="bfloat16", numerics="bitwise")
     generator = cramped(model, GeneratorSettings(max_running=24, max_context=LONGEST, tp=2), asked)
@@ -263,8 +269,9 @@ WITH_EXPERTS = partial(write_random_model, experts=8)
         (write_random_model, "float32", False, 32),
         (WITH_EXPERTS, "bfloat16", True, 4096),
         (partial(write_random_dots, **GROUPED), "bfloat16", False, 32),
+        (write_random_deepseek, "float32", False, 32),
     ],
-    ids=["dense-in-parts", "replayed-experts", "shared-experts-bfloat16-in-parts"],
+    ids=["dense-in-parts", "replayed-experts", "shared-experts-bfloat16-in-parts", "latent-attention-in-parts"],
 )
 def test_an_update_in_the_middle_of_answers_leaves_the_bits_of_each_versions_tokens_but_for_replayed_experts(
     there: Any, tmp_path: Path, write: Callable[..., Path], dtype: str, replays: bool, step_tokens: int

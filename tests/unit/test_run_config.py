@@ -387,12 +387,11 @@ def test_what_cannot_be_bitwise_is_told_before_anything_starts(tiny_model_folder
 
 def test_a_reference_and_a_critic_that_cannot_be_bitwise_are_told_too(tiny_model_folder: Path, tmp_path: Path):
     bitwise = "model.numerics=bitwise", "generator.on_update=recompute"
-    latent, sinks = write_random_deepseek(tmp_path / "latent"), write_random_gpt_oss(tmp_path / "sinks")
+    sinks = write_random_gpt_oss(tmp_path / "sinks")
     wide = write_tiny_model(tmp_path / "wide", TinyModel(kv_heads=4))
     kl, no_layers = "loss.kl_coef=0.1", "model.numerics=bitwise: must be fast for"
     for file, model, overrides, said in [
-        (GRPO, latent, [], f"{no_layers} DeepSeek-V3: goaly has no layers"),
-        (GRPO, tiny_model_folder, [kl, f"reference.path={latent}"], f"reference.path={latent}: {no_layers} DeepSeek"),
+        (GRPO, tiny_model_folder, [kl, f"reference.path={sinks}"], f"reference.path={sinks}: {no_layers} gpt-oss"),
         (PPO, tiny_model_folder, [f"critic.path={sinks}"], f"critic.path={sinks}: {no_layers} gpt-oss"),
         (GRPO, wide, [kl, "reference.tp=4"], "reference.tp=4: must be at most 2 with model.numerics=bitwise"),
         (PPO, wide, ["critic.tp=4"], "critic.tp=4: must be at most 2 with model.numerics=bitwise"),

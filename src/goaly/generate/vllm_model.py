@@ -35,7 +35,7 @@ from goaly.generate import cpu_kernels
 from goaly.generate.divided_model import add_parts_by, divided_on_meta, split_dim
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models import deepseek, gpt_oss
-from goaly.models.attention import share_angles
+from goaly.models.attention import share_angles, widened
 from goaly.models.lora import BASE, note_base
 from goaly.models.settings import LoraSettings, Numerics
 from goaly.models.spec import (
@@ -110,8 +110,7 @@ class PagedAttention(Module):
         """Attend over this step's tokens and the cache; lengths come from vLLM's forward context. The mask is the
         number of tokens; those after it are padding."""
         tokens, width = attention_masks, v_BLNH.shape[-1]
-        if width < q_BLNH.shape[-1]:  # the cache has one width for keys and values
-            v_BLNH = pad(v_BLNH, (0, q_BLNH.shape[-1] - width))
+        v_BLNH = widened(v_BLNH, q_BLNH.shape[-1])
         # A kernel that writes the cache knows the distance of tokens only, not that of heads.
         out_TD = self.paged(*(one.flatten(0, 1)[:tokens].contiguous() for one in (q_BLNH, k_BLNH, v_BLNH)))
         if len(out_TD) < q_BLNH.shape[1]:

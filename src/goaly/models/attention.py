@@ -154,42 +154,42 @@ class PackedAttention(Module):
 def packed_gradients(
     q_BLNH: torch.Tensor,
     k_BLNH: torch.Tensor,
-    v_BLNH: torch.Tensor,
-    grad_BLNH: torch.Tensor,
+    v_BLNV: torch.Tensor,
+    grad_BLNV: torch.Tensor,
     documents: PackedDocuments,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of `PackedAttention`, of a forward pass that was computed in another way."""
-    N, K, H = q_BLNH.shape[2], k_BLNH.shape[2], q_BLNH.shape[3]
+    N, K, H, V = q_BLNH.shape[2], k_BLNH.shape[2], q_BLNH.shape[3], v_BLNV.shape[3]
 
     def by_class(rows: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
         places = documents.places(heads)
-        slots = rows.reshape(-1, H).index_select(0, places.row_of_slot)
-        if rows is grad_BLNH:
+        slots = rows.reshape(-1, rows.shape[3]).index_select(0, places.row_of_slot)
+        if rows is grad_BLNV:
             slots.index_fill_(0, places.padding, 0)  # AT-2
         return slots.split([count * length * heads for count, length in documents.classes])
 
-    inputs = (by_class(q_BLNH, N), by_class(k_BLNH, K), by_class(v_BLNH, K), by_class(grad_BLNH, N))
+    inputs = (by_class(q_BLNH, N), by_class(k_BLNH, K), by_class(v_BLNV, K), by_class(grad_BLNV, N))
     classes = zip(documents.classes, *inputs, strict=True)
     found = []
     for (D, C), q, k, v, grad in classes:
         if C <= SHORT:
-            grouped = (D * K, N // K * C, H)
-            q, k, v, grad = q.view(grouped), k.view(D * K, C, H), v.view(D * K, C, H), grad.view(grouped)
+            q, grad = q.view(D * K, N // K * C, H), grad.view(D * K, N // K * C, V)
+            k, v = k.view(D * K, C, H), v.view(D * K, C, V)
             of_class = _short_gradients(q, k, v, _short_weights(q, k, scale), grad, scale)
         else:
-            shapes = [(D, N, C, H), (D, K, C, H), (D, K, C, H)]
+            shapes = [(D, N, C, H), (D, K, C, H), (D, K, C, V)]
             leaves = [one.view(shape).requires_grad_() for one, shape in zip((q, k, v), shapes, strict=True)]
             with torch.enable_grad():
                 out = _long(leaves[0], leaves[1], leaves[2], scale)
-            of_class = torch.autograd.grad(out, leaves, grad.view(shapes[0]))
-        found.append([one.reshape(-1, H) for one in of_class])
+            of_class = torch.autograd.grad(out, leaves, grad.view(D, N, C, V))
+        found.append([one.reshape(-1, one.shape[-1]) for one in of_class])
 
     def unpacked(which: int, rows: torch.Tensor) -> torch.Tensor:
         slots = torch.cat([of_class[which] for of_class in found])
         return slots.index_select(0, documents.places(rows.shape[2]).slot_of_row).view(rows.shape)
 
-    return unpacked(0, q_BLNH), unpacked(1, k_BLNH), unpacked(2, v_BLNH)
+    return unpacked(0, q_BLNH), unpacked(1, k_BLNH), unpacked(2, v_BLNV)
 
 
 def inner_attention(device: str, *, sinks: bool = False) -> Module.Config:
@@ -279,6 +279,12 @@ def _long(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> to
     """Causal attention of a class of long documents, `[D, heads, C, H]` each."""
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+
+
+def widened(values: torch.Tensor, width: int) -> torch.Tensor:
+    """The values with zeros after them, in heads of this width: a cache has one for keys and values."""
+    missing = width - values.shape[-1]
+    return F.pad(values, (0, missing)) if missing else values
 
 
 @cache

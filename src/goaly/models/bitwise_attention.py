@@ -7,7 +7,8 @@ documents into pages and calls the same kernel; its gradient is that of the ordi
 goaly's own (`bitwise_kernels.py`), over the same pages in the trainer and over vLLM's in a generator.
 
 Shape suffixes: B rows, L tokens of a row, T tokens, Q those of them that attend, N query heads, K key heads, H head
-dim, P pages, S slots of a page for keys and as many for values, M most pages of a document.
+dim, V that of values, which latent attention has narrower, P pages, S slots of a page for keys and as many for values,
+M most pages of a document.
 
 Invariants
     BA-1  A token's attention has the same bits in any batch, chunk of its prompt, place in the cache, packing, and
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from goaly.models.attention import PackedAttention, PackedDocuments, packed_gradients
+from goaly.models.attention import PackedAttention, PackedDocuments, packed_gradients, widened
 from goaly.models.bitwise import on_gpu
 from goaly.models.cpu_layers import quickly_multiplied
 
@@ -133,7 +134,7 @@ def by_token(
 class Pages(Protocol):
     """What the tokens of a pass look at: a mask of `BitwiseAttention`."""
 
-    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scale: float) -> torch.Tensor:
         """Write keys and values into pages; the attention of the queries over them."""
         ...
 
@@ -171,13 +172,13 @@ class PagedDocuments:
             _queries={},
         )
 
-    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scale: float) -> torch.Tensor:
         """The attention of each token that attends, in its document."""
         cache_PKSH = _empty_pages(self.pages, k_TKH)
         shape = (q_QNH.shape, k_TKH.shape, q_QNH.dtype)
         if shape not in self._queries:
             self._queries[shape] = _queries(self.lengths_Q, self.pages_QM, q_QNH, k_TKH)
-        return _attention(self._queries[shape], q_QNH, k_TKH, v_TKH, cache_PKSH, self.slot_T, scale)
+        return _attention(self._queries[shape], q_QNH, k_TKH, v_TKV, cache_PKSH, self.slot_T, scale)
 
 
 class GrowingDocument:
@@ -194,7 +195,7 @@ class GrowingDocument:
         self._seen, self._now, self._layer = self._seen + self._now, tokens, 0
         return self
 
-    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scale: float) -> torch.Tensor:
         """The attention of the pass's tokens; each call in a pass is another layer's."""
         if self._layer == len(self._caches):
             self._caches.append(_empty_pages(self._pages, k_TKH))
@@ -203,7 +204,7 @@ class GrowingDocument:
         slot_T = torch.arange(self._seen, self._seen + self._now, device=q_QNH.device)
         pages_TM = torch.arange(self._pages, dtype=torch.int32, device=q_QNH.device).repeat(self._now, 1)
         queries = _queries((slot_T + 1).int(), pages_TM, q_QNH, k_TKH)
-        return _attention(queries, q_QNH, k_TKH, v_TKH, cache_PKSH, slot_T, scale)
+        return _attention(queries, q_QNH, k_TKH, v_TKV, cache_PKSH, slot_T, scale)
 
 
 class BitwiseAttention(PackedAttention):
@@ -253,7 +254,7 @@ class _Paged(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.gradients = gradients
-        return pages.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale).view(q.shape)
+        return pages.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale).view(*q.shape[:3], v.shape[3])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -274,15 +275,17 @@ def _attention(
     queries: Queries,
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
-    v_TKH: torch.Tensor,
+    v_TKV: torch.Tensor,
     cache_PKSH: torch.Tensor,
     slot_T: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    write_pages(k_TKH, v_TKH, cache_PKSH, slot_T, q_TNH.shape[2])
+    head_dim, value_dim = q_TNH.shape[2], v_TKV.shape[2]
+    # The kernel that writes pages knows the distance of tokens only, not that of heads.
+    write_pages(k_TKH, widened(v_TKV, head_dim).contiguous(), cache_PKSH, slot_T, head_dim)
     out_TNH = torch.empty_like(q_TNH)
     queries.attend(q_TNH, cache_PKSH, out_TNH, scale)
-    return out_TNH
+    return out_TNH[..., :value_dim]
 
 
 @cache

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from torchtitan.models.common import CosSinRoPE
+from torchtitan.models.common import ComplexRoPE
 from torchtitan.models.common.linear import Linear
 
 from goaly.models.bitwise import BitwiseFeedForward, BitwiseLinear
 from goaly.models.bitwise_experts import BitwiseDispatcher, BitwiseExperts, BitwiseRoutedExperts, BitwiseRouter
 from goaly.models.bitwise_lora import BitwiseLoraExperts, BitwiseLoraLinear
-from goaly.models.kernel_layers import KernelRMSNorm, KernelRoPE
+from goaly.models.kernel_layers import KernelComplexRoPE, KernelRMSNorm, KernelRoPE
 from goaly.models.lora import LoraExperts, LoraLinear, SeparateQKV
 from goaly.models.settings import SLICES
 from goaly.models.titan_config import fields_of
@@ -22,10 +22,12 @@ def make_bitwise(decoder: Any) -> None:
         layer.attention_norm, layer.ffn_norm = _norm(layer.attention_norm), _norm(layer.ffn_norm)
         if getattr(attention, "qk_norm", None) is not None:
             attention.qk_norm = _norm(attention.qk_norm)
-        if isinstance(attention.rope, CosSinRoPE.Config):
-            attention.rope = KernelRoPE.Config(**fields_of(attention.rope))
-        qkv = attention.qkv_linear
-        if isinstance(qkv, SeparateQKV.Config):
+        rope = KernelComplexRoPE if isinstance(attention.rope, ComplexRoPE.Config) else KernelRoPE
+        attention.rope = rope.Config(**fields_of(attention.rope))
+        qkv = getattr(attention, "qkv_linear", None)
+        if qkv is None:
+            _make_latents_bitwise(attention)
+        elif isinstance(qkv, SeparateQKV.Config):
             qkv.wq, qkv.wkv, qkv.wv = map(_layer, (qkv.wq, qkv.wkv, qkv.wv))
         else:
             qkv.wqkv = _layer(qkv.wqkv)
@@ -42,6 +44,14 @@ def make_bitwise(decoder: Any) -> None:
         else:
             layer.feed_forward = _network(layer.feed_forward)
     decoder.lm_head = _layer(decoder.lm_head)
+
+
+def _make_latents_bitwise(attention: Any) -> None:
+    """Replace what makes queries, keys and values from latent vectors."""
+    for name in ("wq", "wq_a", "wq_b", "wkv_a", "wkv_b"):
+        layer = getattr(attention, name)
+        setattr(attention, name, None if layer is None else _layer(layer))
+    attention.q_norm, attention.kv_norm = _norm(attention.q_norm), _norm(attention.kv_norm)
 
 
 def _norm(config: Any) -> Any:

@@ -252,9 +252,7 @@ def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tenso
 def bitwise_problems(shape: Architecture) -> Iterator[str]:
     """A line with the numerics that a model of this shape must have, and why, if goaly has no bitwise layers for it."""
     missing = "goaly has no layers with a fixed order of sums for its"
-    if shape.latent is not None:
-        yield f"must be fast for DeepSeek-V3: {missing} latent attention"
-    elif shape.biased:
+    if shape.biased:
         yield f"must be fast for gpt-oss: {missing} sinks, windows and biases"
 
 

@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from random_model import write_random_deepseek, write_random_gpt_oss
+from random_model import write_random_gpt_oss
 
 from goaly.models.spec import model_spec, prepare_torchtitan
 
 prepare_torchtitan()
 
-from torchtitan.models.common import CosSinRoPE, RMSNorm  # noqa: E402
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, RMSNorm  # noqa: E402
 
 from goaly.errors import ConfigError  # noqa: E402
 from goaly.models import bitwise, bitwise_tiles  # noqa: E402
-from goaly.models.attention import PackedAttention, PackedDocuments  # noqa: E402
+from goaly.models.attention import PackedAttention, PackedDocuments, widened  # noqa: E402
 from goaly.models.bitwise import BitwiseLinear, product, sigmoid, silu  # noqa: E402
 from goaly.models.bitwise_attention import BitwiseAttention, PagedDocuments, Queries, write_pages  # noqa: E402
-from goaly.models.kernel_layers import KernelRMSNorm, KernelRoPE  # noqa: E402
+from goaly.models.kernel_layers import KernelComplexRoPE, KernelRMSNorm, KernelRoPE  # noqa: E402
 from goaly.models.spec import architecture, bitwise_problems  # noqa: E402
 from goaly.models.tiny import TinyModel, model_config  # noqa: E402
 
@@ -178,10 +178,12 @@ def test_a_norm_has_the_values_and_gradients_of_an_ordinary_one():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [8, 32, 96])
+@pytest.mark.parametrize("kind", [KernelRoPE, KernelComplexRoPE])
 @torch.no_grad()
-def test_a_rotated_token_is_the_same_in_any_place(threads: int, width: int, dtype: torch.dtype):  # BW-4
-    rope = KernelRoPE.Config(dim=width, max_seq_len=300).build()
-    q, k, positions = random(1, 200, 4, width).to(dtype), random(1, 200, 2, width).to(dtype), 7 + torch.arange(200)
+def test_a_rotated_token_is_the_same_in_any_place(threads: int, kind: Any, width: int, dtype: torch.dtype):  # BW-4
+    rope = kind.Config(dim=width, max_seq_len=300).build()
+    q, positions = random(1, 200, 4, width).to(dtype), 7 + torch.arange(200)
+    k = random(1, 200, 1, width, seed=1).to(dtype)
     given = q.clone(), k.clone()
     whole = rope(q, k, positions[None])
     assert torch.equal(q, given[0])
@@ -193,11 +195,12 @@ def test_a_rotated_token_is_the_same_in_any_place(threads: int, width: int, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rotation_has_the_values_and_gradients_of_an_ordinary_one(dtype: torch.dtype):
+@pytest.mark.parametrize("kinds", [(KernelRoPE, CosSinRoPE), (KernelComplexRoPE, ComplexRoPE)])
+def test_a_rotation_has_the_values_and_gradients_of_an_ordinary_one(kinds: tuple[Any, Any], dtype: torch.dtype):
     both, found = random(2, 50, 6, 32).to(dtype).requires_grad_(), []
     q, k = both[:, :, :4], both[:, :, 4:]  # with gaps in memory
     positions = torch.stack([torch.arange(50), torch.arange(50).roll(20)])
-    for kind in (KernelRoPE, CosSinRoPE):
+    for kind in kinds:
         out = torch.cat(kind.Config(dim=32, max_seq_len=64).build()(q, k, positions), 2)
         found.append(
             [out, *torch.autograd.grad(out, [both], random(2, 50, 6, 32, seed=1).to(dtype), retain_graph=True)]
@@ -224,11 +227,14 @@ LENGTHS = (1, 31, 32, 33, 70, 5, 300)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages(threads: int, dtype: torch.dtype):  # BA-1
+@pytest.mark.parametrize("of_values", [32, 24])
+def test_a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages(  # BA-1
+    threads: int, of_values: int, dtype: torch.dtype
+):
     heads, kv_heads, width = 4, 2, 32
     tokens = sum(LENGTHS)
     q, k, v = (random(1, tokens, count, width, seed=count).to(dtype) for count in (heads, kv_heads, kv_heads))
-    v = v * 3
+    v = torch.cat([3 * v, k], -1)[..., :of_values]
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     attention = BitwiseAttention.Config().build()
     packed = attention(q, k, v, attention_masks=PagedDocuments.of(positions))[0]
@@ -238,7 +244,7 @@ def test_a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages(thre
     pages = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:12].int()
     at = torch.arange(longest)
     slots = pages[at // 32].long() * 32 + at % 32
-    write_pages(k[0, start:], v[0, start:], cache, slots, width)
+    write_pages(k[0, start:], widened(v[0, start:], width).contiguous(), cache, slots, width)
     for chunk in (at[:1], at[5:45], at[250:], at[-1:]):
         queries = Queries.of(
             (chunk + 1).int(),
@@ -250,14 +256,15 @@ def test_a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages(thre
         )
         out = torch.empty(len(chunk), heads, width, dtype=dtype)
         queries.attend(q[0, start + chunk], cache, out, width**-0.5)
-        assert torch.equal(out, packed[start + chunk])
+        assert torch.equal(out[..., :of_values], packed[start + chunk])
 
 
-def test_the_attention_has_values_and_gradients_of_the_ordinary_one():
+@pytest.mark.parametrize("of_values", [32, 24])
+def test_the_attention_has_values_and_gradients_of_the_ordinary_one(of_values: int):
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    shapes = [(1, sum(LENGTHS), count, 32) for count in (4, 2, 2)]
+    shapes = [(1, sum(LENGTHS), *of_heads) for of_heads in ((4, 32), (2, 32), (2, of_values))]
     given = [random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
-    upstream = random(*shapes[0], seed=5)
+    upstream = random(1, sum(LENGTHS), 4, of_values, seed=5)
     mine = BitwiseAttention.Config().build()(*given, attention_masks=PagedDocuments.of(positions))
     plain = PackedAttention.Config().build()(*given, attention_masks=PackedDocuments.of(positions))
     torch.testing.assert_close(mine, plain)
@@ -269,9 +276,6 @@ def test_models_that_have_no_exact_order_are_refused(tmp_path):
     for hidden_dim in (24, 32, 40):
         narrow = architecture(model_config(TinyModel(experts=3, hidden_dim=hidden_dim)))
         assert list(bitwise_problems(narrow)) == []
-    for write, said in (
-        (write_random_deepseek, "DeepSeek-V3: goaly has no layers .* for its latent attention"),
-        (write_random_gpt_oss, "gpt-oss: goaly has no layers .* for its sinks, windows and biases"),
-    ):
-        with pytest.raises(ConfigError, match=f"model.numerics=bitwise: must be fast for {said}"):
-            model_spec(write(tmp_path / said[:6]), numerics="bitwise")
+    said = "model.numerics=bitwise: must be fast for gpt-oss: goaly has no layers .* for its sinks, windows and biases"
+    with pytest.raises(ConfigError, match=said):
+        model_spec(write_random_gpt_oss(tmp_path), numerics="bitwise")

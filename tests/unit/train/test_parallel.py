@@ -45,6 +45,7 @@ LAYOUTS = {
     "bitwise-experts-tp": {"tp": 2},
     "bitwise-experts-tp-ep": {"tp": 2, "ep": 2},
     "latent-tp": {"tp": 2},
+    "bitwise-latent-tp": {"tp": 2},
     "latent-fsdp-ep": {"fsdp": 2, "ep": 2},
     "shared-experts-tp": {"tp": 2},
     "shared-experts-fsdp-ep": {"fsdp": 2, "ep": 2},
