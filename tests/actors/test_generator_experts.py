@@ -66,7 +66,8 @@ def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str
 def folders(tmp_path: Path, layout: str) -> list[Path]:
     """Two models of eight experts."""
     if "latent" in layout:
-        return [write_random_deepseek(tmp_path / f"latent{seed}", seed=seed) for seed in range(2)]
+        rank = None if layout == "latent, tp" else 48  # None: queries have no latent vector
+        return [write_random_deepseek(tmp_path / f"latent{seed}", seed=seed, q_lora_rank=rank) for seed in range(2)]
     if "shared" in layout:
         return [write_random_dots(tmp_path / f"shared{seed}", seed=seed) for seed in range(2)]
     if "sinks" in layout:

@@ -55,7 +55,7 @@ ARCHITECTURES: dict[Numerics, str] = {
 }
 LORA = "lora"
 """The key of vLLM's `additional_config` that has the fields of `LoraSettings`, if the model has adapters."""
-_FUSED = re.compile(r"\bw[qkv](?=\.(weight|bias)$)")
+_FUSED = re.compile(r"(?<=qkv_linear\.)w[qkv](?=\.(weight|bias)$)")
 
 
 def register() -> None:
