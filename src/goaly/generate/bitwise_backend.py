@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from goaly.models.bitwise_attention import Queries, by_token, write_pages
+from goaly.models.bitwise_attention import Queries, Scoring, by_token, write_pages
 
 
 class BitwiseBackend(CPUAttentionBackend):
@@ -39,14 +39,7 @@ class BitwiseBuilder(CPUAttentionMetadataBuilder):
         if step.max_query_len > 1:
             starts, ends = step.query_start_loc[:-1], step.query_start_loc[1:]
             lengths, pages = by_token(ends, lengths, pages, starts, tokens)
-        return Queries.of(
-            lengths[:tokens].contiguous(),
-            pages[:tokens].contiguous(),
-            heads=self.num_heads,
-            kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-        )
+        return Queries(lengths[:tokens].contiguous(), pages[:tokens].contiguous())
 
 
 class BitwiseImplementation(CPUAttentionBackendImpl):
@@ -67,7 +60,8 @@ class BitwiseImplementation(CPUAttentionBackendImpl):
         """Attend over the cache; without a description, as in a warm-up, do nothing."""
         if attn_metadata is not None:
             tokens = len(attn_metadata.lengths_T)
-            attn_metadata.attend(query[:tokens], self._pages(kv_cache), output[:tokens], self.scale)
+            scoring = Scoring(self.scale, max(self.sliding_window, 0), self.sinks)
+            attn_metadata.attend(query[:tokens], self._pages(kv_cache), output[:tokens], scoring)
         return output
 
     def do_kv_cache_update(

@@ -2,9 +2,9 @@
 
 Trainer and sampler build the same layers, so their log-probs are equal to the last bit. Only forward passes are exact;
 gradients are those of ordinary layers. `kernel_layers.py` has norms and rotations, `bitwise_attention.py` attention,
-`bitwise_experts.py` experts, `bitwise_lora.py` adapters, `bitwise_rows.py` softmaxes, and `bitwise_decoder.py` puts all
-of them into a model. On a GPU the operations are those of `bitwise_kernels.py`, in which a row never depends on
-another.
+`bitwise_experts.py` experts, `bitwise_lora.py` adapters, `bitwise_rows.py` softmaxes,
+and `bitwise_decoder.py` puts all of them into a model. On a GPU the operations are those of `bitwise_kernels.py`, in
+which a row never depends on another.
 
 Products of bfloat16 matrices on a CPU with matrix tiles are those of `bitwise_tiles.py`. All others on a CPU are
 float32 for any type of the model, and rounded to that type once. oneDNN, or MKL in a torch without it, computes a row
@@ -19,13 +19,14 @@ Invariants
     BW-1  A row of a product has the bits that a tile of `TILE` rows gives it: in any place of any batch, on any number
           of threads, and with any part of the output features.
     BW-2  A product over features that tensor-parallel ranks divide is the sum of the products over `SLICES` equal
-          parts of them, each rounded to the model's type. So one rank and `SLICES` ranks add the same numbers.
+          parts of them, each rounded to the model's type and added to an equal part of the bias. So one rank and
+          `SLICES` ranks add the same numbers.
     BW-3  An activation has the same bits in any place of a tensor: it never comes to the remainder of a vector loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from torchtitan.models.common.linear import Linear
 from goaly.errors import ConfigError
 from goaly.models.bitwise_tiles import TILE, Tiles, by_tiles, fits_cache, pack_tiles, product_with_tiles, tile_product
 from goaly.models.cpu_layers import linear_gradients, onednn_product, packed_weight, quickly_multiplied
+from goaly.models.experts import of_rank
 
 ROWS_OF_A_THREAD = 8
 """Rows that make MKL give each thread enough of them; it needs 4."""
@@ -69,14 +71,14 @@ class BitwiseLinear(Linear):
         self._packed = pack(weight.detach(), self._slices) if is_whole and not on_gpu(weight) else None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The product with the weight."""
-        weight = self.weight
+        """The product with the weight, plus the bias if there is one."""
+        weight, bias = self.weight, self.bias
         if self._packed is not None:
-            return packed_product(input, self._packed, weight.dtype)
-        if not isinstance(weight, DTensor):
-            return linear(input, weight, self._slices_here(weight))
+            return packed_product(input, self._packed, weight.dtype, bias)
+        if not isinstance(input, DTensor):
+            return self._of_rank(input, of_rank(weight), None if bias is None else of_rank(bias))
+        assert isinstance(weight, DTensor), "tensor-parallel layers exchange DTensors"
         mesh, (placement,) = weight.device_mesh, weight.placements
-        assert isinstance(input, DTensor), "tensor-parallel layers exchange DTensors"
         (given,) = input.placements
         out_placement: Placement
         input_gradient, weight_gradient = given, placement
@@ -89,11 +91,12 @@ class BitwiseLinear(Linear):
                 out_placement = given
                 weight_gradient = Partial() if isinstance(given, Shard) else placement
         x, w = input.to_local(grad_placements=[input_gradient]), weight.to_local(grad_placements=[weight_gradient])
-        return DTensor.from_local(linear(x, w, self._slices_here(w)), mesh, [out_placement], run_check=False)
+        b = bias.to_local(grad_placements=[weight_gradient]) if isinstance(bias, DTensor) else None
+        return DTensor.from_local(self._of_rank(x, w, b), mesh, [out_placement], run_check=False)
 
-    def _slices_here(self, weight: torch.Tensor) -> int:
-        """The slices of a rank that has these input features."""
-        return self._slices * weight.shape[1] // self.in_features
+    def _of_rank(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The output of a rank that has these parts of the parameters."""
+        return linear(x, weight, self._slices * weight.shape[1] // self.in_features, bias, self._slices)
 
 
 class BitwiseFeedForward(FeedForward):
@@ -182,13 +185,12 @@ def pack(weight_NK: torch.Tensor, slices: int) -> PackedSlices | None:
     return tuple(packed_weight(part_NK.float()) for part_NK in parts)
 
 
-def packed_product(x: torch.Tensor, packed: PackedSlices, dtype: torch.dtype) -> torch.Tensor:
-    """The product with packed slices of a weight (BW-2), rounded to this type; without a gradient."""
-    first, *others = zip(x.chunk(len(packed), -1), packed, strict=True)
-    out = _with_packed(*first, dtype)
-    for part in others:
-        out += _with_packed(*part, dtype)  # BW-2
-    return out
+def packed_product(
+    x: torch.Tensor, packed: PackedSlices, dtype: torch.dtype, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The product with packed slices of a weight, rounded to this type, plus the bias (BW-2); without a gradient."""
+    parts = zip(x.chunk(len(packed), -1), packed, strict=True)
+    return _added((_with_packed(*part, dtype) for part in parts), bias_N, len(packed))
 
 
 def _with_packed(x: torch.Tensor, packed: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -199,38 +201,54 @@ def _with_packed(x: torch.Tensor, packed: Any, dtype: torch.dtype) -> torch.Tens
     return kernels.onednn_mm(packed, x.float().contiguous(), None).to(dtype)
 
 
-def linear(x: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
-    """The product with a weight, summed in so many slices of the input features (BW-2)."""
-    x_TK = x.reshape(-1, x.shape[-1])
-    out_TN = (
-        _ExactLinear.apply(x_TK, weight_NK, slices) if torch.is_grad_enabled() else _sliced(x_TK, weight_NK, slices)
-    )
+def linear(
+    x: torch.Tensor, weight_NK: torch.Tensor, slices: int, bias_N: torch.Tensor | None = None, all_slices: int = 1
+) -> torch.Tensor:
+    """The product with a weight, plus the bias, summed in so many slices of the input features, which are this rank's
+    of `all_slices` (BW-2)."""
+    given = x.reshape(-1, x.shape[-1]), weight_NK, bias_N, slices, all_slices
+    out_TN = _ExactLinear.apply(*given) if torch.is_grad_enabled() else _sliced(*given)
     return out_TN.view(*x.shape[:-1], len(weight_NK))
 
 
-def _sliced(x_TK: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
-    if slices == 1:
-        return product(x_TK, weight_NK)
-    first, *others = zip(x_TK.chunk(slices, 1), weight_NK.chunk(slices, 1), strict=True)
-    out_TN = product(*first)
-    for part in others:
-        out_TN += product(*part)  # BW-2
-    return out_TN
+def _sliced(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, slices: int, all_slices: int
+) -> torch.Tensor:
+    parts = zip(x_TK.chunk(slices, 1), weight_NK.chunk(slices, 1), strict=True)
+    return _added((product(*part) for part in parts), bias_N, all_slices)
+
+
+def _added(products: Iterable[torch.Tensor], bias_N: torch.Tensor | None, all_slices: int) -> torch.Tensor:
+    """The sum of slices' products, each with its part of the bias (BW-2)."""
+    if bias_N is not None:
+        part_N = bias_N / all_slices
+        products = (product_TN.add_(part_N) for product_TN in products)
+    return reduce(torch.Tensor.add_, products)
 
 
 class _ExactLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x_TK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        slices: int,
+        all_slices: int,
+    ) -> torch.Tensor:
         ctx.save_for_backward(x_TK, weight_NK)
-        return _sliced(x_TK, weight_NK, slices)
+        return _sliced(x_TK, weight_NK, bias_N, slices, all_slices)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of the bias is whole on each of the ranks that add parts of it: all of them have the bias."""
         x_TK, weight_NK, grad = quickly_multiplied(*ctx.saved_tensors, grad)
+        of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
+        grad_bias = grad.sum(0) if of_bias else None
         if weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available() and not on_gpu(grad):
-            return *linear_gradients(x_TK, weight_NK, grad, ctx.needs_input_grad), None
-        grad_x = torch.mm(grad, weight_NK) if ctx.needs_input_grad[0] else None
-        return grad_x, torch.mm(grad.t(), x_TK) if ctx.needs_input_grad[1] else None, None
+            return *linear_gradients(x_TK, weight_NK, grad, (of_x, of_weight)), grad_bias, None, None
+        grad_x = torch.mm(grad, weight_NK) if of_x else None
+        return grad_x, torch.mm(grad.t(), x_TK) if of_weight else None, grad_bias, None, None
 
 
 def row_multiple() -> int:

@@ -4,7 +4,8 @@ vLLM's kernel for its paged cache computes a request's queries in tiles whose si
 long requests among threads. Here each token is a request of its own: one query over the keys before it, never divided.
 What the kernel does then depends on the token's position only. The trainer writes the keys and values of its packed
 documents into pages and calls the same kernel; its gradient is that of the ordinary attention. On a GPU the kernel is
-goaly's own (`bitwise_kernels.py`), over the same pages in the trainer and over vLLM's in a generator.
+goaly's own (`bitwise_kernels.py`), over the same pages in the trainer and over vLLM's in a generator; it has no sinks
+and no windows.
 
 Shape suffixes: B rows, L tokens of a row, T tokens, Q those of them that attend, N query heads, K key heads, H head
 dim, V that of values, which latent attention has narrower, P pages, S slots of a page for keys and as many for values,
@@ -17,9 +18,9 @@ Invariants
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -27,10 +28,19 @@ from goaly.models.attention import PackedAttention, PackedDocuments, packed_grad
 from goaly.models.bitwise import on_gpu
 from goaly.models.cpu_layers import quickly_multiplied
 
-Gradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
-"""Those of queries, keys and values, given these and the gradient of the output."""
+Gradients = Callable[..., tuple[torch.Tensor, ...]]
+"""Those of queries, keys and values, and of sinks if there are some, given these and the gradient of the output."""
 PAGE = 32
 """Tokens of a page of keys and values. The kernel's steps are not longer."""
+
+
+class Scoring(NamedTuple):
+    """How the heads of a layer weight the tokens before a query."""
+
+    scale: float
+    window: int = 0
+    """The tokens that a query sees, itself and the last ones; 0: all."""
+    sinks_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,64 +51,62 @@ class Queries:
     """i32: the tokens up to and including this one."""
     pages_TM: torch.Tensor
     """i32: the pages of the token's document, in order."""
-    starts_T1: torch.Tensor | None
-    """i32: 0, 1, …, T; None: on a GPU, whose kernel needs none."""
-    schedule: torch.Tensor | None
-    """The CPU kernel's division of the work."""
+    _schedules: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By window: 0, 1, …, T as i32, and the CPU kernel's division of the work."""
 
-    @classmethod
-    def of(
-        cls, lengths_T: torch.Tensor, pages_TM: torch.Tensor, *, heads: int, kv_heads: int, head_dim: int, dtype: Any
-    ) -> "Queries":
-        """The queries of a model's heads."""
-        if on_gpu(lengths_T):
-            return cls(lengths_T, pages_TM, None, None)
-        starts_T1 = torch.arange(len(lengths_T) + 1, dtype=torch.int32)
-        schedule = _kernels().get_scheduler_metadata(
-            len(lengths_T),
-            heads,
-            kv_heads,
-            head_dim,
-            lengths_T,
-            dtype,
-            starts_T1,
-            True,  # causal
-            -1,  # no sliding window
-            instructions(head_dim),
-            False,  # never divided
-            None,
-            "auto",
-        )
-        return cls(lengths_T, pages_TM, starts_T1, schedule)
-
-    def attend(self, q_TNH: torch.Tensor, cache_PKSH: torch.Tensor, out_TNH: torch.Tensor, scale: float) -> None:
+    def attend(self, q_TNH: torch.Tensor, cache_PKSH: torch.Tensor, out_TNH: torch.Tensor, scoring: Scoring) -> None:
         """Write each query's attention over the cache."""
+        scale, window, sinks_N = scoring
         keys, values = cache_PKSH.chunk(2, dim=2)
-        if self.schedule is None:
+        if on_gpu(q_TNH):
             from goaly.models import bitwise_kernels
 
+            assert sinks_N is None, "models with sinks are refused on GPUs"
             bitwise_kernels.attend(q_TNH, keys, values, out_TNH, self.lengths_T, self.pages_TM, scale)
             return
+        if window not in self._schedules:
+            self._schedules[window] = self._schedule(q_TNH, keys.shape[1], window)
+        starts_T1, schedule = self._schedules[window]
         _kernels().cpu_attention_with_kv_cache(
             q_TNH,
             keys,
             values,
             out_TNH,
-            self.starts_T1,
+            starts_T1,
             self.lengths_T,
             scale,
             True,  # causal
             None,
-            -1,  # no sliding window
+            window or -1,
             self.pages_TM,
             0.0,
-            self.schedule,
-            None,
+            schedule,
+            sinks_N,
             None,
             1.0,
             1.0,
             "auto",
         )
+
+    def _schedule(self, q_TNH: torch.Tensor, kv_heads: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, heads, head_dim = q_TNH.shape
+        starts_T1 = torch.arange(tokens + 1, dtype=torch.int32)
+        schedule = _kernels().get_scheduler_metadata(
+            tokens,
+            heads,
+            kv_heads,
+            head_dim,
+            self.lengths_T,
+            q_TNH.dtype,
+            starts_T1,
+            True,  # causal
+            window or -1,
+            instructions(head_dim),
+            False,  # never divided
+            None,
+            "auto",
+        )
+        return starts_T1, schedule
 
 
 def write_pages(
@@ -134,7 +142,7 @@ def by_token(
 class Pages(Protocol):
     """What the tokens of a pass look at: a mask of `BitwiseAttention`."""
 
-    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Write keys and values into pages; the attention of the queries over them."""
         ...
 
@@ -144,11 +152,9 @@ class PagedDocuments:
     """The pages of the documents of packed rows."""
 
     packed: PackedDocuments
-    lengths_Q: torch.Tensor
-    pages_QM: torch.Tensor
+    queries: Queries
     slot_T: torch.Tensor
     pages: int
-    _queries: dict[tuple[Any, ...], Queries]
 
     @classmethod
     def of(cls, positions_BL: torch.Tensor, places_Q: torch.Tensor | None = None) -> "PagedDocuments":
@@ -165,20 +171,14 @@ class PagedDocuments:
         attending = slice(None) if places_Q is None else places_Q
         return cls(
             packed=packed,
-            lengths_Q=(offset_T[attending] + 1).int(),
-            pages_QM=pages_DM[document_T[attending]].int(),
+            queries=Queries((offset_T[attending] + 1).int(), pages_DM[document_T[attending]].int()),
             slot_T=first[document_T] * PAGE + offset_T,
             pages=int(pages.sum()),
-            _queries={},
         )
 
-    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """The attention of each token that attends, in its document."""
-        cache_PKSH = _empty_pages(self.pages, k_TKH)
-        shape = (q_QNH.shape, k_TKH.shape, q_QNH.dtype)
-        if shape not in self._queries:
-            self._queries[shape] = _queries(self.lengths_Q, self.pages_QM, q_QNH, k_TKH)
-        return _attention(self._queries[shape], q_QNH, k_TKH, v_TKV, cache_PKSH, self.slot_T, scale)
+        return _attention(self.queries, q_QNH, k_TKH, v_TKV, _empty_pages(self.pages, k_TKH), self.slot_T, scoring)
 
 
 class GrowingDocument:
@@ -195,7 +195,7 @@ class GrowingDocument:
         self._seen, self._now, self._layer = self._seen + self._now, tokens, 0
         return self
 
-    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """The attention of the pass's tokens; each call in a pass is another layer's."""
         if self._layer == len(self._caches):
             self._caches.append(_empty_pages(self._pages, k_TKH))
@@ -203,8 +203,7 @@ class GrowingDocument:
         self._layer += 1
         slot_T = torch.arange(self._seen, self._seen + self._now, device=q_QNH.device)
         pages_TM = torch.arange(self._pages, dtype=torch.int32, device=q_QNH.device).repeat(self._now, 1)
-        queries = _queries((slot_T + 1).int(), pages_TM, q_QNH, k_TKH)
-        return _attention(queries, q_QNH, k_TKH, v_TKV, cache_PKSH, slot_T, scale)
+        return _attention(Queries((slot_T + 1).int(), pages_TM), q_QNH, k_TKH, v_TKV, cache_PKSH, slot_T, scoring)
 
 
 class BitwiseAttention(PackedAttention):
@@ -226,49 +225,59 @@ class BitwiseAttention(PackedAttention):
         *,
         attention_masks: Pages,
         scale: float | None = None,
+        sinks_N: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Causal attention within each document (BA-1)."""
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
 
-        def gradients(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor
-        ) -> tuple[torch.Tensor, ...]:
+        def gradients(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             assert isinstance(attention_masks, PagedDocuments), "others are for passes without gradients"
-            return packed_gradients(q, k, v, grad, attention_masks.packed, scale)
+            if sinks_N is None:
+                q, k, v, grad = given
+                return packed_gradients(q, k, v, grad, attention_masks.packed, scale)
+            ordinary = partial(PackedAttention.forward, self, attention_masks=attention_masks.packed, scale=scale)
+            return gradients_of(lambda q, k, v, sinks: ordinary(q, k, v, sinks_N=sinks), *given)
 
-        return paged_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale, gradients)
+        return paged_attention(
+            q_BLNH, k_BLNH, v_BLNH, attention_masks, Scoring(scale, self._window, sinks_N), gradients
+        )
 
 
 def paged_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: Pages, scale: float, gradients: Gradients
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: Pages, scoring: Scoring, gradients: Gradients
 ) -> torch.Tensor:
     """The attention of rows' queries over these pages (BA-1), whose backward pass is `gradients`."""
-    return _Paged.apply(q, k, v, pages, scale, gradients)
+    sinks = () if scoring.sinks_N is None else (scoring.sinks_N,)
+    return _Paged.apply(pages, scoring, gradients, q, k, v, *sinks)
+
+
+def gradients_of(attend: Callable[..., torch.Tensor], *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradients of this attention, which is computed once more: of its inputs, given these and that of its
+    output."""
+    *inputs, grad = given
+    leaves = [one.detach().requires_grad_() for one in inputs]
+    with torch.enable_grad():
+        out = attend(*leaves)
+    return torch.autograd.grad(out, leaves, grad)
 
 
 class _Paged(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: Pages, scale: float, gradients: Gradients
-    ) -> torch.Tensor:
-        ctx.save_for_backward(q, k, v)
+    def forward(ctx: Any, pages: Pages, scoring: Scoring, gradients: Gradients, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*inputs)
         ctx.gradients = gradients
-        return pages.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale).view(*q.shape[:3], v.shape[3])
+        q, k, v = (one.flatten(0, 1) for one in inputs[:3])
+        return pages.attend(q, k, v, scoring).view(*inputs[0].shape[:3], v.shape[2])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return *ctx.gradients(*quickly_multiplied(*ctx.saved_tensors, grad)), None, None, None
+        return None, None, None, *ctx.gradients(*quickly_multiplied(*ctx.saved_tensors, grad))
 
 
 def _empty_pages(pages: int, k_TKH: torch.Tensor) -> torch.Tensor:
     """A cache of zeros: a document does not fill its last page, which the kernel reads to its end."""
     return k_TKH.new_zeros(pages, k_TKH.shape[1], 2 * PAGE, k_TKH.shape[2])
-
-
-def _queries(lengths_T: torch.Tensor, pages_TM: torch.Tensor, q_TNH: torch.Tensor, k_TKH: torch.Tensor) -> Queries:
-    heads, head_dim = q_TNH.shape[1:]
-    return Queries.of(lengths_T, pages_TM, heads=heads, kv_heads=k_TKH.shape[1], head_dim=head_dim, dtype=q_TNH.dtype)
 
 
 def _attention(
@@ -278,13 +287,13 @@ def _attention(
     v_TKV: torch.Tensor,
     cache_PKSH: torch.Tensor,
     slot_T: torch.Tensor,
-    scale: float,
+    scoring: Scoring,
 ) -> torch.Tensor:
     head_dim, value_dim = q_TNH.shape[2], v_TKV.shape[2]
     # The kernel that writes pages knows the distance of tokens only, not that of heads.
     write_pages(k_TKH, widened(v_TKV, head_dim).contiguous(), cache_PKSH, slot_T, head_dim)
     out_TNH = torch.empty_like(q_TNH)
-    queries.attend(q_TNH, cache_PKSH, out_TNH, scale)
+    queries.attend(q_TNH, cache_PKSH, out_TNH, scoring)
     return out_TNH[..., :value_dim]
 
 

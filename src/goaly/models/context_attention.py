@@ -13,14 +13,14 @@ Q queries of a stretch, S its keys.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torchtitan.protocols.module import Module
 
 from goaly.models.attention import PackedAttention
-from goaly.models.bitwise_attention import paged_attention
+from goaly.models.bitwise_attention import Scoring, gradients_of, paged_attention
 from goaly.models.context_parallel import SharedDocuments
 from goaly.models.settings import Numerics
 from goaly.models.varlen_attention import BuiltInVarlenAttention, splits
@@ -151,15 +151,11 @@ class BitwiseContextAttention(_Gathering, PackedAttention):
     ) -> torch.Tensor:
         """The attention over keys and values that are gathered, with the bits of one rank (BA-1)."""
 
-        def gradients(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            *given, grad = inputs
-            q, k, v = (one.detach().requires_grad_() for one in given)
-            with torch.enable_grad():
-                out = _ordinary(q.device.type).over(q, k, v, documents, scale)
-            return torch.autograd.grad(out, (q, k, v), grad)
+        def ordinary(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return _ordinary(q.device.type).over(q, k, v, documents, scale)
 
-        scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-        return paged_attention(q_BLNH, k_BTKH, v_BTKH, documents.paged, scale, gradients)
+        scoring = Scoring(q_BLNH.shape[-1] ** -0.5 if scale is None else scale)
+        return paged_attention(q_BLNH, k_BTKH, v_BTKH, documents.paged, scoring, partial(gradients_of, ordinary))
 
 
 @cache

@@ -179,10 +179,11 @@ def a_shares_attention_has_the_bits_of_the_whole() -> None:  # CP-2
     positions = torch.cat([torch.arange(length) for length in (*LENGTHS, 1)])[None]
     for dtype in DTYPES:
         q, k, v = (random(80, count, WIDTH, seed=count).to(dtype) for count in (HEADS, KV_HEADS, KV_HEADS))
-        whole = bitwise_attention.PagedDocuments.of(positions).attend(q, k, v, WIDTH**-0.5)
+        scoring = bitwise_attention.Scoring(WIDTH**-0.5)
+        whole = bitwise_attention.PagedDocuments.of(positions).attend(q, k, v, scoring)
         for rank in range(2):
             ranks = ContextRanks(group=dist.GroupMember.NON_GROUP_MEMBER, rank=rank, count=2)
-            mine = ranks.documents(positions).paged.attend(q[ranks.share(80)], k, v, WIDTH**-0.5)
+            mine = ranks.documents(positions).paged.attend(q[ranks.share(80)], k, v, scoring)
             assert torch.equal(mine, whole[ranks.share(80)])
 
 

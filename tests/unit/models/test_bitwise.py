@@ -20,7 +20,13 @@ from goaly.errors import ConfigError  # noqa: E402
 from goaly.models import bitwise, bitwise_tiles  # noqa: E402
 from goaly.models.attention import PackedAttention, PackedDocuments, widened  # noqa: E402
 from goaly.models.bitwise import BitwiseLinear, product, sigmoid, silu  # noqa: E402
-from goaly.models.bitwise_attention import BitwiseAttention, PagedDocuments, Queries, write_pages  # noqa: E402
+from goaly.models.bitwise_attention import (  # noqa: E402
+    BitwiseAttention,
+    PagedDocuments,
+    Queries,
+    Scoring,
+    write_pages,
+)
 from goaly.models.kernel_layers import KernelComplexRoPE, KernelRMSNorm, KernelRoPE  # noqa: E402
 from goaly.models.spec import architecture, bitwise_problems  # noqa: E402
 from goaly.models.tiny import TinyModel, model_config  # noqa: E402
@@ -99,15 +105,18 @@ def test_where_tiles_are_not_exact_bfloat16_products_are_made_in_float32(monkeyp
     assert torch.equal(made, product(x.float(), weight.float()).bfloat16())
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("slices", [1, 2])
 @torch.no_grad()
 def test_a_packed_weight_gives_the_bits_of_one_that_is_not(  # BW-1, KE-1
-    threads: int, slices: int, dtype_of_products: torch.dtype
+    threads: int, slices: int, bias: bool, dtype_of_products: torch.dtype
 ):
-    plain, packed = (BitwiseLinear.Config(in_features=96, out_features=40, slices=slices).build() for _ in range(2))
+    config = BitwiseLinear.Config(in_features=96, out_features=40, slices=slices, bias=bias)
+    plain, packed = config.build(), config.build()
     for seed in (1, 2):
         for layer in (plain.to(dtype_of_products), packed.to(dtype_of_products)):
-            layer.weight.copy_(random(40, 96, seed=seed))
+            for parameter in layer.parameters():
+                parameter.copy_(random(*parameter.shape, seed=seed))
         packed.pack()
         assert packed._packed is not None
         x = random(200, 96).to(dtype_of_products)
@@ -123,17 +132,21 @@ def test_ranks_that_divide_the_features_add_up_to_what_one_rank_computes(dtype_o
         product(part, weight.contiguous()) for part, weight in zip(x.chunk(2, 1), alone.weight.chunk(2, 1), strict=True)
     ]
     assert torch.equal(alone(x), halves[1] + halves[0])
+    alone.bias = torch.nn.Parameter(random(40, seed=2).to(dtype_of_products))
+    assert torch.equal(alone(x), (halves[1] + alone.bias / 2) + (halves[0] + alone.bias / 2))
 
 
-def gradients(layer: Any, x: torch.Tensor, weight: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(layer(x), [x, weight], upstream))
+def gradients(layer: Any, given: list[torch.Tensor], upstream: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(layer(given[0]), given, upstream))
 
 
-def test_a_linear_layer_has_the_gradients_of_an_ordinary_one():
-    layer = BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build()
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_has_the_gradients_of_an_ordinary_one(bias: bool):
+    layer = BitwiseLinear.Config(in_features=96, out_features=40, slices=2, bias=bias).build()
     x, upstream = random(7, 9, 96).requires_grad_(), random(7, 9, 40, seed=1)
-    mine = gradients(layer, x, layer.weight, upstream)
-    plain = gradients(lambda x: F.linear(x, layer.weight), x, layer.weight, upstream)
+    given = [x, *layer.parameters()]
+    mine = gradients(layer, given, upstream)
+    plain = gradients(lambda x: F.linear(x, layer.weight, layer.bias), given, upstream)
     for one, other in zip(mine, plain, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -142,9 +155,9 @@ def test_the_gradients_of_a_bfloat16_layer_are_as_accurate_as_those_of_an_ordina
     layer = BitwiseLinear.Config(in_features=1040, out_features=300, slices=2).build().bfloat16()
     x, upstream = (random(7, 9, width).bfloat16().requires_grad_() for width in (1040, 300))
     weight = layer.weight.detach().double().requires_grad_()
-    exact = gradients(lambda x: F.linear(x, weight), x.detach().double().requires_grad_(), weight, upstream.double())
-    mine = gradients(layer, x, layer.weight, upstream)
-    plain = gradients(lambda x: F.linear(x, layer.weight), x, layer.weight, upstream)
+    exact = gradients(lambda x: F.linear(x, weight), [x.detach().double().requires_grad_(), weight], upstream.double())
+    mine = gradients(layer, [x, layer.weight], upstream)
+    plain = gradients(lambda x: F.linear(x, layer.weight), [x, layer.weight], upstream)
     for one, other, true in zip(mine, plain, exact, strict=True):
         assert float((one - true).norm()) <= 1.01 * float((other - true).norm())
 
@@ -226,47 +239,56 @@ def test_an_activation_is_the_same_in_any_place(  # BW-3
 LENGTHS = (1, 31, 32, 33, 70, 5, 300)
 
 
+WINDOWS_AND_SINKS = pytest.mark.parametrize(
+    ("window", "has_sinks"), [(0, False), (0, True), (17, True), (40, True)], ids=["", "sinks", "window", "wide-window"]
+)
+
+
+@WINDOWS_AND_SINKS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("of_values", [32, 24])
 def test_a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages(  # BA-1
-    threads: int, of_values: int, dtype: torch.dtype
+    threads: int, of_values: int, dtype: torch.dtype, window: int, has_sinks: bool
 ):
     heads, kv_heads, width = 4, 2, 32
+    sinks = random(heads, seed=5).to(dtype) if has_sinks else None
     tokens = sum(LENGTHS)
     q, k, v = (random(1, tokens, count, width, seed=count).to(dtype) for count in (heads, kv_heads, kv_heads))
     v = torch.cat([3 * v, k], -1)[..., :of_values]
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    attention = BitwiseAttention.Config().build()
-    packed = attention(q, k, v, attention_masks=PagedDocuments.of(positions))[0]
+    attention = BitwiseAttention.Config(window_size=(window - 1, 0)).build()
+    packed = attention(q, k, v, attention_masks=PagedDocuments.of(positions), sinks_N=sinks)[0]
     start = sum(LENGTHS[:-1])
     longest = LENGTHS[-1]
     cache = random(40, kv_heads, 64, width, seed=9).to(dtype) * 100
-    pages = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:12].int()
+    *pages, other_page = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:13].int()
+    pages = torch.stack(pages)
     at = torch.arange(longest)
     slots = pages[at // 32].long() * 32 + at % 32
     write_pages(k[0, start:], widened(v[0, start:], width).contiguous(), cache, slots, width)
     for chunk in (at[:1], at[5:45], at[250:], at[-1:]):
-        queries = Queries.of(
-            (chunk + 1).int(),
-            pages.expand(len(chunk), -1).contiguous(),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=width,
-            dtype=dtype,
-        )
+        left = max(0, int(chunk[0]) - window + 1) // 32 if window else 0  # vLLM gives other requests their pages
+        here = torch.cat([other_page.expand(left), pages[left:]])
+        queries = Queries((chunk + 1).int(), here.expand(len(chunk), -1).contiguous())
         out = torch.empty(len(chunk), heads, width, dtype=dtype)
-        queries.attend(q[0, start + chunk], cache, out, width**-0.5)
+        queries.attend(q[0, start + chunk], cache, out, Scoring(width**-0.5, window, sinks))
         assert torch.equal(out[..., :of_values], packed[start + chunk])
 
 
+@WINDOWS_AND_SINKS
 @pytest.mark.parametrize("of_values", [32, 24])
-def test_the_attention_has_values_and_gradients_of_the_ordinary_one(of_values: int):
+def test_the_attention_has_values_and_gradients_of_the_ordinary_one(of_values: int, window: int, has_sinks: bool):
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     shapes = [(1, sum(LENGTHS), *of_heads) for of_heads in ((4, 32), (2, 32), (2, of_values))]
     given = [random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
-    upstream = random(1, sum(LENGTHS), 4, of_values, seed=5)
-    mine = BitwiseAttention.Config().build()(*given, attention_masks=PagedDocuments.of(positions))
-    plain = PackedAttention.Config().build()(*given, attention_masks=PackedDocuments.of(positions))
+    upstream, size = random(1, sum(LENGTHS), 4, of_values, seed=5), (window - 1, 0)
+    sinks = {}
+    mine, plain = BitwiseAttention.Config(window_size=size).build(), PackedAttention.Config(window_size=size).build()
+    if has_sinks:
+        sinks["sinks_N"] = random(4, seed=6).requires_grad_()
+        given.append(sinks["sinks_N"])
+    mine = mine(*given[:3], attention_masks=PagedDocuments.of(positions), **sinks)
+    plain = plain(*given[:3], attention_masks=PackedDocuments.of(positions), **sinks)
     torch.testing.assert_close(mine, plain)
     for one, other in zip(*(torch.autograd.grad(out, given, upstream) for out in (mine, plain)), strict=True):
         torch.testing.assert_close(one, other)
