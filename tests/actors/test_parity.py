@@ -14,6 +14,7 @@ from random_model import (
     native_tensors,
     write_random_deepseek,
     write_random_dots,
+    write_random_gpt_oss,
     write_random_llama,
     write_random_model,
 )
@@ -98,6 +99,10 @@ def one_model(folder: Path, options: dict[str, Any]) -> tuple[list[int], int, in
     tokens = sum(int(one["trained"].sum()) for one in sequences)
     counts = both.counter.counts
     return both.differing(sequences), tokens, counts.preemptions, counts.prompts_in_parts
+
+
+def models(folders: Sequence[Path], options: dict[str, Any]) -> list[tuple[list[int], int, int, int]]:
+    return [one_model(folder, options) for folder in folders]
 
 
 def in_steps(folder: Path, dtype: str, step_tokens: Sequence[int]) -> tuple[list[list[Any]], list[int]]:
@@ -189,10 +194,14 @@ def test_prompts_that_are_computed_in_parts_change_no_bit_of_what_is_sampled(the
             assert all(column.equal(same[name]) for name, column in one.items())
 
 
-def test_choices_of_experts_beside_shared_ones_are_replayed_to_the_bit(there: Any, tmp_path: Path):  # BE-1 BE-3
-    differing, tokens, *_ = there(one_model, write_random_dots(tmp_path, n_shared_experts=2, **GROUPED), {})
-    assert differing == [0] * 2 * len(PACKINGS)
-    assert tokens > 1000
+def test_choices_of_experts_beside_shared_ones_and_with_biases_are_replayed_to_the_bit(  # BE-1 BE-3 BG-1
+    there: Any, tmp_path: Path
+):
+    folders = [write_random_dots(tmp_path / "dots", n_shared_experts=2, **GROUPED)]
+    folders.append(write_random_gpt_oss(tmp_path / "sinks"))
+    for differing, tokens, *_ in there(models, folders, {}):
+        assert differing == [0] * 2 * len(PACKINGS)
+        assert tokens > 1000
 
 
 @pytest.fixture
@@ -239,19 +248,24 @@ def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_an
         assert found[0].tokens > 1000
 
 
-def test_ranks_add_shared_experts_alike_however_either_side_divides_the_model(tmp_path: Path):  # BE-3
-    folder = str(write_random_deepseek(tmp_path / "model"))
+def test_ranks_add_shared_experts_and_biases_alike_however_either_side_divides_the_model(tmp_path: Path):  # BE-3, BG-1
+    folders = write_random_deepseek(tmp_path / "latent"), write_random_gpt_oss(tmp_path / "sinks")
     asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=LONGEST)
-    model = ModelSettings(path=folder, dtype="bfloat16", numerics="bitwise")
-    generator = cramped(model, GeneratorSettings(max_running=24, max_context=LONGEST, tp=2), asked)
-    file = tmp_path / "sequences"
-    sample_in_ranks(Sampler(model=model, generator=generator, asked=asked), file)
+    files = {}
+    for folder in folders:
+        model = ModelSettings(path=str(folder), dtype="bfloat16", numerics="bitwise")
+        generator = cramped(model, GeneratorSettings(max_running=24, max_context=LONGEST, tp=2), asked)
+        file = files[model] = folder / "sequences"
+        sample_in_ranks(Sampler(model=model, generator=generator, asked=asked), file)
     for degrees in ({"fsdp": 2, "ep": 2}, {"tp": 2, "ep": 2}):  # `bench.parity` has all combinations
         trainer = TrainerSettings(**degrees)
-        recomputer = Recomputer(model=model, trainer=trainer, sequences=file, packings=PACKINGS[1:])
-        (found,) = recompute_in_ranks([recomputer])
-        assert [one.differing for one in found] == [0] * 2, degrees
-        assert found[0].tokens > 1000
+        recomputers = [
+            Recomputer(model=model, trainer=trainer, sequences=file, packings=PACKINGS[1:])
+            for model, file in files.items()
+        ]
+        for model, found in zip(files, recompute_in_ranks(recomputers), strict=True):
+            assert [one.differing for one in found] == [0] * 2, (degrees, model.path)
+            assert found[0].tokens > 1000
 
 
 def test_fast_numerics_do_not(there: Any, tmp_path: Path):

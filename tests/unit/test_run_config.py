@@ -385,25 +385,21 @@ def test_what_cannot_be_bitwise_is_told_before_anything_starts(tiny_model_folder
             assert run_config(GRPO, *given)
 
 
-def test_a_reference_and_a_critic_that_cannot_be_bitwise_are_told_too(tiny_model_folder: Path, tmp_path: Path):
+def test_a_reference_and_a_critic_of_more_ranks_than_can_be_bitwise_are_told_too(tmp_path: Path):
     bitwise = "model.numerics=bitwise", "generator.on_update=recompute"
-    sinks = write_random_gpt_oss(tmp_path / "sinks")
     wide = write_tiny_model(tmp_path / "wide", TinyModel(kv_heads=4))
-    kl, no_layers = "loss.kl_coef=0.1", "model.numerics=bitwise: must be fast for"
-    for file, model, overrides, said in [
-        (GRPO, tiny_model_folder, [kl, f"reference.path={sinks}"], f"reference.path={sinks}: {no_layers} gpt-oss"),
-        (PPO, tiny_model_folder, [f"critic.path={sinks}"], f"critic.path={sinks}: {no_layers} gpt-oss"),
-        (GRPO, wide, [kl, "reference.tp=4"], "reference.tp=4: must be at most 2 with model.numerics=bitwise"),
-        (PPO, wide, ["critic.tp=4"], "critic.tp=4: must be at most 2 with model.numerics=bitwise"),
+    for file, overrides, said in [
+        (GRPO, ["loss.kl_coef=0.1", "reference.tp=4"], "reference.tp=4: must be at most 2 with model.numerics=bitwise"),
+        (PPO, ["critic.tp=4"], "critic.tp=4: must be at most 2 with model.numerics=bitwise"),
     ]:
         with pytest.raises(ConfigError) as error:
-            run_config(file, model, *bitwise, *overrides)
+            run_config(file, wide, *bitwise, *overrides)
         (problem,) = error.value.problems
         assert problem.startswith(said)
 
 
-def test_on_a_gpu_bitwise_numerics_are_for_one_tensor_parallel_rank_without_the_compiler(
-    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_on_a_gpu_bitwise_numerics_are_for_one_tensor_parallel_rank_without_the_compiler_and_sinks(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("goaly.run.config.vllm_device", lambda: "cuda")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -415,6 +411,16 @@ def test_on_a_gpu_bitwise_numerics_are_for_one_tensor_parallel_rank_without_the_
         assert any(f"{section}.tp=2: must be 1 with model.numerics=bitwise on" in one for one in error.value.problems)
     with pytest.raises(ConfigError, match=r"trainer\.compile=true: must be false with model"):
         run_config(*bitwise, "trainer.compile=true")
+    sinks = write_random_gpt_oss(tmp_path)
+    said = "model.numerics=bitwise: must be fast for gpt-oss on GPUs: the attention kernel"
+    for file, model, overrides, whose in [
+        (GRPO, sinks, [], ""),
+        (GRPO, tiny_model_folder, ["loss.kl_coef=0.1", f"reference.path={sinks}"], f"reference.path={sinks}: "),
+        (PPO, tiny_model_folder, [f"critic.path={sinks}"], f"critic.path={sinks}: "),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            run_config(file, model, *bitwise[2:], *overrides)
+        assert any(problem.startswith(whose + said) for problem in error.value.problems)
 
 
 def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_starts(
@@ -445,7 +451,6 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
         (sinks, ["trainer.cp=2"], "trainer.cp=2: must be 1 for gpt-oss: attention over"),
         (sinks, ["critic={cp: 2}"], "critic.cp=2: must be 1 for gpt-oss: attention over"),
         (sinks, ["trainer.compile=true"], "trainer.compile=true: must be false for gpt-oss: its attention"),
-        (sinks, ["model.numerics=bitwise"], "model.numerics=bitwise: must be fast for gpt-oss: goaly has"),
         (sinks, ["generator.engine=native"], "generator.engine=native: must be torchtitan for a model with experts"),
         (sinks, ["trainer.expert_bias_rate=0.1"], "trainer.expert_bias_rate=0.1: must be 0, the model chooses experts"),
         (sinks, ["generator.tp=2"], "generator.tp=2: the model's experts have width 24, must be a multiple of 8 for"),

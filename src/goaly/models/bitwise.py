@@ -2,7 +2,7 @@
 
 Trainer and sampler build the same layers, so their log-probs are equal to the last bit. Only forward passes are exact;
 gradients are those of ordinary layers. `kernel_layers.py` has norms and rotations, `bitwise_attention.py` attention,
-`bitwise_experts.py` experts, `bitwise_lora.py` adapters, `bitwise_rows.py` softmaxes,
+`bitwise_experts.py` experts, `bitwise_gpt_oss.py` gpt-oss's, `bitwise_lora.py` adapters, `bitwise_rows.py` softmaxes,
 and `bitwise_decoder.py` puts all of them into a model. On a GPU the operations are those of `bitwise_kernels.py`, in
 which a row never depends on another.
 

@@ -7,7 +7,9 @@ from torchtitan.models.common.linear import Linear
 
 from goaly.models.bitwise import BitwiseFeedForward, BitwiseLinear
 from goaly.models.bitwise_experts import BitwiseDispatcher, BitwiseExperts, BitwiseRoutedExperts, BitwiseRouter
+from goaly.models.bitwise_gpt_oss import BitwiseClampedExperts
 from goaly.models.bitwise_lora import BitwiseLoraExperts, BitwiseLoraLinear
+from goaly.models.gpt_oss_layers import ClampedExperts
 from goaly.models.kernel_layers import KernelComplexRoPE, KernelRMSNorm, KernelRoPE
 from goaly.models.lora import LoraExperts, LoraLinear, SeparateQKV
 from goaly.models.settings import SLICES
@@ -35,8 +37,7 @@ def make_bitwise(decoder: Any) -> None:
         if layer.moe is not None:
             router, routed = layer.moe.router, layer.moe.routed_experts
             layer.moe.router = BitwiseRouter.Config(**fields_of(router) | {"gate": _layer(router.gate)})
-            experts = BitwiseLoraExperts if isinstance(routed.inner_experts, LoraExperts.Config) else BitwiseExperts
-            routed.inner_experts = experts.Config(**fields_of(routed.inner_experts))
+            routed.inner_experts = _experts(routed.inner_experts)
             routed.token_dispatcher = BitwiseDispatcher.Config(**fields_of(routed.token_dispatcher))
             layer.moe.routed_experts = BitwiseRoutedExperts.Config(**fields_of(routed))
             if layer.moe.shared_experts is not None:
@@ -56,6 +57,11 @@ def _make_latents_bitwise(attention: Any) -> None:
 
 def _norm(config: Any) -> Any:
     return KernelRMSNorm.Config(**fields_of(config))
+
+
+def _experts(config: Any) -> Any:
+    kinds = {LoraExperts.Config: BitwiseLoraExperts, ClampedExperts.Config: BitwiseClampedExperts}
+    return kinds.get(type(config), BitwiseExperts).Config(**fields_of(config))
 
 
 def _network(config: Any) -> BitwiseFeedForward.Config:

@@ -204,7 +204,7 @@ def spec_of(
     if numerics == "bitwise":
         from goaly.models.bitwise_decoder import make_bitwise
 
-        if problems := [f"model.numerics=bitwise: {problem}" for problem in bitwise_problems(shape)]:
+        if problems := [f"model.numerics=bitwise: {problem}" for problem in bitwise_problems(shape, device)]:
             raise ConfigError(problems)
         make_bitwise(decoder)
     return ModelSpec(
@@ -249,11 +249,10 @@ def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tenso
     return {canonical_fqn(name): tensor for name, tensor in tensors}
 
 
-def bitwise_problems(shape: Architecture) -> Iterator[str]:
-    """A line with the numerics that a model of this shape must have, and why, if goaly has no bitwise layers for it."""
-    missing = "goaly has no layers with a fixed order of sums for its"
-    if shape.biased:
-        yield f"must be fast for gpt-oss: {missing} sinks, windows and biases"
+def bitwise_problems(shape: Architecture, device: str) -> Iterator[str]:
+    """A line with the numerics that a model of this shape must have, and why, if bitwise ones lack a kernel for it."""
+    if shape.biased and device == "cuda":
+        yield "must be fast for gpt-oss on GPUs: the attention kernel that goaly has for them has no sinks and windows"
 
 
 def _inner_attention(device: str, numerics: Numerics, *, sinks: bool) -> "Module.Config":

@@ -248,7 +248,7 @@ class RunConfig(Settings):
         from goaly.models.spec import bitwise_problems
         from goaly.prompts.tokenizer import chat_problems  # imports jinja
 
-        model = None
+        model, device = None, self.hosts.device or vllm_device()
         for whose, (settings, divided) in self._folders().items():
             if settings.problems(""):
                 continue  # the section's own problem
@@ -261,7 +261,7 @@ class RunConfig(Settings):
                 yield from ranks.shape_problems(Section(ranks, f"{at}{section}."), shape, whose)
             if self.model.numerics == "bitwise":
                 own = "" if whose == "model" else f"{at}{whose}.path={settings.path}: "
-                yield from (f"{own}{at.model.numerics}: {problem}" for problem in bitwise_problems(shape))
+                yield from (f"{own}{at.model.numerics}: {problem}" for problem in bitwise_problems(shape, device))
             if whose == "model":
                 model = shape
                 yield from self.trainer.balance_problems(at.trainer, shape)

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from random_model import write_random_gpt_oss
 
-from goaly.models.spec import model_spec, prepare_torchtitan
+from goaly.models.spec import prepare_torchtitan
 
 prepare_torchtitan()
 
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, RMSNorm  # noqa: E402
 
-from goaly.errors import ConfigError  # noqa: E402
 from goaly.models import bitwise, bitwise_tiles  # noqa: E402
 from goaly.models.attention import PackedAttention, PackedDocuments, widened  # noqa: E402
 from goaly.models.bitwise import BitwiseLinear, product, sigmoid, silu  # noqa: E402
@@ -28,8 +26,6 @@ from goaly.models.bitwise_attention import (  # noqa: E402
     write_pages,
 )
 from goaly.models.kernel_layers import KernelComplexRoPE, KernelRMSNorm, KernelRoPE  # noqa: E402
-from goaly.models.spec import architecture, bitwise_problems  # noqa: E402
-from goaly.models.tiny import TinyModel, model_config  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 COUNTS = (1, 2, 3, 5, 13, 16, 31, 33, 64, 200)
@@ -292,12 +288,3 @@ def test_the_attention_has_values_and_gradients_of_the_ordinary_one(of_values: i
     torch.testing.assert_close(mine, plain)
     for one, other in zip(*(torch.autograd.grad(out, given, upstream) for out in (mine, plain)), strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_models_that_have_no_exact_order_are_refused(tmp_path):
-    for hidden_dim in (24, 32, 40):
-        narrow = architecture(model_config(TinyModel(experts=3, hidden_dim=hidden_dim)))
-        assert list(bitwise_problems(narrow)) == []
-    said = "model.numerics=bitwise: must be fast for gpt-oss: goaly has no layers .* for its sinks, windows and biases"
-    with pytest.raises(ConfigError, match=said):
-        model_spec(write_random_gpt_oss(tmp_path), numerics="bitwise")

@@ -51,6 +51,7 @@ LAYOUTS = {
     "shared-experts-fsdp-ep": {"fsdp": 2, "ep": 2},
     "sinks-tp": {"tp": 2},
     "sinks-fsdp-ep": {"fsdp": 2, "ep": 2},
+    "bitwise-sinks-tp": {"tp": 2},
     "lora-fsdp": {"fsdp": 2},
     "lora-tp": {"tp": 2},
     "lora-experts-fsdp": {"fsdp": 2},
