@@ -282,10 +282,9 @@ WITH_EXPERTS = partial(write_random_model, experts=8)
     [
         (write_random_model, "float32", False, 32),
         (WITH_EXPERTS, "bfloat16", True, 4096),
-        (partial(write_random_dots, **GROUPED), "bfloat16", False, 32),
         (write_random_deepseek, "float32", False, 32),
     ],
-    ids=["dense-in-parts", "replayed-experts", "shared-experts-bfloat16-in-parts", "latent-attention-in-parts"],
+    ids=["dense-in-parts", "replayed-experts", "latent-attention-in-parts"],
 )
 def test_an_update_in_the_middle_of_answers_leaves_the_bits_of_each_versions_tokens_but_for_replayed_experts(
     there: Any, tmp_path: Path, write: Callable[..., Path], dtype: str, replays: bool, step_tokens: int

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from random_model import write_random_deepseek
 
-from goaly.models.spec import prepare_torchtitan
+from goaly.models.spec import model_spec, prepare_torchtitan
 
 prepare_torchtitan()
 
@@ -288,3 +289,22 @@ def test_the_attention_has_values_and_gradients_of_the_ordinary_one(of_values: i
     torch.testing.assert_close(mine, plain)
     for one, other in zip(*(torch.autograd.grad(out, given, upstream) for out in (mine, plain)), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("query_rank", [48, None])
+def test_all_layers_of_latent_attention_are_exact_ones(tmp_path, query_rank: int | None):
+    spec = model_spec(write_random_deepseek(tmp_path, q_lora_rank=query_rank), numerics="bitwise")
+    with torch.device("meta"):
+        attention = spec.model.build().layers["1"].attention
+    found = {name: type(layer) for name, layer in attention.named_children()}
+    of_queries = {"wq": BitwiseLinear}
+    if query_rank is not None:
+        of_queries = {"wq_a": BitwiseLinear, "q_norm": KernelRMSNorm, "wq_b": BitwiseLinear}
+    assert found == of_queries | {
+        "wkv_a": BitwiseLinear,
+        "kv_norm": KernelRMSNorm,
+        "wkv_b": BitwiseLinear,
+        "wo": BitwiseLinear,
+        "rope": KernelComplexRoPE,
+        "inner_attention": BitwiseAttention,
+    }
