@@ -236,14 +236,15 @@ def test_an_activation_is_the_same_in_any_place(  # BW-3
 LENGTHS = (1, 31, 32, 33, 70, 5, 300)
 
 
-WINDOWS_AND_SINKS = pytest.mark.parametrize(
-    ("window", "has_sinks"), [(0, False), (0, True), (17, True), (40, True)], ids=["", "sinks", "window", "wide-window"]
+KINDS_OF_ATTENTION = pytest.mark.parametrize(
+    ("of_values", "window", "has_sinks"),
+    [(32, 0, False), (24, 0, False), (32, 0, True), (32, 17, True), (32, 40, True)],
+    ids=["", "narrow values", "sinks", "window", "wide window"],
 )
 
 
-@WINDOWS_AND_SINKS
+@KINDS_OF_ATTENTION
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("of_values", [32, 24])
 def test_a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages(  # BA-1
     threads: int, of_values: int, dtype: torch.dtype, window: int, has_sinks: bool
 ):
@@ -272,8 +273,7 @@ def test_a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages(  # 
         assert torch.equal(out[..., :of_values], packed[start + chunk])
 
 
-@WINDOWS_AND_SINKS
-@pytest.mark.parametrize("of_values", [32, 24])
+@KINDS_OF_ATTENTION
 def test_the_attention_has_values_and_gradients_of_the_ordinary_one(of_values: int, window: int, has_sinks: bool):
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     shapes = [(1, sum(LENGTHS), *of_heads) for of_heads in ((4, 32), (2, 32), (2, of_values))]
