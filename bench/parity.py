@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two ranks of two threads each would spin for each other
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=96, help="answers of each generator")
+    parser.add_argument("--requests", type=int, default=32, help="answers of each generator")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; tiny random models by default")
     parser.add_argument(
         "--only",
@@ -243,6 +243,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the result to this file, after each part")
     parser.add_argument("--markdown", type=Path, help="write the page of the result to this file, after each part")
     arguments = parser.parse_args(argv)
+    if arguments.model and set(arguments.only or ()) & MODELS.keys():
+        parser.error("--only names a tiny model, but --model is another one: must be bits or costs")
+    if arguments.only and arguments.markdown and not arguments.json:
+        parser.error("--markdown with --only also needs --json, which has what is not measured")
     wanted = set(arguments.only or ("bits", "costs"))
     result = Result.read(arguments.json) if arguments.only and arguments.json and arguments.json.exists() else Result()
     fork_ranks_from_one_server()

@@ -91,7 +91,8 @@ class BitwiseLinear(Linear):
                 out_placement = given
                 weight_gradient = Partial() if isinstance(given, Shard) else placement
         x, w = input.to_local(grad_placements=[input_gradient]), weight.to_local(grad_placements=[weight_gradient])
-        b = bias.to_local(grad_placements=[weight_gradient]) if isinstance(bias, DTensor) else None
+        assert bias is None or (isinstance(bias, DTensor) and not out_placement.is_partial()), "a bias is added once"
+        b = None if bias is None else bias.to_local(grad_placements=[weight_gradient])
         return DTensor.from_local(self._of_rank(x, w, b), mesh, [out_placement], run_check=False)
 
     def _of_rank(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Queries:
     pages_TM: torch.Tensor
     """i32: the pages of the token's document, in order."""
     _schedules: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """By window: 0, 1, …, T as i32, and the CPU kernel's division of the work."""
+    """By window: 0, 1, …, T as i32, and the CPU kernel's division of the work. All layers have the same heads."""
 
     def attend(self, q_TNH: torch.Tensor, cache_PKSH: torch.Tensor, out_TNH: torch.Tensor, scoring: Scoring) -> None:
         """Write each query's attention over the cache."""
@@ -61,7 +61,7 @@ class Queries:
         if on_gpu(q_TNH):
             from goaly.models import bitwise_kernels
 
-            assert sinks_N is None, "models with sinks are refused on GPUs"
+            assert not (window or sinks_N is not None), "models with sinks and windows are refused on GPUs"
             bitwise_kernels.attend(q_TNH, keys, values, out_TNH, self.lengths_T, self.pages_TM, scale)
             return
         if window not in self._schedules:

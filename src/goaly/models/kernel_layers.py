@@ -146,9 +146,10 @@ def _rotate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys whose features are rotated in pairs: one of each half, or adjacent ones."""
     q, k = of_rank(query), of_rank(key)
-    position_T = of_rank(positions).expand(q.shape[:2]).flatten()
+    position_T, angles = of_rank(positions).expand(q.shape[:2]).flatten(), of_rank(cache)
+    torch._assert_async((position_T < len(angles)).all(), f"a position is beyond the {len(angles)} of the model")
     turn = _Turn.apply if torch.is_grad_enabled() else _turned
-    turned_q, turned_k = turn(q, k, position_T, of_rank(cache), of_halves)
+    turned_q, turned_k = turn(q, k, position_T, angles, of_halves)
     return _divided_as(query, turned_q), _divided_as(key, turned_k)
 
 

@@ -280,13 +280,13 @@ class RunConfig(Settings):
                         yield f"{at.generator.engine}: {NO_ADAPTERS}"
                 yield from self.generator.model_problems(at.generator, at.model.path, shape, device=self.hosts.device)
                 if self.model.numerics == "bitwise":
-                    yield from self._bitwise_problems(at)
+                    yield from self._bitwise_problems(at, device)
             if model is not None and model.experts and whose != "critic":  # which routes by its own scores
                 yield from self.moe.shape_problems(at.moe, whose, shape, model)
         if not self.model.problems(""):
             yield from chat_problems(self.chat, self.model.path, f"{at}chat.")
 
-    def _bitwise_problems(self, at: Section) -> Iterator[str]:
+    def _bitwise_problems(self, at: Section, device: str) -> Iterator[str]:
         """One line for each setting with which trainer and sampler would not compute the same bits."""
         because = f"with {at}model.numerics=bitwise"
         if self.trainer.compile:
@@ -311,7 +311,7 @@ class RunConfig(Settings):
             )
         others = [(at.reference, self.reference), *([] if self.critic is None else [(at.critic, self.critic)])]
         for section, ranks in [(at.trainer, self.trainer), (at.generator, self.generator), *others]:
-            if ranks.tp > 1 and (self.hosts.device or vllm_device()) == "cuda":
+            if ranks.tp > 1 and device == "cuda":
                 untried = "where its kernels have not been tried with a part of a layer yet"
                 yield f"{section.tp}: must be 1 {because} on GPUs, {untried}"
             elif ranks.tp > SLICES:

@@ -79,6 +79,21 @@ def test_the_command_fails_after_a_missed_bar(monkeypatch: pytest.MonkeyPatch):
     assert ended.value.code == "; ".join(missed)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["--only", "dense", "--model", "folder"], "--only names a tiny model"),
+        (["--only", "bits", "--markdown", "page.md"], "--markdown with --only also needs --json"),
+    ],
+)
+def test_what_would_measure_nothing_or_forget_the_rest_is_refused(
+    capsys: pytest.CaptureFixture[str], line: list[str], said: str
+):
+    with pytest.raises(SystemExit):
+        parity.main(line)
+    assert said in capsys.readouterr().err
+
+
 def test_what_is_measured_again_takes_the_place_of_what_was_and_the_rest_stays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

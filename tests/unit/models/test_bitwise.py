@@ -148,7 +148,11 @@ def test_a_linear_layer_has_the_gradients_of_an_ordinary_one(bias: bool):
         torch.testing.assert_close(one, other)
 
 
-def test_the_gradients_of_a_bfloat16_layer_are_as_accurate_as_those_of_an_ordinary_one():
+@pytest.mark.parametrize("multiplies_bfloat16", [False, True])
+def test_the_gradients_of_a_bfloat16_layer_are_as_accurate_as_those_of_an_ordinary_one(
+    monkeypatch: pytest.MonkeyPatch, multiplies_bfloat16: bool
+):
+    monkeypatch.setattr("goaly.models.cpu_layers._multiplies_bfloat16", lambda: multiplies_bfloat16)
     layer = BitwiseLinear.Config(in_features=1040, out_features=300, slices=2).build().bfloat16()
     x, upstream = (random(7, 9, width).bfloat16().requires_grad_() for width in (1040, 300))
     weight = layer.weight.detach().double().requires_grad_()
@@ -202,6 +206,13 @@ def test_a_rotated_token_is_the_same_in_any_place(threads: int, kind: Any, width
         rows = slice(start, start + count)
         part = rope(q[:, rows], k[:, rows], positions[None, rows])
         assert all(torch.equal(mine, of_all[:, rows]) for mine, of_all in zip(part, whole, strict=True))
+
+
+@pytest.mark.parametrize("kind", [KernelRoPE, KernelComplexRoPE])
+def test_a_position_that_the_model_does_not_have_is_an_error(kind: Any):
+    q, k = random(1, 3, 4, 32), random(1, 3, 1, 32)
+    with pytest.raises(RuntimeError, match="a position is beyond the 64 of the model"):
+        kind.Config(dim=32, max_seq_len=64).build()(q, k, torch.tensor([[0, 64, 2]]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

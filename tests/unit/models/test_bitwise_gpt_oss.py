@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from goaly.errors import ConfigError
 from goaly.models.spec import prepare_torchtitan, spec_of
 
 prepare_torchtitan()
@@ -93,11 +94,14 @@ def test_the_clamped_activation_is_the_same_in_any_place(threads: int, dtype: to
     torch.testing.assert_close(whole, swiglu(both, limit=2.0), atol=tolerance, rtol=1e-2)
 
 
-def test_it_is_refused_on_gpus_only():
+def test_it_is_refused_on_gpus_only(monkeypatch: pytest.MonkeyPatch):
     shape = architecture(CONFIG)
     assert list(bitwise_problems(shape, "cpu")) == []
     (problem,) = bitwise_problems(shape, "cuda")
     assert problem.startswith("must be fast for gpt-oss on GPUs: the attention kernel")
+    monkeypatch.setattr("goaly.models.spec.bitwise_problems", lambda *_: [problem])
+    with pytest.raises(ConfigError, match=r"model\.numerics=bitwise: must be fast for gpt-oss on GPUs"):
+        spec_of(shape, numerics="bitwise")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
