@@ -61,7 +61,8 @@ class Queries:
         if on_gpu(q_TNH):
             from goaly.models import bitwise_kernels
 
-            assert not (window or sinks_N is not None), "models with sinks and windows are refused on GPUs"
+            assert window == 0, "models with windows are refused on GPUs"
+            assert sinks_N is None, "models with sinks are refused on GPUs"
             bitwise_kernels.attend(q_TNH, keys, values, out_TNH, self.lengths_T, self.pages_TM, scale)
             return
         if window not in self._schedules:
