@@ -11,6 +11,7 @@ import pytest
 from goaly.agents.listeners import Listeners, listener_of, listening
 from goaly.errors import ConfigError
 from goaly.rollout.settings import EndpointSettings
+from goaly.run.process_agent import lasting_port
 
 pytestmark = pytest.mark.asyncio
 
@@ -67,8 +68,7 @@ async def test_small_parts_of_a_response_are_sent_at_once(kept: bool) -> None:  
 
 
 async def test_a_port_that_another_process_has_is_named_and_no_other_stays_taken() -> None:
-    with listening("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    port = lasting_port()  # the system gives neither this nor the next one to another test
     with listening("127.0.0.1", port + 1), pytest.raises(ConfigError, match=f"rollout.endpoint.*port {port + 1}"):
         Listeners(EndpointSettings(port=port), 2)
     listening("127.0.0.1", port).close()
