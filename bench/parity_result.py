@@ -1,4 +1,4 @@
-"""What `bench.parity` has measured: its numbers and bars, its file and its page."""
+"""Numbers of `bench.parity`, with their bars, their file and their page."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ STRESS = ("preemptions", "prompts_in_parts", "prefix_hits")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """What one trainer found about one generator, over all packings."""
+    """One trainer's comparison with one generator, over all packings."""
 
     model: str
     dtype: str
@@ -40,7 +40,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What was measured."""
+    """Everything measured so far."""
 
     generators: list[Sampled] = field(default_factory=list)
     combinations: list[Combination] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Result:
 
     @classmethod
     def read(cls, file: Path) -> "Result":
-        """What `write` has written."""
+        """The result in a file of `write`."""
         written = json.loads(file.read_text())
         generators = [one | {"scheduling": SchedulingCounts(**one["scheduling"])} for one in written["generators"]]
         return cls(
