@@ -276,9 +276,11 @@ def _short_gradients(
 
 
 def _long(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of a class of long documents, `[D, heads, C, H]` each."""
-    gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+    """Causal attention of a class of long documents, `[D, heads, C, H]` each: of narrower values only the kernel that
+    keeps all scores is made."""
+    gqa, width = q.shape[1] != k.shape[1], v.shape[-1]
+    v = widened(v, q.shape[-1])
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)[..., :width]
 
 
 def widened(values: torch.Tensor, width: int) -> torch.Tensor:

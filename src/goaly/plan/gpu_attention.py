@@ -7,6 +7,7 @@ import torch
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
 
+from goaly.models.attention import widened
 from goaly.models.context_parallel import SharedDocuments
 
 
@@ -33,7 +34,8 @@ class FlashShapes(Module):
         """A tensor of the output's size."""
         if attention_masks is not None:
             k_BLNH, v_BLNH = map(attention_masks.selected, attention_masks.gathered(k_BLNH, v_BLNH))
-        return _Kernel.apply(q_BLNH, k_BLNH, v_BLNH, sinks_N)
+        width = v_BLNH.shape[-1]
+        return _Kernel.apply(q_BLNH, k_BLNH, widened(v_BLNH, q_BLNH.shape[-1]), sinks_N)[..., :width]
 
 
 class _Kernel(torch.autograd.Function):
