@@ -2,14 +2,15 @@
 
 On a CPU, documents that start in the share are packed as on one rank (`attention.py`). What continues a document
 attends to the document's earlier tokens in full and to its own in causal order; the two are merged by their
-normalizers, and the backward pass of each is that of the merged result. No matrix of scores is materialized. On a GPU
-it is one variable-length attention with more keys than queries.
+normalizers, and the backward pass of each is that of the merged result. No matrix of scores is materialized. With sinks
+it is the attention of one rank with fewer queries than keys (`sink_attention.py`). On a GPU it is one variable-length
+attention with more keys than queries.
 
 With `model.numerics=bitwise` each token of the share is a request of its own over the pages of its document, as on one
 rank (`bitwise_attention.py`). The backward pass is that of the attention above.
 
-Shape suffixes: B = 1, L tokens of a share, T those whose keys it looks at, N query heads, K key heads, H head dim,
-Q queries of a stretch, S its keys.
+Shape suffixes: B = 1, L tokens of a share, T those whose keys it looks at, N query heads, K key heads, G query heads of
+a key head, H head dim, V that of values, Q queries of a stretch, S its keys.
 """
 
 from dataclasses import dataclass
@@ -17,23 +18,29 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torchtitan.models.common.attention import VarlenMetadata
 from torchtitan.protocols.module import Module
 
-from goaly.models.attention import PackedAttention
+from goaly.models.attention import PackedAttention, widened
 from goaly.models.bitwise_attention import Scoring, gradients_of, paged_attention
 from goaly.models.context_parallel import SharedDocuments
 from goaly.models.settings import Numerics
-from goaly.models.varlen_attention import BuiltInVarlenAttention, splits
+from goaly.models.sink_attention import SinkAttention, with_sinks
+from goaly.models.varlen_attention import BuiltInVarlenAttention, VarlenWithSinks, splits
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def context_attention(device: str, numerics: Numerics) -> Module.Config:
-    """The inner attention of shares for a kind of device; its mask is a `SharedDocuments`."""
+def context_attention(device: str, numerics: Numerics, window: int = 0) -> Module.Config:
+    """The inner attention of shares for a kind of device, over the last `window` tokens or over all; its mask is a
+    `SharedDocuments`."""
+    window_size = (window - 1, 0)
     if numerics == "bitwise":
-        return BitwiseContextAttention.Config()
-    return ContextVarlenAttention.Config() if device == "cuda" else ContextAttention.Config()
+        return BitwiseContextAttention.Config(window_size=window_size)
+    if device == "cuda":
+        return ContextVarlenAttention.Config(window_size=window_size)
+    return ContextAttention.Config(window_size=window_size)
 
 
 class _Gathering:
@@ -47,19 +54,22 @@ class _Gathering:
         *,
         attention_masks: SharedDocuments,
         scale: float | None = None,
+        sinks_N: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Causal attention within each document (CP-2)."""
         keys, values = attention_masks.gathered(k_BLNH, v_BLNH)
-        return self.over(q_BLNH, keys, values, attention_masks, scale)
+        scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+        return self.over(q_BLNH, keys, values, attention_masks, scale, sinks_N)
 
     def over(
         self,
         q_BLNH: torch.Tensor,
         k_BTKH: torch.Tensor,
-        v_BTKH: torch.Tensor,
+        v_BTKV: torch.Tensor,
         documents: SharedDocuments,
-        scale: float | None,
+        scale: float,
+        sinks_N: torch.Tensor | None,
     ) -> torch.Tensor:
         """The attention over keys and values that are gathered."""
         raise NotImplementedError
@@ -76,29 +86,49 @@ class ContextAttention(_Gathering, PackedAttention):
         self,
         q_BLNH: torch.Tensor,
         k_BTKH: torch.Tensor,
-        v_BTKH: torch.Tensor,
+        v_BTKV: torch.Tensor,
         documents: SharedDocuments,
-        scale: float | None,
+        scale: float,
+        sinks_N: torch.Tensor | None,
     ) -> torch.Tensor:
         """The attention over keys and values that are gathered."""
+        ordinary = partial(PackedAttention.forward, self, scale=scale, sinks_N=sinks_N)
         if not documents.is_cut:
-            return PackedAttention.forward(self, q_BLNH, k_BTKH, v_BTKH, attention_masks=documents.started, scale=scale)
-        scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+            return ordinary(q_BLNH, k_BTKH, v_BTKV, attention_masks=documents.started)
         of_started, outputs = [], []
         for first, length, key, prefix in documents.stretches:
             q = q_BLNH[:, first : first + length]
-            k, v = (one[:, key - prefix : key + length] for one in (k_BTKH, v_BTKH))
+            k, v = (one[:, key - prefix : key + length] for one in (k_BTKH, v_BTKV))
             if prefix:
-                outputs.append(_Continued.apply(q, k, v, prefix, scale))
+                outputs.append(self._continued(q, k, v, prefix, scale, sinks_N))
             else:
                 of_started.append((q, k, v))
                 outputs.append(None)
         if of_started:
             q, k, v = (torch.cat(parts, 1) for parts in zip(*of_started, strict=True))
-            out = PackedAttention.forward(self, q, k, v, attention_masks=documents.started, scale=scale)
+            out = ordinary(q, k, v, attention_masks=documents.started)
             found = iter(out.split([part[0].shape[1] for part in of_started], 1))
             outputs = [next(found) if one is None else one for one in outputs]
         return torch.cat(outputs, 1)
+
+    def _continued(
+        self,
+        q_1QNH: torch.Tensor,
+        k_1SKH: torch.Tensor,
+        v_1SKV: torch.Tensor,
+        prefix: int,
+        scale: float,
+        sinks_N: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The attention of queries that are the last tokens of a document."""
+        if sinks_N is None:
+            width = v_1SKV.shape[-1]  # the kernel has one for keys and values
+            return _Continued.apply(q_1QNH, k_1SKH, widened(v_1SKV, q_1QNH.shape[-1]), prefix, scale)[..., :width]
+        q_NQH, k_KSH, v_KSV = (one[0].transpose(0, 1) for one in (q_1QNH, k_1SKH, v_1SKV))
+        q_KGQH = q_NQH.unflatten(0, (len(k_KSH), -1))
+        out_KGQV, sums_KGQ = SinkAttention.apply(q_KGQH, k_KSH, v_KSV, scale, self._window)
+        out_1QNV, sums_1QN = out_KGQV.flatten(0, 1).transpose(0, 1)[None], sums_KGQ.flatten(0, 1).T[None]
+        return with_sinks(out_1QNV, sums_1QN, sinks_N)
 
 
 class ContextVarlenAttention(_Gathering, BuiltInVarlenAttention):
@@ -112,26 +142,30 @@ class ContextVarlenAttention(_Gathering, BuiltInVarlenAttention):
         self,
         q_BLNH: torch.Tensor,
         k_BTKH: torch.Tensor,
-        v_BTKH: torch.Tensor,
+        v_BTKV: torch.Tensor,
         documents: SharedDocuments,
-        scale: float | None,
+        scale: float,
+        sinks_N: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The attention over keys and values that are gathered: the kernel aligns the last query with the last key."""
+        """The attention over keys and values that are gathered: the kernel aligns the last query with the last key, and
+        has one width for keys and values."""
         from torch.nn.attention.varlen import varlen_attn
 
         queries, lengths = documents.lengths
         ends_q, ends_k = (
             torch.tensor([0, *one], device=q_BLNH.device).cumsum(0, dtype=torch.int32) for one in (queries, lengths)
         )
-        groups = {"enable_gqa": True} if q_BLNH.shape[2] != k_BTKH.shape[2] else {}
-        options: dict[str, Any] = {"num_splits": splits()} | groups
-        q, k, v = (  # as torchtitan: the kernel has no float32
-            one[0].to(torch.bfloat16) for one in (q_BLNH, documents.selected(k_BTKH), documents.selected(v_BTKH))
-        )
-        out = varlen_attn(
-            q, k, v, ends_q, ends_k, max(queries), max(lengths), scale=scale, window_size=self.window_size, **options
-        )
-        return out[None].to(q_BLNH.dtype)
+        width = v_BTKV.shape[-1]
+        selected = (documents.selected(k_BTKH), documents.selected(widened(v_BTKV, q_BLNH.shape[-1])))
+        q, k, v = (one[0].to(torch.bfloat16) for one in (q_BLNH, *selected))  # as torchtitan: the kernel has no float32
+        if sinks_N is not None:
+            metadata = VarlenMetadata(cu_seq_q=ends_q, cu_seq_k=ends_k, max_q=max(queries), max_k=max(lengths))
+            out = VarlenWithSinks.apply(q, k, v, sinks_N, metadata, scale, self.window_size)
+        else:
+            groups = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+            options: dict[str, Any] = {"num_splits": splits(), "window_size": self.window_size} | groups
+            out = varlen_attn(q, k, v, ends_q, ends_k, max(queries), max(lengths), scale=scale, **options)
+        return out[None, ..., :width].to(q_BLNH.dtype)
 
 
 class BitwiseContextAttention(_Gathering, PackedAttention):
@@ -145,22 +179,25 @@ class BitwiseContextAttention(_Gathering, PackedAttention):
         self,
         q_BLNH: torch.Tensor,
         k_BTKH: torch.Tensor,
-        v_BTKH: torch.Tensor,
+        v_BTKV: torch.Tensor,
         documents: SharedDocuments,
-        scale: float | None,
+        scale: float,
+        sinks_N: torch.Tensor | None,
     ) -> torch.Tensor:
         """The attention over keys and values that are gathered, with the bits of one rank (BA-1)."""
 
-        def ordinary(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return _ordinary(q.device.type).over(q, k, v, documents, scale)
+        ordinary = _ordinary(q_BLNH.device.type, self._window)
 
-        scoring = Scoring(q_BLNH.shape[-1] ** -0.5 if scale is None else scale)
-        return paged_attention(q_BLNH, k_BTKH, v_BTKH, documents.paged, scoring, partial(gradients_of, ordinary))
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
+            return ordinary.over(q, k, v, documents, scale, sinks[0] if sinks else None)
+
+        scoring = Scoring(scale, self._window, sinks_N)
+        return paged_attention(q_BLNH, k_BTKH, v_BTKV, documents.paged, scoring, partial(gradients_of, attend))
 
 
 @cache
-def _ordinary(device: str) -> ContextAttention | ContextVarlenAttention:
-    return context_attention(device, "fast").build()
+def _ordinary(device: str, window: int) -> ContextAttention | ContextVarlenAttention:
+    return context_attention(device, "fast", window).build()
 
 
 class _Continued(torch.autograd.Function):

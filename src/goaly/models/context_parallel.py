@@ -5,10 +5,11 @@ rank has about the same number of earlier tokens to attend to, also if all token
 attention is computed on a share as if it were the whole. A document that goes on in the share of another rank needs
 that rank's keys and values: in each layer the ranks gather those of the whole pass, unless no document is cut.
 
-torchtitan has no context parallelism for packed documents: it refuses variable-length attention.
+torchtitan refuses it for variable-length attention. With packed documents it has it for FlexAttention only, which has
+no backward pass on a CPU.
 
 Shape suffixes: R ranks, T tokens of a pass, L = T / R tokens of a share, C tokens of a chunk, K key heads, H head dim,
-S selected keys, P trained tokens, O outputs of a head.
+V that of values, X = H + V, S selected keys, P trained tokens, O outputs of a head.
 
 Invariants
     CP-1  Each token is in one share, and all shares have the same length.
@@ -111,9 +112,9 @@ class SharedDocuments:
             return PagedDocuments.of(self.positions_1T, places)
         return PagedDocuments.of(self.positions_1T[:, places])
 
-    def gathered(self, k_1LKH: torch.Tensor, v_1LKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gathered(self, k_1LKH: torch.Tensor, v_1LKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values that stretches count in; every rank of the group must call it (CP-3)."""
-        return _Gather.apply(k_1LKH, v_1LKH, self.ranks) if self.is_cut else (k_1LKH, v_1LKH)
+        return _Gather.apply(k_1LKH, v_1LKV, self.ranks) if self.is_cut else (k_1LKH, v_1LKV)
 
     def selected(self, keys_1TKH: torch.Tensor) -> torch.Tensor:
         """The keys `[1, S, K, H]` of each stretch's documents, stretch after stretch."""
@@ -156,29 +157,29 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, k_1LKH: torch.Tensor, v_1LKH: torch.Tensor, ranks: ContextRanks
+        ctx: Any, k_1LKH: torch.Tensor, v_1LKV: torch.Tensor, ranks: ContextRanks
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.ranks = ranks
-        own_2LKH = torch.cat([k_1LKH, v_1LKH])
-        parts_R2LKH = own_2LKH.new_empty(ranks.count, *own_2LKH.shape)
-        dist.all_gather_single(parts_R2LKH.flatten(0, 1), own_2LKH, ranks.group)
-        k, v = (torch.cat(_chunks(parts_R2LKH[:, which]))[None] for which in range(2))
+        ctx.ranks, ctx.widths = ranks, (k_1LKH.shape[3], v_1LKV.shape[3])
+        own_LKX = torch.cat([k_1LKH[0], v_1LKV[0]], -1)
+        parts_RLKX = own_LKX.new_empty(ranks.count, *own_LKX.shape)
+        dist.all_gather_single(parts_RLKX.flatten(0, 1), own_LKX, ranks.group)
+        k, v = (torch.cat(_chunks(part))[None] for part in parts_RLKX.split(ctx.widths, -1))
         return k, v
 
     @staticmethod
     def backward(
-        ctx: Any, grad_k_1TKH: torch.Tensor, grad_v_1TKH: torch.Tensor
+        ctx: Any, grad_k_1TKH: torch.Tensor, grad_v_1TKV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         ranks: ContextRanks = ctx.ranks
-        tokens = grad_k_1TKH.shape[1]
-        parts_R2LKH = grad_k_1TKH.new_empty(ranks.count, 2, tokens // ranks.count, *grad_k_1TKH.shape[2:])
-        for which, grad in enumerate((grad_k_1TKH, grad_v_1TKH)):
-            chunks = grad[0].chunk(2 * ranks.count)
-            for part, chunk in zip(_chunks(parts_R2LKH[:, which]), chunks, strict=True):
-                part.copy_(chunk)
-        own_2LKH = torch.empty_like(parts_R2LKH[0])
-        dist.reduce_scatter_single(own_2LKH, parts_R2LKH.flatten(0, 1), group=ranks.group)
-        return own_2LKH[:1], own_2LKH[1:], None
+        _, tokens, heads, _ = grad_k_1TKH.shape
+        parts_RLKX = grad_k_1TKH.new_empty(ranks.count, tokens // ranks.count, heads, sum(ctx.widths))
+        for part, grad in zip(parts_RLKX.split(ctx.widths, -1), (grad_k_1TKH, grad_v_1TKV), strict=True):
+            for own, chunk in zip(_chunks(part), grad[0].chunk(2 * ranks.count), strict=True):
+                own.copy_(chunk)
+        own_LKX = torch.empty_like(parts_RLKX[0])
+        dist.reduce_scatter_single(own_LKX, parts_RLKX.flatten(0, 1), group=ranks.group)
+        grad_k_LKH, grad_v_LKV = own_LKX.split(ctx.widths, -1)
+        return grad_k_LKH[None], grad_v_LKV[None], None
 
 
 def _chunks(shares_RLKH: torch.Tensor) -> list[torch.Tensor]:

@@ -6,11 +6,11 @@ output without it and the log of the sum of exponentiated scores are enough to a
 Scores are computed for a block of queries at a time, with the keys that these see, and again in the backward pass.
 
 Shape suffixes: B rows, L tokens of a row, N query heads, M = documents * key heads, G query heads of a key head,
-C the length, H head dim, V that of values, q queries of a block, k keys that they see.
+C the length, Q its last tokens that attend, H head dim, V that of values, q queries of a block, k keys that they see.
 
 Invariants
     SA-1  A token attends to itself and the `window - 1` tokens before it in its document; to all of them if `window` is
-          0.
+          0. Queries are the last tokens of a document, all of them or fewer.
 """
 
 from collections.abc import Iterator
@@ -23,38 +23,38 @@ QUERIES = 256
 
 
 class SinkAttention(torch.autograd.Function):
-    """The output `[M, G, C, V]` of causal attention over a window, and the log of each token's sum `[M, G, C]`."""
+    """The output `[M, G, Q, V]` of causal attention over a window, and the log of each token's sum `[M, G, Q]`."""
 
     @staticmethod
     def forward(
-        ctx: Any, q_MGCH: torch.Tensor, k_MCH: torch.Tensor, v_MCV: torch.Tensor, scale: float, window: int
+        ctx: Any, q_MGQH: torch.Tensor, k_MCH: torch.Tensor, v_MCV: torch.Tensor, scale: float, window: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out_MGCV = q_MGCH.new_empty(*q_MGCH.shape[:3], v_MCV.shape[-1])
-        sums_MGC = q_MGCH.new_empty(q_MGCH.shape[:3], dtype=torch.float32)
-        for queries, keys in _blocks(k_MCH.shape[1], window):
-            scores_MGqk = _scores(q_MGCH[:, :, queries], k_MCH[:, keys], scale, _mask(queries, keys, window))
+        out_MGQV = q_MGQH.new_empty(*q_MGQH.shape[:3], v_MCV.shape[-1])
+        sums_MGQ = q_MGQH.new_empty(q_MGQH.shape[:3], dtype=torch.float32)
+        for queries, keys in _blocks(q_MGQH.shape[2], k_MCH.shape[1], window):
+            scores_MGqk = _scores(q_MGQH[:, :, queries], k_MCH[:, keys], scale, _mask(queries, keys, window))
             sums_MGq = scores_MGqk.logsumexp(-1)
             weights_MGqk = scores_MGqk.sub_(sums_MGq[..., None]).exp_().to(v_MCV.dtype)
-            out_MGCV[:, :, queries] = _times(weights_MGqk, v_MCV[:, keys])
-            sums_MGC[:, :, queries] = sums_MGq
-        ctx.save_for_backward(q_MGCH, k_MCH, v_MCV, out_MGCV, sums_MGC)
+            out_MGQV[:, :, queries] = _times(weights_MGqk, v_MCV[:, keys])
+            sums_MGQ[:, :, queries] = sums_MGq
+        ctx.save_for_backward(q_MGQH, k_MCH, v_MCV, out_MGQV, sums_MGQ)
         ctx.scale, ctx.window = scale, window
-        return out_MGCV, sums_MGC
+        return out_MGQV, sums_MGQ
 
     @staticmethod
     def backward(
-        ctx: Any, grad_MGCV: torch.Tensor, grad_sums_MGC: torch.Tensor
+        ctx: Any, grad_MGQV: torch.Tensor, grad_sums_MGQ: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        q_MGCH, k_MCH, v_MCV, out_MGCV, sums_MGC = ctx.saved_tensors
-        found_q, found_k, found_v = torch.empty_like(q_MGCH), torch.zeros_like(k_MCH), torch.zeros_like(v_MCV)
-        along_MGC = (grad_MGCV * out_MGCV).sum(-1, dtype=torch.float32) - grad_sums_MGC
-        for queries, keys in _blocks(k_MCH.shape[1], ctx.window):
-            q_MGqH, k_MkH, grad_MGqV = q_MGCH[:, :, queries], k_MCH[:, keys], grad_MGCV[:, :, queries]
+        q_MGQH, k_MCH, v_MCV, out_MGQV, sums_MGQ = ctx.saved_tensors
+        found_q, found_k, found_v = torch.empty_like(q_MGQH), torch.zeros_like(k_MCH), torch.zeros_like(v_MCV)
+        along_MGQ = (grad_MGQV * out_MGQV).sum(-1, dtype=torch.float32) - grad_sums_MGQ
+        for queries, keys in _blocks(q_MGQH.shape[2], k_MCH.shape[1], ctx.window):
+            q_MGqH, k_MkH, grad_MGqV = q_MGQH[:, :, queries], k_MCH[:, keys], grad_MGQV[:, :, queries]
             scores_MGqk = _scores(q_MGqH, k_MkH, ctx.scale, _mask(queries, keys, ctx.window))
-            weights_MGqk = scores_MGqk.sub_(sums_MGC[:, :, queries, None]).exp_()
+            weights_MGqk = scores_MGqk.sub_(sums_MGQ[:, :, queries, None]).exp_()
             found_v[:, keys] += _transposed_times(weights_MGqk.to(v_MCV.dtype), grad_MGqV)
             grad_MGqk = _times(grad_MGqV, v_MCV[:, keys].transpose(1, 2)).float()
-            grad_MGqk.sub_(along_MGC[:, :, queries, None]).mul_(weights_MGqk).mul_(ctx.scale)
+            grad_MGqk.sub_(along_MGQ[:, :, queries, None]).mul_(weights_MGqk).mul_(ctx.scale)
             of_scores_MGqk = grad_MGqk.to(k_MCH.dtype)
             found_q[:, :, queries] = _times(of_scores_MGqk, k_MkH)
             found_k[:, keys] += _transposed_times(of_scores_MGqk, q_MGqH)
@@ -66,16 +66,18 @@ def with_sinks(out_BLNV: torch.Tensor, sums_BLN: torch.Tensor, sinks_N: torch.Te
     return out_BLNV * torch.sigmoid(sums_BLN - sinks_N)[..., None].to(out_BLNV.dtype)
 
 
-def _blocks(length: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Queries, and the keys that any of them sees."""
-    for begin in range(0, length, QUERIES):
-        end = min(begin + QUERIES, length)
-        yield slice(begin, end), slice(max(0, begin - window + 1) if window else 0, end)
+def _blocks(count: int, length: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """So many queries, and the keys that any of them sees."""
+    earlier = length - count
+    for begin in range(0, count, QUERIES):
+        end = min(begin + QUERIES, count)
+        yield slice(begin, end), slice(max(0, earlier + begin - window + 1) if window else 0, earlier + end)
 
 
 def _mask(queries: slice, keys: slice, window: int) -> torch.Tensor:
     """Which queries do not see which keys (SA-1)."""
-    before_qk = torch.arange(queries.start, queries.stop)[:, None] - torch.arange(keys.start, keys.stop)
+    own = keys.stop - (queries.stop - queries.start)
+    before_qk = torch.arange(own, keys.stop)[:, None] - torch.arange(keys.start, keys.stop)
     hidden_qk = before_qk < 0
     return hidden_qk | (before_qk >= window) if window else hidden_qk
 

@@ -22,16 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from goaly.errors import ConfigError
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import (
-    architecture,
     folder_tensors,
     model_spec,
     prepare_torchtitan,
-    read_config,
     versioned_tensors,
 )
 from goaly.models.titan_config import divide
 from goaly.train.pipeline import Pipeline, Stage, keep_stage, stage_of
-from goaly.train.settings import AXES, NEEDS_GPU, NO_CONTEXT, OFFLOAD_NEEDS_GPU, TrainerSettings
+from goaly.train.settings import AXES, NEEDS_GPU, OFFLOAD_NEEDS_GPU, TrainerSettings
 
 if TYPE_CHECKING:
     from goaly.models.context_parallel import ContextRanks
@@ -77,11 +75,12 @@ def build_parallel(
     if offload and device.type == "cpu":
         raise ConfigError([f"reference.offload=true: {OFFLOAD_NEEDS_GPU}"])
     from goaly.models.attention import share_angles
+    from goaly.models.context_attention import context_attention
     from goaly.models.hf import load_hf
     from goaly.models.lora import draw_adapters, note_base
 
     lora = trainer.lora
-    attention = None if trainer.cp == 1 else _context_attention(settings, trainer, device)
+    attention = None if trainer.cp == 1 else context_attention(device.type, settings.numerics)
     spec = model_spec(settings.path, attention=attention, numerics=settings.numerics, lora=lora)
     if device.type == "cpu" and settings.numerics == "fast":
         from goaly.models.cpu_layers import LeanLinear, replace_linears
@@ -209,16 +208,6 @@ def _pipeline(
         writes=dist.get_rank() % trainer.stage_ranks == 0,
         hidden=hidden,
     )
-
-
-def _context_attention(settings: ModelSettings, trainer: TrainerSettings, device: torch.device) -> Any:
-    """The inner attention of a share of the tokens; ConfigError if this model has none."""
-    from goaly.models.context_attention import context_attention
-
-    why = NO_CONTEXT.get(architecture(read_config(settings.path)).family)
-    if why is not None:
-        raise ConfigError([f"trainer.cp={trainer.cp}: must be 1 {why}"])
-    return context_attention(device.type, settings.numerics)
 
 
 def _check_ranks(trainer: TrainerSettings, device: torch.device, *, needs_group: bool) -> None:

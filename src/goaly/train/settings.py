@@ -24,11 +24,6 @@ NEEDS_GPU = "needs a GPU: shapes of the CPU's packed attention change with the d
 AXES = ("pp", "fsdp", "tp", "cp")
 """The settings whose product is the number of ranks."""
 TIED_STAGES = "for tied embeddings: the first and the last stage would each need the weight that the other one changes"
-NO_CONTEXT = {
-    "deepseek_v3": "for DeepSeek-V3: attention over the shares of several ranks has keys and values of one width",
-    "gpt_oss": "for gpt-oss: attention over the shares of several ranks has no windows and no sinks",
-}
-"""By family, why its attention cannot be divided."""
 SHARED_PLANS = 128
 """DTensor plans each operation once for each number of tokens, which takes longer than a pass. Multiples of this are
 few enough to share plans."""
@@ -124,8 +119,6 @@ class RanksSettings(Settings):
     def shape_problems(self, at: Section, shape: "Architecture", whose: str) -> Iterator[str]:
         """One line for each reason why these ranks cannot divide a model of this shape; `whose` is its name."""
         yield from division_problems(at, self.tp, self.ep, shape, whose)
-        if self.cp > 1 and shape.family in NO_CONTEXT:
-            yield f"{at.cp}: must be 1 {NO_CONTEXT[shape.family]}"
         if self.pp > shape.layers:
             yield f"{at.pp}: must be at most the {whose}'s {shape.layers} layers"
         if self.pp > 1 and shape.tied:

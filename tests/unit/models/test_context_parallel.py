@@ -11,11 +11,25 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from goaly.models import varlen_attention
 from goaly.models.attention import PackedAttention, PackedDocuments
 from goaly.models.bitwise_attention import BitwiseAttention, PagedDocuments
 from goaly.models.context_attention import BitwiseContextAttention, ContextAttention, ContextVarlenAttention
 from goaly.models.context_parallel import ContextRanks, SharedDocuments, is_cut, share, stretches
+from tests.unit.models.varlen_kernel import kernel_gradients, kernel_with_sums
 
+Kind = type[ContextAttention | ContextVarlenAttention | BitwiseContextAttention]
+KINDS = pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (ContextAttention, torch.float32),
+        (ContextAttention, torch.bfloat16),
+        (ContextVarlenAttention, torch.bfloat16),
+        (BitwiseContextAttention, torch.float32),
+        (BitwiseContextAttention, torch.bfloat16),
+    ],
+    ids=str,
+)
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 RANKS = st.sampled_from([2, 3, 4])
 
@@ -125,17 +139,7 @@ def kernel(
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        (ContextAttention, torch.float32),
-        (ContextAttention, torch.bfloat16),
-        (ContextVarlenAttention, torch.bfloat16),
-        (BitwiseContextAttention, torch.float32),
-        (BitwiseContextAttention, torch.bfloat16),
-    ],
-    ids=str,
-)
+@KINDS
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
 @pytest.mark.parametrize(
     ("lengths", "ranks"),
@@ -155,42 +159,82 @@ def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own( 
     ranks: int,
     heads: tuple[int, int],
     dtype: torch.dtype,
-    kind: type[ContextAttention | ContextVarlenAttention | BitwiseContextAttention],
+    kind: Kind,
     monkeypatch: pytest.MonkeyPatch,
 ):
+    assert_shares_attend_as_the_whole(lengths, ranks, heads, dtype, kind, monkeypatch)
+
+
+@KINDS
+@pytest.mark.parametrize(("lengths", "ranks"), [([700, 20, 5, 300], 2), ([7, 16, 1, 30, 2, 40], 3)], ids=str)
+def test_so_do_shares_whose_values_are_narrower(  # CP-2, BA-1
+    lengths: list[int], ranks: int, dtype: torch.dtype, kind: Kind, monkeypatch: pytest.MonkeyPatch
+):
+    assert_shares_attend_as_the_whole(lengths, ranks, (2, 2), dtype, kind, monkeypatch, value_dim=16)
+
+
+@KINDS
+@pytest.mark.parametrize("window", [0, 1, 16, 280])
+@pytest.mark.parametrize(("lengths", "ranks"), [([700, 20, 5, 300], 2), ([7, 16, 1, 30, 2, 40], 3)], ids=str)
+def test_so_do_shares_with_sinks_and_windows(  # CP-2, SA-1, BA-1
+    lengths: list[int], ranks: int, window: int, dtype: torch.dtype, kind: Kind, monkeypatch: pytest.MonkeyPatch
+):
+    assert_shares_attend_as_the_whole(lengths, ranks, (4, 2), dtype, kind, monkeypatch, window=window)
+
+
+def assert_shares_attend_as_the_whole(
+    lengths: list[int],
+    ranks: int,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    kind: Kind,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    value_dim: int = 32,
+    window: int | None = None,
+) -> None:
+    """Outputs and gradients of all shares are those of the whole; with a window there are sinks, too."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr(varlen_attention, "_kernel", kernel_with_sums)
+    monkeypatch.setattr(varlen_attention, "_kernel_gradients", kernel_gradients)
+    window_size = ((window or 0) - 1, 0)
     if dtype == torch.bfloat16:  # exact shares have the gradients of the GPU's kernel, which has no float32
-        of_gpu = ContextVarlenAttention.Config().build()
-        monkeypatch.setattr("goaly.models.context_attention._ordinary", lambda device: of_gpu)
+        of_gpu = ContextVarlenAttention.Config(window_size=window_size).build()
+        monkeypatch.setattr("goaly.models.context_attention._ordinary", lambda *_: of_gpu)
     positions_T = positions_of(lengths, ranks)
     tokens, generator = len(positions_T), torch.Generator().manual_seed(0)
     q, k, v, grad = (
-        torch.randn(1, tokens, count, 32, generator=generator).to(dtype)
-        for count in (heads[0], heads[1], heads[1], heads[0])
+        torch.randn(1, tokens, count, width, generator=generator).to(dtype)
+        for count, width in zip((heads[0], heads[1], heads[1], heads[0]), (32, 32, value_dim, value_dim), strict=True)
     )
+    sinks = () if window is None else (torch.randn(heads[0], generator=generator),)
 
     def attended(attend: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        leaves = [one.clone().requires_grad_() for one in (q, k, v)]
+        leaves = [one.clone().requires_grad_() for one in (q, k, v, *sinks)]
         out = attend(*leaves)
         return [out, *torch.autograd.grad(out, leaves, grad)]
 
-    def in_shares(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(q)
-        attention = kind.Config().build()
+    def in_shares(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(grad)
+        attention = kind.Config(window_size=window_size).build()
         for rank, mask in enumerate(masks_of(positions_T, ranks)):
             places = share(tokens, rank, ranks)
             gathered = Gathered(**{field.name: getattr(mask, field.name) for field in fields(mask)}, whole=(k, v))
             own = (one[:, places] for one in (q, k, v))
-            part = attention(*own, attention_masks=gathered)
+            part = attention(*own, attention_masks=gathered, **named(sinks))
             out = out.index_copy(1, places, part)
         return out
 
-    packed, masks = PackedAttention(PackedAttention.Config()), PackedDocuments.of(positions_T[None])
-    expected = attended(lambda q, k, v: packed(q, k, v, attention_masks=masks))
+    def named(sinks: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        return {"sinks_N": sinks[0]} if sinks else {}
+
+    packed, masks = PackedAttention.Config(window_size=window_size).build(), PackedDocuments.of(positions_T[None])
+    expected = attended(lambda q, k, v, *sinks: packed(q, k, v, attention_masks=masks, **named(sinks)))
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.05}
     of_shares = attended(in_shares)
     for found, one in zip(of_shares, expected, strict=True):
         assert_close(found, one, **tolerance)
     if kind is BitwiseContextAttention:
-        exact, pages = BitwiseAttention.Config().build(), PagedDocuments.of(positions_T[None])
-        assert torch.equal(of_shares[0], exact(q, k, v, attention_masks=pages))
+        pages = PagedDocuments.of(positions_T[None])
+        exact = BitwiseAttention.Config(window_size=window_size).build()
+        assert torch.equal(of_shares[0], exact(q, k, v, attention_masks=pages, **named(sinks)))

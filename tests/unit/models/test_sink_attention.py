@@ -9,6 +9,7 @@ from torchtitan.models.common.attention import create_varlen_metadata_for_docume
 
 from goaly.models import varlen_attention
 from goaly.models.attention import PackedAttention, PackedDocuments
+from tests.unit.models.varlen_kernel import kernel_gradients, kernel_with_sums
 
 LENGTHS = [5, 600, 1, 256, 47, 300]
 HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 8, 0.4
@@ -52,41 +53,9 @@ def test_outputs_and_gradients_are_those_of_a_plain_softmax_over_the_window_and_
         assert_close(one, other, atol=1e-5 * other.abs().max().item(), rtol=1e-4)
 
 
-def scores(q: torch.Tensor, k: torch.Tensor, ends: torch.Tensor, scale: float, window: list[int]) -> torch.Tensor:
-    """The kernel's scores of all tokens, -inf where it looks at none."""
-    places = torch.arange(len(q))
-    document = torch.searchsorted(ends, places, right=True)
-    before = places[:, None] - places
-    seen = (document[:, None] == document) & (before >= 0) & ((before <= window[0]) | (window[0] < 0))
-    keys = k.repeat_interleave(HEADS // KEY_HEADS, 1)
-    return (torch.einsum("qnh,knh->nqk", q, keys) * scale).masked_fill(~seen, float("-inf"))
-
-
-def kernel(
-    q: Any, k: Any, v: Any, ends: Any, _e: Any, _q: int, _k: int, causal: bool, scale: float, window: Any, *_: Any
-):
-    """What `torch_attn::_varlen_attn` computes."""
-    assert causal == (window == [-1, 0])
-    scores_NTT = scores(q, k, ends, scale, window)
-    values = v.repeat_interleave(HEADS // KEY_HEADS, 1)
-    return torch.einsum("nqk,knh->qnh", scores_NTT.softmax(-1), values), scores_NTT.logsumexp(-1), torch.zeros(2)
-
-
-def kernel_gradients(grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, ends: Any, *rest: Any) -> Any:
-    """What `torch_attn::_varlen_attn_backward` computes: weights from the sums, and their mean from the output."""
-    scale, window = rest[-2:]
-    weights = (scores(q, k, ends, scale, window) - sums[..., None]).exp()
-    values, keys = (one.repeat_interleave(HEADS // KEY_HEADS, 1) for one in (v, k))
-    of_weights = torch.einsum("qnh,knh->nqk", grad, values)
-    of_scores = weights * (of_weights - (grad * out).sum(-1).T[..., None]) * scale
-    of_keys, of_values = torch.einsum("nqk,qnh->knh", of_scores, q), torch.einsum("nqk,qnh->knh", weights, grad)
-    shared = (len(k), KEY_HEADS, HEADS // KEY_HEADS, WIDTH)
-    return torch.einsum("nqk,knh->qnh", of_scores, keys), of_keys.view(shared).sum(2), of_values.view(shared).sum(2)
-
-
 @pytest.mark.parametrize("window", [0, 16])
 def test_the_attention_of_gpus_has_the_gradients_of_its_sinks(window: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(varlen_attention, "_kernel", kernel)
+    monkeypatch.setattr(varlen_attention, "_kernel", kernel_with_sums)
     monkeypatch.setattr(varlen_attention, "_kernel_gradients", kernel_gradients)
     leaves, grad = drawn(window)
     q, k, v, sinks = leaves

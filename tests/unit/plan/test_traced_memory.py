@@ -37,6 +37,34 @@ SINKS = architecture(
         "rope_theta": 10_000.0,
     }
 )
+LATENT = architecture(
+    {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+    }
+)
 EXPERTS = architecture(model_config(TinyModel(dim=64, layers=3, hidden_dim=32, experts=8)))
 
 
@@ -70,6 +98,7 @@ def test_bytes_count_while_a_tensor_lives_and_a_view_counts_once():
         (EXPERTS, (2, 2, 4)),
         (SINKS, (2, 2, 1)),
         (SINKS, (2, 2, 4)),
+        (LATENT, (2, 2, 4)),
     ],
     ids=str,
 )
@@ -82,9 +111,11 @@ def test_a_rank_holds_what_the_layout_says(shape: Architecture, axes: tuple[int,
     assert found.activations > 0 < found.logprobs
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_ranks_that_divide_tokens_shard_parameters_and_halve_activations(on_gpu: bool):
-    alone, both = (traced(DENSE, TrainerSettings(**axes), 400, 112, on_gpu=on_gpu) for axes in ({"fsdp": 2}, {"cp": 2}))
+@pytest.mark.parametrize(
+    ("shape", "on_gpu"), [(DENSE, False), (DENSE, True), (SINKS, True), (LATENT, False), (LATENT, True)], ids=str
+)
+def test_ranks_that_divide_tokens_shard_parameters_and_halve_activations(shape: Architecture, on_gpu: bool):
+    alone, both = (traced(shape, TrainerSettings(**axes), 400, 112, on_gpu=on_gpu) for axes in ({"fsdp": 2}, {"cp": 2}))
     assert both.parameters == alone.parameters
     assert alone.activations / 2.5 < both.activations < alone.activations / 1.5
     assert both.logprobs < alone.logprobs / 1.5

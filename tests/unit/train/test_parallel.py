@@ -62,6 +62,10 @@ LAYOUTS = {
     "experts-cp": {"cp": 2},
     "bitwise-cp": {"cp": 2},
     "bitwise-experts-cp-ep": {"cp": 2, "ep": 2},
+    "latent-cp": {"cp": 2},
+    "bitwise-latent-cp": {"cp": 2},
+    "sinks-cp": {"cp": 2},
+    "bitwise-sinks-cp-ep": {"cp": 2, "ep": 2},
 }
 WHOLE = [name for name in LAYOUTS if "lora" not in name]
 """The layouts in which all parameters are trained."""
@@ -70,7 +74,7 @@ REPLAYED = ("experts-tp", "experts-fsdp-ep", "experts-tp-ep", "shared-experts-tp
 REWRITTEN = ("fsdp", "tp", "bitwise-tp", "experts-fsdp-ep", "latent-tp", "cp")
 JUDGED = ("fsdp", "tp", "bitwise-fsdp", "experts-tp-ep", "latent-fsdp-ep", "cp")
 """Layouts of one more property each, which have every way in which it depends on the layout."""
-ROUNDED = ("bitwise-cp", "bitwise-experts-cp-ep")
+ROUNDED = ("bitwise-cp", "bitwise-experts-cp-ep", "bitwise-latent-cp", "bitwise-sinks-cp-ep")
 """Layouts whose bits are compared in bfloat16, too."""
 EVERY_LOSS = ("fsdp", "experts-fsdp-ep", "cp")
 """The layouts with every objective; what a loss adds up over ranks depends on nothing else of the layout."""
