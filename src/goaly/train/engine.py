@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from goaly.errors import ParityError
+from goaly.errors import GoalyError
 from goaly.losses.kl import k3
 from goaly.losses.objective import PROXIMAL, Objective
 from goaly.models.settings import ModelSettings
@@ -194,7 +194,7 @@ class TrainEngine(ModelEngine):
             self._compares = False  # PC-1: the next pass may come after a step
             try:
                 self._compared += check.agree(self.policy_version)
-            except ParityError:
+            except GoalyError:
                 self._model.zero_grad()
                 raise
 

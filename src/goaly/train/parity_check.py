@@ -18,7 +18,7 @@ Invariants
           operation that computes other bits.
     PC-3  A difference on any rank is an error on every rank.
     PC-4  A step reports the share of its tokens that it compared, and the first one that compared fewer than all is
-          logged.
+          logged. A token of a version that the trainer has not reached ends the run: its stamp is wrong.
 """
 
 import logging
@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from goaly.errors import ParityError
+from goaly.errors import ParityError, SchemaError
 from goaly.train.microbatch import Microbatch
 from goaly.trajectory import TensorDict
 
@@ -85,7 +85,7 @@ class ParityCheck:
         """Compare these microbatches of this rank from now on."""
         self._microbatches = microbatches
         self._seen = 0
-        self._counts = torch.zeros(2, dtype=torch.int64)
+        self._counts = torch.zeros(3, dtype=torch.int64)
         self._first: Difference | None = None
 
     def compare(self, batch: Microbatch, logprobs_P: torch.Tensor, version: int) -> None:
@@ -94,7 +94,7 @@ class ParityCheck:
         compared_P = versions_P == version  # PC-1
         logprobs_P = logprobs_P.detach()
         differs_P = compared_P & (logprobs_P != sampler_P)
-        self._counts += torch.stack([compared_P.sum(), differs_P.sum()]).cpu()
+        self._counts += torch.stack([compared_P.sum(), differs_P.sum(), (versions_P > version).sum()]).cpu()
         if self._first is None and bool(differs_P.any()):
             number = int(differs_P.nonzero()[0])
             predicting = int(batch.predicting_P[number])
@@ -117,11 +117,12 @@ class ParityCheck:
 
     def agree(self, version: int) -> int:
         """The tokens compared on all ranks, after the last microbatch; raises a ParityError if one differs on any rank
-        (PC-2, PC-3). Every rank must call it."""
+        (PC-2, PC-3), and a SchemaError if one is of a version that is still to come (PC-4). Every rank must call it."""
         found = [self._first]
         if self._ranks > 1:
             dist.all_reduce(self._counts)
-        tokens, differing = (-(-count // self._alike) for count in self._counts.tolist())  # one alike may differ alone
+        # Rounded up: one of those that are alike may differ alone.
+        tokens, differing, unknown = (-(-count // self._alike) for count in self._counts.tolist())
         if differing:
             if self._ranks > 1:
                 found = [None] * self._ranks
@@ -130,6 +131,10 @@ class ParityCheck:
             self.difference = replace(first, own_rows=self._microbatches[first.microbatch])
             raise ParityError(
                 f"trainer and sampler differ at {differing} of {tokens} tokens of policy version {version}. {first}"
+            )
+        if unknown:
+            raise SchemaError(
+                f"sampler_versions: {unknown} tokens are of versions after {version}, which are to come yet"
             )
         return tokens
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from goaly.errors import ParityError
+from goaly.errors import ParityError, SchemaError
 from goaly.losses.objective import Likelihood, PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
@@ -145,6 +145,15 @@ def test_the_first_step_that_does_not_compare_all_is_logged(
         assert 0 < metrics["parity/share"] < 1
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "The trainer has no parameters of the policy versions that sampled the others" in warning
+
+
+def test_a_token_of_a_version_that_is_still_to_come_ends_the_step(engine: TrainEngine):  # PC-4
+    batch = as_sampled(engine)
+    batch.rows["sampler_versions"][1, int(batch.rows["trained"][1].nonzero()[7])] = 1
+    with pytest.raises(SchemaError, match="sampler_versions: 1 tokens are of versions after 0, which are to come yet"):
+        engine.train_step(batch, OBJECTIVE)
+    assert engine.policy_version == 0
+    assert all(parameter.grad is None for parameter in engine._model.parameters())
 
 
 def test_what_no_policy_sampled_is_not_compared(engine: TrainEngine):
