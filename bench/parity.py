@@ -9,20 +9,20 @@ trainer recomputes on three packings what each of them sampled. `tokens` counts 
 generator: none may be 0.
 
 The models are tiny: a dense one, one with experts, a dots.llm1 with a dense layer, shared experts, groups and biases,
-and a gpt-oss, which has no context parallelism. A tied model, a Llama and a DeepSeek-V3 have a few of the
-combinations. Two are left out because others contain them: the generators of TP 2 and of EP 2 with one thread and
-without an update.
+and a gpt-oss. A tied model, a Llama and a DeepSeek-V3 have a few of the combinations. Two are left out because others
+contain them: the generators of TP 2 and of EP 2 with one thread and without an update.
 
 `generate_cost` and `train_cost` are the CPU seconds of bitwise numerics over those of the fast ones, in one process of
 one thread where the two take turns: the same requests sampled by an engine, and forward and backward passes over the
 same packed rows. A round runs both sides twice, in the order A, B, B, A, after one that warms both up; a cost is the
 median over the rounds' ratios. All of three tiny random models, a dense one, one with experts and one that has shared
-experts, too, or of `--model`, in both types; both sides have the same. The costs of a model with experts begin with
-`experts_`, with shared ones with `shared_experts_`, and those in bfloat16 have `bfloat16_` before that, such as
-`bfloat16_experts_train_cost`. `wide_` is before those of a dense model that is 2,048 wide and has two layers.
+experts, too, or of `--model`; both sides have the same. The costs of a model with experts begin with `experts_`, with
+shared ones with `shared_experts_`. On a CPU with matrix tiles those in bfloat16 are measured, too, and have `bfloat16_`
+before that, such as `bfloat16_experts_train_cost`. `wide_` is before those of a dense model that is 2,048 wide and has
+two layers.
 
-If a log-prob differs, a generator did not preempt, or a cost is above its bar, the exit code is 1 and the last line
-names it.
+If a log-prob differs, a generator did not preempt, fewer than 100,000 tokens are compared, or a cost is above its bar,
+the exit code is 1 and the last line names it.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from typing import Any
 
 from bench.parity_result import Combination, Result, Sampled, markdown, report
 from goaly.generate.settings import GeneratorSettings
+from goaly.models.bitwise_tiles import has_tiles
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
@@ -74,7 +75,7 @@ TRAINERS_OF_EXPERTS = {
     "FSDP 2, TP 2, EP 4": {"fsdp": 2, "tp": 2, "ep": 4},
     "CP 2, EP 2": {"cp": 2, "ep": 2},
 }
-BRIEF = ("TP 1", f"TP 2, {UPDATES}", "1 rank", "FSDP 2, TP 2")
+BRIEF = ("TP 1", f"TP 2, {UPDATES}", "EP 2, 2 threads", "1 rank", "FSDP 2, TP 2", "CP 2")
 DIFFER_IN_ONE_LAYER = ("tied", "Llama", "DeepSeek-V3")
 """The models that differ from another one in one layer, and have these combinations."""
 SIZES = {
@@ -103,8 +104,6 @@ def bits(name: str, model: str, requests: int) -> Result:
     generators, trainers = GENERATORS, TRAINERS
     if shape.experts:
         generators, trainers = GENERATORS | OF_EXPERTS, TRAINERS | TRAINERS_OF_EXPERTS
-    if shape.windows:
-        trainers = {one: degrees for one, degrees in trainers.items() if "cp" not in degrees}
     if name in DIFFER_IN_ONE_LAYER:
         generators = {one: degrees for one, degrees in generators.items() if one in BRIEF}
         trainers = {one: degrees for one, degrees in trainers.items() if one in BRIEF}
@@ -216,12 +215,13 @@ def costs(models: Mapping[str, str], folder: Path) -> Iterator[Result]:
     import torch
 
     torch.set_num_threads(1)
-    for (of_type, dtype), model in product({"": "float32", "bfloat16_": "bfloat16"}.items(), models.values()):
+    types = {"": "float32"} | ({"bfloat16_": "bfloat16"} if has_tiles() else {})
+    for (of_type, dtype), model in product(types.items(), models.values()):
         shape = architecture(read_config(model))
         kind = "shared_experts_" if shape.shared_hidden_dim else "experts_" if shape.experts else ""
         yield Result(seconds={f"{of_type}{kind}train_cost": training(model, dtype)})
         yield Result(seconds={f"{of_type}{kind}generate_cost": generation(model, dtype)})
-    if "dense" in models:
+    if "dense" in models and has_tiles():
         wide = str(write_tiny_model(folder / "wide", WIDE))
         yield Result(seconds={"wide_bfloat16_train_cost": training(wide, "bfloat16", tokens=256)})
         yield Result(seconds={"wide_bfloat16_generate_cost": generation(wide, "bfloat16", count=8)})

@@ -13,6 +13,8 @@ from goaly.generate.scheduling import SchedulingCounts
 
 BARS = {"generate_cost": 1.3, "train_cost": 1.15}
 """The most that each cost should be, of any model in either type."""
+LEAST_TOKENS = 100_000
+"""Fewer compared ones say too little."""
 STRESS = ("preemptions", "prompts_in_parts", "prefix_hits")
 
 
@@ -91,7 +93,11 @@ class Result:
         above = [
             f"{name} {numbers[name]:,.4g} is above {bar:g}" for name, bar in self.bars().items() if numbers[name] > bar
         ]
-        return above + [f"{name} 0 is not above 0" for name in self.stress() if not numbers[name]]
+        few = [f"tokens {numbers['tokens']:,} is below {LEAST_TOKENS:,}"] if self._says_too_little() else []
+        return above + few + [f"{name} 0 is not above 0" for name in self.stress() if not numbers[name]]
+
+    def _says_too_little(self) -> bool:
+        return bool(self.generators) and self.numbers()["tokens"] < LEAST_TOKENS
 
     def stress(self) -> tuple[str, ...]:
         """The names of what each generator must do."""
@@ -126,8 +132,8 @@ def markdown(result: Result) -> str:
             "",
             "CPU seconds with bitwise numerics over those with fast ones of the same type, one thread, in float32 if "
             "the name has no other type. A bar is the most that it should be. The wide model has two layers of width "
-            "2,048 and gets few tokens, so that products take nearly all of its time. In bfloat16 the bars need a "
-            "CPU with matrix tiles (AMX): without them products are made in float32.",
+            "2,048 and gets few tokens, so that products take nearly all of its time. Costs in bfloat16 are measured "
+            "on a CPU with matrix tiles (AMX): on others the fast numerics multiply one number at a time.",
             "",
             "| | bar | measured |",
             "|---|---|---|",

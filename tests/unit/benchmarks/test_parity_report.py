@@ -9,13 +9,13 @@ import pytest
 
 from bench import parity
 from bench.parity import in_turns
-from bench.parity_result import Combination, Result, Sampled, markdown
+from bench.parity_result import LEAST_TOKENS, Combination, Result, Sampled, markdown
 from goaly.generate.scheduling import SchedulingCounts
 
 
-def result(*, differing: int = 0, bitwise: float = 1.1, preemptions: int = 4) -> Result:
+def result(*, differing: int = 0, bitwise: float = 1.1, preemptions: int = 4, tokens: int = LEAST_TOKENS) -> Result:
     compared = Combination(
-        model="dense", dtype="float32", generator="TP 1", trainer="1 rank", tokens=100, differing=differing
+        model="dense", dtype="float32", generator="TP 1", trainer="1 rank", tokens=tokens, differing=differing
     )
     seconds = {"fast": [1.0, 2.0, 1.0], "bitwise": [9.0, 2 * bitwise, bitwise]}
     return Result(
@@ -54,6 +54,8 @@ def test_what_misses_its_bar_is_named():
     ]
     assert result(differing=3).missed() == ["differing_tokens 3 is above 0"]
     assert result(preemptions=0).missed() == ["preemptions 0 is not above 0"]
+    assert result(tokens=LEAST_TOKENS - 1).missed() == ["tokens 99,999 is below 100,000"]
+    assert Result().missed() == []
 
 
 def test_the_least_of_any_generator_counts():
@@ -66,16 +68,21 @@ def test_a_cost_is_reported_with_its_bar():
     assert "| `bfloat16_train_cost` | 1.15 | 1.100 |" in markdown(result())
 
 
-def test_the_command_fails_after_a_missed_bar(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("tiles", [True, False])
+def test_the_command_fails_after_a_missed_bar_of_the_types_that_the_machine_multiplies(
+    monkeypatch: pytest.MonkeyPatch, tiles: bool
+):
     found = result(bitwise=1.4).seconds["generate_cost"]
     monkeypatch.setattr(parity, "fork_ranks_from_one_server", lambda: None)
     monkeypatch.setattr(parity, "bits", lambda *_: Result())
     monkeypatch.setattr(parity, "training", lambda *_, **__: {"fast": [1.0], "bitwise": [1.0]})
     monkeypatch.setattr(parity, "generation", lambda *_, **__: found)
+    monkeypatch.setattr(parity, "has_tiles", lambda: tiles)
     with pytest.raises(SystemExit) as ended:
         parity.main([])
-    kinds = [f"{dtype}{kind}" for dtype in ("", "bfloat16_") for kind in ("", "experts_", "shared_experts_")]
-    missed = [f"{kind}generate_cost 1.4 is above 1.3" for kind in (*kinds, "wide_bfloat16_")]
+    types = ("", "bfloat16_") if tiles else ("",)
+    kinds = [f"{dtype}{kind}" for dtype in types for kind in ("", "experts_", "shared_experts_")]
+    missed = [f"{kind}generate_cost 1.4 is above 1.3" for kind in (*kinds, *(["wide_bfloat16_"] if tiles else []))]
     assert ended.value.code == "; ".join(missed)
 
 
@@ -111,5 +118,5 @@ def test_what_is_measured_again_takes_the_place_of_what_was_and_the_rest_stays(
     parity.main(["--only", "dense", "--json", str(file)])
     after = Result.read(file)
     assert asked == ["dense"]
-    assert (after.numbers()["preemptions"], after.numbers()["tokens"]) == (5, 107)
+    assert (after.numbers()["preemptions"], after.numbers()["tokens"]) == (5, LEAST_TOKENS + 7)
     assert after.seconds == before.seconds
