@@ -11,6 +11,8 @@ os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")  # 
 import gc
 import logging
 import multiprocessing
+import shlex
+import sys
 import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
@@ -21,7 +23,7 @@ import pytest
 from monarch._src.actor import config as monarch_config
 from random_model import write_random_model
 
-from goaly.run.fork_server import SHARED, ForkServer
+from goaly.run.fork_server import LAUNCHER, SHARED, ForkServer
 
 monarch_config.prefix_python_logs_with_actor = False  # once Monarch is up, it would prefix this process's records
 
@@ -49,7 +51,7 @@ FIRST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the processes of all tests be forks of one that imports each library once."""
+    """Let the workers, and the processes of all tests, be forks of one that imports each library once."""
     if not IS_WORKER:  # a worker uses that of the process that started it
         folder = tempfile.TemporaryDirectory(prefix="fork-server-")
         server = ForkServer(1, Path(folder.name) / "fork_server.log")
@@ -57,6 +59,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(server.close)
         os.environ[SHARED] = server.name
         os.environ[LAST_WORDS] = str(Path(folder.name) / "last_words")
+        if getattr(config.option, "tx", None):
+            launcher = [sys.executable, *LAUNCHER, server.name, str(os.getpid()), "1", "worker", "worker_imports"]
+            command = shlex.join(["sh", "-c", f"exec {shlex.join(launcher)}"])  # execnet adds arguments for a Python
+            config.option.tx = [f"popen//python={command}" for _ in config.option.tx]
 
 
 if IS_WORKER:

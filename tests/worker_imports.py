@@ -1,0 +1,17 @@
+"""What test files import, but for what starts threads."""
+
+from goaly.process import import_ahead
+
+import_ahead(
+    [
+        "imported_once",
+        "agents",
+        "anthropic",
+        "hypothesis",
+        "mcp",
+        "openai",
+        "reasoning_gym",
+        "starlette",
+        "transformers",
+    ]
+)
