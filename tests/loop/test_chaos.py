@@ -26,7 +26,7 @@ VICTIMS = ("critic", "rollout", "generator", "reference", "trainer", "controller
 REFRESH_EVERY = 10
 STEPS_AFTER = 8
 """Steps after the last kill, which is the controller's."""
-LONGEST_PAUSE = 3.0
+LONGEST_PAUSE = 2.0
 """Seconds between two kills: some hit a run that recovers, some one that trains."""
 
 

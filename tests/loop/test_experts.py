@@ -67,11 +67,12 @@ def test_a_run_that_replays_choices_of_experts_can_be_trained_again(tmp_path: Pa
 
 
 TWO, FOUR = ("trainer.fsdp=2", "trainer.ep=2"), ("trainer.fsdp=2", "trainer.tp=2", "trainer.ep=4")
+SHARES = ("trainer.cp=2", "trainer.ep=2")
 MODELS: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
     "Qwen3": (partial(write_random_model, experts=8), (*FOUR, "generator.tp=2")),
     "dots.llm1": (write_random_dots, (*FOUR, "trainer.expert_bias_rate=0.1", "generator.tp=2", "generator.ep=2")),
     "DeepSeek-V3": (write_random_deepseek, (*TWO, "trainer.pp=2", "generator.tp=2", "generator.ep=2")),
-    "gpt-oss": (write_random_gpt_oss, (*TWO, "generator.tp=2", "generator.ep=2")),
+    "gpt-oss": (write_random_gpt_oss, (*SHARES, "generator.tp=2", "generator.ep=2")),
 }
 """Models with experts, and the ranks of their trainers and generators."""
 

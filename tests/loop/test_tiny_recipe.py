@@ -63,3 +63,7 @@ def test_a_dense_recipe_trains_with_two_replicas_and_samples_until_each_group_ha
     steps = steps_of("qwen3_8b", tmp_path, "backlog.dynamic_sampling=true", REWARDED)
     assert all(step["groups/without_signal"] == 0 for step in steps)
     assert all(step["grad_norm"] > 0 for step in steps)
+
+
+def test_a_dense_recipe_trains_with_replicas_of_two_ranks(tmp_path: Path):
+    steps_of("qwen3_32b", tmp_path)

@@ -442,8 +442,13 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
         (experts, ["trainer.fsdp=4"], "trainer.fsdp=4: must divide the model's 6 experts"),
         (
             experts,
-            ["trainer.fsdp=12", "trainer.ep=3"],
-            "trainer.fsdp * trainer.tp * trainer.cp = 12: must be at most the model's 6",
+            ["trainer.fsdp=14", "trainer.ep=2"],
+            "trainer.fsdp * trainer.tp * trainer.cp = 14: its 7 ranks for each of the model's 6 experts must divide",
+        ),
+        (
+            experts,
+            ["trainer.fsdp=16", "trainer.lora={rank: 8}"],
+            "trainer.fsdp=16: its 16 ranks for each of the model's 6 experts must divide an expert's adapters' rank 8",
         ),
         (experts, ["trainer.fsdp=2", "trainer.cp=2"], "trainer.fsdp * trainer.cp = 4: must divide the model's 6"),
         (sinks, ["trainer.compile=true"], "trainer.compile=true: must be false for gpt-oss: its attention"),

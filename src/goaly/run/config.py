@@ -273,7 +273,8 @@ class RunConfig(Settings):
                     why = "which divides the balance's gradient by the number of kept tokens, too"
                     yield f"{at.trainer.expert_balance}: must be 0 with {at}loss.denominator=after, {why}"
                 if shape.experts and self.generator.engine == "native":
-                    yield f"{at.generator.engine}: must be torchtitan for a model with experts"
+                    why = "vLLM packs its own ones after it has loaded them, so no update can be copied into them"
+                    yield f"{at.generator.engine}: must be torchtitan for a model with experts: {why}"
                 if self.trainer.lora is not None:
                     yield from self.trainer.lora.model_problems(at.trainer.lora, shape)
                     if self.generator.engine == "native":

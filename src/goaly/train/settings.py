@@ -129,10 +129,22 @@ class RanksSettings(Settings):
             among, name = self.stage_ranks, f"{at}fsdp * {at}tp * {at}cp = {self.stage_ranks}"
         else:
             among, name = self.shards, f"{at}fsdp * {at}cp = {self.shards}" if self.cp > 1 else f"{at.fsdp}"
-        if among > shape.experts:
-            yield f"{name}: must be at most the {whose}'s {shape.experts} experts"
-        elif shape.experts % among and not shape.experts % self.ep:
-            yield f"{name}: must divide the {whose}'s {shape.experts} experts"
+        if among <= shape.experts:
+            if shape.experts % among and not shape.experts % self.ep:
+                yield f"{name}: must divide the {whose}'s {shape.experts} experts"
+        elif not among % self.ep:
+            yield from self._problems_within_experts(name, among // self.ep, shape, whose)
+
+    def _problems_within_experts(self, name: str, ranks: int, shape: "Architecture", whose: str) -> Iterator[str]:
+        """One line for each part of an expert that so many ranks cannot divide: more ranks than experts divide each of
+        them, along the first dimension of its matrices and evenly."""
+        for part, width in self._widths_within_experts(shape).items():
+            if width % ranks:
+                why = f"its {ranks} ranks for each of the {whose}'s {shape.experts} experts"
+                yield f"{name}: {why} must divide an expert's {part} {width}"
+
+    def _widths_within_experts(self, shape: "Architecture") -> dict[str, int]:
+        return {"width": shape.dim, "hidden width": shape.hidden_dim // (1 if self.ep > 1 else self.tp)}
 
 
 class TrainerSettings(RanksSettings):
@@ -182,6 +194,10 @@ class TrainerSettings(RanksSettings):
         yield from super().shape_problems(at, shape, whose)
         if self.compile and shape.biased:
             yield f"{at.compile}: must be false for gpt-oss: its attention with sinks has not been compiled yet"
+
+    def _widths_within_experts(self, shape: "Architecture") -> dict[str, int]:
+        of_adapters = {} if self.lora is None else {"adapters' rank": self.lora.rank}
+        return super()._widths_within_experts(shape) | of_adapters
 
     def balance_problems(self, at: Section, shape: "Architecture") -> Iterator[str]:
         """One line for each setting that cannot balance the experts of a model of this shape."""

@@ -32,10 +32,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "lora-experts-tp-cp": {"tp": 2, "cp": 2},
     "experts-fsdp-tp-ep4": {"fsdp": 2, "tp": 2, "ep": 4},
     "shared-experts-fsdp-tp-ep4": {"fsdp": 2, "tp": 2, "ep": 4},
+    "few-experts-fsdp": {"fsdp": 4, "microbatch_rows": 1},
+    "few-experts-fsdp-tp-ep": {"fsdp": 2, "tp": 2, "ep": 2},
     "bitwise-experts-fsdp-tp-ep2": {"fsdp": 2, "tp": 2, "ep": 2},
     "bitwise-experts-tp-cp-ep": {"tp": 2, "cp": 2, "ep": 4, "activation_checkpointing": "full"},
 }
-REPLAYED = [name for name in LAYOUTS if "fsdp-tp-ep" in name and "bitwise" not in name]
+"""Of `few-experts` each is divided, because there are more ranks."""
+REPLAYED = [name for name in LAYOUTS if "fsdp-tp-ep4" in name and "bitwise" not in name]
 
 
 def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:

@@ -116,6 +116,8 @@ def write_model(folder: Path, *, layers: int = 1) -> Path:
     from goaly.models.tiny import TinyModel, write_tiny_model
 
     size: dict[str, Any] = EXPERTS if "experts" in folder.name else {"tied": folder.name == "tp"}
+    if "few-experts" in folder.name:
+        size = size | {"experts": 2}
     return write_tiny_model(folder, TinyModel(layers=layers, shared_experts=int("shared" in folder.name), **size))
 
 
@@ -139,7 +141,7 @@ def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
     if engine._experts is not None:
-        engine._experts.loads_LE.copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+        engine._experts.loads_LE.copy_(torch.linspace(0.1, 0.4, engine._experts.loads_LE.shape[-1]))
         engine._experts.balance(settings.expert_balance, batch.batch_trained_tokens)
     logprobs = engine.logprobs(rows)
     metrics, gradients = {}, {}
