@@ -60,10 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(server.close)
         os.environ[SHARED] = server.name
         os.environ[LAST_WORDS] = str(Path(folder.name) / "last_words")
-        if getattr(config.option, "tx", None):
+        if set(getattr(config.option, "tx", None) or ()) == {"popen"}:
             launcher = [sys.executable, *LAUNCHER, server.name, str(os.getpid()), "1", "worker", "worker_imports"]
             command = shlex.join(["sh", "-c", f"exec {shlex.join(launcher)}"])  # execnet adds arguments for a Python
-            config.option.tx = [f"popen//python={command}" for _ in config.option.tx]
+            config.option.tx = [f"popen//python={command}"] * len(config.option.tx)
 
 
 if IS_WORKER:

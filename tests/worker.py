@@ -23,8 +23,10 @@ def start_fork_server() -> None:
             return pid
         forkserver._forkserver._lock = threading.RLock()  # the other process has it
         _keep(descriptors)
-        exec(arguments[-1])
-        os._exit(0)
+        try:
+            exec(arguments[-1])
+        finally:
+            os._exit(0)
 
     util.spawnv_passfds = fork
     forkserver._forkserver.set_forkserver_preload(["imported_once"])

@@ -1,4 +1,4 @@
-"""What test files import, but for what starts threads."""
+"""The libraries of test files, but for those that start threads."""
 
 from goaly.process import import_ahead
 

@@ -450,6 +450,11 @@ def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_sta
             ["trainer.fsdp=16", "trainer.lora={rank: 8}"],
             "trainer.fsdp=16: its 16 ranks for each of the model's 6 experts must divide an expert's adapters' rank 8",
         ),
+        (
+            experts,
+            ["trainer.lora={rank: 8}", "reference={fsdp: 16, refresh_every: 1}", "loss.kl_coef=0.1"],
+            "reference.fsdp=16: its 16 ranks for each of the model's 6 experts must divide an expert's adapters' rank",
+        ),
         (experts, ["trainer.fsdp=2", "trainer.cp=2"], "trainer.fsdp * trainer.cp = 4: must divide the model's 6"),
         (sinks, ["trainer.compile=true"], "trainer.compile=true: must be false for gpt-oss: its attention"),
         (sinks, ["generator.engine=native"], "generator.engine=native: must be torchtitan for a model with experts"),

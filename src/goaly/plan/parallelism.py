@@ -65,7 +65,8 @@ class Parallelism:
         if not parameter.expert:
             return (self.replicas, self.fsdp, self.tp), (Replicate(), self._on_fsdp(0, on_tp, self.tp), on_tp)
         # With more ranks than experts, FSDP divides within an expert.
-        fsdp_dim = 1 if self.fsdp * (self.tp if self.ep > 1 else 1) > parameter.shape[0] else 0
+        among = self.fsdp * self.tp if self.ep > 1 else self.replicas * self.fsdp
+        fsdp_dim = 1 if among > parameter.shape[0] else 0
         if self.ep == 1:
             return (self.replicas, self.fsdp, self.tp), (Replicate(), self._on_fsdp(fsdp_dim, on_tp, self.tp), on_tp)
         mesh = (self.replicas, self.fsdp * self.tp // self.ep, self.ep)

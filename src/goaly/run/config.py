@@ -327,7 +327,8 @@ class RunConfig(Settings):
         for section, other in others.items():
             if other is not None:
                 own = self.model if other.path is None else ModelSettings(path=other.path)
-                folders.setdefault("model" if other.path is None else section, (own, {}))[1][section] = other
+                ranks = other.engine_settings(self.trainer) if section == "reference" else other  # it may have adapters
+                folders.setdefault("model" if other.path is None else section, (own, {}))[1][section] = ranks
         return folders
 
 

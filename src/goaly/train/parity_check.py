@@ -133,9 +133,7 @@ class ParityCheck:
                 f"trainer and sampler differ at {differing} of {tokens} tokens of policy version {version}. {first}"
             )
         if unknown:
-            raise SchemaError(
-                f"sampler_versions: {unknown} tokens are of versions after {version}, which are to come yet"
-            )
+            raise SchemaError(f"sampler_versions: tokens of versions after {version}, the trainer's own: {unknown}")
         return tokens
 
     def metrics(self, compared: int, trained: int) -> dict[str, float]:

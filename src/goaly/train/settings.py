@@ -196,8 +196,10 @@ class TrainerSettings(RanksSettings):
             yield f"{at.compile}: must be false for gpt-oss: its attention with sinks has not been compiled yet"
 
     def _widths_within_experts(self, shape: "Architecture") -> dict[str, int]:
-        of_adapters = {} if self.lora is None else {"adapters' rank": self.lora.rank}
-        return super()._widths_within_experts(shape) | of_adapters
+        widths = super()._widths_within_experts(shape)
+        if self.lora is not None and "experts" in self.lora.chosen:
+            widths["adapters' rank"] = self.lora.rank
+        return widths
 
     def balance_problems(self, at: Section, shape: "Architecture") -> Iterator[str]:
         """One line for each setting that cannot balance the experts of a model of this shape."""

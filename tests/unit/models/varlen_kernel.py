@@ -1,4 +1,4 @@
-"""What torch's operations of variable-length attention on GPUs are said to compute, on a CPU.
+"""Stand-ins on a CPU for torch's operations of variable-length attention on GPUs.
 
 Shape suffixes: Q queries of all documents, S their keys, N query heads, K key heads, H head dim.
 """

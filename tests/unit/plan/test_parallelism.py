@@ -113,8 +113,18 @@ def parallelized(flavor: str, parallelism: Parallelism) -> Any:
         ("debugmodel_moe", MOE, Parallelism(fsdp=4, tp=2), 3),
         ("debugmodel_moe", MOE, Parallelism(fsdp=128, ep=8), 77),
         ("debugmodel_moe", MOE, Parallelism(fsdp=64, tp=2, ep=2), 100),
+        ("debugmodel_moe", MOE, Parallelism(replicas=2, fsdp=64), 100),
     ],
-    ids=["fsdp", "hsdp and tp", "ep", "hsdp, tp and ep", "tp within experts", "fsdp within experts", "tp ranks, too"],
+    ids=[
+        "fsdp",
+        "hsdp and tp",
+        "ep",
+        "hsdp, tp and ep",
+        "tp within experts",
+        "fsdp within experts",
+        "tp ranks, too",
+        "replicas, too",
+    ],
 )
 def test_a_rank_holds_what_torchtitan_puts_there(flavor, decoder, parallelism, rank) -> None:  # WE-1
     with fake_world(rank, parallelism.ranks):

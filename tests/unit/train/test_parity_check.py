@@ -150,7 +150,7 @@ def test_the_first_step_that_does_not_compare_all_is_logged(
 def test_a_token_of_a_version_that_is_still_to_come_ends_the_step(engine: TrainEngine):  # PC-4
     batch = as_sampled(engine)
     batch.rows["sampler_versions"][1, int(batch.rows["trained"][1].nonzero()[7])] = 1
-    with pytest.raises(SchemaError, match="sampler_versions: 1 tokens are of versions after 0, which are to come yet"):
+    with pytest.raises(SchemaError, match="sampler_versions: tokens of versions after 0, the trainer's own: 1"):
         engine.train_step(batch, OBJECTIVE)
     assert engine.policy_version == 0
     assert all(parameter.grad is None for parameter in engine._model.parameters())
