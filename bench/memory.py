@@ -2,14 +2,15 @@
 
     python -m bench.memory [--json FILE]
 
-Real ranks train tiny models, dense and with experts: a batch of two microbatches, or of four with pipeline stages, and
-an optimizer step, twice. One rank of each group that a dry run tells apart is measured: each stage of a pipeline, and
-ranks with smaller shards. What its tensors take is read from torch's allocator, by its profiler; the peak is that of
-the second batch. Experts get the load that a dry run assumes, by replayed choices: those of a stage's first rank have a
-tenth more tokens than the mean, the same in each layer. Beside the peak are the dry run's estimate for the same rank,
-their ratio, and by how much the process grew, which includes the libraries' own buffers and what the C allocator keeps.
-A frozen reference computes log-probs instead. The ring and the copy for a checkpoint of a trainer, and the weights,
-fetched weights and key-value cache of a generator are held all the time: the bytes of their memory are counted.
+Real ranks train tiny models, dense and with experts, latent attention, sinks, adapters and bitwise numerics: a batch of
+two microbatches, or of four with pipeline stages, and an optimizer step, twice. One rank of each group that a dry run
+tells apart is measured: each stage of a pipeline, and ranks with smaller shards. What its tensors take is read from
+torch's allocator, by its profiler; the peak is that of the second batch. Experts get the load that a dry run assumes,
+by replayed choices: those of a stage's first rank have a tenth more tokens than the mean, the same in each layer.
+Beside the peak are the dry run's estimate for the same rank, their ratio, and by how much the process grew, which
+includes the libraries' own buffers and what the C allocator keeps. A frozen reference computes log-probs instead. The
+ring and the copy for a checkpoint of a trainer, and the weights, fetched weights and key-value cache of a generator are
+held all the time: the bytes of their memory are counted.
 
 A dry run of Qwen3-235B-A22B is timed, and its memory measured. The exit code is 1 if an estimate is off by more than
 10 %, or the dry run takes more than a minute or 4 GB.
@@ -22,8 +23,10 @@ import sys
 import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +34,27 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import Machine
-from goaly.models.settings import ModelSettings
+from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import Architecture, architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.plan.memory import DTYPE_BYTES, memory_by_role, traced_pass
 from goaly.run.config import RunConfig
 from goaly.train.settings import TrainerSettings
 from goaly.weights.settings import WeightSettings
+from tests.random_model import write_random_deepseek, write_random_gpt_oss
 
 MOST_OFF = 0.1
 ROW_LENGTH, ROWS = 1024, 2
 MIB = 1 << 20
+BITWISE = "bitwise"
 DENSE = TinyModel(dim=128, layers=6, hidden_dim=384, max_context=ROW_LENGTH)
 EXPERTS = TinyModel(dim=128, layers=6, hidden_dim=128, experts=8, max_context=ROW_LENGTH)
-CASES: dict[str, tuple[TinyModel, str, dict[str, Any]]] = {
+WIDER = {"hidden_size": 128, "num_hidden_layers": 6}
+LATENT = partial(write_random_deepseek, **WIDER)
+SINKS = partial(write_random_gpt_oss, **WIDER)
+Model = TinyModel | Callable[[Path], Path]
+"""The size of a Qwen3, or what writes another model into a folder."""
+CASES: dict[str, tuple[Model, str, dict[str, Any]]] = {
     "dense": (DENSE, "float32", {}),
     "dense, bfloat16, all recomputed": (DENSE, "bfloat16", {"activation_checkpointing": "full"}),
     "dense, FSDP 2": (DENSE, "float32", {"fsdp": 2}),
@@ -74,9 +84,18 @@ CASES: dict[str, tuple[TinyModel, str, dict[str, Any]]] = {
         "float32",
         {"fsdp": 2, "ep": 2, "activation_checkpointing": "full"},
     ),
+    "experts, TP 2, EP 2": (EXPERTS, "float32", {"tp": 2, "ep": 2}),
+    "shared experts": (replace(EXPERTS, shared_experts=1), "float32", {}),
+    "latent attention": (LATENT, "float32", {}),
+    "latent attention, FSDP 2, EP 2": (LATENT, "float32", {"fsdp": 2, "ep": 2}),
+    "sinks": (SINKS, "float32", {}),
+    "sinks, CP 2": (SINKS, "float32", {"cp": 2}),
+    "dense, adapters": (DENSE, "float32", {"lora": LoraSettings(rank=8)}),
+    "experts, adapters, FSDP 2, EP 2": (EXPERTS, "float32", {"fsdp": 2, "ep": 2, "lora": LoraSettings(rank=8)}),
+    f"dense, {BITWISE}": (DENSE, "float32", {}),
 }
 """Models, number formats and trainer settings."""
-REFERENCES: dict[str, tuple[TinyModel, str, dict[str, Any]]] = {
+REFERENCES: dict[str, tuple[Model, str, dict[str, Any]]] = {
     "reference": (DENSE, "float32", {}),
     "reference, FSDP 2, bfloat16": (DENSE, "bfloat16", {"fsdp": 2}),
     "reference, experts, FSDP 2, EP 2, bfloat16": (EXPERTS, "bfloat16", {"fsdp": 2, "ep": 2}),
@@ -111,7 +130,7 @@ def measure_pass(folder: Path, name: str) -> list[Case]:
 
     trains = name in CASES
     size, dtype, degrees = (CASES if trains else REFERENCES)[name]
-    model = _model(folder, size, dtype)
+    model = replace(_model(folder, size, dtype), numerics=BITWISE if BITWISE in name else "fast")
     settings = TrainerSettings(microbatch_rows=ROWS, logprob_chunk=512, **degrees)
     shape = architecture(read_config(model.path))
     estimated = traced_pass(shape, model, settings, (ROW_LENGTH,) * ROWS, on_gpu=False, trains=trains)
@@ -173,10 +192,10 @@ def _dry_run(folder: Path, out: Path) -> None:
     out.write_text(json.dumps({"gb": (_resident() + most_process_bytes()) / 1e9}))
 
 
-def _model(folder: Path, size: TinyModel, dtype: Any) -> ModelSettings:
-    path = folder / f"{size.experts}-experts{'-tied' if size.tied else ''}"
+def _model(folder: Path, model: Model, dtype: Any) -> ModelSettings:
+    path = folder / blake2b(repr(model).encode(), digest_size=4).hexdigest()
     if not path.exists():
-        write_tiny_model(path, size)
+        write_tiny_model(path, model) if isinstance(model, TinyModel) else model(path)
     return ModelSettings(path=str(path), dtype=dtype)
 
 
@@ -285,7 +304,7 @@ def _choices(places_RL: Any, shape: Architecture) -> Any:
     first_RL, second_RL = places_RL % half, half + places_RL // half % half
     second_RL = torch.where(places_RL % 10 == 0, (first_RL + 1) % half, second_RL)
     choices_RL2 = torch.stack([first_RL, second_RL], -1).to(torch.uint8)
-    return choices_RL2[:, :, None].repeat(1, 1, shape.layers, 1)
+    return choices_RL2[:, :, None].repeat(1, 1, shape.layers - shape.dense_layers, 1)
 
 
 def peak_of(profile: Any) -> int:
