@@ -13,6 +13,7 @@ import gc
 import logging
 import multiprocessing
 import shlex
+import signal
 import sys
 import tempfile
 from multiprocessing import forkserver
@@ -58,6 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
         server = ForkServer(1, Path(folder.name) / "fork_server.log")
         config.add_cleanup(folder.cleanup)
         config.add_cleanup(server.close)
+        config.add_cleanup(
+            lambda: os.killpg(server.pid, signal.SIGKILL)
+        )  # also what workers left that an end surprised
         os.environ[SHARED] = server.name
         os.environ[LAST_WORDS] = str(Path(folder.name) / "last_words")
         if set(getattr(config.option, "tx", None) or ()) == {"popen"}:

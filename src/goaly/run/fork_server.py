@@ -86,6 +86,11 @@ class ForkServer:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """Of the server, whose group its forks are in."""
+        return self._process.pid
+
     def close(self) -> None:
         """End the server and all its forks."""
         self._process.kill()
