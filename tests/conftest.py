@@ -59,9 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
         server = ForkServer(1, Path(folder.name) / "fork_server.log")
         config.add_cleanup(folder.cleanup)
         config.add_cleanup(server.close)
-        config.add_cleanup(
-            lambda: os.killpg(server.pid, signal.SIGKILL)
-        )  # also what workers left that an end surprised
+        # Ends what a Ctrl-C left, but for the trackers of semaphores, which remove these and end.
+        config.add_cleanup(lambda: os.killpg(server.pid, signal.SIGTERM))
         os.environ[SHARED] = server.name
         os.environ[LAST_WORDS] = str(Path(folder.name) / "last_words")
         if set(getattr(config.option, "tx", None) or ()) == {"popen"}:
