@@ -24,7 +24,7 @@ from goaly.models.settings import ModelSettings
 from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.parity import Recomputer, Sampler, compared, recompute_in_ranks, rows_of, sample_in_ranks, sampled
-from goaly.parity_requests import SHARED, cramped, mixed_requests, with_cache_of
+from goaly.parity_requests import SHARED, mixed_requests, with_cache_of
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES
 
@@ -42,6 +42,12 @@ GROUPED = {"n_group": 4, "topk_group": 2}
 """Of dots.llm1's experts: a token chooses two of four groups."""
 
 
+def limits(model: ModelSettings, step_tokens: int, **ranks: int) -> GeneratorSettings:
+    """Those of every generator, with such steps."""
+    settings = GeneratorSettings(max_running=24, max_context=LONGEST, max_step_tokens=step_tokens, **ranks)
+    return with_cache_of(model, settings, CACHED)
+
+
 class Both:
     """Trainer and sampler of one model."""
 
@@ -54,11 +60,8 @@ class Both:
         settings = ModelSettings(path=str(folder), **{"numerics": "bitwise"} | model)
         self.temperature = temperature
         self.model = settings
-        shape = architecture(read_config(folder))
-        token = 2 * shape.layers * shape.kv_heads * shape.head_dim * getattr(torch, settings.dtype).itemsize
-        cache = CACHED * token / (1 << 30)
-        limits = GeneratorSettings(max_running=24, max_context=LONGEST, kv_cache_gib=cache, max_step_tokens=step_tokens)
-        self.generator = Engine(limits, settings, records_choices=shape.experts > 0)
+        experts = architecture(read_config(folder)).experts
+        self.generator = Engine(limits(settings, step_tokens), settings, records_choices=experts > 0)
         self.counter = self.generator.counter()
 
     def asked(self, seed: int = 0) -> list[Any]:
@@ -213,8 +216,7 @@ def sample(tmp_path: Path) -> Callable[..., Path]:
     def sample(model: ModelSettings, **ranks: int) -> Path:
         file = tmp_path / "sequences"
         asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=LONGEST)
-        limits = cramped(model, GeneratorSettings(max_running=24, max_context=LONGEST, **ranks), asked)
-        generator = with_cache_of(model, limits, CACHED)
+        generator = limits(model, 48, **ranks)
         counts = sample_in_ranks(Sampler(model=model, generator=generator, asked=asked, updates=True), file)
         assert counts.prefix_hits > REQUESTS // SHARED
         assert counts.preemptions > 0
@@ -256,8 +258,7 @@ def test_ranks_add_shared_experts_and_biases_alike_however_either_side_divides_t
     files = {}
     for folder in folders:
         model = ModelSettings(path=str(folder), dtype="bfloat16", numerics="bitwise")
-        limits = cramped(model, GeneratorSettings(max_running=24, max_context=LONGEST, tp=2), asked)
-        generator = with_cache_of(model, limits, CACHED)
+        generator = limits(model, 48, tp=2)
         file = files[model] = folder / "sequences"
         assert sample_in_ranks(Sampler(model=model, generator=generator, asked=asked), file).preemptions > 0
     for degrees in ({"fsdp": 2, "ep": 2}, {"tp": 2, "ep": 2}):  # `bench.parity` has all combinations

@@ -8,7 +8,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.parity import Recomputer, Sampler, recompute_in_ranks, sample_in_ranks
-from goaly.parity_requests import cramped, mixed_requests, with_cache_of
+from goaly.parity_requests import mixed_requests, with_cache_of
 from goaly.train.settings import TrainerSettings
 
 pytestmark = pytest.mark.timeout(200)
@@ -32,7 +32,7 @@ def test_adapters_have_the_same_bits_on_both_sides_over_an_update(  # LB-1
     folder = write_tiny_model(tmp_path / "model", SIZES[model])
     settings = ModelSettings(path=str(folder), dtype=dtype, numerics="bitwise")
     asked, file = mixed_requests(40, vocabulary=32, longest=LONGEST), tmp_path / "sequences"
-    limits = cramped(settings, GeneratorSettings(max_running=24, max_context=LONGEST, **replica), asked)
+    limits = GeneratorSettings(max_running=24, max_context=LONGEST, max_step_tokens=48, **replica)
     generator = with_cache_of(settings, limits, 4 * LONGEST)
     sampler = Sampler(model=settings, generator=generator, asked=asked, updates=True, lora=LORA)
     assert sample_in_ranks(sampler, file).preemptions > 0

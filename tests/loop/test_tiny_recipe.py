@@ -53,8 +53,9 @@ def steps_of(recipe: str, folder: Path, *overrides: str) -> list[dict[str, Any]]
     return steps
 
 
-def test_the_recipe_with_experts_trains_and_evaluates_on_two_ranks_each(tmp_path: Path):
-    steps_of("qwen3_30b_a3b", tmp_path)
+@pytest.mark.parametrize("recipe", ["qwen3_30b_a3b", "qwen3_32b"])
+def test_a_recipe_trains_and_evaluates_on_two_ranks_each(tmp_path: Path, recipe: str):
+    steps_of(recipe, tmp_path)
 
 
 def test_a_dense_recipe_trains_with_two_replicas_and_samples_until_each_group_has_a_signal(tmp_path: Path):
@@ -63,7 +64,3 @@ def test_a_dense_recipe_trains_with_two_replicas_and_samples_until_each_group_ha
     steps = steps_of("qwen3_8b", tmp_path, "backlog.dynamic_sampling=true", REWARDED)
     assert all(step["groups/without_signal"] == 0 for step in steps)
     assert all(step["grad_norm"] > 0 for step in steps)
-
-
-def test_a_dense_recipe_trains_with_replicas_of_two_ranks(tmp_path: Path):
-    steps_of("qwen3_32b", tmp_path)

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -16,20 +16,8 @@ from goaly.models.attention import PackedAttention, PackedDocuments
 from goaly.models.bitwise_attention import BitwiseAttention, PagedDocuments
 from goaly.models.context_attention import BitwiseContextAttention, ContextAttention, ContextVarlenAttention
 from goaly.models.context_parallel import ContextRanks, SharedDocuments, is_cut, share, stretches
-from tests.unit.models.varlen_kernel import kernel_gradients, kernel_with_sums
+from tests.unit.models.varlen_kernel import kernel, kernel_gradients, kernel_with_sums
 
-Kind = type[ContextAttention | ContextVarlenAttention | BitwiseContextAttention]
-KINDS = pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        (ContextAttention, torch.float32),
-        (ContextAttention, torch.bfloat16),
-        (ContextVarlenAttention, torch.bfloat16),
-        (BitwiseContextAttention, torch.float32),
-        (BitwiseContextAttention, torch.bfloat16),
-    ],
-    ids=str,
-)
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 RANKS = st.sampled_from([2, 3, 4])
 
@@ -112,102 +100,68 @@ class Gathered(SharedDocuments):
         return self.whole if self.is_cut else (k_1LKH, v_1LKH)
 
 
-def kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ends_q: torch.Tensor,
-    ends_k: torch.Tensor,
-    most_q: int,
-    most_k: int,
-    *,
-    scale: float | None,
-    window_size: tuple[int, int],
-    enable_gqa: bool = False,
-    num_splits: int | None = None,
-) -> torch.Tensor:
-    """What the GPU's kernel is said to compute: each document's last query sees all its keys, the others fewer."""
-    assert (ends_q.dtype, ends_k.dtype, window_size) == (torch.int32, torch.int32, (-1, 0))
-    lengths_q, lengths_k = ends_q.diff().tolist(), ends_k.diff().tolist()
-    assert (max(lengths_q), max(lengths_k)) == (most_q, most_k)
-    outputs = []
-    for one_q, one_k, one_v in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True):
-        seen = torch.ones(len(one_q), len(one_k), dtype=torch.bool).tril(len(one_k) - len(one_q))
-        of_heads = (one.transpose(0, 1) for one in (one_q, one_k, one_v))
-        out = F.scaled_dot_product_attention(*of_heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
-        outputs.append(out.transpose(0, 1))
-    return torch.cat(outputs)
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """The heads of a layer; with a window they have sinks, too."""
+
+    queries: int
+    keys: int
+    value_dim: int = 32
+    window: int | None = None
 
 
-@KINDS
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+MIXED = [
+    ([700, 20, 5, 300], 2),  # longer than what is computed by full products
+    ([7, 16, 1, 30, 2, 40], 3),
+]
+LENGTHS_AND_RANKS = [
+    *MIXED,
+    ([48], 2),  # one document
+    ([24, 24], 2),  # no document is cut: each rank has one half of the other's
+    ([12, 24, 12], 2),  # no document is cut
+    ([1, 1, 1, 1], 2),
+    ([11, 90], 4),
+]
+NARROW = Heads(queries=2, keys=2, value_dim=16)
+WINDOWED = [Heads(queries=4, keys=2, window=window) for window in (0, 1, 16, 280)]
+SHARES = [
+    *product(LENGTHS_AND_RANKS, [Heads(queries=2, keys=2), Heads(queries=4, keys=2)]),
+    *product(MIXED, [NARROW, *WINDOWED]),
+]
+
+
 @pytest.mark.parametrize(
-    ("lengths", "ranks"),
+    ("kind", "dtype"),
     [
-        ([48], 2),  # one document
-        ([700, 20, 5, 300], 2),  # longer than what is computed by full products
-        ([7, 16, 1, 30, 2, 40], 3),
-        ([24, 24], 2),  # no document is cut: each rank has one half of the other's
-        ([12, 24, 12], 2),  # no document is cut
-        ([1, 1, 1, 1], 2),
-        ([11, 90], 4),
+        (ContextAttention, torch.float32),
+        (ContextAttention, torch.bfloat16),
+        (ContextVarlenAttention, torch.bfloat16),
+        (BitwiseContextAttention, torch.float32),
+        (BitwiseContextAttention, torch.bfloat16),
     ],
     ids=str,
 )
-def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own(  # CP-2, BA-1
-    lengths: list[int],
-    ranks: int,
-    heads: tuple[int, int],
+@pytest.mark.parametrize(("documents", "heads"), SHARES, ids=str)
+def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own(  # CP-2, SA-1, BA-1
+    documents: tuple[list[int], int],
+    heads: Heads,
     dtype: torch.dtype,
-    kind: Kind,
+    kind: type[ContextAttention | ContextVarlenAttention | BitwiseContextAttention],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    assert_shares_attend_as_the_whole(lengths, ranks, heads, dtype, kind, monkeypatch)
-
-
-@KINDS
-@pytest.mark.parametrize(("lengths", "ranks"), [([700, 20, 5, 300], 2), ([7, 16, 1, 30, 2, 40], 3)], ids=str)
-def test_so_do_shares_whose_values_are_narrower(  # CP-2, BA-1
-    lengths: list[int], ranks: int, dtype: torch.dtype, kind: Kind, monkeypatch: pytest.MonkeyPatch
-):
-    assert_shares_attend_as_the_whole(lengths, ranks, (2, 2), dtype, kind, monkeypatch, value_dim=16)
-
-
-@KINDS
-@pytest.mark.parametrize("window", [0, 1, 16, 280])
-@pytest.mark.parametrize(("lengths", "ranks"), [([700, 20, 5, 300], 2), ([7, 16, 1, 30, 2, 40], 3)], ids=str)
-def test_so_do_shares_with_sinks_and_windows(  # CP-2, SA-1, BA-1
-    lengths: list[int], ranks: int, window: int, dtype: torch.dtype, kind: Kind, monkeypatch: pytest.MonkeyPatch
-):
-    assert_shares_attend_as_the_whole(lengths, ranks, (4, 2), dtype, kind, monkeypatch, window=window)
-
-
-def assert_shares_attend_as_the_whole(
-    lengths: list[int],
-    ranks: int,
-    heads: tuple[int, int],
-    dtype: torch.dtype,
-    kind: Kind,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    value_dim: int = 32,
-    window: int | None = None,
-) -> None:
-    """Outputs and gradients of all shares are those of the whole; with a window there are sinks, too."""
+    lengths, ranks = documents
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     monkeypatch.setattr(varlen_attention, "_kernel", kernel_with_sums)
     monkeypatch.setattr(varlen_attention, "_kernel_gradients", kernel_gradients)
-    window_size = ((window or 0) - 1, 0)
+    window_size = ((heads.window or 0) - 1, 0)
     if dtype == torch.bfloat16:  # exact shares have the gradients of the GPU's kernel, which has no float32
         of_gpu = ContextVarlenAttention.Config(window_size=window_size).build()
         monkeypatch.setattr("goaly.models.context_attention._ordinary", lambda *_: of_gpu)
     positions_T = positions_of(lengths, ranks)
     tokens, generator = len(positions_T), torch.Generator().manual_seed(0)
-    q, k, v, grad = (
-        torch.randn(1, tokens, count, width, generator=generator).to(dtype)
-        for count, width in zip((heads[0], heads[1], heads[1], heads[0]), (32, 32, value_dim, value_dim), strict=True)
-    )
-    sinks = () if window is None else (torch.randn(heads[0], generator=generator),)
+    sizes = [(heads.queries, 32), (heads.keys, 32), (heads.keys, heads.value_dim), (heads.queries, heads.value_dim)]
+    q, k, v, grad = (torch.randn(1, tokens, *size, generator=generator).to(dtype) for size in sizes)
+    sinks = () if heads.window is None else (torch.randn(heads.queries, generator=generator),)
 
     def attended(attend: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
         leaves = [one.clone().requires_grad_() for one in (q, k, v, *sinks)]

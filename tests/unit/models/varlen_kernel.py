@@ -8,6 +8,27 @@ from typing import Any
 import torch
 
 
+def kernel(
+    q_QNH: torch.Tensor,
+    k_SKH: torch.Tensor,
+    v_SKH: torch.Tensor,
+    ends_q: torch.Tensor,
+    ends_k: torch.Tensor,
+    most_q: int,
+    most_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """The output of `varlen_attn`, over all tokens of a document."""
+    assert window_size == (-1, 0)
+    assert enable_gqa == (q_QNH.shape[1] != k_SKH.shape[1])
+    ends = (ends_q, ends_k, most_q, most_k)
+    return kernel_with_sums(q_QNH, k_SKH, v_SKH, *ends, True, scale, [*window_size])[0].to(q_QNH.dtype)
+
+
 def kernel_with_sums(
     q_QNH: torch.Tensor,
     k_SKH: torch.Tensor,
