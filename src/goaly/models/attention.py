@@ -26,6 +26,7 @@ from torchtitan.models.common.rope import RoPE
 from torchtitan.protocols.module import Module
 
 from goaly.models.sink_attention import SinkAttention, with_sinks
+from goaly.models.varlen_attention import BuiltInVarlenAttention, SinkVarlenAttention, widened
 
 SHORT = 256
 """Up to this length the attention scores of a whole document are materialized."""
@@ -196,8 +197,6 @@ def inner_attention(device: str, *, sinks: bool = False) -> Module.Config:
     """The inner attention for a kind of device, of heads with sinks or without."""
     if device != "cuda":
         return PackedAttention.Config()
-    from goaly.models.varlen_attention import BuiltInVarlenAttention, SinkVarlenAttention
-
     return SinkVarlenAttention.Config() if sinks else BuiltInVarlenAttention.Config()
 
 
@@ -281,12 +280,6 @@ def _long(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> to
     gqa, width = q.shape[1] != k.shape[1], v.shape[-1]
     v = widened(v, q.shape[-1])
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)[..., :width]
-
-
-def widened(values: torch.Tensor, width: int) -> torch.Tensor:
-    """The values with zeros after them, in heads of this width: a cache has one for keys and values."""
-    missing = width - values.shape[-1]
-    return F.pad(values, (0, missing)) if missing else values
 
 
 @cache

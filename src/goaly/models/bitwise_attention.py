@@ -24,9 +24,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from goaly.models.attention import PackedAttention, PackedDocuments, packed_gradients, widened
+from goaly.models.attention import PackedAttention, PackedDocuments, packed_gradients
 from goaly.models.bitwise import on_gpu
 from goaly.models.cpu_layers import quickly_multiplied
+from goaly.models.varlen_attention import widened
 
 Gradients = Callable[..., tuple[torch.Tensor, ...]]
 """Those of queries, keys and values, and of sinks if there are some, given these and the gradient of the output."""

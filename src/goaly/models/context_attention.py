@@ -21,12 +21,12 @@ import torch
 from torchtitan.models.common.attention import VarlenMetadata
 from torchtitan.protocols.module import Module
 
-from goaly.models.attention import PackedAttention, widened
+from goaly.models.attention import PackedAttention
 from goaly.models.bitwise_attention import Scoring, gradients_of, paged_attention
 from goaly.models.context_parallel import SharedDocuments
 from goaly.models.settings import Numerics
 from goaly.models.sink_attention import SinkAttention, with_sinks
-from goaly.models.varlen_attention import BuiltInVarlenAttention, VarlenWithSinks, splits
+from goaly.models.varlen_attention import BuiltInVarlenAttention, VarlenWithSinks, splits, widened
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -27,6 +27,12 @@ def splits() -> int | None:
     return 1 if current_flash_attention_impl() in (None, "FA2") else None
 
 
+def widened(values: torch.Tensor, width: int) -> torch.Tensor:
+    """The values with zeros after them, in heads of this width: kernels and caches have one for keys and values."""
+    missing = width - values.shape[-1]
+    return F.pad(values, (0, missing)) if missing > 0 else values
+
+
 class BuiltInVarlenAttention(VarlenAttention):
     """torchtitan's variable-length attention by the kernel that torch has: torchtitan's own needs a package of newer
     ones on recent GPUs."""
@@ -42,8 +48,7 @@ class BuiltInVarlenAttention(VarlenAttention):
     def forward(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **options: Any) -> torch.Tensor:
         """Causal attention within each document. The kernel has one width for keys and values."""
         width = v_BLNH.shape[-1]
-        if width < q_BLNH.shape[-1]:
-            v_BLNH = F.pad(v_BLNH, (0, q_BLNH.shape[-1] - width))
+        v_BLNH = widened(v_BLNH, q_BLNH.shape[-1])
         return super().forward(q_BLNH, k_BLNH, v_BLNH, **options)[..., :width]
 
 
