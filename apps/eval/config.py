@@ -10,7 +10,7 @@ from goaly.errors import ConfigError
 from goaly.evaluation.settings import EvaluationSettings
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings
-from goaly.prompts.settings import ChatSettings, PromptSettings
+from goaly.prompts.settings import ChatSettings, PromptSettings, absent_files
 from goaly.reward.settings import RewardSettings
 
 NO_LIMIT = 1 << 40
@@ -84,6 +84,8 @@ class EvalConfig(Settings):
     def _problems(self, at: Section) -> Iterator[str]:
         yield from at.reward.idle("an evaluation has one process", "placement")
         yield from at.evaluation.idle("nothing is trained here", "every")
+        for name in ("prompts", "evaluation"):
+            yield from absent_files(getattr(self, name), getattr(at, name))
         if self.agent is None:
             yield from at.idle(f"{at}agent is null", "episode_seconds")
         if (self.path is None) == (self.endpoint is None):

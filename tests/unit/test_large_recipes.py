@@ -1,7 +1,9 @@
 """The recipes for large models: they load, fit the nodes that they name, and become tiny by one switch."""
 
+import importlib
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pyarrow
@@ -9,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from test_run_config import CONFIGS
 
-from goaly.config import load, to_yaml
+from goaly.config import exit_code, load, to_yaml
 from goaly.errors import ConfigError
 from goaly.evaluation.sets import ProblemSets
 from goaly.losses.objective import PolicyObjective
@@ -24,6 +26,12 @@ from goaly.run.config import RunConfig
 
 RECIPES = sorted((CONFIGS / "grpo").glob("qwen3_*.yaml"))
 NAMED = {file.stem: file for file in RECIPES}
+COMMANDS = {
+    command: file
+    for file in sorted(CONFIGS.rglob("*.yaml"))
+    for command in re.findall(r"^# +(python -m .*?)(?: {2,}#.*)?$", file.read_text(), re.MULTILINE)
+}
+"""The commands in the comments of all recipes."""
 
 
 def write_published(folder: Path) -> Path:
@@ -108,11 +116,47 @@ def test_a_large_recipe_loads_is_the_working_setting_and_gives_prompts(file: Pat
     assert load(RunConfig, [f"--config={written}"], prog="", description="").config == config
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_in_a_recipe_runs_as_it_stands_and_its_dry_run_needs_no_data(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "configs").symlink_to(CONFIGS)
+    monkeypatch.chdir(tmp_path)
+    _, _, name, *arguments = shlex.split(command)
+    assert f"configs/{COMMANDS[command].relative_to(CONFIGS)}" in arguments
+    plans = "--dry-run" in arguments
+    if not plans:
+        write_published(tmp_path / "data")
+        arguments.append("--dry-run")
+    main = importlib.import_module(name).main
+    assert exit_code(main, RunConfig, arguments, prog=name, description="") == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    for key, file in (("prompts", "dapo-math-17k.parquet"), ("evaluation.sets.aime25", "aime2025-II.jsonl")):
+        absent = f"{key}.files: data/{file} does not exist here, so its records are not checked"
+        assert (absent in printed.splitlines()) == plans
+    assert ("has no config.json" in printed) == plans
+
+
+def test_files_that_are_not_here_are_refused_unless_the_hosts_are_imagined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    absent = ["dapo-math-17k.parquet", "aime_2024_problems.parquet", "aime2025-I.jsonl", "aime2025-II.jsonl"]
+    with pytest.raises(ConfigError) as error:
+        config_of(NAMED["qwen3_8b"], [])
+    assert [problem.rpartition(": ")[2] for problem in error.value.problems] == [
+        f"data/{file} does not exist" for file in absent
+    ]
+    write_published(tmp_path / "data")
+    (tmp_path / "data" / absent[0]).write_text("no parquet")
+    with pytest.raises(ConfigError, match=r"prompts\.files: "):
+        config_of(NAMED["qwen3_8b"], [], "hosts.imagine={}")
+
+
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_a_large_recipe_fits_the_nodes_that_it_names_and_not_half_their_memory(file: Path, data: list[str]):
     cluster = nodes(file)
     assert "139" in cluster  # GiB of an H200
-    describe(config_of(file, data, cluster))
     with pytest.raises(ConfigError, match=r"a rank needs \S+ GiB"):
         describe(config_of(file, data, cluster.replace("gpu_gib: 139", "gpu_gib: 60")))
     with pytest.raises(ConfigError, match=r"hosts\.imagine\.host_gib=150: must be at least \d+"):

@@ -14,6 +14,7 @@ from goaly.prompts.settings import (
     ColumnSettings,
     PromptSettings,
     ReasoningGymSettings,
+    absent_files,
     idle_tasks,
     source_problems,
 )
@@ -136,7 +137,8 @@ class EvaluationSettings(Settings):
     def problems_beside(
         self, at: Section, prompts: PromptSettings, sampling: SamplingSettings, max_context: int
     ) -> Iterator[str]:
-        """One line for each setting that cannot work with a run's `prompts`, `sampling` and context length."""
+        """One line for each setting that cannot work with a run's `prompts`, `sampling` and context length. Files that do
+        not exist are left out (`absent_files`)."""
         if self.problems("") or any(one.problems("") for one in self.sets.values()):
             return  # the sections' own
         for name, one in self.named.items():
@@ -168,6 +170,8 @@ def _source_problem(one: EvaluationSet, key: str, prompts: PromptSettings) -> st
             "`task` and `files` asks the held-out share of `prompts`"
         )
     source, split = one.source(prompts)
+    if any(absent_files(source, Section(source, ""))):
+        return None  # which the whole reports
     if (why := unreadable(source)) is not None:
         return f"{'prompts.' if source is prompts else key}files: {why}"
     if source is not prompts:

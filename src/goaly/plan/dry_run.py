@@ -82,7 +82,8 @@ def describe(config: RunConfig) -> str:
         needed = f"must hold generator.max_context={config.generator.max_context} tokens, it holds {tokens}"
         raise ConfigError([f"generator.kv_cache_gib={gib:g}: {needed}"])
     memory = memory_by_role(planned, on_gpu=_has_gpus(cluster))
-    notes = [f"KV cache of a replica: {tokens:,} tokens, {tokens // config.generator.max_context} whole contexts"]
+    notes = list(_not_here(config))
+    notes += [f"KV cache of a replica: {tokens:,} tokens, {tokens // config.generator.max_context} whole contexts"]
     if (most := _gpu_gib(cluster)) is not None:
         left = {
             role: most - max(one.device_gib for one in groups)
@@ -111,6 +112,14 @@ def _verifier_problems(config: RunConfig) -> Iterator[str]:
             function_at(verifier)
         except Exception as error:  # whatever a user's module raises when it is imported
             yield f"{section}.verifier={verifier}: must be a function that can be imported: {cause_of(error)}"
+
+
+def _not_here(config: RunConfig) -> Iterator[str]:
+    """One line for each file and folder that the run needs and this machine lacks."""
+    for absent in config.absent_files(Section(config, "")):
+        yield f"{absent} here, so its records are not checked"
+    for problem in folder_problems(config.model.path, Section(config.model, "model.")):
+        yield f"{problem}; planned by model.architecture={config.model.architecture}"
 
 
 def _memory_rows(config: RunConfig, memory: dict[str, tuple[RankMemory, ...]]) -> Iterator[tuple[str, ...]]:

@@ -185,8 +185,17 @@ def source_problems(source: Any, at: Section, tasks: Sequence[str] = TASK_NAMES)
     for name in files:
         if not name.endswith(FILE_KINDS):
             yield f"{at}files: {name} must end in {' or '.join(FILE_KINDS)}"
-        elif not Path(name).is_file():
+
+
+def absent_files(settings: Any, at: Section) -> Iterator[str]:
+    """One line for each data file of this section, and of the sources and sets in it, that does not exist."""
+    for name in getattr(settings, "files", ()):
+        if name.endswith(FILE_KINDS) and not Path(name).is_file():
             yield f"{at}files: {name} does not exist"
+    inner = {f"{at}sources.{number}.": one for number, one in enumerate(getattr(settings, "sources", ()))}
+    inner |= {f"{at}sets.{name}.": one for name, one in getattr(settings, "sets", {}).items()}
+    for path, one in inner.items():
+        yield from absent_files(one, Section(one, path))
 
 
 def idle_tasks(task: str | None, at: Section, tasks: Sequence[str] = TASK_NAMES) -> Iterator[str]:
@@ -266,6 +275,7 @@ class SupervisedSettings(Settings):
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from source_problems(self, at, [ARITHMETIC])
+        yield from absent_files(self, at)
         if self.task is None:
             yield from at.idle(f"{at}task is null", "forgotten_carry_rate")
         else:

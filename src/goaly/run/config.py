@@ -22,7 +22,7 @@ from goaly.generate.settings import (
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import SLICES, ModelSettings, MoeSettings
 from goaly.prompts.prompt import Split
-from goaly.prompts.settings import REASONING_GYM, SCORING, ChatSettings, PromptSettings
+from goaly.prompts.settings import REASONING_GYM, SCORING, ChatSettings, PromptSettings, absent_files
 from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.settings import RolloutSettings
 from goaly.run.host_settings import HostSettings
@@ -129,6 +129,11 @@ class RunConfig(Settings):
         evaluations it is `generator.max_context`."""
         return min(self.generator.max_context, self.backlog.row_length)
 
+    def absent_files(self, at: Section) -> Iterator[str]:
+        """One line for each data file that does not exist."""
+        yield from absent_files(self.prompts, at.prompts)
+        yield from absent_files(self.evaluation, at.evaluation)
+
     def refused_changes(self, resumed: "RunConfig") -> Iterator[str]:
         """A line for each setting that the resumed run may not change."""
         from goaly.run.resume import refused
@@ -168,12 +173,15 @@ class RunConfig(Settings):
     def _prompt_problems(self, at: Section) -> Iterator[str]:
         from goaly.prompts.mixture import empty_split, unreadable
 
+        if self.hosts.imagine is None:  # else the files may be on the imagined hosts only
+            yield from self.absent_files(at)
         if self.prompts.problems(""):
             return
-        if (why := unreadable(self.prompts)) is not None:
-            yield f"{at}prompts.files: {why}"
-        elif (why := empty_split(self.prompts, Split.TRAIN)) is not None:
-            yield f"{at.prompts.held_out_fraction}: must leave something to train on: {why}"
+        if not any(absent_files(self.prompts, at.prompts)):
+            if (why := unreadable(self.prompts)) is not None:
+                yield f"{at}prompts.files: {why}"
+            elif (why := empty_split(self.prompts, Split.TRAIN)) is not None:
+                yield f"{at.prompts.held_out_fraction}: must leave something to train on: {why}"
         tasks = {source.task for source in self.prompts.sources or (self.prompts,)}
         if tasks == {REASONING_GYM} and self.reward.verifier == RewardSettings().verifier:
             yield f"{at.reward.verifier}: must be {SCORING} where {at}prompts.task is {REASONING_GYM}, or your own"

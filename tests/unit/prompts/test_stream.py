@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from goaly.config.check import check
+from goaly.config.settings import Section
 from goaly.prompts.mixture import distinct_prompts
 from goaly.prompts.prompt import Message, Prompt, Split, split_of
-from goaly.prompts.settings import ArithmeticSettings, PromptSettings
+from goaly.prompts.settings import ArithmeticSettings, PromptSettings, SourceSettings, absent_files
 from goaly.prompts.stream import PromptStream
 from goaly.prompts.tasks.arithmetic import addition
 
@@ -111,5 +112,9 @@ def test_settings_tell_all_their_problems() -> None:
         "prompts.task=sums: must be null where prompts.files are given",
         "prompts.task=sums: must be one of arithmetic, reasoning_gym",
         "prompts.files: a.txt must end in .jsonl or .parquet",
-        "prompts.files: b.jsonl does not exist",
+    ]
+    sources = (SourceSettings(name="a", task="arithmetic"), SourceSettings(name="b", files=("a.txt", "b.jsonl")))
+    settings = PromptSettings(task=None, sources=sources)
+    assert [*absent_files(settings, Section(settings, "prompts."))] == [
+        "prompts.sources.1.files: b.jsonl does not exist",
     ]
