@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse
 
 from goaly.agents.session import SessionBusy, SessionExhausted
 from goaly.generate.request import InvalidRequest
-from goaly.rollout.policy import ContextFull, ImpossibleSampling
+from goaly.rollout.policy import ImpossibleSampling
 
 HEALTH = "/health"
 """Answers without a key: status 200 once requests can be answered, 503 before."""
@@ -40,8 +40,6 @@ class Refusal(ValueError):
 def as_refusal(error: Exception) -> Exception:
     """The error of a session as the client gets it; any other error is the same."""
     match error:
-        case ContextFull():
-            return Refusal(str(error), HTTPStatus.BAD_REQUEST, "context_length_exceeded")
         case ImpossibleSampling() | InvalidRequest():
             return Refusal(str(error), HTTPStatus.BAD_REQUEST, "invalid_request")
         case SessionExhausted():

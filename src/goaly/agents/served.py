@@ -27,7 +27,7 @@ from goaly.errors import first_error
 from goaly.generate.request import Sampling, seed_of
 from goaly.generate.settings import NEUTRAL
 from goaly.prompts.prompt import ASSISTANT, Message
-from goaly.rollout.policy import Completion, Policy
+from goaly.rollout.policy import Completion, ContextFull, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +167,18 @@ class ServedSession:
             call.state = _State.DELIVERED
         elif call.state is _State.UNDER_WAY and call.waiting == 0:
             call.state = _State.LOST
+
+    def check_room(self, call: Call | None, tokens: int, parameter: str) -> None:
+        """Refuse a call whose prompt, which has this many tokens, fills the context; the session is marked. The text is
+        the one by which clients of Anthropic's API, which has no codes, know the error."""
+        if call is None or self.recorded(call):
+            return
+        try:
+            with self.session.sampling(0):
+                self.policy.room(tokens)
+        except ContextFull as error:
+            too_long = f"prompt is too long: {tokens} tokens > {self.policy.max_context - 1} maximum; {error}"
+            raise Refusal(too_long, HTTPStatus.BAD_REQUEST, "context_length_exceeded", parameter) from error
 
     async def answers(self, call: Call, ask: Ask) -> list[RecordedTurn]:
         """The turns that answer this call: those that it had before, or new ones."""

@@ -22,6 +22,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
@@ -40,7 +41,7 @@ from goaly.agents.event_streams import Messages
 from goaly.agents.refusals import as_refusal
 from goaly.agents.served import EXCHANGE, Ask
 from goaly.agents.session import SessionBusy, SessionExhausted
-from goaly.agents.turn import RecordedTurn
+from goaly.agents.turn import Continuation, RecordedTurn
 from goaly.generate.request import Finish, Sampling
 
 MODEL = "policy"
@@ -165,7 +166,7 @@ class _SessionRenderer(OnlineRenderer):
             structured_outputs=exchange.served.parser.structured_outputs(request, continuation.request),
             streams=bool(request.stream),
         )
-        return [], [tokens_input(list(continuation.prompt))]
+        return [], [_prompt(continuation, "input" if isinstance(request, ResponsesRequest) else "messages")]
 
     async def preprocess_completion(
         self, request: Any, prompt_input: Any, prompt_embeds: Any, *, skip_mm_cache: bool = False
@@ -185,7 +186,14 @@ class _SessionRenderer(OnlineRenderer):
             structured_outputs=exchange.served.parser.structured_outputs(request, None),
             streams=bool(request.stream),
         )
-        return [tokens_input(list(continuation.prompt))]
+        return [_prompt(continuation, "prompt")]
+
+
+def _prompt(continuation: Continuation, parameter: str) -> Any:
+    """The prompt of the request under way, which `parameter` holds. Refuses it before vLLM's own check of its length."""
+    prompt, exchange = list(continuation.prompt), EXCHANGE.get()
+    exchange.served.check_room(exchange.call, len(prompt), parameter)
+    return tokens_input(prompt)
 
 
 _OURS = ("add_generation_prompt", "continue_final_message", "documents", "tools", "tokenize", "chat_template")

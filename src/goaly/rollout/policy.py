@@ -126,6 +126,16 @@ class Policy:
         for request in self._under_way:
             request.cancel()
 
+    def room(self, prompt: int) -> int:
+        """The number of tokens that fit the context after a prompt of this length; ContextFull if it is 0."""
+        if prompt < self.max_context:
+            return self.max_context - prompt
+        full = ContextFull if self._requests else PromptFillsContext
+        limit = "generator.max_context"
+        if not self.evaluation:
+            limit = "the smaller of generator.max_context and backlog.row_length"
+        raise full(f"{prompt} tokens leave no room in a context of {self.max_context}, {limit}")
+
     async def sample(
         self,
         prompt_tokens: Sequence[int],
@@ -146,13 +156,7 @@ class Policy:
             raise self._end()
         wanted = self._wanted(sampling, changes, trained)
         prompt = tuple(prompt_tokens)
-        room = self.max_context - len(prompt)
-        if room < 1:
-            full = ContextFull if self._requests else PromptFillsContext
-            limit = "generator.max_context"
-            if not self.evaluation:
-                limit = "the smaller of generator.max_context and backlog.row_length"
-            raise full(f"{len(prompt)} tokens leave no room in a context of {self.max_context}, {limit}")
+        room = self.room(len(prompt))
         if most_tokens is not None:
             room = min(room, most_tokens)
         limits = {"max_tokens": room if wanted.max_tokens is None else min(wanted.max_tokens, room)}  # PO-2

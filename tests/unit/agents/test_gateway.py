@@ -275,11 +275,41 @@ async def test_limits_are_errors_that_clients_know(serve: Serve) -> None:
         assert error.value.code == "session_exhausted"
     with serve(limits=SessionLimits(parallel=1)) as served, pytest.raises(openai.RateLimitError):
         await of_openai(served, max_retries=0).chat.completions.create(model="m", messages=[QUESTION], n=2)
-    with serve(max_context=10) as served, pytest.raises(openai.BadRequestError):
-        await of_openai(served).chat.completions.create(model="m", messages=[QUESTION])
     with serve(limits=SessionLimits(tokens=4)) as served:
         made = await of_openai(served).chat.completions.create(model="m", messages=[QUESTION])
         assert (made.choices[0].finish_reason, made.usage.completion_tokens) == ("length", 4)
+
+
+LONG: Any = {"role": "user", "content": "a1" * 2100}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_context", [4096, 20])  # that of the endpoint, and a shorter one of the policy
+async def test_a_full_context_is_an_error_that_clients_of_each_api_know_and_marks_the_session(
+    serve: Serve, stream: bool, max_context: int
+) -> None:
+    asked: dict[str, Any] = {
+        "messages": lambda client: client.chat.completions.create(model="m", messages=[LONG], stream=stream),
+        "prompt": lambda client: client.completions.create(model="m", prompt=LONG["content"], stream=stream),
+        "input": lambda client: client.responses.create(model="m", input=LONG["content"], stream=stream),
+    }
+    for parameter, ask in asked.items():
+        with serve(max_context=max_context) as served:
+            with pytest.raises(openai.BadRequestError, match="leave no room in a context of") as error:
+                await ask(of_openai(served))
+            assert (error.value.code, error.value.param) == ("context_length_exceeded", parameter)
+            assert error.value.type == "invalid_request_error"
+            assert served.session.exhausted
+    with serve(max_context=max_context) as served:
+        client = of_anthropic(served)
+        counted = await client.messages.count_tokens(model="claude", messages=[LONG])
+        assert counted.input_tokens > max_context
+        assert not served.session.exhausted
+        said = f"prompt is too long: {counted.input_tokens} tokens > {max_context - 1} maximum"
+        with pytest.raises(anthropic.BadRequestError, match=said) as error:
+            await client.messages.create(model="claude", max_tokens=9, messages=[LONG], stream=stream)
+        assert error.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+        assert served.session.exhausted
 
 
 async def test_trained_answers_keep_the_runs_distribution_and_evaluations_have_the_clients(serve: Serve) -> None:

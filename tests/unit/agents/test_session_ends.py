@@ -141,7 +141,7 @@ async def test_an_agent_that_the_endpoint_refuses_more_is_trained_as_far_as_it_c
     """RG-4."""
     monkeypatch.setattr("goaly.agents.served._TOLD", set())
     chat = runs.chat
-    gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096)
+    gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 60)
     await gateway.start(AnswerParser(chat, ChatSettings()))
 
     async def asks(
@@ -161,6 +161,9 @@ async def test_an_agent_that_the_endpoint_refuses_more_is_trained_as_far_as_it_c
         group = await runs.group(agent(3), gateway=gateway, session=LIMITED)
         assert group.rewards == [0.0, 0.0]
         assert {(sample.outcome, len(sample.turns)) for sample in group.samples} == {("truncated", 4)}
+        assert group.counts == {"agents/sessions_truncated": 2}
+        group = await runs.group(agent(99), gateway=gateway, max_context=60)
+        assert {sample.outcome for sample in group.samples} == {"truncated"}
         assert group.counts == {"agents/sessions_truncated": 2}
         group = await runs.group(agent(2, temperature=0.3, top_p=1.0), gateway=gateway)
         assert group.counts == {"agents/overridden_requests": 4}
