@@ -154,7 +154,7 @@ class Gateway:
     def serve(self, session: Session, policy: Policy, parser: AnswerParser) -> Iterator[Endpoint]:
         """Let agents with the endpoint's key reach this session, until the block ends."""
         key = secrets.token_hex(24) if self._files is None else self._files.api_key(policy.name)
-        served = self._sessions[key] = ServedSession(session=session, policy=policy, parser=parser)
+        served = self._sessions[key] = ServedSession(session=session, policy=policy, parser=parser, secret=key)
         if (awaited := self._awaited.pop(key, None)) is not None:
             awaited.set()
         try:

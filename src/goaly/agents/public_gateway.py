@@ -127,7 +127,8 @@ class PublicGateway:
             decode=self._chat.decode,
             evaluation=True,
         )
-        return ServedSession(session=Session(self._chat, prompt_id=name), policy=policy, parser=self._parser)
+        session, secret = Session(self._chat, prompt_id=name), secrets.token_hex()
+        return ServedSession(session=session, policy=policy, parser=self._parser, secret=secret)
 
 
 def _previous(body: bytes) -> str | None:

@@ -5,6 +5,7 @@ Invariants
           because the client lost the answer.
     CA-2  Requests that are merely equal each get answers of their own.
     CA-3  A request that no client waits for any more is cancelled at the generator, and not recorded.
+    CA-4  The id of a response is that of its call, of its session, and of no other. Only its clients know it.
 """
 
 import asyncio
@@ -58,6 +59,8 @@ class Call:
     """The first part of the keys of its turns."""
     request: str
     """The digest of what it asks for."""
+    id: str
+    """The last part of the id of the response: all retries get the same, and no other call does."""
     state: _State = _State.UNDER_WAY
     waiting: int = 0
     """Clients that wait for its answers now."""
@@ -71,11 +74,6 @@ class Call:
         """Wake those that wait for the next piece, or the end."""
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
-
-    @property
-    def id(self) -> str:
-        """The last part of the id of the response: all retries get the same."""
-        return blake2b(self.key.encode(), digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +123,9 @@ class ServedSession:
     session: Session
     policy: Policy
     parser: AnswerParser
+    secret: str
+    """Makes the ids of its responses differ from those of all other sessions, and unguessable for others' clients. A
+    session that goes on in another worker keeps it."""
     _calls: dict[str, Call] = field(default_factory=dict, init=False)
     _counts: dict[str, int] = field(default_factory=dict, init=False)
     _by_id: dict[str, Call] = field(default_factory=dict, init=False)
@@ -249,7 +250,8 @@ class ServedSession:
         return self.policy.name
 
     def _new_call(self, key: str, request: str) -> Call:
-        call = self._calls[key] = Call(key, request)
+        made = blake2b(key.encode(), key=self.secret.encode(), digest_size=12).hexdigest()
+        call = self._calls[key] = Call(key, request, made)
         self._by_id[call.id] = call
         return call
 

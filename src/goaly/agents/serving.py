@@ -315,8 +315,8 @@ class _Responses(OpenAIServingResponses):
 
 class _EarlierResponses:
     def get(self, response_id: str) -> Any:
-        known = EXCHANGE.get().served.answered(response_id)
-        return SimpleNamespace(id=response_id, output=[]) if known else None
+        is_one = len(EXCHANGE.get().served.answered(response_id)) == 1  # a chat may have several answers
+        return SimpleNamespace(id=response_id, output=[]) if is_one else None
 
 
 class _EarlierMessages:

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from asyncio.subprocess import PIPE
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -342,7 +343,7 @@ async def test_rewards_come_over_http_for_a_turn_or_for_the_episode(serve: Serve
         assert trajectory.reward == 1.75
 
 
-async def test_a_session_goes_on_in_the_next_worker(serve: Serve, tmp_path: Path) -> None:  # KS-1
+async def test_a_session_goes_on_in_the_next_worker(chats: dict[str, ChatTokenizer], tmp_path: Path) -> None:  # KS-1
     files = SessionFiles(tmp_path / "sessions")
     tools: Any = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
 
@@ -362,21 +363,23 @@ async def test_a_session_goes_on_in_the_next_worker(serve: Serve, tmp_path: Path
         return [*texts, *(item.to_json() for item in call.output if item.type == "function_call"), last.output_text]
 
     texts = [wrote(f"answer {number}", "x", *([CALL] if number == 4 else [])) for number in range(6)]
-    with serve(*texts, files=files) as served:
-        first, whole = await agent(served), served.session
-    path = tmp_path / "sessions" / "7.0.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    for kept in range(len(lines) + 1):
-        path.write_bytes(b"".join(lines[:kept]) + b'{"kind": "turn", "par')
-        with serve(*texts[min(kept, 6) :], files=files) as served:
-            again = await agent(served)
-            assert len(served.scripted.prompts) == 6 - min(kept, 6)
-        assert [without_ids(one) for one in again] == [without_ids(one) for one in first]
-        (*trajectories,) = served.session.trajectories()
-        assert [one.tokens["tokens"].tolist() for one in trajectories] == [
-            one.tokens["tokens"].tolist() for one in whole.trajectories()
-        ]
-        assert sum(one.reward for one in trajectories) == sum(one.reward for one in whole.trajectories())
+    async with started(chats["qwen3"], files) as (gateway, parser):  # stands for all workers, which make the same keys
+        serve = partial(serving, gateway, chats["qwen3"], parser)
+        with serve(*texts, files=files) as served:
+            first, whole = await agent(served), served.session
+        path = tmp_path / "sessions" / "7.0.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True)
+        for kept in range(len(lines) + 1):
+            path.write_bytes(b"".join(lines[:kept]) + b'{"kind": "turn", "par')
+            with serve(*texts[min(kept, 6) :], files=files) as served:
+                again = await agent(served)
+                assert len(served.scripted.prompts) == 6 - min(kept, 6)
+            assert [without_ids(one) for one in again] == [without_ids(one) for one in first]
+            (*trajectories,) = served.session.trajectories()
+            assert [one.tokens["tokens"].tolist() for one in trajectories] == [
+                one.tokens["tokens"].tolist() for one in whole.trajectories()
+            ]
+            assert sum(one.reward for one in trajectories) == sum(one.reward for one in whole.trajectories())
 
 
 async def test_a_request_to_the_next_worker_waits_for_its_session_and_no_other_does(

@@ -1,12 +1,15 @@
 """Requests that are sent again: retries, equal requests, lost answers, refusals, and the ids of responses."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from served_policy import QUESTION, Scripted, Serve, of_anthropic, of_openai, wrote
+from served_policy import QUESTION, Scripted, Serve, of_anthropic, of_openai, serving, started, wrote
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.public_gateway import PublicGateway
@@ -103,16 +106,18 @@ async def test_a_retry_after_an_error_is_sampled_once_though_others_still_wait_f
         assert len(served.session.turns) == 1
 
 
-async def test_equal_requests_whose_answers_were_lost_get_one_each(serve: Serve, tmp_path: Any) -> None:  # CA-2
-    files = SessionFiles(tmp_path / "sessions")
-    texts = [wrote("one", "x"), wrote("two", "x")]
-    with serve(*texts, files=files) as served:
-        made = [await of_openai(served).chat.completions.create(model="m", messages=[QUESTION]) for _ in texts]
-    with serve(files=files) as served:  # the next worker, whose clients ask again at the same time
-        again = await asyncio.gather(
-            *(of_openai(served).chat.completions.create(model="m", messages=[QUESTION]) for _ in texts)
-        )
-        assert served.scripted.prompts == []
+async def test_equal_requests_whose_answers_were_lost_get_one_each(
+    chats: dict[str, ChatTokenizer], tmp_path: Any
+) -> None:  # CA-2, CA-4
+    files, texts = SessionFiles(tmp_path / "sessions"), [wrote("one", "x"), wrote("two", "x")]
+    async with started(chats["qwen3"], files) as (gateway, parser):
+        with serving(gateway, chats["qwen3"], parser, *texts, files=files) as served:
+            made = [await of_openai(served).chat.completions.create(model="m", messages=[QUESTION]) for _ in texts]
+        with serving(gateway, chats["qwen3"], parser, files=files) as served:  # as in the next worker
+            again = await asyncio.gather(
+                *(of_openai(served).chat.completions.create(model="m", messages=[QUESTION]) for _ in texts)
+            )
+            assert served.scripted.prompts == []
     assert sorted(one.id for one in again) == sorted(one.id for one in made)
     assert len({one.choices[0].message.content for one in again}) == 2
 
@@ -154,6 +159,8 @@ async def test_a_reward_of_several_answers_is_one_record(serve: Serve, tmp_path:
     files = SessionFiles(tmp_path / "sessions")
     with serve(files=files) as served:
         made = await of_openai(served).chat.completions.create(model="m", messages=[QUESTION], n=2)
+        with pytest.raises(openai.NotFoundError):
+            await of_openai(served).responses.create(model="m", input="and?", previous_response_id=made.id)
         url = f"{served.endpoint.root_url}/sessions/{served.endpoint.session_id}/reward"
         async with httpx.AsyncClient(headers={"x-api-key": served.endpoint.api_key}) as client:
             await client.post(url, json={"reward": 0.5, "response_id": made.id})
@@ -161,42 +168,79 @@ async def test_a_reward_of_several_answers_is_one_record(serve: Serve, tmp_path:
         assert served.session._credits == [0.5, 0.5]
 
 
-async def test_retries_outside_of_training_get_the_first_answer_and_nobody_elses(
-    chats: dict[str, ChatTokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:  # PG-2
-    monkeypatch.setattr("goaly.agents.public_gateway.KEPT_REQUESTS", 3)
-    chat = chats["chatml"]
+@asynccontextmanager
+async def public(chat: ChatTokenizer, *tokens: str, scripted: Scripted | None = None) -> AsyncIterator[str]:
+    """The address of an endpoint outside of training."""
     gateway = PublicGateway(
         "127.0.0.1",
         0,
-        tokens=["a", "b"],
+        tokens=tokens,
         chat=chat,
         parser=AnswerParser(chat, ChatSettings()),
         sampling=Sampling(max_tokens=100),
         max_context=4096,
-        sampler=Scripted(chat),  # type: ignore[bad-argument-type]
+        sampler=scripted or Scripted(chat),  # type: ignore[bad-argument-type]
     )
     await gateway.start()
+    try:
+        yield gateway.url
+    finally:
+        await gateway.close()
+
+
+async def test_retries_outside_of_training_get_the_first_answer_and_nobody_elses(
+    chats: dict[str, ChatTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:  # PG-2
+    monkeypatch.setattr("goaly.agents.public_gateway.KEPT_REQUESTS", 3)
 
     async def answer(body: dict[str, Any], token: str = "a", path: str = "chat/completions", **headers: str) -> str:
         named = {"authorization": f"Bearer {token}", **{name.replace("_", "-"): at for name, at in headers.items()}}
-        made = (await client.post(f"{gateway.url}/{path}", json=body, headers=named)).json()
+        made = (await client.post(f"{url}/{path}", json=body, headers=named)).json()
         return (
             made["output"][0]["content"][0]["text"] if path == "responses" else made["choices"][0]["message"]["content"]
         )
 
     question = {"model": "m", "messages": [QUESTION]}
     retry: dict[str, str] = {"x_stainless_retry_count": "1"}
-    try:
-        async with httpx.AsyncClient() as client:
-            assert [await answer(question) for _ in range(2)] == ["answer 1", "answer 2"]
-            assert await answer(question, **retry) == "answer 2"
-            assert await answer(question, "b", **retry) == "answer 3"
-            named = [await answer(question, idempotency_key="k") for _ in range(2)]
-            assert named == ["answer 4", "answer 4"]
-            asked = {"model": "m", "input": "hi"}
-            assert await answer(asked, path="responses") == "answer 5"
-            assert await answer(asked, path="responses", **retry) == "answer 5"
-            assert await answer(question, **retry) == "answer 6", "it was one of the last three no more"
-    finally:
-        await gateway.close()
+    async with public(chats["chatml"], "a", "b") as url, httpx.AsyncClient() as client:
+        assert [await answer(question) for _ in range(2)] == ["answer 1", "answer 2"]
+        assert await answer(question, **retry) == "answer 2"
+        assert await answer(question, "b", **retry) == "answer 3"
+        named = [await answer(question, idempotency_key="k") for _ in range(2)]
+        assert named == ["answer 4", "answer 4"]
+        asked = {"model": "m", "input": "hi"}
+        assert await answer(asked, path="responses") == "answer 5"
+        assert await answer(asked, path="responses", **retry) == "answer 5"
+        assert await answer(question, **retry) == "answer 6", "it was one of the last three no more"
+
+
+async def test_equal_requests_of_clients_that_share_a_key_have_ids_of_their_own_and_continue_their_own_answers(
+    chats: dict[str, ChatTokenizer],
+) -> None:  # CA-4
+    scripted, client_of = Scripted(chats["chatml"], "red", "blue"), partial(openai.AsyncOpenAI, api_key="x")
+    async with public(chats["chatml"], scripted=scripted) as url, client_of(base_url=url) as client:
+        made = [await client.responses.create(model="m", input="hi") for _ in range(2)]
+        retry = await client.responses.create(model="m", input="hi", extra_headers={"x-stainless-retry-count": "1"})
+        assert [one.output_text for one in (*made, retry)] == ["red", "blue", "blue"]
+        assert made[0].id != made[1].id == retry.id
+        for one in made:
+            await client.responses.create(model="m", input="go on", previous_response_id=one.id)
+            seen = chats["chatml"].decode(scripted.prompts[-1], skip_special_tokens=False)
+            assert [colour for colour in ("red", "blue") if colour in seen] == [one.output_text]
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.create(model="m", input="go on", previous_response_id=f"{made[0].id}x")
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+async def test_equal_requests_in_two_episodes_have_ids_of_their_own(serve: Serve, key: str | None) -> None:  # CA-4
+    made: list[Any] = []
+    for _ in range(2):
+        with serve() as served:
+            headers = [{} if key is None else {"idempotency-key": f"{key}{number}"} for number in range(3)]
+            asked: Any = {"model": "m", "max_tokens": 20, "messages": [QUESTION]}
+            made += [
+                await of_openai(served).chat.completions.create(**asked, extra_headers=headers[0]),
+                await of_openai(served).responses.create(model="m", input="hi", extra_headers=headers[1]),
+                await of_anthropic(served).messages.create(**asked, extra_headers=headers[2]),
+            ]
+    assert len({answer.id for answer in made}) == 6
