@@ -10,6 +10,9 @@ product is current / sampler for every proximal policy:
     interpolated  between the two on the logarithmic scale, by the token's age a (A-3PO, arXiv:2512.06547):
                   log proximal = log sampler + a / (a + 1) * (log current - log sampler)
 
+A token that was drawn under a form counts in each product, sum and mean over its sequence by its form weight
+(`form_P`).
+
 No correction has a gradient. A rejected token adds nothing to the loss; `loss.denominator` decides whether it counts in
 the denominator.
 """
@@ -46,6 +49,7 @@ def importance_weights(
     level: Importance,
     cap: float | None,
     floor: float | None = None,
+    form_P: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights proximal / sampler, clipped to `floor` and `cap`, and a mask of the clipped ones.
 
@@ -53,7 +57,7 @@ def importance_weights(
     """
     log_weight_P = proximal_P - sampler_P
     if level != "token":
-        log_weight_P = (sequence_sum if level == "sequence" else sequence_mean)(log_weight_P, documents_P)
+        log_weight_P = (sequence_sum if level == "sequence" else sequence_mean)(log_weight_P, documents_P, form_P)
     weight_P = log_weight_P.exp()
     bounded_P = weight_P if cap is None else weight_P.clamp(max=cap)
     bounded_P = bounded_P if floor is None else bounded_P.clamp(min=floor)
@@ -61,14 +65,20 @@ def importance_weights(
 
 
 def rejected(
-    rule: Rejection, policy_P: torch.Tensor, sampler_P: torch.Tensor, documents_P: torch.Tensor
+    rule: Rejection,
+    policy_P: torch.Tensor,
+    sampler_P: torch.Tensor,
+    documents_P: torch.Tensor,
+    form_P: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mask of tokens that a rule rejects; `policy_P` are the log-probs that it compares with the sampler's."""
     measured_P = _measured(rule, policy_P, sampler_P)
     if rule.level == "sequence":
-        measured_P = sequence_mean(measured_P, documents_P)
+        measured_P = sequence_mean(measured_P, documents_P, form_P)
     if rule.level == "sequence_sum":
-        measured_P = sequence_sum(measured_P, documents_P)
+        measured_P = sequence_sum(measured_P, documents_P, form_P)
+    if rule.level == "veto" and form_P is not None:
+        measured_P = form_P * measured_P
     if rule.measure == "ratio":
         measured_P = measured_P.exp()  # over a sequence: the geometric mean, or the product
     outside_P = torch.zeros_like(documents_P, dtype=torch.bool)

@@ -6,7 +6,8 @@
 
 `importance` is proximal / sampler, and `kept` masks tokens that are rejected, too old or of a truncated answer. KL and
 entropy are not importance-weighted. `form` is 1, or for a token that was drawn under a form its probability without it,
-divided by the one with it: the importance weight of that draw. The aggregation gives `weight` and `denominator`:
+divided by the one with it: the importance weight of that draw. It also weights the token in ratios of its sequence. The
+aggregation gives `weight` and `denominator`:
 
     token_mean     sum over tokens / trained tokens
     sequence_mean  sum over sequences of (mean over its tokens) / sequences
@@ -19,6 +20,8 @@ Invariants
     AG-1  The aggregate is the same on any packing, any microbatches and any number of ranks.
     OB-1  ratio * importance is current / sampler before clipping and capping: for each token if both are the token's
           own; for the whole sequence if importance is the product over it and the ratio is 1.
+    OB-4  With the sampler's weights, the gradient by a token's log-prob is -form * A * weight for every loss and
+          correction: one ratio for a sequence carries none of another token's gradient.
     OB-2  A masked token has no gradient and adds nothing to the loss, in no term and in no sequence's ratio.
     OB-3  The objective returns sums and counts, which add up over microbatches and ranks to those of the whole batch.
 """
@@ -34,7 +37,7 @@ from goaly.losses.kl import divergence, k3
 from goaly.losses.policy import LOSSES, Aggregation, traits
 from goaly.losses.settings import LossSettings
 from goaly.losses.tokens import Columns, LossOutput, Tokens, sequence_count, sequence_sum
-from goaly.trajectory import FORM_WEIGHTS, TRUNCATED, PackedRows
+from goaly.trajectory import TRUNCATED, PackedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,7 @@ class PolicyObjective:
                 settings.importance,
                 settings.importance_cap,
                 settings.importance_floor,
+                tokens.form_weights_P,
             )
             weight_P = torch.where(tokens.kept_P, weight_P, 0.0)  # the weight of a masked token may be infinite
             loss_P = weight_P * loss_P  # OB-1
@@ -134,9 +138,9 @@ class PolicyObjective:
             reference_P = self._column(tokens.columns, "reference_logprobs")
             mean["kl_reference"] = divergence(settings.kl_estimator, tokens.logprobs_P, reference_P)
             loss_P = loss_P + settings.kl_coef * mean["kl_reference"]
-        if FORM_WEIGHTS in tokens.columns:
-            mean["form_weight"] = tokens.columns[FORM_WEIGHTS]
-            loss_P = mean["form_weight"] * loss_P
+        if tokens.form_weights_P is not None:
+            mean["form_weight"] = tokens.form_weights_P
+            loss_P = tokens.form_weights_P * loss_P
         if settings.entropy_coef > 0:
             loss_P = loss_P - settings.entropy_coef * tokens.entropies_P
         return loss_P, mean
@@ -182,7 +186,11 @@ class PolicyObjective:
         compared = {"proximal": tokens.proximal_logprobs_P, "current": tokens.logprobs_P.detach()}
         masks = {
             f"rejected_{rule.name}": rejected(
-                rule, compared[rule.policy], tokens.sampler_logprobs_P, tokens.documents_P
+                rule,
+                compared[rule.policy],
+                tokens.sampler_logprobs_P,
+                tokens.documents_P,
+                tokens.form_weights_P,
             )
             for rule in self._settings.rejections
         }
