@@ -190,7 +190,7 @@ class _SessionRenderer(OnlineRenderer):
 
 
 def _prompt(continuation: Continuation, parameter: str) -> Any:
-    """The prompt of the request under way, which `parameter` holds. Refuses it before vLLM's own check of its length."""
+    """The prompt of the request under way, which `parameter` holds. Refuses it before vLLM checks its length."""
     prompt, exchange = list(continuation.prompt), EXCHANGE.get()
     exchange.served.check_room(exchange.call, len(prompt), parameter)
     return tokens_input(prompt)

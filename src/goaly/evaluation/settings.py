@@ -137,8 +137,8 @@ class EvaluationSettings(Settings):
     def problems_beside(
         self, at: Section, prompts: PromptSettings, sampling: SamplingSettings, max_context: int
     ) -> Iterator[str]:
-        """One line for each setting that cannot work with a run's `prompts`, `sampling` and context length. Files that do
-        not exist are left out (`absent_files`)."""
+        """One line for each setting that cannot work with a run's `prompts`, `sampling` and context length, except for
+        files that do not exist (`absent_files`)."""
         if self.problems("") or any(one.problems("") for one in self.sets.values()):
             return  # the sections' own
         for name, one in self.named.items():
