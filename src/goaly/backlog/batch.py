@@ -18,7 +18,6 @@ from goaly.backlog.settings import BacklogSettings
 from goaly.errors import SchemaError
 from goaly.prompts.curriculum import Passes
 from goaly.prompts.prompt import PASS_REWARD
-from goaly.reward.advantages import has_signal
 from goaly.reward.estimate import estimate
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import (
@@ -253,7 +252,7 @@ def batch_metrics(policy_version: int, groups: Sequence[Group]) -> dict[str, flo
     rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
     trained = torch.tensor([tokens for group in groups for tokens in group.trained_tokens], dtype=torch.float64)
     ages = policy_version - torch.cat([_versions(sample) for sample in samples]).double()
-    flat = sum(not has_signal(group.rewards) for group in groups)
+    flat = sum(not group.has_signal for group in groups)
     return {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),

@@ -17,7 +17,6 @@ from goaly.backlog.settings import BacklogSettings
 from goaly.errors import RunFailed
 from goaly.prompts.curriculum import Passes
 from goaly.prompts.prompt import PASS_REWARD
-from goaly.reward.advantages import has_signal
 from goaly.trajectory import Group
 
 NO_SIGNAL = "no_signal"
@@ -45,9 +44,8 @@ class GroupStatistics:
             samples=before.samples + len(rewards),
             passed=before.passed + sum(reward >= PASS_REWARD for reward in rewards),
         )
-        signal = has_signal(rewards)
-        self._recent.append(not signal)
-        return signal
+        self._recent.append(not group.has_signal)
+        return group.has_signal
 
     def count_dropped(self, dropped: Dropped) -> None:
         """Count what happened in the episodes of a group that is not trained."""

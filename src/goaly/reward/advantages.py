@@ -59,6 +59,16 @@ class Scored:
         unequal_S = self._group_sum((values_S != first_S).double()) > 0
         return torch.where(unequal_S, centred_S, 0.0)
 
+    def episode_mean(self, values_S: Tensor) -> Tensor:
+        """For each sample the mean of its episode's samples."""
+        episodes = int(self.episodes_S[-1]) + 1
+        sums_E = values_S.new_zeros(episodes).index_add(0, self.episodes_S, values_S)
+        return sums_E[self.episodes_S] / self._episode_size_S
+
+    @property
+    def _episode_size_S(self) -> Tensor:
+        return torch.bincount(self.episodes_S)[self.episodes_S]
+
     @property
     def group_size_S(self) -> Tensor:
         """For each sample the number of episodes in its group."""
@@ -67,7 +77,7 @@ class Scored:
     def _group_sum(self, values_S: Tensor) -> Tensor:
         """For each sample the sum over its group's episodes of the mean of their samples."""
         groups = int(self.groups_S[-1]) + 1
-        of_episodes_S = values_S / torch.bincount(self.episodes_S)[self.episodes_S]
+        of_episodes_S = values_S / self._episode_size_S
         return values_S.new_zeros(groups).index_add(0, self.groups_S, of_episodes_S)[self.groups_S]
 
 
@@ -123,9 +133,10 @@ def group_mean(batch: Scored) -> Tensor:
 @ESTIMATORS.register("rloo")
 @compares_groups
 def rloo(batch: Scored) -> Tensor:
-    """Distance from the mean of the group's other samples; 0 for a sample alone in its group."""
-    others_S = (batch.group_size_S - 1).clamp(min=1)
-    return batch.centred(batch.totals_S) * batch.group_size_S / others_S
+    """Distance from the mean of the group's other episodes; 0 for an episode alone in its group."""
+    others_S = batch.group_size_S - 1
+    own_S = batch.centred(batch.episode_mean(batch.totals_S))  # others' mean = group's mean - own / others
+    return torch.where(others_S > 0, batch.centred(batch.totals_S) + own_S / others_S.clamp(min=1), 0.0)
 
 
 @ESTIMATORS.register("reinforce_pp")
@@ -155,7 +166,7 @@ def process(batch: Scored, *, epsilon: NonNegativeFloat = 1e-6) -> list[Tensor]:
     A step is a trained turn and everything up to the next one, so a reward in between belongs to it. In that mean each
     trajectory of an episode counts by its part of them.
     """
-    part_S = 1 / torch.bincount(batch.episodes_S)[batch.episodes_S].double()
+    part_S = 1 / batch._episode_size_S.double()
     steps = [_steps(sample) for sample in batch.samples]
     rewards = [
         torch.stack([rewards_T[start:stop].sum() for start, stop in found]) if found else rewards_T[:0]
@@ -229,11 +240,6 @@ def rewards_of_steps(rewards_T: torch.Tensor, trained_T: torch.Tensor) -> torch.
     after = step_T >= 0
     steps_A = rewards_T.new_zeros(int(trained_T.sum()))
     return steps_A.index_add(0, step_T[after], rewards_T[after])
-
-
-def has_signal(rewards: list[float]) -> bool:
-    """Whether the samples differ in reward."""
-    return max(rewards) > min(rewards)
 
 
 def normalized(batch: Scored, values: Sequence[Tensor], epsilon: float) -> list[Tensor]:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from goaly.backlog.batch import batch_metrics, check_group
+from goaly.backlog.group_statistics import GroupStatistics
 from goaly.backlog.settings import BacklogSettings
 from goaly.errors import SchemaError
 from goaly.reward.estimate import estimate
@@ -41,6 +42,27 @@ def test_each_episode_counts_once_in_its_group() -> None:
 
 def test_a_trajectory_with_a_reward_of_its_own_has_an_advantage_of_its_own() -> None:
     assert advantages("group_mean", group_of([1.0, 3.0], [0.0])) == pytest.approx([0.0, 2.0, -1.0])
+
+
+@given(st.lists(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=3), min_size=2, max_size=5))
+def test_rloo_leaves_out_all_trajectories_of_the_own_episode(episodes: list[list[float]]) -> None:
+    means = [sum(rewards) / len(rewards) for rewards in episodes]
+    others = [(sum(means) - mean) / (len(means) - 1) for mean in means]
+    by_hand = [reward - other for rewards, other in zip(episodes, others, strict=True) for reward in rewards]
+    assert advantages("rloo", group_of(*episodes)) == pytest.approx(by_hand, rel=1e-5, abs=1e-5)
+
+
+def test_rloo_gives_nothing_to_an_episode_alone_in_its_group() -> None:
+    assert advantages("rloo", group_of([1.0, 3.0]), group_of([2.0])) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", COMPARE_GROUPS)
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0]), min_size=1, max_size=3), min_size=2, max_size=4))
+def test_a_group_has_a_signal_where_an_estimator_finds_one(name: str, episodes: list[list[float]]) -> None:
+    batch = group_of(*episodes)
+    assert batch.has_signal == any(advantages(name, batch))
+    assert GroupStatistics(BacklogSettings()).count(batch) == batch.has_signal
+    assert batch_metrics(0, [batch])["groups/without_signal"] == float(not batch.has_signal)
 
 
 @pytest.mark.parametrize("name", COMPARE_GROUPS)
