@@ -5,7 +5,8 @@ about token t: `sampler_logprobs[t]` is the sampler's log-probability of `tokens
 
     tokens            i64   every token the policy saw or wrote
     trained           bool  the policy wrote this token, and it is trained
-    sampler_logprobs  f32   0 where the policy did not write the token; without the form that an answer had to have
+    sampler_logprobs  f32   0 where the policy did not write the token, or the sampler gave it no finite one; without
+                            the form that an answer had to have
     sampler_versions  i32   version of the weights that produced the token's logits; -1 where none did
     rewards           f32   credited to the token; an outcome reward sits on the last trained token
     expert_choices    u8    [T, layers, K]: the experts that the sampler chose for the token in each layer; only in runs
@@ -16,7 +17,8 @@ about token t: `sampler_logprobs[t]` is the sampler's log-probability of `tokens
 
 Invariants
     TR-1  The first token is never trained, because no token predicts it.
-    TR-2  A trained token has a version >= 0 and a finite log-probability <= 0.
+    TR-2  A trained token has a version >= 0 and a finite log-probability <= 0. One without a finite log-probability is
+          not trained, so it is in no loss, no ratio and no denominator.
     TR-3  Masks are stored, never inferred from pad or end-of-sequence tokens.
     TR-4  The rewards of a sequence add up to a finite number.
     TR-5  The padding of a packed row is at its end, is never trained, and has its own positions from 0.
@@ -39,6 +41,7 @@ import torch
 
 from goaly.errors import EpisodeError, SchemaError
 from goaly.process import without_the_compiler
+from goaly.telemetry.counts import count
 from goaly.tensor_file import Buffer, TensorFile, tensor_file
 
 with without_the_compiler():  # goaly compiles no code that uses a TensorDict
@@ -144,6 +147,11 @@ class Group:
         return [episode_reward(episode) for episode in self.episodes]
 
     @property
+    def has_signal(self) -> bool:
+        """Whether its trajectories differ in reward: those of different episodes, or those of one."""
+        return len({one.reward for one in self.samples}) > 1
+
+    @property
     def trained_tokens(self) -> list[int]:
         """The number of trained tokens of each episode."""
         return [sum(one.trained_tokens for one in episode) for episode in self.episodes]
@@ -224,6 +232,20 @@ def reward_value(reward: Any, prompt_id: str) -> float:
 def episode_reward(trajectories: Sequence[Trajectory]) -> float:
     """The reward of the episode that made these trajectories: the mean of theirs."""
     return sum(one.reward for one in trajectories) / len(trajectories)
+
+
+def without_non_finite(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The columns, in which tokens without a finite log-prob are not trained (TR-2); they count as a metric."""
+    finite_T = columns["sampler_logprobs"].isfinite()
+    if finite_T.all():
+        return dict(columns)
+    count("rollout/non_finite_logprobs", int((~finite_T).sum()))
+    changed = {"trained": columns["trained"] & finite_T, "sampler_logprobs": columns["sampler_logprobs"]}
+    if FORM_WEIGHTS in columns:
+        changed[FORM_WEIGHTS] = columns[FORM_WEIGHTS]
+    for key in changed.keys() - {"trained"}:
+        changed[key] = changed[key].where(finite_T, 1.0 if key == FORM_WEIGHTS else 0.0)
+    return {**columns, **changed}
 
 
 def token_data(columns: Mapping[str, torch.Tensor]) -> TensorDict:

@@ -18,6 +18,7 @@ from goaly.trajectory import (
     TensorDict,
     Trajectory,
     Turn,
+    without_non_finite,
 )
 
 
@@ -73,7 +74,7 @@ def trajectory_of(
         rest = known[0].new_zeros(length - sum(map(len, known)), *known[0].shape[1:])
         columns[EXPERT_CHOICES] = torch.cat([*known, rest])  # TR-6
     return Trajectory(
-        tokens=TensorDict(columns, batch_size=[length]),
+        tokens=TensorDict(without_non_finite(columns), batch_size=[length]),
         prompt_id=prompt_id,
         sample_index=sample_index,
         turns=tuple(turns),

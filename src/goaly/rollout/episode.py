@@ -33,6 +33,7 @@ from goaly.trajectory import (
     Trajectory,
     Turn,
     reward_value,
+    without_non_finite,
 )
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class Episode:
             columns[FORM_WEIGHTS] = torch.ones(len(self._tokens))
             for start, weights in self._form_weights.items():
                 columns[FORM_WEIGHTS][start : start + len(weights)] = weights
+        columns = without_non_finite(columns)
         if self._choices:
             choices = torch.cat(self._choices)
             rest = choices.new_zeros(len(self._tokens) - len(choices), *choices.shape[1:])

@@ -191,7 +191,9 @@ class GroupRunner:
             counts=running.counts,
         )
         if not any(group.trained_tokens):
-            raise EpisodeError("no token of its episodes can be trained: all answers were sampled with trained=False")
+            raise EpisodeError(
+                "no token of its episodes can be trained: each was sampled with trained=False or has no finite log-prob"
+            )
         return group
 
     def _trained_group(self, ticket: Ticket) -> RunningGroup:

@@ -258,6 +258,20 @@ def test_an_answer_with_a_form_is_trained_with_its_weights_once(agent):  # SE-3
         assert "form_weights" not in third
 
 
+def test_a_token_without_a_finite_log_prob_is_context_under_a_form_too(agent):  # TR-2
+    a = agent()
+    continuation, tokens = a.session.extend([user("a")]), a.written(assistant("b"))
+    odd = torch.full((len(tokens),), float("nan"))
+    completion = a.completion(continuation.prompt, tokens, form_weights=odd.index_fill(0, torch.tensor([0]), 0.5))
+    completion.logprobs[1:] = float("-inf")
+    a.session.record(continuation, completion, assistant("b"))
+    for session in (a.session, a.replayed()):
+        (one,) = (one.tokens for one in session.trajectories(1.0))
+        assert one["trained"].nonzero().flatten().tolist() == [len(continuation.prompt)]
+        assert one["sampler_logprobs"].isfinite().all()
+        assert one["form_weights"].unique().tolist() == [0.5, 1.0]
+
+
 def test_an_answer_that_may_not_be_trained_is_context(agent):  # SE-3
     a = agent()
     opponent = a.say([user("a")], assistant("b"), trained=False)

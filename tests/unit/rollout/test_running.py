@@ -281,19 +281,36 @@ async def test_a_reward_that_cannot_be_trained_fails_its_own_group_only(reward, 
     assert queue.groups == []
 
 
-async def test_a_log_probability_that_is_not_a_number_fails_its_own_group_only():
+@pytest.mark.parametrize("value", [NAN, -INF, INF])
+async def test_a_token_without_a_finite_log_probability_is_context_and_counted(value):
     class Broken(FakeSampler):
         async def generate(self, request_id, *arguments):
             sample = await super().generate(request_id, *arguments)
             if request_id == "4.1.0":
-                sample.logprobs[1] = NAN
+                sample.logprobs[1] = value
+            return sample
+
+    queue = FakeQueue()
+    await runner(Broken(), queue).run(TICKET, PROMPT)
+    (group,) = queue.groups
+    assert group.counts["rollout/non_finite_logprobs"] == 1
+    (odd,) = [sample.tokens for sample in group.samples if sample.sample_index == 1]
+    written = odd["sampler_versions"] >= 0
+    assert odd["trained"][written].tolist() == [True, False, *[True] * (int(written.sum()) - 2)]
+    assert odd["sampler_logprobs"].isfinite().all()
+    assert float(odd["rewards"][odd["trained"]].sum()) == group.rewards[1]  # the outcome sits on a trained token
+
+
+async def test_a_group_whose_log_probabilities_are_all_not_finite_fails():
+    class Broken(FakeSampler):
+        async def generate(self, request_id, *arguments):
+            sample = await super().generate(request_id, *arguments)
+            sample.logprobs[:] = NAN
             return sample
 
     queue = FakeQueue()
     summary = await runner(Broken(), queue).run(TICKET, PROMPT)
-    assert summary.failed == (
-        "prompt q1: SchemaError: trajectory q1/0: `sampler_logprobs` of a trained token is positive or not finite: nan"
-    )
+    assert "or has no finite log-prob" in summary.failed
     assert queue.groups == []
 
 
