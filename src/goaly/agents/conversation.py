@@ -3,11 +3,14 @@
 Invariants
     CV-1  A client may leave out an assistant's reasoning: messages with and without it are equal, and `extended` puts
           the recorded one back.
+    CV-2  A client may change the ids of tool calls, if each result names its call: messages are compared by the places
+          of calls, and `extended` puts the recorded ids back. Numbers of arguments are compared as JavaScript reads
+          them.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -45,8 +48,13 @@ class Conversation:
 
     @cached_property
     def digests(self) -> tuple[bytes, ...]:
-        """A digest of the conversation up to each message: equal for equal ones with equal tools (CV-1)."""
+        """A digest of the conversation up to each message: equal for equal ones with equal tools (CV-1, CV-2)."""
         return self._digests((), self.messages)
+
+    @property
+    def call_ids(self) -> list[Any]:
+        """The ids of its tool calls, in their order."""
+        return [call.get("id") for message in self.messages for call in message.tool_calls or ()]
 
     def followed_by(self, *messages: Message) -> "Conversation":
         """The conversation with these messages at its end."""
@@ -60,14 +68,27 @@ class Conversation:
                 return None
         known = len(self.messages)
         digests = (*self.digests, *request.digests[known:])  # equal to the request's, and kept once
-        return request._with((*self.messages, *request.messages[known:]), digests)  # CV-1
+        return request._with((*self.messages, *self._answering_own_calls(request)), digests)  # CV-1
+
+    def _answering_own_calls(self, request: "Conversation") -> list[Message]:
+        """The request's messages after those of this conversation; results name its calls by its own ids (CV-2)."""
+        known, messages = len(self.messages), []
+        sent = replace(request, messages=request.messages[:known]).call_ids
+        own = {theirs: ours for theirs, ours in zip(map(_id, sent), self.call_ids, strict=True) if theirs is not None}
+        for message in request.messages[known:]:
+            for call in message.tool_calls or ():
+                own.pop(_id(call.get("id")), None)
+            named = own.get(_id(message.tool_call_id), message.tool_call_id)
+            messages.append(message if named == message.tool_call_id else replace(message, tool_call_id=named))
+        return messages
 
     def _digests(self, known: tuple[bytes, ...], messages: Sequence[Message]) -> tuple[bytes, ...]:
         """The known digests, and those up to each of these messages, which follow."""
-        digests = list(known)
-        for message in messages:
+        digests, places = list(known), _places(self.messages[: len(known)], 0)
+        for at, message in enumerate(messages, len(known)):
+            places |= _places((message,), at)
             before = digests[-1] if digests else _json([self.tools, self.template_args])
-            digests.append(blake2b(before + _compared(message), digest_size=16).digest())
+            digests.append(blake2b(before + _compared(message, places), digest_size=16).digest())
         return tuple(digests)
 
     def _with(self, messages: tuple[Message, ...], digests: tuple[bytes, ...]) -> "Conversation":
@@ -119,19 +140,44 @@ def _call(call: Any) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 
-def _compared(message: Message) -> bytes:
+def _places(messages: Sequence[Message], first: int) -> dict[str | None, tuple[int, int]]:
+    """The place of each tool call in these messages, of which the first is message `first`, by its id."""
+    return {
+        named: (at, number)
+        for at, message in enumerate(messages, first)
+        for number, call in enumerate(message.tool_calls or ())
+        if (named := _id(call.get("id"))) is not None
+    }
+
+
+def _id(sent: Any) -> str | None:
+    return None if sent is None else str(sent)  # a client may send what is no text
+
+
+def _compared(message: Message, places: Mapping[str | None, tuple[int, int]]) -> bytes:
     """The parts by which messages are compared: of an assistant's, only those that clients send back."""
     content, calls, is_own = message.content, message.tool_calls, message.role == ASSISTANT
     others = calls or not (is_own or message.tool_call_id is message.name is message.reasoning_content is None)
     if isinstance(content, str) and not others and (is_own or not message.extra):  # most messages
         return f"text {len(message.role)} {message.role}{content}".encode(errors="surrogatepass")
-    if not is_own:
-        return _json(message.as_dict())
-    return _json({"content": content, "tool_calls": [_compared_call(c) for c in calls or ()]})
+    if is_own:
+        functions = [call["function"] for call in calls or ()]
+        named = [[function.get("name"), _in_javascript(function["arguments"])] for function in functions]
+        return _json({"content": content, "tool_calls": named})
+    answered = places.get(_id(message.tool_call_id), message.tool_call_id)
+    return _json({**message.as_dict(), "tool_call_id": answered})
 
 
-def _compared_call(call: Mapping[str, Any]) -> list[Any]:
-    return [call.get("id"), call["function"].get("name"), call["function"]["arguments"]]
+def _in_javascript(value: Any) -> Any:
+    """This JSON with each number as JavaScript reads it; -0.0 is the same as 0, which JavaScript writes for it."""
+    match value:
+        case dict():
+            return {key: _in_javascript(inner) for key, inner in value.items()}
+        case list():
+            return [_in_javascript(inner) for inner in value]
+        case int() | float() if not isinstance(value, bool):
+            return float(value) + 0.0
+    return value
 
 
 def _json(value: Any) -> bytes:

@@ -335,7 +335,7 @@ class Session:
 
     def _deepest(self, request: Conversation) -> tuple[RecordedTurn | None, Conversation]:
         """The turn with the longest conversation that begins the request, and the request with its messages. Of several
-        the first one that needs no reasoning put back, or else the first."""
+        the first one that was sent back unchanged, or else the first with the same ids of calls, or else the first."""
         digests = request.digests
         for at in reversed(range(len(digests))):
             if request.messages[at].role == ASSISTANT:
@@ -343,7 +343,7 @@ class Session:
                     (turn, turn.conversation.extended(request)) for turn in self._by_conversation.get(digests[at], ())
                 ]
                 if found := [(turn, extended) for turn, extended in equal if extended is not None]:
-                    return max(found, key=lambda one: one[1] == request)  # the first that was sent back unchanged
+                    return max(found, key=lambda one: (one[1].call_ids == request.call_ids, one[1] == request))
         return None, request
 
     def _bridge(self, turn: RecordedTurn, request: Conversation, text: str) -> list[int] | None:

@@ -413,3 +413,27 @@ def test_a_judgement_does_not_hide_that_the_last_answer_was_refused(agent):
     asked = one.session.extend([user("is b right?")])
     one.session.record(asked, replace(one.completion(asked.prompt, [60]), trained=False), assistant("yes"))
     assert [each.outcome for each in one.session.trajectories(1.0)] == ["truncated"]
+
+
+def test_a_call_that_a_client_has_renamed_and_rewritten_goes_on_as_it_was_sampled(agent):  # CV-2
+    a = agent()
+    call = assistant("", None, {"x": 2.0, "y": 9007199254740993})
+    first = a.say([user("?")], call)
+    function = {"name": "add", "arguments": '{"x":2,"y":9007199254740992}'}
+    sent = {**call, "tool_calls": [{"id": "theirs", "type": "function", "function": function}]}
+    chat = [user("?"), sent, tool("2", "theirs")]
+    second = a.say(chat, assistant("b"))
+    third = a.say([*chat, assistant("b"), user("c")], assistant("d"))
+    assert (second.parent, third.parent) == (first, second)
+    assert second.request.messages[2].tool_call_id == "call-0"
+    assert len(a.session.trajectories(0.0)) == len(a.replayed().trajectories(0.0)) == 1
+
+
+def test_of_two_calls_that_differ_in_their_ids_the_one_that_was_sent_back_without_its_reasoning_goes_on(agent):
+    a = agent("qwen3")
+    call = assistant("", "Hm.", {"x": 1})
+    other = {**call, "tool_calls": [{**call["tool_calls"][0], "id": "call-9"}]}
+    turns = [a.say([user("?")], answer, tools=TOOLS) for answer in (call, other)]
+    for answer, turn in zip((call, other), turns, strict=True):
+        sent, result = {**answer, "reasoning_content": None}, tool("2", answer["tool_calls"][0]["id"])
+        assert a.session.extend([user("?"), sent, result], TOOLS).parent is turn
