@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 UV_SOURCES := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)",$(if $(filter cpu,$(EXTRA)),UV_TORCH_BACKEND=cpu))
 UV_OVERRIDES := $(wildcard constraints/$(EXTRA)-overrides.txt)
 
-.PHONY: install sft grpo eval calculator guessing test gpu check peer mutants clean
+.PHONY: install sft grpo eval calculator guessing test gpu check peer clean
 
 install: $(INSTALLED)
 
@@ -70,10 +70,6 @@ $(OPENENV)/.installed: constraints/openenv.txt constraints/openenv-overrides.txt
 test: $(INSTALLED) $(OPENENV)/.installed
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-# A slow lane of an hour; with SETTINGS="--minutes 20" it stops after that time, and goes on at the next call.
-mutants: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN) -m bench.mutants $(SETTINGS)
-
 # What only a GPU can show, on one of them: needs EXTRA=cuda. Writes docs/results/gpu.json.
 gpu: $(INSTALLED)
 	$(RUN) -m bench.gpu $(SETTINGS)
@@ -86,4 +82,4 @@ check: $(INSTALLED)
 		tests/unit/test_documented_keys.py
 
 clean:
-	rm -rf $(VENV) $(PEER) $(OPENENV) mutants .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER) $(OPENENV) .pytest_cache .ruff_cache .hypothesis
