@@ -5,7 +5,6 @@ goaly: the address and the key of an OpenAI API are all they get.
 """
 
 import asyncio
-import json
 import ssl
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -17,6 +16,8 @@ import httpx2
 import mcp
 import openai
 from mcp.client.streamable_http import streamable_http_client
+
+from goaly.bounded_json import bounded_json
 
 MODEL = "policy"
 MOST_TURNS = 4
@@ -51,7 +52,7 @@ async def with_openai(messages: Sequence[Mapping[str, Any]], *, base_url: str, a
 async def _result(calculator: mcp.Client, name: str, arguments: str) -> str:
     """The text of a tool's result, or the first line of its error."""
     try:
-        given = json.loads(arguments)
+        given = bounded_json(arguments)
     except ValueError as error:
         return str(error)
     if not isinstance(given, dict):

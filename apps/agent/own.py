@@ -3,9 +3,8 @@
 python -m apps.agent.own --config configs/agent/calculator.yaml agent=null
 """
 
-import json
-
 from apps.grpo.main import grpo
+from goaly.bounded_json import bounded_json
 from goaly.config import run_cli
 from goaly.prompts.prompt import Message
 from goaly.run.config import RunConfig
@@ -45,7 +44,7 @@ async def episode(prompt, context):
             break
         for call in answer.tool_calls:
             try:
-                result = till.add(**json.loads(call["function"]["arguments"]))
+                result = till.add(**bounded_json(call["function"]["arguments"]))
             except (TypeError, ValueError) as error:  # whatever the policy wrote
                 result = str(error)
             said.append(Message(role="tool", content=result, tool_call_id=call["id"]))

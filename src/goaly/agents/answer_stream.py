@@ -66,13 +66,7 @@ class AnswerStream:
 
     def wrote(self, part: AnswerPart) -> None:
         """Add the next tokens. Never raises."""
-        reasoning = content = ""
-        if not self._in_calls:
-            try:
-                reasoning, content = self._read(part.tokens)
-            except Exception:  # the whole is read by other methods of the parser, which may fail or not
-                logger.warning("a parser cannot read a stream: its answers come when they are whole", exc_info=True)
-                self._in_calls = self._is_broken = True
+        reasoning, content = ("", "") if self._in_calls else self._tried(part.tokens)
         self.pieces.append(Piece(part.tokens, part.logprobs, reasoning, content))
         self._on_piece()
 
@@ -85,13 +79,22 @@ class AnswerStream:
             return message
         logger.info("the parts of a streamed answer read differently than the whole; the parts are recorded")
         if not self._is_broken:
-            more = self._read(tokens[self._tokens :], stop, finished=True)
+            more = self._tried(tokens[self._tokens :], stop, finished=True)
             reasoning, content = reasoning + more[0], content + more[1]
             if self._in_content:
                 content += self._spaces
             else:
                 reasoning += self._spaces
         return replace(message, reasoning_content=reasoning or None, content=content or None)
+
+    def _tried(self, tokens: Sequence[int], stop: str | None = None, *, finished: bool = False) -> tuple[str, str]:
+        """As `_read`; nothing if the parser raises."""
+        try:
+            return self._read(tokens, stop, finished=finished)
+        except Exception:  # the whole is read by other methods of the parser, which may fail or not
+            logger.warning("a parser cannot read a stream: its answers come when they are whole", exc_info=True)
+            self._in_calls = self._is_broken = True
+            return "", ""
 
     def _read(self, tokens: Sequence[int], stop: str | None = None, *, finished: bool = False) -> tuple[str, str]:
         """The reasoning and the text that these tokens add; `stop` is the stop string that ended the answer."""

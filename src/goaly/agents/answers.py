@@ -3,7 +3,7 @@
 An answer in which a parser finds no call that is whole stays text, as the policy wrote it.
 """
 
-import json
+import logging
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,14 @@ from typing import Any
 
 from goaly.agents.answer_stream import AnswerReading, AnswerStream
 from goaly.agents.conversation import Conversation
+from goaly.bounded_json import bounded_json
 from goaly.generate.request import AT_ONCE, TEMPLATE_ARGS
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Completion
+
+logger = logging.getLogger(__name__)
 
 ToolChoice = str | Mapping[str, Any]
 """As in OpenAI's chats: `auto`, `none`, `required`, or the one tool that must be called."""
@@ -81,9 +84,11 @@ class AnswerParser:
             return Message(role=ASSISTANT, content=text)
         choice = choice if tools else "none"
         arguments = self._merged(template_args or {})
-        reasoning, content, parsed = self._parsed(text, completion, tools, choice, arguments)
-        if choice not in FREE and not parsed and content is None:  # vLLM drops a forced call that is not whole
-            reasoning, content, _ = self._parsed(text, completion, tools, "none", arguments)
+        read = self._parsed(text, completion, tools, choice, arguments)
+        is_dropped = read is not None and choice not in FREE and not read[2] and read[1] is None
+        if read is None or is_dropped:  # vLLM drops a forced call that is not whole
+            read = self._parsed(text, completion, tools, "none", arguments)
+        reasoning, content, parsed = read or (None, text, None)
         found = [
             {
                 "id": call.id or f"call_{secrets.token_hex(12)}",
@@ -176,6 +181,8 @@ class AnswerParser:
         is_broken = any(start in text for start in self._starts) or (
             listed is not None and not calls and listed.match(text) is not None
         )
+        if not self._starts and not calls:
+            is_broken |= self._parsed(text, completion, tools, choice, self._merged({})) is None
         return wrong + (is_broken or (choice not in FREE and not calls))
 
     def text(self, completion: Completion, *, skip_special_tokens: bool = True) -> str:
@@ -209,9 +216,17 @@ class AnswerParser:
         tools: Sequence[Mapping[str, Any]],
         choice: ToolChoice,
         template_args: Mapping[str, Any],
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Any, Any, Any] | None:
+        """The reasoning, the text and the calls in an answer; None if the parser cannot read it."""
         reading, tokens = self._reading(tools, choice, template_args), self._written(completion)
-        return reading.parser.parse(text, reading.request, enable_auto_tools=True, model_output_token_ids=tokens)
+        try:
+            read = reading.parser.parse(text, reading.request, enable_auto_tools=True, model_output_token_ids=tokens)
+            for call in read[2] or ():
+                f"{call.name}{call.arguments}".encode()  # ValueError for a lone surrogate, which no client can get
+        except Exception as error:  # whatever parsers raise, such as RecursionError
+            logger.info("the answer stays text, the parser cannot read it: %s: %s", type(error).__name__, error)
+            return None
+        return read
 
     def _reading(
         self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, template_args: Mapping[str, Any]
@@ -239,6 +254,6 @@ def starts_of_calls(parser: object) -> list[str]:
 def is_object(arguments: str) -> bool:
     """Whether the arguments of a call are a JSON object."""
     try:
-        return isinstance(json.loads(arguments), dict)
+        return isinstance(bounded_json(arguments), dict)
     except ValueError:
         return False

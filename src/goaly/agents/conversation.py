@@ -15,6 +15,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
+from goaly.bounded_json import bounded_json
 from goaly.prompts.prompt import ASSISTANT, Message
 
 MALFORMED_INPUT = "malformed_arguments"
@@ -132,7 +133,7 @@ def _call(call: Any) -> dict[str, Any]:
     arguments = call["function"].get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = bounded_json(arguments)
         except ValueError:
             arguments = None
     if isinstance(arguments, dict) and arguments.keys() == {MALFORMED_INPUT}:

@@ -9,7 +9,7 @@ Invariants
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -24,6 +24,7 @@ from starlette.routing import Route
 from goaly.agents.gateway import AppServer, key_of
 from goaly.agents.listeners import listening
 from goaly.agents.refusals import Refusal, error_response
+from goaly.bounded_json import bounded_json
 from goaly.generate.request import Sampling, seed_of
 from goaly.generate.settings import NEUTRAL
 
@@ -102,7 +103,11 @@ class Forwarder:
         if request.method == "POST":
             seed = seed_of(f"{episode.seeds}.{episode.requests}")
             episode.requests += 1
-            body = self._filled(path, body, episode.sampling, seed)
+            try:
+                body = self._filled(path, body, episode.sampling, seed)
+            except ValueError as error:
+                why = f"the body must be JSON that can be passed on: {error}"
+                return error_response(request.url.path, Refusal(why, HTTPStatus.BAD_REQUEST, "invalid_request"))
         sent = self._client.build_request(request.method, f"{self._url}{path}", headers=headers, content=body)
         answer = await self._client.send(sent, stream=True)
         kind = answer.headers.get("content-type", "application/json")
@@ -118,13 +123,10 @@ class Forwarder:
         return Response(content, answer.status_code, media_type=kind)
 
     def _filled(self, path: str, body: bytes, sampling: Sampling, seed: int) -> bytes:
-        """The body with the model, and the parameters that it does not name."""
-        try:
-            asked = json.loads(body)
-        except ValueError:
-            return body  # the API elsewhere refuses it
+        """The body with the model, and the parameters that it does not name. ValueError if it cannot be read."""
+        asked = bounded_json(body)
         if not isinstance(asked, dict):
-            return body
+            return body  # the API elsewhere refuses it
         defaults = parameters(sampling, seed)
         limit = defaults.pop("max_tokens", None)
         if limit is not None and "max_completion_tokens" not in asked:
@@ -159,7 +161,7 @@ async def _parts(answer: "httpx.Response") -> AsyncIterator[bytes]:
 
 def _written(content: bytes) -> int | None:
     try:
-        usage: Mapping[str, int] = json.loads(content)["usage"]
-        return usage["output_tokens"] if "output_tokens" in usage else usage["completion_tokens"]
+        usage = bounded_json(content)["usage"]
+        return int(usage["output_tokens"] if "output_tokens" in usage else usage["completion_tokens"])
     except (ValueError, KeyError, TypeError):
         return None

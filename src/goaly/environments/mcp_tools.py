@@ -9,7 +9,6 @@ Invariants
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp.shared.message import SessionMessage
 
+from goaly.bounded_json import bounded_json
 from goaly.environments.process import Command, Elsewhere, ServerProcess
 from goaly.environments.protocol import ActionRefused, Disconnected, EnvironmentDied, EnvironmentTimeout
 from goaly.errors import first_error
@@ -164,10 +164,10 @@ class McpTools:
             count("tools/unknown")
             return f"Error: there is no tool {name}; there are {', '.join(known)}"
         try:
-            arguments = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+            arguments = bounded_json(arguments or "{}") if isinstance(arguments, str | None) else arguments
         except ValueError as error:
             count("tools/malformed")
-            return f"Error: the arguments of {name} are not JSON: {error}"
+            return f"Error: the arguments of {name} are not JSON that can be read: {error}"
         if not isinstance(arguments, Mapping):
             count("tools/malformed")
             return f"Error: the arguments of {name} must be a JSON object"

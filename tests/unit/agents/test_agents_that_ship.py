@@ -121,9 +121,9 @@ async def test_an_agent_that_sends_a_reward_is_not_scored_by_the_verifier(serve:
 @one_loop
 @pytest.mark.parametrize("agent", [with_openai, with_agents])
 async def test_an_agent_survives_calls_that_make_no_sense(serve: Serve, agent: Any):
-    wrong = CALL.replace('"a": 48', '"a": "x"')
-    with serve(wrong, "0") as served:
-        assert await agent(QUESTION, **address(served)) == "0"
+    for wrong in ('"x"', "1e999", "[" * 65 + "]" * 65):
+        with serve(CALL.replace("48", wrong), "0") as served:
+            assert await agent(QUESTION, **address(served)) == "0"
     with serve(*[CALL] * 9) as served:
         assert await agent(QUESTION, **address(served)) == ""
         assert len(served.session.turns) == calculator.MOST_TURNS
@@ -147,6 +147,21 @@ async def test_the_agent_of_one_file_is_rewarded(serve: Serve, parser: AnswerPar
         (trajectory,) = await own.episode(prompt, SimpleNamespace(chat=chat))
     assert trajectory.reward == pytest.approx(reward)
     assert len(served.session.turns) == len(answers)
+
+
+async def test_the_agent_of_one_file_tells_the_policy_that_its_arguments_cannot_be_read():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": ' + "[" * 5000}}
+    answers = iter([Message(role="assistant", tool_calls=(call,)), Message(role="assistant", content="138")])
+    said = []
+
+    async def say(messages: list[Message], tools: Any) -> Message:
+        said[:] = messages
+        return next(answers)
+
+    prompt = Prompt(id="q", source="s", messages=(Message(**QUESTION[0]),), answer="138")
+    chat = SimpleNamespace(say=say, finish=lambda reward: reward)
+    assert await own.episode(prompt, SimpleNamespace(chat=chat)) == 1.0
+    assert (said[-1].role, said[-1].tool_call_id) == ("tool", "1")
 
 
 def test_the_readme_shows_the_agent_of_one_file():

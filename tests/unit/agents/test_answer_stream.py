@@ -131,3 +131,8 @@ def test_a_parser_that_breaks_shows_no_more_and_the_whole_is_sent_at_the_end(
     whole = Message(role=ASSISTANT, content="it is 5")
     assert parser.as_shown(whole, completion, stream) == whole
     assert reader.take(stream.pieces) is not None
+    at_its_end = parser.stream(TOOLS)
+    at_its_end.wrote(AnswerPart(tokens[:2], [0.0] * 2, [0] * 2))
+    at_its_end._reading.parser.parse_delta = None  # type: ignore[union-attr]
+    other = Message(role=ASSISTANT, content="is it 5?")
+    assert parser.as_shown(other, completion, at_its_end).content == "it"

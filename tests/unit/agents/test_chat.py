@@ -1,14 +1,16 @@
 """An episode chats with the policy: messages go in, parsed messages come out, and the session has what was sampled."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from agent_sessions import MALFORMED, TOOLS, Agent
-from chat_templates import hermes
+from chat_templates import FAMILIES, chat_of, hermes
 from served_policy import policy_of
+from tokenizers import Tokenizer
 
 from goaly.agents.answers import AnswerParser, starts_of_calls
 from goaly.agents.chat import Chat
@@ -19,6 +21,7 @@ from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 
+TOKEN = re.compile("<[|\uff5c][^>]*[|\uff5c]>")
 CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}
 
 
@@ -44,11 +47,12 @@ def chat_with(
     *answers: str,
     limits: SessionLimits | None = None,
     malformed_penalty: float = 0.0,
+    max_context: int = 4096,
     **parsers: Any,
 ) -> Any:
     """A chat with a policy that gives these answers, and its sampler."""
     sampler = Sampler(chat, *answers)
-    policy = policy_of(chat, sampler, name="e", session="s", sampling=Sampling(max_tokens=100))
+    policy = policy_of(chat, sampler, name="e", session="s", sampling=Sampling(max_tokens=100), max_context=max_context)
     session = Session(chat, prompt_id="q1", limits=limits, malformed_penalty=malformed_penalty)
     parser = AnswerParser(chat, ChatSettings(**parsers))
     parser.load()
@@ -91,6 +95,61 @@ async def test_parsers_that_name_no_start_of_a_call_count_malformed_ones_too(
     chat, _ = chat_with(chats["hermes"], text, tool_parser=parser)
     await chat.say([user("2+3?")])
     assert chat.session.malformed_calls == malformed
+
+
+IN_THE_WAY_OF = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>%s"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek_v31": "<|tool▁calls▁begin|><|tool▁call▁begin|>add<|tool▁sep|>%s"
+    "<|tool▁call▁end|><|tool▁calls▁end|>".replace("|", "\uff5c"),
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>",
+    "internlm": '<|action_start|><|plugin|>{"name": "add", "parameters": %s}<|action_end|>',
+}
+"""A call with these arguments, as a parser reads it; of `qwen3_coder` with these as its argument `a`."""
+TAKES_A_LIST = {"type": "object", "properties": {"a": {"type": "array"}}}
+HOSTILE = {
+    "deep": '{"a": ' + "[" * 3000 + "]" * 3000 + "}",
+    "deep and cut off": '{"a": ' + "[" * 3000,
+    "infinite": '{"a": 1e999}',
+    "no number": '{"a": NaN}',
+    "a huge number": '{"a": 1' + "0" * 5000 + "}",
+    "a part of a character": '{"a": "\\ud800"}',
+    "deep, but not too deep for a parser": '{"a": ' + "[" * 100 + "]" * 100 + "}",
+}
+READ_AS_TEXT = {"kimi_k2": ["infinite", "no number"], "qwen3_coder": ["infinite", "no number", "a huge number"]}
+"""What these parsers turn into a text, which is an argument as any."""
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    """A tokenizer that has the tokens of all these calls."""
+    folder, hermes_like = tmp_path_factory.mktemp("caller"), FAMILIES["hermes"]
+    chat_of(hermes_like.template, hermes_like.stops, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(sorted({token for way in IN_THE_WAY_OF.values() for token in TOKEN.findall(way)}))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return ChatTokenizer(folder, ChatSettings(template_file=str(folder / "own.jinja")))
+
+
+@pytest.mark.parametrize("parser", IN_THE_WAY_OF)
+@pytest.mark.parametrize("what", HOSTILE)
+async def test_arguments_that_no_reader_can_take_are_malformed_and_the_chat_goes_on(
+    caller: ChatTokenizer, parser: str, what: str
+) -> None:
+    arguments = HOSTILE[what][len('{"a": ') : -1] if parser == "qwen3_coder" else HOSTILE[what]
+    answers, facts = (IN_THE_WAY_OF[parser] % arguments, "sorry"), {"max_context": 1 << 14, "malformed_penalty": 0.25}
+    chat, _ = chat_with(caller, *answers, tool_parser=parser, **facts)
+    said, tools = [user("2+3?")], [{"type": "function", "function": {"name": "add", "parameters": TAKES_A_LIST}}]
+    answer = await chat.say(said, tools)
+    json.dumps(answer.as_dict(), ensure_ascii=False).encode()  # as clients get it
+    results = [
+        Message(role="tool", content="malformed", tool_call_id=call["id"]) for call in answer.tool_calls or ()
+    ] or [user("malformed")]
+    assert (await chat.say([*said, answer, *results], tools)).content == "sorry"
+    malformed = 0 if what in READ_AS_TEXT.get(parser, ()) else 1
+    assert chat.session.malformed_calls == malformed
+    assert sum(one.reward for one in chat.finish(1.0)) == pytest.approx(len(chat.finish(1.0)) - 0.25 * malformed)
 
 
 def test_the_penalty_of_a_malformed_call_is_there_again_after_a_replay(agent: Callable[..., Agent]) -> None:

@@ -103,6 +103,29 @@ async def test_other_apis_get_the_parameters_that_they_know_and_errors_come_back
     assert responses == {"model": "real", "input": "1+2=", "temperature": 0.5, "top_p": 1.0, "max_output_tokens": 9}
 
 
+@pytest.mark.parametrize("body", ["", "{", '{"messages": ' + "[" * 2000 + "]" * 2000 + "}", '{"seed": 1e999}'])
+async def test_what_cannot_be_passed_on_is_refused(body: str) -> None:
+    elsewhere = Elsewhere()
+    async with forwarding(elsewhere) as forwarder:
+        with forwarder.serve(SAMPLING, "0") as way:
+            async with httpx.AsyncClient(headers={"authorization": f"Bearer {way.api_key}"}) as client:
+                refused = await client.post(f"{way.base_url}/chat/completions", content=body)
+    assert refused.status_code == 400
+    assert "the body must be JSON" in refused.json()["error"]["message"]
+    assert elsewhere.asked == []
+
+
+@pytest.mark.parametrize("usage", ["5", {"output_tokens": "many"}, {"output_tokens": None}, {}])
+async def test_a_response_that_does_not_say_how_long_it_is_passes(usage: Any) -> None:
+    elsewhere = Elsewhere()
+    elsewhere.answers = [JSONResponse({"usage": usage})]
+    async with forwarding(elsewhere) as forwarder:
+        with forwarder.serve(SAMPLING, "0") as way:
+            async with httpx.AsyncClient(headers={"authorization": f"Bearer {way.api_key}"}) as client:
+                assert (await client.post(f"{way.base_url}/chat/completions", json={})).json() == {"usage": usage}
+            assert way.tokens is None
+
+
 async def test_a_stream_passes_and_its_length_is_not_known() -> None:
     async def parts() -> AsyncIterator[str]:
         yield "data: 1\n\n"

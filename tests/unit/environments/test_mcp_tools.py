@@ -32,24 +32,32 @@ async def test_each_call_gets_one_message_also_if_it_is_wrong_or_fails(command, 
         ("add", {"a": 3, "b": 4}),
         ("subtract", "{}"),
         ("add", '{"a": 1,'),
+        ("add", '{"a": ' + "[" * 5000),
         ("add", "[1, 2]"),
         ("add", '{"a": "one", "b": 2}'),
         ("divide", '{"a": 1, "b": 0}'),
     )
     with counting() as counts:
         answers = await tools.answer(message)
-    assert [answer.role for answer in answers] == ["tool"] * 7
-    assert [answer.tool_call_id for answer in answers] == [f"call_{i}" for i in range(7)]
+    assert [answer.role for answer in answers] == ["tool"] * 8
+    assert [answer.tool_call_id for answer in answers] == [f"call_{i}" for i in range(8)]
     said = [answer.content for answer in answers]
     assert said[:2] == ["3", "7"]
     for text, part in zip(
         said[2:],
-        ["there is no tool subtract", "are not JSON", "must be a JSON object", "valid integer", "Error executing tool"],
+        [
+            "there is no tool subtract",
+            "are not JSON",
+            "are not JSON",
+            "must be a JSON object",
+            "valid integer",
+            "Error executing tool",
+        ],
         strict=True,
     ):
         assert text.startswith("Error: ")
         assert part in text
-    assert counts == {"tools/calls": 7, "tools/unknown": 1, "tools/malformed": 2, "tools/failed": 2}
+    assert counts == {"tools/calls": 8, "tools/unknown": 1, "tools/malformed": 3, "tools/failed": 2}
 
     ends.watch(*map(int, (await tools.call("process_ids", {})).split()))
     assert tools.alive
