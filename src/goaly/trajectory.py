@@ -133,6 +133,8 @@ class Group:
     samples: tuple[Trajectory, ...]
     counts: Mapping[str, int] = field(default_factory=dict)
     """Counts of events in its episodes, by the name of the metric (`goaly.telemetry.counts`)."""
+    left: int = 0
+    """Episodes that are not in it (`rollout.cut_off_reward=exclude`)."""
     _encoded: bytearray | None = field(default=None, init=False, repr=False, compare=False)
     """Its bytes, if it was made of some: the memory of its tensors."""
 

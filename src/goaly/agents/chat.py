@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from goaly.agents.answers import AnswerParser
-from goaly.agents.session import Session
+from goaly.agents.session import Session, SessionExhausted
 from goaly.agents.turn import RecordedTurn
 from goaly.errors import EpisodeError
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message
-from goaly.rollout.policy import Policy
+from goaly.rollout.policy import ContextFull, Policy
 from goaly.trajectory import Trajectory
 
 
@@ -26,6 +26,8 @@ class Chat:
         self._parser = parser
         self._tools = tools
         self._said: list[tuple[Message, RecordedTurn]] = []
+        self.was_refused = False
+        """Whether `say` has raised because a limit was reached, after its last answer: the script knows of it."""
 
     async def say(
         self,
@@ -39,14 +41,19 @@ class Chat:
         """The policy's answer to these messages. If they extend an earlier chat, the policy sees the tokens of that as
         they were; `sampling`, `trained` and `changes` are those of `Policy.sample`."""
         tools = self._tools if tools is None else tools
-        with self.session.sampling():
-            continuation = self.session.extend([message.as_dict() for message in messages], tools)
-            completion = await self._policy.sample(
-                continuation.prompt, sampling, trained=trained, most_tokens=self.session.tokens_left, **changes
-            )
-            answer = self._parser.message(completion, tools)
-            malformed = self._parser.malformed_calls(answer, completion, tools)
-            turn = self.session.record(continuation, completion, answer.as_dict(), malformed=malformed)
+        try:
+            with self.session.sampling():
+                continuation = self.session.extend([message.as_dict() for message in messages], tools)
+                completion = await self._policy.sample(
+                    continuation.prompt, sampling, trained=trained, most_tokens=self.session.tokens_left, **changes
+                )
+                answer = self._parser.message(completion, tools)
+                malformed = self._parser.malformed_calls(answer, completion, tools)
+                turn = self.session.record(continuation, completion, answer.as_dict(), malformed=malformed)
+        except (ContextFull, SessionExhausted):
+            self.was_refused = True
+            raise
+        self.was_refused = False
         self._said.append((answer, turn))
         return answer
 
@@ -57,12 +64,16 @@ class Chat:
             raise EpisodeError("a reward for a message that `say` has not returned")
         self.session.credit([turn], reward)
 
+    def rewarded(self, reward: float) -> None:
+        """Add to the reward of the whole episode, which it keeps if a limit ends it (`rollout.cut_off_reward`)."""
+        self.session.add_reward(reward)
+
     @property
     def has_reward(self) -> bool:
-        """Whether the agent has sent a reward for the episode to the endpoint."""
+        """Whether `rewarded`, or the agent at the endpoint, has given a reward for the whole episode."""
         return self.session.reward is not None
 
     def finish(self, reward: float | None = None) -> list[Trajectory]:
         """The trajectories of all that was said, each with this reward, in addition to process rewards; None is the
-        reward that the agent sent to the endpoint."""
+        one that `rewarded`, or the agent at the endpoint, gave."""
         return self.session.trajectories(reward)

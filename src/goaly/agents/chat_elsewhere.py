@@ -37,6 +37,7 @@ class ChatElsewhere:
         self._uncounted: set[bytes] = set()
         """Chats that train nothing and have no reward: a session makes no trajectory of them."""
         self._credits = 0.0
+        self._reward: float | None = None
 
     async def say(
         self,
@@ -82,11 +83,18 @@ class ChatElsewhere:
             self._leaves[ended] += 1
         self._credits += reward_value(reward, self._prompt_id)
 
-    has_reward = False
+    def rewarded(self, reward: float) -> None:
+        """Add to the reward of the whole episode."""
+        self._reward = (self._reward or 0.0) + reward_value(reward, self._prompt_id)
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether `rewarded` has given a reward."""
+        return self._reward is not None
 
     def finish(self, reward: float | None = None) -> list[Trajectory]:
         """A trajectory with the mean reward of those that a session would have: one for each chat that none extends."""
-        if reward is None:
+        if reward is None and (reward := self._reward) is None:
             raise EpisodeError(f"prompt {self._prompt_id}: no reward; an API elsewhere takes none from agents")
         total = reward_value(reward, self._prompt_id) + self._credits / max(1, self._leaves.total())
         columns = {

@@ -119,16 +119,14 @@ class Session:
     @contextmanager
     def sampling(self, answers: int = 1) -> Iterator[None]:
         """Counts answers as under way. SessionExhausted or SessionBusy if the limits don't allow them (SE-5)."""
-        turns, limits = len(self.turns) + self._under_way + answers, self.limits
+        turns, used, limits = len(self.turns) + self._under_way + answers, self._sampled_tokens, self.limits
         self._check_open()
         if limits.turns is not None and turns > limits.turns:
             self._refuse(LIMITS if len(self.turns) >= limits.turns else LAST)
             raise SessionExhausted(f"{self._where}: {turns} turns, the limit is {limits.turns}")
-        if limits.tokens is not None and self._sampled_tokens >= limits.tokens:
+        if limits.tokens is not None and used >= limits.tokens:
             self._refuse(LIMITS)
-            raise SessionExhausted(
-                f"{self._where}: {self._sampled_tokens} sampled tokens, the limit is {limits.tokens}"
-            )
+            raise SessionExhausted(f"{self._where}: {used} sampled tokens, the limit is {limits.tokens}")
         if limits.parallel is not None and self._under_way + answers > limits.parallel:
             raise SessionBusy(f"{self._where}: at most {limits.parallel} answers can be sampled at the same time")
         self._under_way += answers
@@ -232,11 +230,13 @@ class Session:
         self._add(turn)
         if self._log is not None:
             self._log(turn.record())
+        if completion.trained and completion.filled:
+            self._refuse(LAST)
         return turn
 
     @property
     def exhausted(self) -> bool:
-        """Whether its limits have refused a request for good, or they or a full context the last one."""
+        """Whether its limits have refused a request for good, or they or a full context refused or ended the last."""
         return bool(self._refused)
 
     @property

@@ -85,9 +85,10 @@ class Batch:
 def check_group(group: Group, settings: BacklogSettings, min_version: int) -> None:
     """Raise a SchemaError unless a batch can have the group and its trained tokens are of this version or newer."""
     episodes = {sample.sample_index for sample in group.samples}
-    if len(episodes) != settings.group_size:
+    if len(episodes) + group.left != settings.group_size:
+        left = f" and {group.left} that left it" if group.left else ""
         raise SchemaError(
-            f"prompt {group.prompt_id}: a group of {len(episodes)} samples, "
+            f"prompt {group.prompt_id}: a group of {len(episodes)} samples{left}, "
             f"must be backlog.group_size={settings.group_size}"
         )
     if len(episodes) != len(group.episodes):  # TR-7

@@ -5,8 +5,8 @@ Invariants
     RG-2  When one episode fails, the other episodes of its group and their requests are cancelled.
     RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (EL-1).
     RG-4  An episode that exceeds its time limit, or raises after its session was exhausted, is trained as far as it
-          came, as truncated. Not if its chats have no answer to train, it waited for a limited environment or a tool,
-          its environment failed, or its verifier gave no score; nor if all episodes of the group exceeded their limit.
+          came, as truncated. Not if its chats have no answer to train, the time was not its policy's, its environment
+          failed, or its verifier gave no score; nor if all episodes of the group exceeded their limit.
     RG-5  An episode that begins again has a session, a policy, an API key and request ids of its own. Of its earlier
           attempts nothing is trained, no request is left, and what was counted in them counts.
 """
@@ -29,8 +29,9 @@ from goaly.environments.protocol import ActionRefused, EnvironmentFailed
 from goaly.errors import EpisodeError, cause_of, first_error
 from goaly.generate.request import Sampling, evaluation_seeds
 from goaly.generate.router import Router
-from goaly.prompts.prompt import Prompt
+from goaly.prompts.prompt import PASS_REWARD, Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.cut_off import NoneFinished, settled
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction, trajectories_of
 from goaly.rollout.failed_episodes import FailedEpisodes
 from goaly.rollout.policy import ContextFull, Policy, PromptFillsContext
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NO_ROOM = (PromptFillsContext.reason, ContextFull.reason)
+NO_ROOM = (PromptFillsContext.reason, ContextFull.reason, NoneFinished.reason)
 """Reasons of groups that were rejected because their tokens leave no room for an answer."""
 
 Report = Callable[[Group | Dropped], Awaitable[bool]]
@@ -171,7 +172,7 @@ class GroupRunner:
     async def _sample_group(self, ticket: Ticket, prompt: Prompt, running: RunningGroup) -> Group:
         try:
             async with asyncio.timeout(None) as limit:
-                episodes = await _all(running, partial(self._run_one, prompt, group_limit=limit))
+                made = await _all(running, partial(self._run_one, prompt, group_limit=limit))
         except Exception as error:
             if not limit.expired():
                 raise
@@ -183,12 +184,20 @@ class GroupRunner:
             raise EpisodeTimeout(
                 f"all episodes of prompt {prompt.id} exceeded rollout.episode_seconds={self.settings.episode_seconds}"
             )
+        of_episodes = list(zip(running.episodes, made, strict=True))
+        finished = [those for one, those in of_episodes if not one.is_cut_off]
+        cut_off = [those for one, those in of_episodes if one.is_cut_off]
+        episodes = settled(finished, cut_off, self.settings.cut_off_reward)
+        left = len(made) - len(episodes)
+        if not episodes:
+            raise NoneFinished(f"rollout.cut_off_reward=exclude: all episodes of prompt {prompt.id} were cut off")
         group = Group(
             ticket=ticket.index,
             prompt_id=prompt.id,
             source=prompt.source,
             samples=tuple(one for trajectories in episodes for one in trajectories),
-            counts=running.counts,
+            counts=running.counts | ({"rollout/excluded_episodes": left} if left else {}),
+            left=left,
         )
         if not any(group.trained_tokens):
             raise EpisodeError(
@@ -285,33 +294,48 @@ class GroupRunner:
 
         session = running.session = self._session(prompt, running)
         with running.under_way(), _ended(session), self._served(session, running.policy) as endpoint:
+            chat = Chat(running.policy, session, self.parser, prompt.tools)
             context = EpisodeContext(
                 policy=running.policy,
                 reward=judge,
                 prompt=prompt,
                 sample_index=running.sample_index,
-                chat=Chat(running.policy, session, self.parser, prompt.tools),
+                chat=chat,
                 tokenizer=self.chat,
                 _endpoint=endpoint,
             )
             try:
                 episode = self.episode(prompt, context)
-                made = await within(self.settings.episode_seconds, episode, name, running.ran_out_of_time)
+                made = trajectories_of(
+                    await within(self.settings.episode_seconds, episode, name, running.ran_out_of_time)
+                )
+                has_said = session.reward is not None or chat.was_refused or episode_reward(made) >= PASS_REWARD
+                running.is_cut_off = session.exhausted and not has_said
             except Exception as error:
-                cause, is_late = first_error(error), isinstance(error, EpisodeTimeout)
-                has_broken = running.is_unjudged or isinstance(cause, EnvironmentFailed)
-                if is_late:
-                    has_broken |= running.policy.evaluation or running.was_in_environment
-                if has_broken or not ((is_late or session.exhausted) and any(turn.trained for turn in session.turns)):
-                    raise
-                if is_late:
-                    session.end(SessionEnd.TIMED_OUT)
-                logger.info("%s is trained as truncated: %s", name, cause_of(cause))
-                made = session.trajectories(session.reward or 0.0)  # RG-4
+                made = self._cut_off(running, session, error, name)
         index = running.sample_index
-        return tuple(
-            one if one.sample_index == index else replace(one, sample_index=index) for one in trajectories_of(made)
-        )
+        return tuple(one if one.sample_index == index else replace(one, sample_index=index) for one in made)
+
+    def _cut_off(
+        self, running: RunningEpisode, session: Session, error: Exception, name: str
+    ) -> tuple[Trajectory, ...]:
+        """What an episode that this error ended is trained with, or nothing if it leaves its group (RG-4). Raises the
+        error if no limit cut it off."""
+        cause, is_late, setting = first_error(error), isinstance(error, EpisodeTimeout), self.settings.cut_off_reward
+        is_evaluation, reward = running.policy.evaluation, session.reward
+        leaves = is_late and reward is None and setting == "exclude"
+        was_innocent = is_late and reward is None and running.was_held_up
+        has_broken = running.is_unjudged or isinstance(cause, EnvironmentFailed) or was_innocent
+        is_known = (is_late or session.exhausted) and any(turn.trained for turn in session.turns)
+        if (is_evaluation and is_late) or not (leaves or (is_known and not has_broken)):
+            raise error
+        if is_late:
+            session.end(SessionEnd.TIMED_OUT)
+        running.is_cut_off = reward is None and isinstance(setting, str)
+        logger.info("%s was cut off: %s", name, cause_of(cause))
+        if reward is None:
+            reward = 0.0 if is_evaluation or isinstance(setting, str) else setting
+        return () if leaves else tuple(session.trajectories(reward))
 
 
 @contextmanager

@@ -65,6 +65,8 @@ class Completion:
     """f32 `[N]`, as in `Sample`; None if it has no form."""
     trained: bool = True
     """Whether it may be trained; False if it was sampled with `trained=False`."""
+    filled: bool = False
+    """Whether the context, or the session's last token, ended it, and not a limit of its own."""
 
 
 class TokenSampler(Protocol):
@@ -106,6 +108,8 @@ class Policy:
     _requests: int = field(default=0, init=False)
     _under_way: set[asyncio.Task[Sample]] = field(default_factory=set, init=False)
     _ended: bool = field(default=False, init=False)
+    _worked_seconds: float = field(default=0.0, init=False)
+    _works_since: float = field(default=0.0, init=False)
     _begun_at: int | None = field(default=None, init=False)
     """The version of its first token."""
     _asked: dict[str, Sampling] = field(default_factory=dict, init=False)
@@ -115,6 +119,12 @@ class Policy:
     def generating(self) -> bool:
         """Whether a request is at the generator."""
         return bool(self._under_way)
+
+    @property
+    def generating_seconds(self) -> float:
+        """For how long at least one of its requests was at the generator."""
+        under_way = asyncio.get_running_loop().time() - self._works_since if self._under_way else 0.0
+        return self._worked_seconds + under_way
 
     def go_on_after(self, requests: int) -> None:
         """Number the next requests after these, which the episode has made in another process."""
@@ -194,6 +204,7 @@ class Policy:
             choices=sample.choices,
             form_weights=sample.form_weights,
             trained=trained,
+            filled=sample.finish is Finish.LENGTH and (wanted.max_tokens is None or wanted.max_tokens > room),
         )
 
     def _wanted(self, sampling: Sampling | None, changes: dict[str, Any], trained: bool) -> Sampling:
@@ -212,6 +223,9 @@ class Policy:
     async def _unless_ended(self, request: Coroutine[Any, Any, Sample]) -> Sample:
         """The sample of this request; EpisodeError if the episode ends before."""
         asked = asyncio.create_task(request)
+        clock = asked.get_loop()
+        if not self._under_way:
+            self._works_since = clock.time()
         self._under_way.add(asked)
         try:
             return await asked
@@ -222,6 +236,8 @@ class Policy:
             raise
         finally:
             self._under_way.discard(asked)
+            if not self._under_way:
+                self._worked_seconds += clock.time() - self._works_since
 
     def _end(self) -> EpisodeError:
         return EpisodeError(f"episode {self.name} has ended and can't sample any more")

@@ -64,8 +64,12 @@ class RunningEpisode:
     """What was said in this attempt, once it has begun."""
     why: str | None = field(default=None, init=False)
     """The error that ended this attempt."""
-    _cut_before: int | None = field(default=None, init=False)
-    """Calls of environments and tools that had been cancelled before time ran out, if it did."""
+    is_cut_off: bool = field(default=False, init=False)
+    """Whether a limit ended it before its script or its agent gave a reward."""
+    was_held_up: bool = field(default=False, init=False)
+    """Whether time ran out while its policy was idle, or after it had been idle for most of it: its own code, a tool,
+    an environment or a verifier took the time."""
+    _began: float = field(default=0.0, init=False)
     _first: Policy = field(init=False)
     _stage: str = field(default=WAITING, init=False)
     _judging: int = field(default=0, init=False)
@@ -91,18 +95,11 @@ class RunningEpisode:
         """Whether its time limit has ended this attempt."""
         return self.session is not None and self.session.ended is SessionEnd.TIMED_OUT
 
-    @property
-    def was_in_environment(self) -> bool:
-        """Whether it waited for a `LimitedEnvironment` or a tool of `McpTools` when time ran out."""
-        return self._cut_before is not None and self._cuts() > self._cut_before
-
     def ran_out_of_time(self) -> None:
-        """Note what it waits for; it is about to be cancelled."""
-        self._cut_before = self._cuts()
+        """Note whose time it was; it is about to be cancelled."""
+        seconds = asyncio.get_running_loop().time() - self._began
+        self.was_held_up = not self.policy.generating or 2 * self.policy.generating_seconds < seconds
         self.is_unjudged |= self._judging > 0
-
-    def _cuts(self) -> int:
-        return self.counts["environment/cancelled"] + self.counts["tools/cancelled"]
 
     @property
     def doing(self) -> str:
@@ -116,7 +113,7 @@ class RunningEpisode:
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """The block in which the episode runs; its policy ends with it."""
-        self._stage, self._cut_before = OWN_CODE, None
+        self._stage, self._began = OWN_CODE, asyncio.get_running_loop().time()
         with counting(self.counts):
             try:
                 yield

@@ -37,6 +37,7 @@ from goaly.rollout.group import GroupRunner
 from goaly.rollout.policy import ContextFull
 from goaly.rollout.settings import EndpointSettings, RolloutSettings, SessionSettings
 from goaly.trajectory import Group, Trajectory
+from tests import virtual_time
 
 PROMPT = Prompt(id="q1", source="s", messages=(Message(role="user", content="2+3?"),), answer="5")
 LIMITED = SessionSettings(turns=2)
@@ -124,7 +125,7 @@ async def test_an_episode_that_its_limits_end_is_trained_as_far_as_it_came(
     assert isinstance(group, Group), group
     told = [record.getMessage() for record in caplog.records if record.name == "goaly.rollout.group"]
     assert sorted(text.partition(": ")[0] for text in told) == [
-        f"episode {sample} of prompt q1 is trained as truncated" for sample in (0, 1)
+        f"episode {sample} of prompt q1 was cut off" for sample in (0, 1)
     ]
     for sample, text in enumerate(sorted(told)):
         assert "context" in text or f"session of prompt q1/{sample}: " in text
@@ -297,16 +298,18 @@ async def test_an_episode_that_goes_on_after_a_refusal_is_truncated_too(runs: Ru
     assert group.counts == {"agents/sessions_truncated": 2}
 
 
+@virtual_time.jumps
 async def test_an_episode_that_runs_out_of_time_is_trained_as_truncated_beside_its_siblings(runs: Runs) -> None:  # RG-4
     async def one_is_slow(prompt: Prompt, context: EpisodeContext) -> Any:
         said = await context.chat.say(prompt.messages)
         if context.sample_index == 1:
-            context.chat.credited(said, 0.25)
-            await asyncio.Event().wait()
+            context.chat.credited(said, -0.25)
+            runs.sampler.go_on = asyncio.Event()
+            await context.chat.say([Message(role="user", content="again")])
         return context.chat.finish(1.0)
 
-    group = await runs.group(one_is_slow, episode_seconds=0.1)
-    assert group.rewards == [1.0, 0.25]
+    group = await runs.group(one_is_slow, episode_seconds=60.0)
+    assert group.rewards == [1.0, -0.25]
     assert [sample.outcome for sample in group.samples] == ["complete", "truncated"]
     assert [sample.trained_tokens > 0 for sample in group.samples] == [True, True]
     assert group.counts == {"agents/sessions_timed_out": 1}
@@ -367,15 +370,17 @@ async def test_a_group_fails_if_what_an_episode_said_in_its_time_cannot_be_judge
     assert end.counts["agents/sessions_timed_out"] == 1
 
 
+@virtual_time.jumps
 async def test_a_group_fails_if_all_its_episodes_run_out_of_time(runs: Runs) -> None:  # RG-4
     async def slow(prompt: Prompt, context: EpisodeContext) -> Any:
         await context.chat.say(prompt.messages)
-        await asyncio.Event().wait()
+        runs.sampler.go_on = asyncio.Event()
+        await context.chat.say(prompt.messages)
 
-    end = await runs.group(slow, episode_seconds=0.1)
+    end = await runs.group(slow, episode_seconds=60.0)
     assert (end.state, end.why) == ("failed", "episode_timeout")
     assert end.counts == {"agents/sessions_timed_out": 2}
-    assert "all episodes of prompt q1 exceeded rollout.episode_seconds=0.1" in (runs.summary.failed or "")
+    assert "all episodes of prompt q1 exceeded rollout.episode_seconds=60.0" in (runs.summary.failed or "")
 
 
 async def test_an_evaluation_counts_0_for_an_episode_that_runs_out_of_time_also_if_it_was_exhausted(runs: Runs) -> None:

@@ -1,0 +1,47 @@
+"""The rewards of episodes that a limit cut off before their script gave one, as `rollout.cut_off_reward` says. Pure.
+
+Invariants
+    CT-1  With `worst` no cut-off episode has a higher reward than a finished one of its group, or one above 0. Where
+          none has finished, they keep what they have.
+    CT-2  An episode that leaves its group counts nowhere: in no baseline, loss, count or denominator.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from goaly.rollout.policy import ContextFull
+from goaly.rollout.settings import CutOffReward
+from goaly.trajectory import Trajectory, episode_reward
+
+Episodes = Sequence[tuple[Trajectory, ...]]
+"""The trajectories of each episode of a group."""
+
+
+class NoneFinished(ContextFull):
+    """All episodes of a group were cut off, and leave it."""
+
+    reason = "cut_off"
+
+
+def settled(finished: Episodes, cut_off: Episodes, setting: CutOffReward) -> list[tuple[Trajectory, ...]]:
+    """The episodes of a group in the order of their samples, with the rewards that count, but for those that leave it.
+
+    A lowered reward sits on the last trained token, and takes the place of process rewards."""
+    if setting == "exclude":
+        return list(finished)
+    if setting == "worst" and not finished:
+        return list(cut_off)
+    most = min([0.0, *map(episode_reward, finished)]) if setting == "worst" else setting  # CT-1
+    ended = [tuple(lowered(one, most) for one in episode) for episode in cut_off]
+    return sorted([*finished, *ended], key=lambda episode: episode[0].sample_index)
+
+
+def lowered(trajectory: Trajectory, most: float) -> Trajectory:
+    """The trajectory, with this reward if its own is higher."""
+    if trajectory.reward <= most:
+        return trajectory
+    rewards_T, trained = torch.zeros(len(trajectory)), trajectory.tokens["trained"].nonzero()
+    rewards_T[int(trained[-1]) if len(trained) else -1] = most
+    return replace(trajectory, tokens=trajectory.tokens.clone(recurse=False).update({"rewards": rewards_T}))
