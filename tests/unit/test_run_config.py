@@ -11,7 +11,7 @@ from goaly.config import load
 from goaly.config.settings import Section
 from goaly.errors import ConfigError
 from goaly.generate.settings import GeneratorSettings
-from goaly.models.spec import architecture, read_config
+from goaly.models.architecture import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.reward.advantages import ESTIMATORS
 from goaly.rollout.settings import EndpointSettings, RolloutSettings

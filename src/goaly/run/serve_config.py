@@ -104,14 +104,14 @@ class ServeConfig(Settings):
             yield f"{at.tokens_file}: a token must be of ASCII letters, digits and signs, without spaces"
 
     def _model_problems(self, at: Section, model: ModelSettings, chat: ChatSettings) -> Iterator[str]:
-        from goaly.models.spec import architecture, read_config  # imports torch, which `--help` does not need
+        from goaly.models.published import shape_of  # imports torch, which `--help` does not need
         from goaly.prompts.tokenizer import chat_problems  # imports jinja
 
         if list(folder_problems(model.path, at)):
             return
         yield from chat_problems(chat, model.path, f"{at}chat.")
         try:
-            shape = architecture(read_config(model.path), where=model.path)
+            shape = shape_of(model)
         except ConfigError as error:
             yield from error.problems
         else:
