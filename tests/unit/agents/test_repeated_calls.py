@@ -1,6 +1,7 @@
 """Requests that are sent again: retries, equal requests, lost answers, refusals, and the ids of responses."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,6 +12,7 @@ import openai
 import pytest
 from served_policy import QUESTION, Scripted, Serve, of_anthropic, of_openai, serving, started, wrote
 
+from goaly.agents import session_files
 from goaly.agents.answers import AnswerParser
 from goaly.agents.public_gateway import PublicGateway
 from goaly.agents.served import Ask, Repeats
@@ -166,6 +168,24 @@ async def test_a_reward_of_several_answers_is_one_record(serve: Serve, tmp_path:
             await client.post(url, json={"reward": 0.5, "response_id": made.id})
         assert [record["kind"] for record in files.records("7.0")] == ["turn", "turn", "credit"]
         assert served.session._credits == [0.5, 0.5]
+
+
+async def test_a_session_whose_file_can_not_be_written_goes_on_and_its_file_has_what_came_before(
+    serve: Serve, tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:  # KS-1
+    files = SessionFiles(tmp_path / "sessions")
+    with serve(*(wrote(text, "x") for text in ("one", "two", "three")), files=files) as served:
+        ask = of_openai(served, max_retries=0).chat.completions.create
+        await ask(model="m", messages=[QUESTION])
+        with monkeypatch.context() as patched:
+            patched.setattr(session_files, "open_lines", lambda path: os.open("/dev/full", os.O_WRONLY))
+            await ask(model="m", messages=[QUESTION])
+        await ask(model="m", messages=[QUESTION])
+        assert len(served.session.turns) == 3
+        assert [record["kind"] for record in files.records("7.0")] == ["turn"]
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records if "7.0" in record.getMessage()] == [
+        "a worker that takes over will not know the records from here on: [Errno 28] No space left on device"
+    ]
 
 
 @asynccontextmanager
