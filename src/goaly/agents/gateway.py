@@ -139,6 +139,7 @@ class Gateway:
         own = partial(listening, settings.host, port_of(settings, worker))
         listen = own if listener is None else partial(listener_of, listener)
         self._http = HttpServer(settings.host, listen, folder, max_context, self)
+        self._untrained = settings.untrained
         self._files = files
         self._sessions: dict[str, ServedSession] = {}
         self._begun = {} if files is None else files.begun()
@@ -154,7 +155,9 @@ class Gateway:
     def serve(self, session: Session, policy: Policy, parser: AnswerParser) -> Iterator[Endpoint]:
         """Let agents with the endpoint's key reach this session, until the block ends."""
         key = secrets.token_hex(24) if self._files is None else self._files.api_key(policy.name)
-        served = self._sessions[key] = ServedSession(session=session, policy=policy, parser=parser, secret=key)
+        served = self._sessions[key] = ServedSession(
+            session=session, policy=policy, parser=parser, secret=key, untrained=self._untrained
+        )
         if (awaited := self._awaited.pop(key, None)) is not None:
             awaited.set()
         try:

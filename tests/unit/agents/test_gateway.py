@@ -22,7 +22,7 @@ from goaly.agents.session import SessionLimits
 from goaly.agents.session_files import SessionFiles, forget_group, forget_sessions
 from goaly.generate.request import seed_of
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.settings import EndpointSettings
+from goaly.rollout.settings import EndpointSettings, UntrainedSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}
@@ -321,6 +321,41 @@ async def test_trained_answers_keep_the_runs_distribution_and_evaluations_have_t
             (asked,) = served.scripted.asked
             assert asked.temperature == (0.5 if evaluation else 1.0)
             assert (asked.max_tokens, asked.stop) == (7, ("!",))
+
+
+async def test_requests_that_a_rule_names_are_answered_and_recorded_but_not_trained(
+    chats: dict[str, ChatTokenizer],
+) -> None:
+    untrained = UntrainedSettings(
+        models=("*haiku*",), headers={"X-Purpose": "title"}, metadata={"purpose": "summary?", "user_id": "small"}
+    )
+    asked: Any = {"messages": [QUESTION], "temperature": 0.5, "max_tokens": 50}
+    by_metadata, by_header = {"metadata": {"purpose": "summary1"}}, {"extra_headers": {"x-purpose": "title"}}
+    async with started(chats["qwen3"], settings=EndpointSettings(untrained=untrained)) as (gateway, parser):
+        with serving(gateway, chats["qwen3"], parser, MALFORMED["an unknown tool"], malformed_penalty=1.0) as served:
+            openai_client, claude = of_openai(served), of_anthropic(served).messages
+            chat, texts = openai_client.chat.completions.create, openai_client.completions.create
+            responses: Any = partial(openai_client.responses.create, input="hi", temperature=0.5)
+            await chat(model="claude-haiku-4-5", tools=TOOLS, **asked)
+            await chat(model="m", **asked, **by_header)
+            await chat(model="m", **asked, **by_metadata)
+            await responses(model="m", **by_metadata)
+            await texts(model="haiku", prompt="2+3=", temperature=0.5)
+            await claude.create(model="m", max_tokens=50, messages=[QUESTION], metadata={"user_id": "small"})
+            async with claude.stream(model="a-haiku", max_tokens=50, messages=[QUESTION]) as stream:
+                await stream.get_final_message()
+            masked = len(served.session.turns)
+            await chat(model="m", **asked, metadata={"purpose": "summary"}, extra_headers={"x-purpose": "titles"})
+            await responses(model="claude-sonnet", metadata={"user_id": "smaller"})
+            turns = served.session.turns
+        assert [turn.trained for turn in turns] == [False] * masked + [True] * 2
+        assert (masked, served.session.untrained_turns, served.session.malformed_calls) == (7, 7, 1)
+        assert [one.temperature for one in served.scripted.asked] == [0.5] * 5 + [1.0] * 4, (
+            "trained ones have the run's"
+        )
+        trajectories = served.session.trajectories(1.0)
+        assert [one.trained_tokens for one in trajectories] == [len(turn.tokens) for turn in turns[-2:]]
+        assert [one.reward for one in trajectories] == [1.0, 1.0]
 
 
 async def test_rewards_come_over_http_for_a_turn_or_for_the_episode(serve: Serve) -> None:
