@@ -208,6 +208,38 @@ async def public(chat: ChatTokenizer, *tokens: str, scripted: Scripted | None = 
         await gateway.close()
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost"}, 200),
+        ({"host": "[::1]:8000", "origin": "http://localhost:3000"}, 200),
+        ({"host": "127.0.0.7:1", "origin": "https://127.0.0.1"}, 200),
+        ({"host": "evil.example:8000"}, 403),
+        ({"host": "localhost.evil.example"}, 403),
+        ({"host": "0.0.0.0:8000"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"host": ""}, 403),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://localhost@evil.example"}, 403),
+    ],
+)
+async def test_without_tokens_no_page_of_another_machine_is_answered(
+    chats: dict[str, ChatTokenizer], headers: dict[str, str], status: int
+) -> None:  # PG-3
+    async with public(chats["chatml"]) as url, httpx.AsyncClient(headers=headers) as client:
+        asked = {"model": "m", "messages": [QUESTION]}
+        response = await client.post(f"{url}/chat/completions", json=asked)
+        assert response.status_code == status
+        if status == 403:
+            assert "must be 127.0.0.1 or localhost" in response.json()["error"]["message"]
+    async with public(chats["chatml"], "secret") as url:
+        headers = {"authorization": "Bearer secret", **headers}
+        async with httpx.AsyncClient(headers=headers) as client:
+            assert (await client.post(f"{url}/chat/completions", json=asked)).status_code == 200
+
+
 async def test_retries_outside_of_training_get_the_first_answer_and_nobody_elses(
     chats: dict[str, ChatTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # PG-2
