@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from apps.sft.config import SftConfig
 from apps.sft.ranks import is_first_rank, join_ranks, wait_for_all_ranks
 from goaly.config import Loaded, run_cli, to_yaml
-from goaly.folder import writing
 from goaly.models.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -51,8 +50,7 @@ def sft(config: SftConfig, folder: "SftFolder") -> dict[str, Any]:
         report.step(engine.policy_version, batch, metrics)
         if config.checkpoint_every and engine.policy_version % config.checkpoint_every == 0:
             folder.save_checkpoint({"engine": engine.state_dict(), "rows": rows.state_dict()})
-    with writing(f"output={config.output}"):
-        engine.save_hf(folder.model)
+    engine.save_hf(folder.model)
     report.close()
     seconds = round(time.monotonic() - started, 1)
     return {"steps": engine.policy_version, "loss": metrics.get("loss"), "documents": rows.position, "seconds": seconds}
@@ -99,8 +97,7 @@ def main(loaded: Loaded[SftConfig]) -> int:
         return 0
     join_ranks(config)
     if is_first_rank():
-        with writing(f"output={config.output}"):
-            folder.prepare()
+        folder.prepare()
     wait_for_all_ranks()
     try:
         summary = sft(config, folder)

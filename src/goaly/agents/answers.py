@@ -38,7 +38,7 @@ class AnswerParser:
     """Reads answers with the parsers of these settings; without any, an answer is its text."""
 
     def __init__(self, chat: ChatTokenizer, settings: ChatSettings):
-        self._chat = chat
+        self.chat = chat
         self._settings = settings
         self._parser: Any = None
 
@@ -57,7 +57,7 @@ class AnswerParser:
         from vllm.tokenizers import get_tokenizer
 
         self._request = ChatCompletionRequest
-        self._tokenizer = get_tokenizer(str(self._chat.folder))
+        self._tokenizer = get_tokenizer(str(self.chat.folder))
         self._parser = ParserManager.get_parser(
             tool_parser_name=settings.tool_parser,
             reasoning_parser_name=settings.reasoning_parser,
@@ -113,7 +113,7 @@ class AnswerParser:
     ) -> AnswerStream:
         """Reads one answer while it is sampled, as `message` reads the whole; with `plain` as `text` does."""
         is_text = plain or self._parser is None
-        decode = partial(self._chat.decode, skip_special_tokens=is_text)
+        decode = partial(self.chat.decode, skip_special_tokens=is_text)
         reading = (
             None if is_text else self._reading(tools, choice if tools else "none", self._merged(template_args or {}))
         )
@@ -188,7 +188,7 @@ class AnswerParser:
     def text(self, completion: Completion, *, skip_special_tokens: bool = True) -> str:
         """The text of the answer without the stop token or the stop string that ended it."""
         stop = completion.stop
-        text = self._chat.decode(self._written(completion), skip_special_tokens=skip_special_tokens)
+        text = self.chat.decode(self._written(completion), skip_special_tokens=skip_special_tokens)
         return text if stop is None or stop not in text else text[: text.rfind(stop)]
 
     def _merged(self, template_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,9 +204,9 @@ class AnswerParser:
         only the tokens that begin the next answer."""
         args = self._merged(chat.template_args)
         text, before = (
-            self._chat.render_text(chat.messages, is_next, chat.tools, chat.template_args) for is_next in (True, False)
+            self.chat.render_text(chat.messages, is_next, chat.tools, chat.template_args) for is_next in (True, False)
         )
-        begun = self._chat.encode(text.removeprefix(before))
+        begun = self.chat.encode(text.removeprefix(before))
         return {AT_ONCE: self._parser_of(None, args).is_reasoning_end(begun), TEMPLATE_ARGS: args}
 
     def _parsed(
@@ -237,7 +237,7 @@ class AnswerParser:
     def _written(self, completion: Completion) -> list[int]:
         """The tokens of the answer without the stop token."""
         tokens = completion.tokens.tolist()
-        return tokens[:-1] if tokens and tokens[-1] in self._chat.stop_token_ids else tokens
+        return tokens[:-1] if tokens and tokens[-1] in self.chat.stop_token_ids else tokens
 
 
 def starts_of_calls(parser: object) -> list[str]:

@@ -17,9 +17,12 @@ from typing import Any
 
 from goaly.bounded_json import bounded_json
 from goaly.prompts.prompt import ASSISTANT, Message
+from goaly.prompts.template import text_of
 
 MALFORMED_INPUT = "malformed_arguments"
 """The key of the input that Anthropic's API gives to a call whose arguments are no object: it has their text."""
+PLAIN = "plain text"
+"""The role of prompts without messages. No chat has it, and no template renders it."""
 _PLAIN = {"role", "content"}
 _NAMED = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 
@@ -99,8 +102,8 @@ class Conversation:
 
 
 def canonical(message: Mapping[str, Any]) -> Message:
-    """A client's message as templates expect it: without empty values, content that has text only as one string, and
-    tool calls with their arguments as an object, as vLLM gives them to templates. ValueError if it is no message."""
+    """A client's message as templates expect it: without empty values, a single part of text as that text, and tool
+    calls with their arguments as an object, as vLLM gives them to templates. ValueError if it is no message."""
     if message.keys() == _PLAIN and isinstance(message["role"], str) and isinstance(message["content"], str):
         return Message(role=message["role"], content=message["content"])
     given = {key: value for key, value in message.items() if value not in (None, [], {})}
@@ -109,13 +112,15 @@ def canonical(message: Mapping[str, Any]) -> Message:
     if not isinstance(given.get("role"), str):
         raise ValueError("messages: each message must have a role")
     content = given.get("content", "")
-    if isinstance(content, list | tuple) and all(_is_text(part) for part in content):
-        content = "\n".join(part["text"] for part in content)
+    if isinstance(content, list | tuple):
+        text_of(content)
+        parts = [{"type": "text", "text": part["text"]} for part in content]  # what else they have is for other models
+        content = parts if len(parts) > 1 else parts[0]["text"] if parts else ""
     calls = given.get("tool_calls")
     return Message(
         role=given["role"],
         content=content,
-        tool_calls=None if calls is None else tuple(_call(call) for call in calls),
+        tool_calls=None if calls is None else tuple(canonical_call(call) for call in calls),
         tool_call_id=given.get("tool_call_id"),
         name=given.get("name"),
         reasoning_content=given.get("reasoning_content"),
@@ -123,11 +128,8 @@ def canonical(message: Mapping[str, Any]) -> Message:
     )
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _call(call: Any) -> dict[str, Any]:
+def canonical_call(call: Any) -> dict[str, Any]:
+    """A client's tool call with its arguments as an object; ValueError if it is no call of a function."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         raise ValueError("tool_calls: each must have a function with a name and arguments")
     arguments = call["function"].get("arguments")
@@ -157,16 +159,16 @@ def _id(sent: Any) -> str | None:
 
 def _compared(message: Message, places: Mapping[str | None, tuple[int, int]]) -> bytes:
     """The parts by which messages are compared: of an assistant's, only those that clients send back."""
-    content, calls, is_own = message.content, message.tool_calls, message.role == ASSISTANT
+    content, calls, is_own = text_of(message.content or ""), message.tool_calls, message.role == ASSISTANT
     others = calls or not (is_own or message.tool_call_id is message.name is message.reasoning_content is None)
-    if isinstance(content, str) and not others and (is_own or not message.extra):  # most messages
+    if not others and (is_own or not message.extra):  # most messages
         return f"text {len(message.role)} {message.role}{content}".encode(errors="surrogatepass")
     if is_own:
         functions = [call["function"] for call in calls or ()]
         named = [[function.get("name"), _in_javascript(function["arguments"])] for function in functions]
         return _json({"content": content, "tool_calls": named})
     answered = places.get(_id(message.tool_call_id), message.tool_call_id)
-    return _json({**message.as_dict(), "tool_call_id": answered})
+    return _json({**message.as_dict(), "content": content, "tool_call_id": answered})
 
 
 def _in_javascript(value: Any) -> Any:

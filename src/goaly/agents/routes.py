@@ -25,6 +25,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelList
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.exceptions import VLLMClientError
 
+from goaly.agents.answers import AnswerParser
 from goaly.agents.event_streams import COMMENT, PING, EventStream, response_events
 from goaly.agents.published import KEYS, OpenAIErrorResponse, answers, published
 from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, as_refusal, error_response
@@ -47,9 +48,9 @@ class RewardRequest(BaseModel):
     """The response whose turns get it, as a process reward; without one it is for the whole episode."""
 
 
-def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
+def app(folder: str, max_context: int, parser: AnswerParser) -> FastAPI:
     """The routes, for the model in this folder. Each request with a key needs an `EXCHANGE`."""
-    serving = Serving(folder, max_context, reads_calls)
+    serving = Serving(folder, max_context, parser)
     routes = APIRouter(dependencies=KEYS)
     api = FastAPI(title="goaly", openapi_url=None)
 
@@ -64,13 +65,13 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
     @routes.post("/v1/chat/completions", responses=answers(ChatCompletionResponse))
     @with_cancellation
     async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
-        _asked_of(request, raw_request)
+        request.model = MODEL
         return await _response(serving.chat.create_chat_completion(request, raw_request))
 
     @routes.post("/v1/completions", responses=answers(CompletionResponse))
     @with_cancellation
     async def completions(request: CompletionRequest, raw_request: Request) -> Response:
-        _asked_of(request, raw_request)
+        request.model = MODEL
         return await _response(serving.completions.create_completion(request, raw_request))
 
     @routes.post("/v1/responses", responses=answers(ResponsesResponse))
@@ -78,14 +79,13 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
     async def responses(request: ResponsesRequest, raw_request: Request) -> Response:
         call = EXCHANGE.get().call
         assert call is not None
-        request.request_id = f"resp_{call.id}"  # a retry gets the same id
-        _asked_of(request, raw_request)
+        request.request_id, request.model = f"resp_{call.id}", MODEL  # a retry gets the same id
         return await _response(serving.responses.create_responses(request, raw_request), response_events)
 
     @routes.post("/v1/messages", responses=answers(AnthropicMessagesResponse, errors=AnthropicErrorResponse))
     @with_cancellation
     async def messages(request: AnthropicMessagesRequest, raw_request: Request) -> Response:
-        _asked_of(request, raw_request)
+        request.model = MODEL
         return await _response(serving.messages.create_messages(request, raw_request), silence=PING)
 
     @routes.post(
@@ -139,13 +139,6 @@ def app(folder: str, max_context: int, reads_calls: bool) -> FastAPI:
         api.exception_handler(kind)(_error)
     api.include_router(routes)
     return api
-
-
-def _asked_of(request: Any, raw_request: Request) -> None:
-    """Whatever model the request names, the policy answers; whether that is trained may depend on the name."""
-    exchange, metadata = EXCHANGE.get(), getattr(request, "metadata", None)
-    exchange.trained = not exchange.served.untrained.apply_to(request.model, raw_request.headers, metadata)
-    request.model = MODEL
 
 
 async def _response(

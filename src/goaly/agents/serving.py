@@ -30,13 +30,13 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser import Parser
 from vllm.renderers import renderer_from_config
-from vllm.renderers.chat_utils import has_non_text_content
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParser
 
 from goaly.agents.answer_stream import Piece, Reader
-from goaly.agents.answers import FREE, ToolChoice
+from goaly.agents.answers import FREE, AnswerParser, ToolChoice
+from goaly.agents.client_messages import read_messages
 from goaly.agents.event_streams import Messages
 from goaly.agents.refusals import as_refusal
 from goaly.agents.served import EXCHANGE, Ask
@@ -79,25 +79,25 @@ GIVEN: Mapping[str, str] = {
 class Serving:
     """The handlers of each API, for the model in a folder."""
 
-    def __init__(self, folder: str, max_context: int, reads_calls: bool):
-        """`reads_calls`: whether tool calls are found in answers."""
+    def __init__(self, folder: str, max_context: int, answers: AnswerParser):
+        """`answers` reads those of all sessions."""
         config = ModelConfig(
             model=folder, max_model_len=max_context, dtype="float32", generation_config="vllm", enforce_eager=True
         )
         config.hf_config.model_type = "policy"  # gpt-oss would take another way, past the session
         vllm_config = VllmConfig(model_config=config)
         engine: Any = cast(Any, _Engine)(vllm_config)
-        parser = type("Recorded", (_RecordedParser,), {"tool_parser_cls": ToolParser if reads_calls else None})
+        parser = type("Recorded", (_RecordedParser,), {"tool_parser_cls": ToolParser if answers.reads_calls else None})
         renderer = _SessionRenderer(
             config,
             engine.renderer,
             request_logger=None,
-            chat_template=None,
+            chat_template=answers.chat.template,  # vLLM asks it whether system messages may be anywhere
             chat_template_content_format="string",
             enable_auto_tools=True,
         )
         renderer.parser = parser
-        renderer.reads_calls = reads_calls
+        renderer.reads_calls = answers.reads_calls
         models = OpenAIServingModels(engine, [BaseModelPath(name=MODEL, model_path=MODEL)])
         shared: dict[str, Any] = {"request_logger": None, "online_renderer": renderer}
         chat: dict[str, Any] = {
@@ -146,12 +146,10 @@ class _SessionRenderer(OnlineRenderer):
         exchange = EXCHANGE.get()
         exchange.is_read = True
         _refuse_unknown(request, tool_dicts is not None and not self.reads_calls)
-        if has_non_text_content(messages):
-            raise VLLMValidationError("messages: must have text only, the policy reads no images", parameter="messages")
         variables = request.build_chat_params(None, "string").chat_template_kwargs
         tools = tool_dicts or []
         continuation = exchange.served.session.extend(
-            [dict(message) for message in messages],
+            read_messages(messages, self.model_config, exchange.served.parser.chat.reads_parts(tools)),
             tools,
             {key: value for key, value in variables.items() if key not in _OURS and value is not None},
         )
@@ -165,7 +163,6 @@ class _SessionRenderer(OnlineRenderer):
             one_call=request.parallel_tool_calls is False,
             structured_outputs=exchange.served.parser.structured_outputs(request, continuation.request),
             streams=bool(request.stream),
-            trained=exchange.trained,
         )
         return [], [_prompt(continuation, "input" if isinstance(request, ResponsesRequest) else "messages")]
 
@@ -186,7 +183,6 @@ class _SessionRenderer(OnlineRenderer):
             plain=True,
             structured_outputs=exchange.served.parser.structured_outputs(request, None),
             streams=bool(request.stream),
-            trained=exchange.trained,
         )
         return [_prompt(continuation, "prompt")]
 

@@ -2,9 +2,12 @@
 
 That import takes 2.3 s in every worker process and the controller, ten times as long as this module's.
 `tests/unit/prompts/test_template.py` renders the same chats with both (TK-1), and compares the features of templates.
+Two things are done as vLLM's server does them, before the template sees the messages: a template that reads contents
+in parts gets parts, and the role `developer` becomes `system` where the template does not know it.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +21,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
+DEVELOPER, SYSTEM, TOOL = "developer", "system", "tool"
+_DEVELOPER_TEXT = re.compile(f"""['"]{DEVELOPER}['"]""")
+_PARTS = [{"type": "text", "text": "one part"}, {"type": "text", "text": "another"}]
+"""A content with which a template shows whether it reads parts."""
+Messages = Sequence[Mapping[str, Any]]
 
 
 class _Generation(Extension):
@@ -49,35 +57,99 @@ class ChatTemplate:
         }
         for template in self._templates.values():  # each rendering copies them, and jinja's chain of maps slowly
             template.globals = dict(template.globals)
+        self._reading_parts = {name for name in self._templates if self._finds_parts(name)}
+        self._with_developer = {name for name, source in self._sources.items() if _DEVELOPER_TEXT.search(source)}
+
+    @property
+    def source(self) -> str | None:
+        """The template of chats without tools, if there is one."""
+        return self._sources.get(_DEFAULT)
+
+    def reads_parts(self, tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+        """Whether the template reads the content of a message as a list of parts; others read it as one text."""
+        return self._name(tools) in self._reading_parts
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] = (),
         args: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of the chat; `args` override those of the template."""
-        name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
+        """The text of the chat; `args` override those of the template. ValueError for a content that is no text."""
+        name = self._name(tools)
         if name not in self._templates:
             raise ValueError(
                 f"{self._folder}: no chat template in tokenizer_config.json or chat_template.jinja; "
                 "set chat.template_file"
             )
+        if name not in self._with_developer and any(message["role"] == DEVELOPER for message in messages):
+            messages = _with_one_system(messages)
+        shown = _in_parts if name in self._reading_parts else _as_text
         return self._templates[name].render(
-            messages=messages,
+            messages=[shown(message) for message in messages],
             tools=list(tools) or None,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **{**self.special_tokens, **self._args, **(args or {})},
         )
 
+    def _name(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        return _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
+
+    def _finds_parts(self, name: str) -> bool:
+        """Whether the template shows the texts of parts, and not the list that has them."""
+        variables = {**self.special_tokens, **self._args, "tools": None, "documents": None}
+        asked = {"messages": [{"role": "user", "content": _PARTS}], "add_generation_prompt": False}
+        try:
+            text = self._templates[name].render(**variables, **asked)
+        except Exception:  # a template is a program of its own, and this one wants a text
+            return False
+        _, _, rest = text.partition(_PARTS[0]["text"])
+        between, found, _ = rest.partition(_PARTS[1]["text"])
+        return bool(found) and "text" not in between
+
     def unread_args(self) -> list[str]:
         """The names in `args` that the template does not read."""
         environment = _environment()
         read = set().union(*(find_undeclared_variables(environment.parse(source)) for source in self._sources.values()))
         return [name for name in self._args if name not in read]
+
+
+def text_of(content: Any) -> str:
+    """The text of a content: one text, or that of its parts, a line each. ValueError if it has other parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"content={content!r}: must be a text or a list of parts with type text")
+    return "\n".join(filter(None, texts))
+
+
+def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return message if content is None or isinstance(content, str) else {**message, "content": text_of(content)}
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its content in parts; the results of tools are texts for these templates, too."""
+    if message["role"] == TOOL:
+        return _as_text(message)
+    content = message.get("content") or []
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    text_of(parts)
+    return {**message, "content": parts}
+
+
+def _with_one_system(messages: Messages) -> Messages:
+    """The messages with one of role system in front, in place of all of the system and the developer."""
+    special = [message for message in messages if message["role"] in (SYSTEM, DEVELOPER)]
+    content: Any = special[0].get("content")
+    if special != messages[:1]:
+        content = "\n\n".join(text for message in special if (text := text_of(message.get("content") or "")))
+    return [{"role": SYSTEM, "content": content}, *(message for message in messages if message not in special)]
 
 
 def sources(folder: Path) -> dict[str, str]:

@@ -58,6 +58,15 @@ class ChatTokenizer:
         texts = sorted(self.stops, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
+    @property
+    def template(self) -> str | None:
+        """The chat template of chats without tools, if there is one."""
+        return self._template.source
+
+    def reads_parts(self, tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+        """Whether the chat template reads the content of a message as a list of parts; others read it as one text."""
+        return self._template.reads_parts(tools)
+
     def render_text(
         self,
         messages: Sequence[Message],
@@ -122,14 +131,8 @@ class ChatTokenizer:
         return end.end() if tokens and tokens[-1] == ends[end.group()] else end.start()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of the text, without special tokens. ValueError if it is not Unicode."""
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-        except TypeError as error:
-            if (lone := re.search("[\ud800-\udfff]", text)) is None:
-                raise
-            what = f"the text has a lone surrogate, {lone[0]!r} at character {lone.start()}"
-            raise ValueError(f"{what}; it must have whole characters") from error
+        """The tokens of the text, without special tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the tokens."""

@@ -73,6 +73,16 @@ QWEN3 = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
+PARTS = (
+    "{% macro text(content) %}{% for part in content %}{{ part.text }}{% endfor %}{% endmacro %}"
+    + TOOLS.replace("messages[0].content", "text(messages[0].content)")
+    + "{% for m in messages %}{% set content = m.content if m.role == 'tool' else text(m.content) %}"
+    "{% if m.role == 'user' or (m.role == 'system' and not loop.first) %}"
+    "{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{% elif m.role == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' + content }}" + CALLS + "{{ '<|im_end|>\n' }}"
+    "{% elif m.role == 'tool' %}" + RESULTS + "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 LLAMA3 = (
     "{{ bos_token }}{% if tools %}{{ '<|start_header_id|>system<|end_header_id|>\n\n' }}"
     "{% for tool in tools %}{{ (tool | tojson(indent=4)) + '\n\n' }}{% endfor %}{{ '<|eot_id|>' }}{% endif %}"
@@ -142,6 +152,7 @@ FAMILIES = {
         Family("tiny", CHAT_TEMPLATE, ("<|end|>",), plain),
         Family("chatml", CHATML, ("<|im_end|>",), plain),
         Family("hermes", HERMES, ("<|im_end|>", "<|endoftext|>"), hermes, calls=2),
+        Family("parts", PARTS, ("<|im_end|>",), hermes, calls=2),
         Family("llama3", LLAMA3, ("<|eot_id|>", "<|eom_id|>"), llama3, calls=1, content_with_calls=False),
         Family("qwen3", QWEN3, ("<|im_end|>", "<|endoftext|>"), qwen3, calls=2, reasons=True, appends_only=False),
     )
@@ -161,7 +172,7 @@ def write_tokenizer(folder: Path, stops: tuple[str, ...]) -> None:
     tokenizer.decoder = Fuse()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<|begin_of_text|>", "pad_token": "<|pad|>"}
+    config = {"bos_token": "<|begin_of_text|>", "pad_token": "<|pad|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     ids = {"eos_token_id": [vocabulary[stop] for stop in stops]}
     (folder / "generation_config.json").write_text(json.dumps(ids))

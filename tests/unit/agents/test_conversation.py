@@ -17,7 +17,10 @@ def last_digest(*messages, tools=()):
 @pytest.mark.parametrize(
     ("sent", "same"),
     [
-        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, user("a\nb")),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+            user("a"),
+        ),
         ({"role": "user", "content": []}, user("")),
         ({"role": "assistant", "content": None, "refusal": None, "annotations": [], "tool_calls": []}, assistant("")),
         ({"role": "assistant", "content": "a", "reasoning": "b"}, assistant("a", "b")),
@@ -28,9 +31,18 @@ def test_messages_that_mean_the_same_are_the_same(sent, same):
     assert canonical(sent) == canonical(same)
 
 
-def test_content_that_is_not_only_text_stays_a_list():
-    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "b"}}]
+def test_parts_stay_apart_and_are_compared_as_their_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": ""}, {"type": "text", "text": "b"}]
     assert canonical({"role": "user", "content": parts}).content == parts
+    assert last_digest({"role": "user", "content": parts}) == last_digest(user("a\nb"))
+
+
+@pytest.mark.parametrize(
+    "content", [[{"type": "image_url", "image_url": {"url": "b"}}], [{"type": "text"}], ["a"], {"type": "text"}, 3]
+)
+def test_a_content_that_is_not_only_text_is_refused(content):
+    with pytest.raises(ValueError, match="must be a text or a list of parts with type text"):
+        last_digest({"role": "user", "content": content})
 
 
 @pytest.mark.parametrize(

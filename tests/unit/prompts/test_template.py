@@ -10,6 +10,7 @@ from jinja2.exceptions import TemplateError
 
 from goaly.models.tiny import write_tiny_tokenizer
 from goaly.prompts.files import read_messages
+from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.template import ChatTemplate, _environment
 from goaly.prompts.tokenizer import ChatTokenizer, chat_problems
@@ -308,6 +309,29 @@ def test_template_settings_that_cannot_work_are_listed_with_their_keys(folder: P
         "chat.template_file=/nowhere: does not exist, must be a Jinja file",
         "chat.template_args.tools: must have another name, this argument is set from the chat",
     ]
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_developers_are_the_system_where_a_template_knows_none(folder: Path, knows: bool):
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template + "{# 'developer' #}" * knows)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    said = [("user", "q"), ("developer", parts), ("system", "c"), ("developer", None), ("user", "r")]
+    chat = ChatTokenizer(folder)
+    text = chat.render_text([Message(role=role, content=content) for role, content in said])
+    merged = "<system>a\nb\n\nc<user>q<user>r"
+    assert text == ("<user>q<developer>a\nb<system>c<developer>None<user>r" if knows else merged)
+    assert (
+        chat.render_text([Message(role="system", content="a"), Message(role="system", content="b")]).count("sys") == 2
+    )
+
+
+def test_a_content_that_is_no_text_is_refused_and_never_rendered(folder: Path):
+    picture = Message(role="user", content=[{"type": "text", "text": "a"}, {"type": "image"}])
+    for template in ("{{ messages[0].content }}", "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"):
+        (folder / "chat_template.jinja").write_text(template)
+        with pytest.raises(ValueError, match="must be a text or a list of parts with type text"):
+            ChatTokenizer(folder).render_text([picture])
 
 
 def test_special_tokens_of_older_folders_are_found(folder: Path):

@@ -1,0 +1,35 @@
+"""The messages of a client's request, of any API, as vLLM's own server gives them to chat templates.
+
+vLLM's parser knows each kind of part: `text` of OpenAI's chats, `input_text`, `output_text` and `refusal` of its
+Responses API. It takes pictures and sounds as well, which are refused before.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from vllm.config import ModelConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.chat_utils import has_non_text_content, parse_chat_messages
+
+from goaly.agents.conversation import canonical_call
+
+
+def read_messages(
+    messages: Sequence[Mapping[str, Any]], model: ModelConfig, in_parts: bool
+) -> Sequence[Mapping[str, Any]]:
+    """The messages with their contents as texts, or as lists of parts if the template reads these (`in_parts`)."""
+    sent: Any = [{**message, **_listed(message)} for message in messages]
+    if has_non_text_content(sent):
+        raise VLLMValidationError("messages: must have text only, the policy reads no images", parameter="messages")
+    conversation, _, _ = parse_chat_messages(sent, model, "openai" if in_parts else "string")
+    return cast(Sequence[Mapping[str, Any]], conversation)
+
+
+def _listed(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What the message has in iterators, which can be read only once, and calls that vLLM's parser may change."""
+    listed: dict[str, Any] = {}
+    if not isinstance(content := message.get("content"), str | None):
+        listed["content"] = list(content)
+    if (calls := message.get("tool_calls")) is not None:
+        listed["tool_calls"] = [canonical_call(call) for call in calls]
+    return listed
