@@ -9,13 +9,20 @@ Invariants
     BR-2  The stop token that ends an answer is in the tokens once: sampled, or else the first token of the bridge.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-from goaly.agents.conversation import Conversation
+from goaly.agents.conversation import PLAIN, Conversation
+from goaly.agents.turn import Continuation
 from goaly.prompts.prompt import Message
+from goaly.prompts.template import text_of
 from goaly.prompts.tokenizer import ChatTokenizer
 
+logger = logging.getLogger(__name__)
+
+_TOLD: set[str] = set()
+"""The roles whose messages a template left out, as far as this process has warned of them."""
 MARK = "mark"
 """Begins the texts that stand for the parts of an answer while its end is searched for."""
 
@@ -43,6 +50,33 @@ def bridge(
     return tokens[1:] if stopped else tokens  # BR-2
 
 
+def left_out(chat: ChatTokenizer, continuation: Continuation) -> int:
+    """How many of the messages that a request adds say something that the chat template leaves out of the prompt."""
+    parent, messages = continuation.parent, continuation.request.messages
+    text = chat.decode(continuation.context, skip_special_tokens=False)
+    first = 0 if parent is None else len(parent.conversation.messages)
+    said = {at: text_of(messages[at].content or "").strip() for at in range(first, len(messages))}
+    changed = [at for at, one in said.items() if one not in text]
+    if not changed or messages[0].role == PLAIN:
+        return 0
+    marks = {at: f"{_mark(text)}{at}." for at in changed}
+    marked = tuple(replace(one, content=marks.get(at, one.content)) for at, one in enumerate(messages))
+    shown = _render(chat, continuation.request, marked)
+    missing = [messages[at].role for at, mark in marks.items() if shown is not None and mark not in shown]
+    for role in set(missing) - _TOLD:
+        _TOLD.add(role)
+        logger.warning("the chat template leaves out a message of role %s: the policy does not see its text", role)
+    return len(missing)
+
+
+def _mark(text: str) -> str:
+    """The beginning of marks that are not in this text."""
+    name = MARK
+    while name in text:
+        name += MARK
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class _Split:
     """The part of a rendered conversation behind the parts of its marked answer."""
@@ -64,9 +98,7 @@ class _Marked:
     @classmethod
     def of(cls, answer: Message, text: str) -> "_Marked":
         """The answer with marks that are not in the text."""
-        name = MARK
-        while name in text:
-            name += MARK
+        name = _mark(text)
         calls = answer.tool_calls or ()
         marks = tuple(f"{name}{number}." for number in range(2 + len(calls)))
         reasoning, content, *arguments = marks

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from goaly.agents.bridge import bridge
-from goaly.agents.conversation import Conversation
+from goaly.agents.bridge import bridge, left_out
+from goaly.agents.conversation import PLAIN, Conversation
 from goaly.agents.tree import own_turns, trajectory_of
 from goaly.agents.turn import Continuation, Record, RecordedTurn, RenderedPrompt
 from goaly.errors import EpisodeError
@@ -29,9 +29,6 @@ from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Completion, ContextFull
 from goaly.trajectory import Trajectory, reward_value
-
-PLAIN = "plain text"
-"""The role of prompts without messages. No chat has it."""
 
 LIMITS, LAST = "limits", "last"
 
@@ -83,15 +80,15 @@ class Session:
         malformed_penalty: float = 0.0,
         log: Callable[[Record], None] | None = None,
     ):
-        """A trained turn's process reward is lowered by `malformed_penalty` for each malformed tool call. `log`
-        receives a record of each change, for `replay`."""
+        """A turn's process reward is lowered by `malformed_penalty` for each malformed tool call. `log` receives a
+        record of each change, for `replay`."""
         self.limits = limits or SessionLimits()
         self.ended: SessionEnd | None = None
         self.turns: list[RecordedTurn] = []
         self._sampled_tokens = 0
-        self.overridden_requests = 0
-        """Requests whose sampling parameters were replaced with the run's. Not in the log: a session that goes on in
-        another worker counts again from 0."""
+        self.overridden_requests = self.left_out_messages = 0
+        """Requests whose sampling parameters were replaced with the run's, and messages that the chat template did not
+        show. Not in the log: a session that goes on in another worker counts again from 0."""
         self.reward: float | None = None
         self.rewarded: set[str | None] = set()
         """The keys of the rewards that it got."""
@@ -228,6 +225,7 @@ class Session:
             malformed=malformed,
         )
         self._add(turn)
+        self.left_out_messages += left_out(self._chat, continuation)
         if self._log is not None:
             self._log(turn.record())
         if completion.trained and completion.filled:
@@ -360,7 +358,7 @@ class Session:
         self.turns.append(turn)
         if turn.trained:  # such as the first of a shorter chat
             self._refused.discard(LAST)
-        self._credits.append(-self._malformed_penalty * turn.malformed * turn.trained)
+        self._credits.append(-self._malformed_penalty * turn.malformed)
         self._sampled_tokens += len(turn.tokens)
         if turn.parent is not None:
             self._continued.add(turn.parent.number)

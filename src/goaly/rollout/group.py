@@ -352,6 +352,7 @@ def _ended(session: Session) -> Iterator[None]:
         count("agents/malformed_calls", session.malformed_calls)
         count("agents/untrained_turns", session.untrained_turns)
         count("agents/overridden_requests", session.overridden_requests)
+        count("agents/left_out_messages", session.left_out_messages)
         if session.ended is not SessionEnd.COMPLETE:
             count(f"agents/sessions_{session.ended}")
 

@@ -437,3 +437,29 @@ def test_of_two_calls_that_differ_in_their_ids_the_one_that_was_sent_back_withou
     for answer, turn in zip((call, other), turns, strict=True):
         sent, result = {**answer, "reasoning_content": None}, tool("2", answer["tool_calls"][0]["id"])
         assert a.session.extend([user("?"), sent, result], TOOLS).parent is turn
+
+
+def test_a_message_that_the_template_leaves_out_is_counted_once_and_warned_of(agent, caplog, monkeypatch):
+    monkeypatch.setattr("goaly.agents.bridge._TOLD", set())
+    a = agent("hermes")
+    said = [user("q"), {"role": "critic", "content": "be short"}]
+    a.say(said, assistant("a"))
+    assert a.session.left_out_messages == 1
+    a.say([*said, assistant("a"), {"role": "critic", "content": ""}, user("r")], assistant("b"))
+    assert a.session.left_out_messages == 1
+    a.say(
+        [{"role": "critic", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}], assistant("c")
+    )
+    assert a.session.left_out_messages == 2
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == "the chat template leaves out a message of role critic: the policy does not see its text"
+
+
+@pytest.mark.parametrize("name", ["parts", "llama3"])
+def test_a_message_that_the_template_changes_is_not_left_out(agent, name):
+    a = agent(name)
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    a.say([user(" q\n"), {"role": "user", "content": parts}, tool('"r"\n')], assistant("a"))
+    text = a.session.extend_text("plain")
+    a.session.record(text, a.completion(text.prompt, [5]), assistant("b"))
+    assert a.session.left_out_messages == 0
