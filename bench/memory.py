@@ -34,8 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import Machine
+from goaly.models.architecture import Architecture, architecture, read_config
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.models.spec import Architecture, architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.plan.memory import DTYPE_BYTES, memory_by_role, traced_pass
 from goaly.run.config import RunConfig

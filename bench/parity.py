@@ -37,9 +37,9 @@ from typing import Any
 
 from bench.parity_result import Combination, Result, Sampled, markdown, report
 from goaly.generate.settings import GeneratorSettings
+from goaly.models.architecture import architecture, read_config
 from goaly.models.bitwise_tiles import has_tiles
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.parity import Recomputer, Sampler, recompute_in_ranks, sample_in_ranks
 from goaly.parity_requests import cramped, mixed_requests

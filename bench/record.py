@@ -1,11 +1,15 @@
 """The file of an experiment's finished runs, a line each: what makes it resume where it stopped."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
+
+from goaly.folder import open_lines
+from goaly.telemetry.lines import read_lines
 
 T = TypeVar("T")
 
@@ -17,12 +21,10 @@ def digest(described: Mapping[str, Any]) -> str:
 
 def finished(file: Path, kind: type[T]) -> list[T]:
     """The runs that the file holds, in the order in which they finished."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [kind(**json.loads(line)) for line in lines]
+    return [kind(**record) for record in read_lines(file)] if file.exists() else []
 
 
 def append(file: Path, run: Any) -> None:
     """Add a finished run."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as out:
-        out.write(json.dumps(asdict(run)) + "\n")
+    with os.fdopen(open_lines(file), "ab") as out:
+        out.write(json.dumps(asdict(run)).encode() + b"\n")

@@ -101,12 +101,12 @@ class EvalConfig(Settings):
         if problems := self.model.problems(str(at)):
             yield from problems
             return
-        from goaly.models.spec import architecture, read_config  # imports torch, which `--help` does not need
+        from goaly.models.published import shape_of  # imports torch, which `--help` does not need
         from goaly.prompts.tokenizer import chat_problems  # imports jinja
 
         yield from chat_problems(self.chat, self.model.path, f"{at}chat.")
         try:
-            shape = architecture(read_config(self.model.path), where=at.path)
+            shape = shape_of(self.model, at.path)
         except ConfigError as error:
             yield from error.problems
         else:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from apps.eval.config import EvalConfig
 from goaly.config import Loaded, run_cli, to_yaml
 from goaly.errors import RunFailed, first_error
+from goaly.folder import writing
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings go to stdout, where the table belongs
 
@@ -114,8 +115,9 @@ def main(loaded: Loaded[EvalConfig]) -> int:
             "results": {name: asdict(result) for name, result in results.items()},
             "rewards": {name: {one.prompt.id: one.rewards for one in found} for name, found in answered.items()},
         }
-        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(config.output).write_text(json.dumps(content, indent=2) + "\n")
+        with writing(f"output={config.output}"):
+            Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+            Path(config.output).write_text(json.dumps(content, indent=2) + "\n")
     return 0
 
 

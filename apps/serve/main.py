@@ -12,10 +12,12 @@ import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from goaly.config import Loaded, run_cli, to_yaml
 from goaly.errors import first_error
+from goaly.folder import writing
 from goaly.run.serve_config import ServeConfig
 from goaly.telemetry import logs
 
@@ -63,7 +65,9 @@ def main(loaded: Loaded[ServeConfig]) -> int:
         sys.stdout.write(to_yaml(config))
         return 0
     folder = Path(config.folder.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
-    with logs.controller(folder / "logs" / "server.log"):
+    with ExitStack() as opened:
+        with writing(f"folder={config.folder}"):
+            opened.enter_context(logs.controller(folder / "logs" / "server.log"))
         return asyncio.run(serve(config, folder))
 
 

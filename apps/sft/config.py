@@ -51,15 +51,20 @@ class SftConfig(Settings):
         if self.tiny is not None and not self.tiny.problems(""):
             yield from self._shape_problems(at, model_config(self.tiny), "tiny model")
         if self.model is not None and not self.model.problems(""):
-            from goaly.models.spec import read_config  # imports torch, which `--help` does not need
+            from goaly.models.architecture import read_config  # imports torch, which `--help` does not need
             from goaly.prompts.tokenizer import chat_problems  # imports jinja
 
-            yield from self._shape_problems(at, read_config(self.model.path), "model")
+            try:
+                described = read_config(self.model.path, at.model.path)
+            except ConfigError as error:
+                yield from error.problems
+            else:
+                yield from self._shape_problems(at, described, "model")
             yield from chat_problems(self.chat, self.model.path, f"{at}chat.")
         yield from at.chat.idle("supervised training reads no answers", "tool_parser", "reasoning_parser")
 
     def _shape_problems(self, at: Section, model: Mapping[str, Any], whose: str) -> Iterator[str]:
-        from goaly.models.spec import architecture
+        from goaly.models.architecture import architecture
 
         try:
             shape = architecture(dict(model), where=whose)

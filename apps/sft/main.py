@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from apps.sft.config import SftConfig
 from apps.sft.ranks import is_first_rank, join_ranks, wait_for_all_ranks
 from goaly.config import Loaded, run_cli, to_yaml
+from goaly.folder import writing
 from goaly.models.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def sft(config: SftConfig, folder: "SftFolder") -> dict[str, Any]:
         report.step(engine.policy_version, batch, metrics)
         if config.checkpoint_every and engine.policy_version % config.checkpoint_every == 0:
             folder.save_checkpoint({"engine": engine.state_dict(), "rows": rows.state_dict()})
-    engine.save_hf(folder.model)
+    with writing(f"output={config.output}"):
+        engine.save_hf(folder.model)
     report.close()
     seconds = round(time.monotonic() - started, 1)
     return {"steps": engine.policy_version, "loss": metrics.get("loss"), "documents": rows.position, "seconds": seconds}
@@ -97,7 +99,8 @@ def main(loaded: Loaded[SftConfig]) -> int:
         return 0
     join_ranks(config)
     if is_first_rank():
-        folder.prepare()
+        with writing(f"output={config.output}"):
+            folder.prepare()
     wait_for_all_ranks()
     try:
         summary = sft(config, folder)

@@ -32,8 +32,8 @@ from goaly.config import load
 from goaly.errors import ConfigError, ParityError
 from goaly.generate.scheduling import SchedulingCounts
 from goaly.generate.settings import GeneratorSettings
+from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.models.spec import architecture, read_config
 from goaly.parity_requests import CheckedRequest, cramped, mixed_requests
 from goaly.run.config import RunConfig
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks

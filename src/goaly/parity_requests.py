@@ -14,8 +14,8 @@ import torch
 
 from goaly.generate.request import Sampling
 from goaly.generate.settings import GeneratorSettings
+from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import architecture, read_config
 
 GIB = 1 << 30
 SHARED = 4

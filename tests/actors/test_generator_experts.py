@@ -17,8 +17,8 @@ from random_model import (
 
 from goaly.generate.request import Sample
 from goaly.generate.settings import GeneratorSettings
+from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import architecture, read_config
 from goaly.plan.replica import replica_memory
 from goaly.run.process_agent import lasting_port
 from tests.actors.engine_in_ranks import become_rank, load, sampled

@@ -20,8 +20,8 @@ from random_model import (
 )
 
 from goaly.generate.settings import GeneratorSettings
+from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.parity import Recomputer, Sampler, compared, recompute_in_ranks, rows_of, sample_in_ranks, sampled
 from goaly.parity_requests import SHARED, mixed_requests, with_cache_of

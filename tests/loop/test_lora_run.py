@@ -10,8 +10,8 @@ from launched import REWARDED, START_SECONDS, assert_whole, replayed
 from random_model import write_random_model
 from safetensors.torch import load_file
 
+from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import LoraSettings
-from goaly.models.spec import architecture, read_config
 
 pytestmark = pytest.mark.timeout(900)
 

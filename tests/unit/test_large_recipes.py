@@ -15,9 +15,9 @@ from goaly.config import exit_code, load, to_yaml
 from goaly.errors import ConfigError
 from goaly.evaluation.sets import ProblemSets
 from goaly.losses.objective import PolicyObjective
+from goaly.models.architecture import architecture, read_config
 from goaly.models.published import MODELS, shape_of
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.plan.dry_run import check_this_machine, describe
 from goaly.prompts.mixture import prompt_mixture

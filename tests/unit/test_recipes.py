@@ -16,7 +16,7 @@ from apps.sft.config import SftConfig
 from goaly.config import load, to_yaml
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.policy import LOSSES
-from goaly.models.spec import architecture, read_config
+from goaly.models.architecture import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.plan.dry_run import describe
 from goaly.plan.memory import memory_by_role

@@ -1,5 +1,6 @@
 """What only the combination of a run's settings can get wrong is told before anything starts."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from goaly.config import load
 from goaly.config.settings import Section
 from goaly.errors import ConfigError
 from goaly.generate.settings import GeneratorSettings
-from goaly.models.spec import architecture, read_config
+from goaly.models.architecture import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.reward.advantages import ESTIMATORS
 from goaly.rollout.settings import EndpointSettings, RolloutSettings
@@ -531,6 +532,24 @@ def test_choices_that_cannot_be_replayed_are_told_before_anything_starts(tiny_mo
 def test_passes_are_padded_for_the_ranks_that_divide_them_and_to_few_lengths_under_tensor_parallelism() -> None:
     layouts = ({"fsdp": 4}, {"cp": 2}, {"tp": 2}, {"tp": 3}, {"tp": 2, "cp": 2})
     assert [TrainerSettings(**layout).token_multiple for layout in layouts] == [1, 4, 128, 384, 128]
+
+
+@pytest.mark.parametrize(
+    ("rule", "problem"),
+    [
+        ("model=[small]", "unknown key; did you mean rollout.endpoint.untrained.models?"),
+        ("models=[small, '']", "must be names or patterns, not empty; '*' is any model"),
+        ("headers={'x-purpose: title': '*'}", "must have names of HTTP headers, without spaces and colons, as keys"),
+        ("headers={x-purpose: ['*']}", "must be text"),
+        ("metadata={'': small}", "must have keys of a request's metadata as keys"),
+        ("models=small", "must be a list"),
+    ],
+)
+def test_a_misspelt_rule_of_requests_that_are_not_trained_is_refused(
+    tiny_model_folder: Path, rule: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        run_config(GRPO, tiny_model_folder, f"rollout.endpoint.untrained.{rule}")
 
 
 def test_each_worker_of_an_endpoint_has_a_port_that_there_is() -> None:

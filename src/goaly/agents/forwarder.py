@@ -21,7 +21,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from goaly.agents.gateway import AppServer, key_of
+from goaly.agents.app_server import AppServer
+from goaly.agents.gateway import key_of
 from goaly.agents.listeners import listening
 from goaly.agents.refusals import Refusal, error_response
 from goaly.bounded_json import bounded_json

@@ -21,12 +21,12 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from goaly.agents.answers import AnswerParser
+from goaly.agents.app_server import AppServer
 from goaly.agents.listeners import listener_of, listening, port_of
 from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, error_response
 from goaly.agents.served import EXCHANGE, Exchange, Repeats, ServedSession
 from goaly.agents.session import Session
 from goaly.agents.session_files import SessionFiles
-from goaly.process import give_up
 from goaly.rollout.policy import Policy
 from goaly.rollout.settings import EndpointSettings
 
@@ -45,11 +45,10 @@ REOPEN_SECONDS = 60.0
 """Longest wait of a request for its session to go on in this worker; SDKs repeat it then."""
 MOST_DIGITS = 18
 """Of a number in a header."""
-IDLE_SECONDS = 600
-"""A client's connection stays open for so long between two requests. A tool that takes longer makes its next request
-fail, if it comes while the connection ends."""
 MOST_BODY_BYTES = 64 << 20
 """Largest request."""
+BODY_SECONDS = 120.0
+"""Longest time for a request's body to come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +75,8 @@ class Door(Protocol):
         """Whether requests can be answered."""
         ...
 
-    async def check(self, key: str) -> None:
-        """Raise a Refusal with status 401 if nobody has this key."""
+    async def check(self, key: str, headers: Mapping[str, str]) -> None:
+        """Raise a Refusal if nobody has this key, or who sends these headers must not be answered."""
         ...
 
     def session(self, key: str, path: str, body: bytes, repeats: Repeats) -> ServedSession:
@@ -139,6 +138,7 @@ class Gateway:
         own = partial(listening, settings.host, port_of(settings, worker))
         listen = own if listener is None else partial(listener_of, listener)
         self._http = HttpServer(settings.host, listen, folder, max_context, self)
+        self._untrained = settings.untrained
         self._files = files
         self._sessions: dict[str, ServedSession] = {}
         self._begun = {} if files is None else files.begun()
@@ -154,7 +154,9 @@ class Gateway:
     def serve(self, session: Session, policy: Policy, parser: AnswerParser) -> Iterator[Endpoint]:
         """Let agents with the endpoint's key reach this session, until the block ends."""
         key = secrets.token_hex(24) if self._files is None else self._files.api_key(policy.name)
-        served = self._sessions[key] = ServedSession(session=session, policy=policy, parser=parser, secret=key)
+        served = self._sessions[key] = ServedSession(
+            session=session, policy=policy, parser=parser, secret=key, untrained=self._untrained
+        )
         if (awaited := self._awaited.pop(key, None)) is not None:
             awaited.set()
         try:
@@ -163,7 +165,7 @@ class Gateway:
             del self._sessions[key]
             served.close()
 
-    async def check(self, key: str) -> None:
+    async def check(self, key: str, headers: Mapping[str, str]) -> None:
         """Raise a Refusal if no open session has this key; wait for one that is about to go on here (GW-3)."""
         if (awaited := self._awaited.get(key)) is not None and self._goes_on(key):
             try:
@@ -198,33 +200,6 @@ def _imported_app(*facts: Any) -> Any:
     return app(*facts)
 
 
-class AppServer:
-    """Serves an app on an event loop that others use, too, until `close`. The process ends if it cannot."""
-
-    def __init__(self, app: Any, listener: socket.socket):
-        import uvicorn
-
-        class Server(uvicorn.Server):
-            @contextmanager
-            def capture_signals(self) -> Iterator[None]:  # PR-3: only the controller ends this process
-                yield
-
-        quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off"}
-        self._server = Server(uvicorn.Config(app, timeout_keep_alive=IDLE_SECONDS, **quiet))
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="agents' endpoint")
-        self._serving.add_done_callback(_check_end)
-
-    async def close(self) -> None:
-        """Stop serving; requests under way are cancelled."""
-        self._server.should_exit = self._server.force_exit = True
-        await asyncio.wait([self._serving])
-
-
-def _check_end(serving: "asyncio.Task[None]") -> None:
-    if not serving.cancelled() and (error := serving.exception()) is not None:
-        give_up(f"the agents' endpoint: {error}")
-
-
 class _Doorkeeper:
     """Finds the session of each request's key, and the call that it repeats."""
 
@@ -241,7 +216,7 @@ class _Doorkeeper:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         key = key_of(headers)
         try:
-            await self._door.check(key)
+            await self._door.check(key, headers)
             body = await _body(receive)
             repeats = _repeats(headers)
             served = self._door.session(key, path, body, repeats)
@@ -300,13 +275,16 @@ def key_of(headers: Mapping[str, str]) -> str:
 async def _body(receive: Receive) -> bytes:
     """The whole body of a request."""
     body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return bytes(body)
-        body += message.get("body", b"")
-        if len(body) > MOST_BODY_BYTES:
-            too_large = f"a request must have at most {MOST_BODY_BYTES} bytes"
-            raise Refusal(too_large, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "request_too_large")
-        if not message.get("more_body"):
-            return bytes(body)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                body += message.get("body", b"")
+                if len(body) > MOST_BODY_BYTES:
+                    too_large = f"a request must have at most {MOST_BODY_BYTES} bytes"
+                    raise Refusal(too_large, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "request_too_large")
+                if not message.get("more_body"):  # or the client has gone
+                    return bytes(body)
+    except TimeoutError:
+        late = f"the body of the request has not come within {BODY_SECONDS:g} s"
+        raise Refusal(late, HTTPStatus.REQUEST_TIMEOUT, "request_timeout") from None

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 from contextlib import suppress
+from ipaddress import ip_address
 
 from goaly.errors import ConfigError
 from goaly.liveness import is_own_user
@@ -29,6 +30,14 @@ def listening(host: str, port: int) -> socket.socket:
     listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach this address or name."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def port_of(settings: EndpointSettings, worker: int) -> int:

@@ -6,21 +6,25 @@ Each request has a session of its own. The last ones are kept for retries, and t
 Invariants
     PG-1  With tokens, a request without one of them gets 401. No token reaches the responses of another.
     PG-2  A retry of a request, by the client's word, gets the answer of that request, as long as its session is kept.
+    PG-3  Without tokens, only requests to a name or an address of this machine are answered, and only of pages that
+          came from one: no page of another machine reaches the policy through its reader's browser, not even one whose
+          name leads here (DNS rebinding).
 """
 
 import asyncio
 import json
 import secrets
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from http import HTTPStatus
 from itertools import count
 from typing import Any
+from urllib.parse import urlsplit
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import REWARDED, SAMPLED, HttpServer
-from goaly.agents.listeners import listening
+from goaly.agents.listeners import is_loopback, listening
 from goaly.agents.refusals import Refusal
 from goaly.agents.served import Repeats, ServedSession, request_digest
 from goaly.agents.session import Session
@@ -53,6 +57,7 @@ class PublicGateway:
         """Without `tokens` every client is served. `sampling` has the parameters that a request does not name."""
         self.is_open = False
         """Whether the sampler answers; what asks before waits."""
+        self._host = host
         self._http = HttpServer(host, partial(listening, host, port), str(chat.folder), max_context, self)
         self._tokens = [token.encode() for token in tokens]
         self._chat = chat
@@ -83,12 +88,27 @@ class PublicGateway:
         """Stop serving; requests under way are cancelled."""
         await self._http.close()
 
-    async def check(self, key: str) -> None:
-        """Raise a Refusal if there are tokens and this is none of them (PG-1)."""
+    async def check(self, key: str, headers: Mapping[str, str]) -> None:
+        """Raise a Refusal if there are tokens and this is none of them (PG-1), or if there are none and a page of
+        another machine may have sent the request (PG-3)."""
+        if not self._tokens:
+            self._check_here("host", f"//{headers.get('host', '')}")
+            self._check_here("origin", headers.get("origin", "//localhost"))
         given = key.encode()
         known = [secrets.compare_digest(given, token) for token in self._tokens]  # all, so that its time tells nothing
         if known and not any(known):
             raise Refusal("the API key is not one of this server's tokens", HTTPStatus.UNAUTHORIZED, "invalid_api_key")
+
+    def _check_here(self, name: str, url: str) -> None:
+        """Raise a Refusal unless this header names this machine (PG-3)."""
+        try:
+            host = urlsplit(url).hostname or ""
+        except ValueError:
+            host = ""
+        if host != self._host and not is_loopback(host):
+            here = " or ".join(sorted({"localhost", self._host}))
+            foreign = f"{name}={url.removeprefix('//')}: must be {here}, as this server has no tokens"
+            raise Refusal(foreign, HTTPStatus.FORBIDDEN, "host_not_allowed")
 
     def session(self, key: str, path: str, body: bytes, repeats: Repeats) -> ServedSession:
         """A new session, or the one of the request that this one repeats, or of the response that it continues."""

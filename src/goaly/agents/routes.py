@@ -65,13 +65,13 @@ def app(folder: str, max_context: int, parser: AnswerParser) -> FastAPI:
     @routes.post("/v1/chat/completions", responses=answers(ChatCompletionResponse))
     @with_cancellation
     async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
-        request.model = MODEL
+        _asked_of(request, raw_request)
         return await _response(serving.chat.create_chat_completion(request, raw_request))
 
     @routes.post("/v1/completions", responses=answers(CompletionResponse))
     @with_cancellation
     async def completions(request: CompletionRequest, raw_request: Request) -> Response:
-        request.model = MODEL
+        _asked_of(request, raw_request)
         return await _response(serving.completions.create_completion(request, raw_request))
 
     @routes.post("/v1/responses", responses=answers(ResponsesResponse))
@@ -79,13 +79,14 @@ def app(folder: str, max_context: int, parser: AnswerParser) -> FastAPI:
     async def responses(request: ResponsesRequest, raw_request: Request) -> Response:
         call = EXCHANGE.get().call
         assert call is not None
-        request.request_id, request.model = f"resp_{call.id}", MODEL  # a retry gets the same id
+        request.request_id = f"resp_{call.id}"  # a retry gets the same id
+        _asked_of(request, raw_request)
         return await _response(serving.responses.create_responses(request, raw_request), response_events)
 
     @routes.post("/v1/messages", responses=answers(AnthropicMessagesResponse, errors=AnthropicErrorResponse))
     @with_cancellation
     async def messages(request: AnthropicMessagesRequest, raw_request: Request) -> Response:
-        request.model = MODEL
+        _asked_of(request, raw_request)
         return await _response(serving.messages.create_messages(request, raw_request), silence=PING)
 
     @routes.post(
@@ -139,6 +140,13 @@ def app(folder: str, max_context: int, parser: AnswerParser) -> FastAPI:
         api.exception_handler(kind)(_error)
     api.include_router(routes)
     return api
+
+
+def _asked_of(request: Any, raw_request: Request) -> None:
+    """Whatever model the request names, the policy answers; whether that is trained may depend on the name."""
+    exchange, metadata = EXCHANGE.get(), getattr(request, "metadata", None)
+    exchange.trained = not exchange.served.untrained.apply_to(request.model, raw_request.headers, metadata)
+    request.model = MODEL
 
 
 async def _response(

@@ -29,6 +29,7 @@ from goaly.generate.request import Sampling, seed_of
 from goaly.generate.settings import NEUTRAL
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.rollout.policy import Completion, ContextFull, Policy
+from goaly.rollout.settings import UntrainedSettings
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class Ask:
     """The form that the answers must have, as in `Sampling`."""
     streams: bool = False
     """Whether the client gets the answers in parts."""
+    trained: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +105,8 @@ class Exchange:
     served: "ServedSession"
     call: Call | None
     """None if it samples nothing."""
+    trained: bool = True
+    """Whether its answers are."""
     is_read: bool = False
     """Whether the serving code has read the request. Until then nothing but the request itself can fail."""
     ask: Ask | None = None
@@ -126,6 +130,8 @@ class ServedSession:
     secret: str
     """Makes the ids of its responses differ from those of all other sessions, and unguessable for others' clients. A
     session that goes on in another worker keeps it."""
+    untrained: UntrainedSettings = field(default_factory=UntrainedSettings)
+    """The requests that are not trained."""
     _calls: dict[str, Call] = field(default_factory=dict, init=False)
     _counts: dict[str, int] = field(default_factory=dict, init=False)
     _by_id: dict[str, Call] = field(default_factory=dict, init=False)
@@ -270,6 +276,7 @@ class ServedSession:
                             self.policy.sample(
                                 ask.continuation.prompt,
                                 each,
+                                trained=ask.trained,
                                 most_tokens=self.session.tokens_left,
                                 on_part=None if stream is None else stream.wrote,
                             )
@@ -314,10 +321,10 @@ class ServedSession:
         return self.session.record(ask.continuation, completion, message.as_dict(), key, malformed=malformed)
 
     def _sampling(self, ask: Ask) -> Sampling:
-        """The sampling that a client asks for. Answers keep the run's distribution unless they are evaluated, but for
-        the form that they must have, and a seed is that of one episode."""
+        """The sampling that a client asks for. Trained answers keep the run's distribution, but for the form that they
+        must have, and a seed is that of one episode."""
         given, kept = ask.given, dict(ask.given)
-        if not self.policy.evaluation:
+        if ask.trained and not self.policy.evaluation:
             run, asked = self.policy.sampling.distribution, Sampling(**given).distribution
             changed = {key for key in NEUTRAL if key in given and asked[key] != run[key]}
             if changed:  # PO-4

@@ -163,6 +163,7 @@ class _SessionRenderer(OnlineRenderer):
             one_call=request.parallel_tool_calls is False,
             structured_outputs=exchange.served.parser.structured_outputs(request, continuation.request),
             streams=bool(request.stream),
+            trained=exchange.trained,
         )
         return [], [_prompt(continuation, "input" if isinstance(request, ResponsesRequest) else "messages")]
 
@@ -183,6 +184,7 @@ class _SessionRenderer(OnlineRenderer):
             plain=True,
             structured_outputs=exchange.served.parser.structured_outputs(request, None),
             streams=bool(request.stream),
+            trained=exchange.trained,
         )
         return [_prompt(continuation, "prompt")]
 

@@ -80,8 +80,8 @@ class Session:
         malformed_penalty: float = 0.0,
         log: Callable[[Record], None] | None = None,
     ):
-        """A turn's process reward is lowered by `malformed_penalty` for each malformed tool call. `log` receives a
-        record of each change, for `replay`."""
+        """A trained turn's process reward is lowered by `malformed_penalty` for each malformed tool call. `log`
+        receives a record of each change, for `replay`."""
         self.limits = limits or SessionLimits()
         self.ended: SessionEnd | None = None
         self.turns: list[RecordedTurn] = []
@@ -358,7 +358,7 @@ class Session:
         self.turns.append(turn)
         if turn.trained:  # such as the first of a shorter chat
             self._refused.discard(LAST)
-        self._credits.append(-self._malformed_penalty * turn.malformed)
+        self._credits.append(-self._malformed_penalty * turn.malformed * turn.trained)
         self._sampled_tokens += len(turn.tokens)
         if turn.parent is not None:
             self._continued.add(turn.parent.number)

@@ -6,11 +6,13 @@
 Invariants
     KS-1  A session that goes on in another worker has all turns, rewards and keys of the first that came by HTTP. The
           same requests, sent again, get the same answers (CA-1). What the episode's own code said it says again, and
-          what continued that, or came after it at the same turn, is asked again.
+          what continued that, or came after it at the same turn, is asked again. So is what came after a record that
+          could not be written.
     KS-2  Sessions of a controller that ended are not continued: the policy may be an older one now.
 """
 
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -19,6 +21,9 @@ from hashlib import blake2b
 from pathlib import Path
 
 from goaly.agents.turn import Record
+from goaly.folder import open_lines
+
+logger = logging.getLogger(__name__)
 
 SESSIONS_FOLDER = "sessions"
 SECRET = "secret"
@@ -31,6 +36,8 @@ class SessionFiles:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._secret = _secret(folder / SECRET)
+        self._cut: set[str] = set()
+        """The sessions of which a record could not be written: their files have all records before, and get no more."""
 
     def api_key(self, name: str) -> str:
         """The API key of the session with this name, the same in each worker."""
@@ -68,12 +75,20 @@ class SessionFiles:
         return records
 
     def write(self, name: str, record: Record) -> None:
-        """Add a record of this session."""
-        with (self._folder / f"{name}.jsonl").open("ab") as file:  # a worker has more sessions than it may open files
-            file.write(json.dumps(record).encode() + b"\n")
+        """Add a record of this session. If that fails, such as on a full disk, the file gets no more records."""
+        path = self._folder / f"{name}.jsonl"
+        if name in self._cut:
+            return
+        try:
+            with os.fdopen(open_lines(path), "ab") as file:  # a worker has more sessions than it may open files
+                file.write(json.dumps(record).encode() + b"\n")
+        except OSError as error:
+            self._cut.add(name)
+            logger.warning("%s: a worker that takes over will not know the records from here on: %s", path, error)
 
     def discard(self, name: str) -> None:
         """Delete the file of a session whose group has ended."""
+        self._cut.discard(name)
         (self._folder / f"{name}.jsonl").unlink(missing_ok=True)
 
 

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from goaly.environments import guardian
 from goaly.environments.protocol import Disconnected, EnvironmentDied, EnvironmentTimeout, Unsent
+from goaly.folder import open_lines
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ class Command:
 
     def appended_log(self) -> BinaryIO:
         """Its log, open at the end."""
-        return open(self.log, "ab")
+        return os.fdopen(open_lines(self.log, cut=False), "ab")
 
     @property
     def serves_http(self) -> bool:

@@ -56,10 +56,11 @@ from goaly.generate.scheduling import SchedulingCounter
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart
 from goaly.generate.unnamed import leave_no_named_shared_memory, unname_semaphores
+from goaly.models.architecture import architecture, read_config
 from goaly.models.local_device import keep_pinned_sizes
 from goaly.models.operations import Outputs, recorded
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.models.spec import architecture, read_config, versioned_tensors
+from goaly.models.spec import versioned_tensors
 from goaly.models.vllm_naming import vllm_naming, without_padding
 from goaly.process import frozen
 from goaly.prompts.settings import ChatSettings

@@ -11,8 +11,9 @@ from goaly.errors import ConfigError
 from goaly.generate.expert_choices import RECORDS_CHOICES
 from goaly.generate.grammars import BACKEND
 from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings
+from goaly.models.architecture import Architecture
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.models.spec import Architecture, prepare_torchtitan
+from goaly.models.spec import prepare_torchtitan
 
 GIB = 1 << 30
 CPU_BLOCK_TOKENS = 32

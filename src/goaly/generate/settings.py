@@ -11,7 +11,7 @@ from goaly.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Se
 from goaly.models.settings import division_problems
 
 if TYPE_CHECKING:
-    from goaly.models.spec import Architecture
+    from goaly.models.architecture import Architecture
 
 PREPACKED = (
     "vLLM's own models prepack their linear layers on CPU, so weight updates cannot reach them; "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from goaly.models.decoder import Latent
 
 if TYPE_CHECKING:
-    from goaly.models.spec import Architecture
+    from goaly.models.architecture import Architecture
 
 LATENT_NORM_EPS = 1e-6
 """DeepSeek's norms of latent vectors do not take the config's."""

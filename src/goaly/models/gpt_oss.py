@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from goaly.models.spec import Architecture
+    from goaly.models.architecture import Architecture
 
 SWIGLU_ALPHA = 1.702
 """The gain of torchtitan's clamped activation."""

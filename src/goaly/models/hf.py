@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from goaly.errors import ConfigError
 from goaly.folder import put_in_place
+from goaly.models.architecture import read_config
 from goaly.models.lora import is_adapter, merged
-from goaly.models.spec import read_config
 from goaly.tensor_file import MAX_FILE_BYTES
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from goaly.errors import ConfigError
-from goaly.models.spec import Architecture, architecture, read_config
+from goaly.models.architecture import Architecture, architecture, read_config
 
 if TYPE_CHECKING:
     from goaly.models.settings import ModelSettings
@@ -66,17 +66,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 MODELS = {name: architecture(config, where=name) for name, config in CONFIGS.items()}
 
 
-def config_of(model: "ModelSettings") -> dict[str, Any]:
-    """The `config.json` of the model: its folder's, or that of the published architecture if there is no folder."""
+def config_of(model: "ModelSettings", where: str | None = None) -> dict[str, Any]:
+    """The `config.json` of the model: its folder's, or that of the published architecture if there is no folder.
+
+    `where` names the folder in errors."""
     if model.architecture is None or (Path(model.path) / "config.json").is_file():
-        return read_config(model.path)
+        return read_config(model.path, where)
     return CONFIGS[model.architecture]
 
 
 def shape_of(model: "ModelSettings", where: str | None = None) -> Architecture:
     """The architecture of the model; ConfigError if its folder has another one than the settings name."""
     where = model.path if where is None else where
-    shape = architecture(config_of(model), where=where)
+    shape = architecture(config_of(model, where), where=where)
     if model.architecture is not None:
         wanted = MODELS[model.architecture]
         sizes = ("family", "layers", "dim", "hidden_dim", "heads", "kv_heads", "head_dim", "vocab_size", "experts")

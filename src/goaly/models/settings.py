@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from goaly.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
 
 if TYPE_CHECKING:
-    from goaly.models.spec import Architecture
+    from goaly.models.architecture import Architecture
 
 EXPERT_MULTIPLE = 8
 """Widths of experts must be multiples of this: their matrix product needs rows of whole 16 bytes, also in bfloat16."""

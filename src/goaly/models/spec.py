@@ -1,16 +1,10 @@
-"""From a Hugging Face `config.json` to torchtitan's model definition.
-
-Families: Qwen3, dense and with experts in every layer, Llama 3, DeepSeek-V3 (`deepseek.py`) and dots.llm1 (`dots1.py`),
-with tied or untied embeddings, and gpt-oss (`gpt_oss.py`); all of any size.
-Features that torchtitan's definition of a family lacks (biases, sliding windows, other RoPE scalings) are refused by
-name, so no model is silently changed.
+"""From an architecture (`architecture.py`) to torchtitan's model definition.
 
 `prepare_torchtitan` must run before a model is built, because torchtitan assumes a GPU by default.
 """
 
 import copy
 import dataclasses
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,9 +15,9 @@ import torch
 
 from goaly.errors import ConfigError
 from goaly.models import deepseek, dots1, gpt_oss
-from goaly.models.decoder import Decoder
+from goaly.models.architecture import Architecture, architecture, read_config
 from goaly.models.local_device import local_device
-from goaly.models.settings import LoraSettings, Numerics, no_model
+from goaly.models.settings import LoraSettings, Numerics
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -31,117 +25,6 @@ if TYPE_CHECKING:
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 """The beginning of a layer's names in a folder."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture(Decoder):
-    """The decoder that `config.json` describes."""
-
-    family: str
-    max_context: int
-    norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any]
-    experts_per_token: int = 0
-    normalizes_routing: bool = True
-    """Whether the weights of a token's experts add up to 1 before `routing_scale`."""
-    routing_scale: float = 1.0
-    expert_groups: int | None = None
-    """Groups of experts, of which each token chooses `groups_per_token` and then its experts among theirs."""
-    groups_per_token: int | None = None
-    windows: tuple[int, ...] = ()
-    """How many tokens each layer attends to, 0 for all; without entries all layers do."""
-    activation_limit: float = 0.0
-    """Where gpt-oss's experts clamp what they multiply."""
-
-    @property
-    def biased_routing(self) -> bool:
-        """Whether experts are chosen by sigmoid scores plus a bias."""
-        return self.family in ("deepseek_v3", "dots1")
-
-
-FAMILIES = {
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3",
-    "LlamaForCausalLM": "llama3",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "Dots1ForCausalLM": "dots1",
-    "GptOssForCausalLM": "gpt_oss",
-}
-ROPE_SCALINGS = {
-    "qwen3": ("default",),
-    "llama3": ("default", "llama3"),
-    "deepseek_v3": ("default", "yarn"),
-    "dots1": ("default",),
-    "gpt_oss": ("default", "yarn"),
-}
-EXPERTS_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""The names that families and versions of transformers give the number of experts."""
-
-
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """The folder's `config.json`."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ConfigError([no_model(folder, str(folder))])
-    return json.loads(path.read_text())
-
-
-def architecture(config: dict[str, Any], *, where: str = "config.json") -> Architecture:
-    """Read a Hugging Face config; one ConfigError lists all unsupported properties."""
-    name = (config.get("architectures") or ["none"])[0]
-    family = FAMILIES.get(name)
-    if family is None:
-        raise ConfigError([f"{where}: architectures={name}: must be one of {', '.join(FAMILIES)}"])
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    refused = {
-        "attention_bias": bool(config.get("attention_bias")),
-        "mlp_bias": bool(config.get("mlp_bias")),
-        "use_sliding_window": bool(config.get("use_sliding_window")),
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "quantization_config": config.get("quantization_config") is not None,
-        "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
-        "mlp_only_layers": bool(config.get("mlp_only_layers")),
-    }
-    own = {"deepseek_v3": deepseek, "dots1": dots1, "gpt_oss": gpt_oss}.get(family)
-    if own is not None:
-        refused |= own.refused(config)
-    if refused["quantization_config"] and family == "gpt_oss":
-        raise ConfigError([f"{where}: quantization_config: {gpt_oss.DEQUANTIZE}"])
-    problems = [f"{where}: {key}={config.get(key)}: is not supported" for key, bad in refused.items() if bad]
-    if rope_type not in ROPE_SCALINGS[family]:
-        problems.append(f"{where}: rope_type={rope_type}: must be one of {', '.join(ROPE_SCALINGS[family])} for {name}")
-    if problems:
-        raise ConfigError(problems)
-    heads = config["num_attention_heads"]
-    experts = (
-        next((config[key] for key in EXPERTS_KEYS if config.get(key)), 0) if "moe_intermediate_size" in config else 0
-    )
-    sizes: dict[str, Any] = {
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "hidden_dim": config["moe_intermediate_size" if experts else "intermediate_size"],
-        "experts": experts,
-        "experts_per_token": config["num_experts_per_tok"] if experts else 0,
-        "normalizes_routing": bool(config.get("norm_topk_prob", False)),
-    }
-    if own is not None:
-        sizes |= own.sizes(config)
-    return Architecture(
-        **sizes,
-        family=family,
-        vocab_size=config["vocab_size"],
-        dim=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        max_context=config["max_position_embeddings"],
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
-        rope_scaling=rope if rope_type != "default" else {},
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qk_norm=family in ("qwen3", "dots1"),
-    )
 
 
 def prepare_torchtitan() -> torch.device:

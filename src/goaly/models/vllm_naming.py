@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 
 from goaly.errors import ConfigError
-from goaly.models.spec import Architecture
+from goaly.models.architecture import Architecture
 from goaly.weights.layout import Extent, Part
 from goaly.weights.placement import Naming, Parts, same
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from goaly.models.architecture import Architecture
 from goaly.models.published import shape_of
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import Architecture
 from goaly.plan.parallelism import Parallelism
 from goaly.plan.replica import replica_memory
 from goaly.plan.trace import PassMemory, trace

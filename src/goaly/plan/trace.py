@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 import torch
 
-from goaly.models.spec import Architecture, versioned_tensors
+from goaly.models.architecture import Architecture
+from goaly.models.spec import versioned_tensors
 from goaly.plan.fake_ranks import alike, as_fake_rank, tie
 from goaly.plan.live_bytes import LiveBytes, held_bytes, local_part
 from goaly.train.pipeline import Stage, entering, leaving, stage_of

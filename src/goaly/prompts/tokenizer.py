@@ -131,8 +131,14 @@ class ChatTokenizer:
         return end.end() if tokens and tokens[-1] == ends[end.group()] else end.start()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of the text, without special tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """The tokens of the text, without special tokens. ValueError if it is not Unicode."""
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError as error:
+            if (lone := re.search("[\ud800-\udfff]", text)) is None:
+                raise
+            what = f"the text has a lone surrogate, {lone[0]!r} at character {lone.start()}"
+            raise ValueError(f"{what}; it must have whole characters") from error
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the tokens."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from goaly.folder import put_file
 from goaly.rollout.running import RunningEpisode
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,8 @@ class FailedEpisodes:
             for episode in episodes:
                 if episode.session is not None and episode.session.turns:
                     records = [*episode.session.records(), {"kind": "failed", "why": episode.why}]
-                    file = self._folder / f"{ticket}.{episode.sample_index}.jsonl"
-                    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+                    lines = "".join(json.dumps(record) + "\n" for record in records)
+                    put_file(self._folder / f"{ticket}.{episode.sample_index}.jsonl", lines.encode())
             files = [file for file in self._folder.iterdir() if NAME.fullmatch(file.name)]
             for file in sorted(files, key=_place)[:-MOST_KEPT]:  # FE-1
                 file.unlink(missing_ok=True)  # another worker may do the same

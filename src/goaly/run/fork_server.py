@@ -68,11 +68,13 @@ class ForkServer:
     """A fork server whose forks compute with so many threads. It ends with this process, at the latest."""
 
     def __init__(self, threads: int, log: "Path"):
-        import subprocess  # the launcher does without it
+        import subprocess  # the launcher does without these
+
+        from goaly.folder import open_lines
 
         self.name = f"goaly-{os.urandom(8).hex()}"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, log.open("ab") as output:
+        output = os.fdopen(open_lines(log, cut=False), "ab")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, output:
             listener.bind(f"\0{self.name}")
             listener.listen(128)  # launchers may come before the server is up
             count = {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}  # NumPy's starts threads (FK-3)

@@ -28,6 +28,7 @@ from monarch.job import JobTrait, LocalJob
 
 from goaly.dotted_path import function_at
 from goaly.errors import ConfigError, RunFailed
+from goaly.folder import open_lines
 from goaly.run.cluster import POOL, Cluster, Host, one_host, this_machine
 from goaly.run.fork_server import FORKED, SHARED, ForkServer, fork_command
 from goaly.run.host_settings import ROLES, HostSettings
@@ -249,10 +250,9 @@ def _bootstrap(
 
 @contextlib.contextmanager
 def _stderr_to(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     saved = os.dup(2)
-    with path.open("ab") as log:
+    with os.fdopen(open_lines(path, cut=False), "ab") as log:
         os.dup2(log.fileno(), 2)
         try:
             yield

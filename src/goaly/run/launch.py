@@ -15,11 +15,13 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from goaly.config import RUN_CONFIG, Loaded, to_yaml
 from goaly.errors import ConfigError, first_error
+from goaly.folder import put_file, writing
 from goaly.process import become, import_ahead
 from goaly.run.config import RunConfig
 from goaly.run.resume import lock
@@ -65,12 +67,14 @@ def launch(
         sys.stdout.write(describe(config))
         return 0
     check_this_machine(config)
-    run_dir = make_run_dir(config) if loaded.resume is None else loaded.resume
-    held = lock(run_dir)
-    if loaded.resume is not None:
-        write_config(run_dir, config)
-    spans.configure(run_dir if config.telemetry.trace else None, "controller")
-    with logs.controller(run_dir / "logs" / "controller.log"):
+    with ExitStack() as opened:
+        with writing(f"run_dir={loaded.resume or config.run_dir}"):
+            run_dir = make_run_dir(config) if loaded.resume is None else loaded.resume
+            held = lock(run_dir)
+            if loaded.resume is not None:
+                write_config(run_dir, config)
+            spans.configure(run_dir if config.telemetry.trace else None, "controller")
+            opened.enter_context(logs.controller(run_dir / "logs" / "controller.log"))
         try:
             may_restart = loaded.arguments == tuple(sys.argv[1:])  # or the same command would not resume this run
             return asyncio.run(_main(config, episode, script, run_dir, may_restart=may_restart))
@@ -132,19 +136,14 @@ def make_run_dir(config: RunConfig) -> Path:
         raise ConfigError(
             [f"run_dir={run_dir}: holds a run already; continue it with --resume, or name another folder"]
         )
-    try:
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        write_config(run_dir, config)
-    except OSError as error:
-        raise ConfigError([f"run_dir={run_dir}: cannot be written: {error}"]) from None
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_config(run_dir, config)
     return run_dir
 
 
 def write_config(run_dir: Path, config: RunConfig) -> None:
     """Write the resolved config into the run's folder, whole or not at all."""
-    new = run_dir / f"{RUN_CONFIG}.new"
-    new.write_text(to_yaml(config))
-    new.replace(run_dir / RUN_CONFIG)
+    put_file(run_dir / RUN_CONFIG, to_yaml(config).encode())
 
 
 class _StopSignals:

@@ -1,6 +1,5 @@
 """The settings of a server that serves a policy outside of training."""
 
-import ipaddress
 import os
 from collections.abc import Iterator
 from dataclasses import field
@@ -9,6 +8,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
+from goaly.agents.listeners import is_loopback
 from goaly.config.settings import Section, Settings
 from goaly.errors import ConfigError
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
@@ -98,29 +98,22 @@ class ServeConfig(Settings):
             return
         if self.tokens_file is not None and not tokens:
             yield f"{at.tokens_file}: has no token, must have one in each line"
-        if not tokens and not _is_loopback(self.host):
+        if not tokens and not is_loopback(self.host):
             yield f"{at.host}: must be 127.0.0.1 without tokens; set tokens_file, or the environment variable {TOKENS}"
         if any(not token.isascii() or " " in token for token in tokens):
             yield f"{at.tokens_file}: a token must be of ASCII letters, digits and signs, without spaces"
 
     def _model_problems(self, at: Section, model: ModelSettings, chat: ChatSettings) -> Iterator[str]:
-        from goaly.models.spec import architecture, read_config  # imports torch, which `--help` does not need
+        from goaly.models.published import shape_of  # imports torch, which `--help` does not need
         from goaly.prompts.tokenizer import chat_problems  # imports jinja
 
         if list(folder_problems(model.path, at)):
             return
         yield from chat_problems(chat, model.path, f"{at}chat.")
         try:
-            shape = architecture(read_config(model.path), where=model.path)
+            shape = shape_of(model)
         except ConfigError as error:
             yield from error.problems
         else:
             yield from self.generator.shape_problems(at.generator, shape, "model")
             yield from self.generator.model_problems(at.generator, model.path, shape)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

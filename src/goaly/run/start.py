@@ -28,6 +28,7 @@ from goaly.agents.session_files import SESSIONS_FOLDER, forget_sessions
 from goaly.config.schema import plain
 from goaly.durable.checkpoint import Checkpoints
 from goaly.durable.run_log import LOG_FOLDER, delete_before
+from goaly.folder import put_file, writing
 from goaly.generate.service import GeneratorService
 from goaly.plan.dry_run import placed, spare_on
 from goaly.plan.spare import with_spare
@@ -77,7 +78,8 @@ async def started(
 
     `created` gets the run before anything is started.
     """
-    run = Run(config, run_dir)
+    with writing(f"run_dir={run_dir}"):
+        run = Run(config, run_dir)
     created(run)
     planned = {each.name: each for each in processes(config)}
 
@@ -355,4 +357,4 @@ def write_summary(run: Run, status: str) -> None:
         **{key: counts.get(key) for key in ("admitted", "trained", "rejected", "failed")},
         "reasons": {} if backlog is None else backlog.final_reasons,
     }
-    (run.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    put_file(run.run_dir / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from goaly.errors import ConfigError
+from goaly.models.architecture import Architecture
 from goaly.models.published import shape_of
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import Architecture
 from goaly.models.tiny import TinyModel, write_tiny_model
 
 FOLDER = Path("runs/tiny-models")

@@ -4,7 +4,8 @@ A file that can't be opened raises at once, before training starts.
 
 Invariants
     TL-1  A line is one `write` to a file opened for appending, so lines of several processes never interleave.
-    TL-2  If a crash left half a line, the next line starts on a new line; only the half line is lost.
+    TL-2  Half a line, which a full disk or a crash left, is removed: at once, or when the file is opened again. Only
+          that line is lost.
     TL-3  Writing and closing never raise, and wait for nothing but the kernel's page cache. When the disk is full, the
           failure is logged once, the file takes no more lines, and `lost` counts the missing ones.
     TL-4  A line is strict JSON: values without a JSON form are written as text, and numbers that are not finite as
@@ -21,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from goaly.folder import mend_last_line, open_lines
+
 logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 16
@@ -31,13 +34,9 @@ class LineFile:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.lost = 0
         self._lock = threading.Lock()
-        self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # TL-2; only a blank line if another process was just writing
+        self._fd: int | None = open_lines(self.path)  # TL-2
 
     def write(self, *records: Any) -> None:
         """Append a line for each record."""
@@ -74,7 +73,9 @@ class LineFile:
         if not self.lost:
             logger.warning("%s: a record could not be written and is lost: %s", self.path, error)
         self.lost += records
-        if close:
+        if close and self._fd is not None:
+            with suppress(OSError):
+                mend_last_line(self._fd)  # TL-2
             self._close()
 
 

@@ -11,6 +11,9 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from goaly.folder import open_lines
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
 TIME_FORMAT = "%H:%M:%S"
@@ -31,12 +34,12 @@ def log_file(run_dir: Path, process: str) -> Path:
 def quiet(log_file: str | Path) -> None:
     """Send stdout, stderr and log records of this process to the file from now on."""
     path = Path(log_file)
-    path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    with path.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    file = open_lines(path, cut=False)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
     # Python's own objects may have been replaced, and would buffer by blocks now that they lead to a file.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -50,9 +53,7 @@ def controller(log_file: str | Path) -> Iterator[None]:
     """In this block log records go to the file, and goaly's warnings and all errors to the terminal too."""
     from goaly.telemetry.terminal import TerminalHandler, console  # imports rich, which quiet processes never need
 
-    path = Path(log_file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    to_file = _LogFile(path, encoding="utf-8")
+    to_file = _LogFile(log_file, encoding="utf-8")
     to_file.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
@@ -73,6 +74,9 @@ class _LogFile(logging.FileHandler):
     """A log file that reports once that it cannot be written. logging's own prints a traceback for each record."""
 
     _reported = False
+
+    def _open(self) -> Any:
+        return os.fdopen(open_lines(Path(self.baseFilename), cut=False), self.mode, encoding=self.encoding)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._reported:

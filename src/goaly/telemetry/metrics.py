@@ -28,9 +28,9 @@ class MetricsWriter:
 
     def __init__(self, run_dir: str | Path, settings: TelemetrySettings):
         run_dir = Path(run_dir)
-        self.newest: int = (last_record(run_dir / "metrics.jsonl") or {}).get("policy_version", 0)
-        """The newest step that the run folder has metrics of."""
         self._lines = LineFile(run_dir / "metrics.jsonl")
+        self.newest: int = (last_record(self._lines.path) or {}).get("policy_version", 0)
+        """The newest step that the run folder has metrics of."""
         self._evaluations = LineFile(run_dir / EVALUATIONS_FILE)
         self._events = TensorBoardEvents(run_dir / "tensorboard") if settings.tensorboard else None
         self._wandb = WandbRun(run_dir, settings.wandb) if settings.wandb is not None else None

@@ -18,7 +18,7 @@ from goaly.config.settings import (
 from goaly.models.settings import LoraSettings, division_problems, folder_problems
 
 if TYPE_CHECKING:
-    from goaly.models.spec import Architecture
+    from goaly.models.architecture import Architecture
 
 NEEDS_GPU = "needs a GPU: shapes of the CPU's packed attention change with the documents"
 AXES = ("pp", "fsdp", "tp", "cp")

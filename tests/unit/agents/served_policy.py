@@ -121,12 +121,12 @@ def policy_of(chat: ChatTokenizer, sampler: Any, **changes: Any) -> Policy:
 
 @asynccontextmanager
 async def started(
-    chat: ChatTokenizer, files: SessionFiles | None = None
+    chat: ChatTokenizer, files: SessionFiles | None = None, settings: EndpointSettings | None = None
 ) -> AsyncIterator[tuple[Gateway, AnswerParser]]:
     """A gateway of a policy with calls and reasoning, and the parser of its answers."""
     parser = AnswerParser(chat, ChatSettings(tool_parser="hermes", reasoning_parser="qwen3"))
     await asyncio.to_thread(parser.load)
-    gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 4096, files)
+    gateway = Gateway(settings or EndpointSettings(), 0, str(chat.folder), 4096, files)
     await gateway.start(parser)
     try:
         yield gateway, parser
@@ -144,11 +144,18 @@ def serving(
     evaluation: bool = False,
     max_context: int = 4096,
     files: SessionFiles | None = None,
+    malformed_penalty: float = 0.0,
 ) -> Iterator[Served]:
     """A session of a policy that gives these answers."""
     scripted = Scripted(chat, *texts)
     policy = policy_of(chat, scripted, max_context=max_context, evaluation=evaluation)
-    session = Session(chat, prompt_id="q1", limits=limits, log=files and partial(files.write, policy.name))
+    session = Session(
+        chat,
+        prompt_id="q1",
+        limits=limits,
+        malformed_penalty=malformed_penalty,
+        log=files and partial(files.write, policy.name),
+    )
     session.replay([] if files is None else files.records(policy.name))
     with gateway.serve(session, policy, parser) as endpoint:
         yield Served(gateway, endpoint, session, policy, scripted)

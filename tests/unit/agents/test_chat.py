@@ -268,6 +268,19 @@ async def test_an_answer_ends_at_the_limit_of_its_sessions_tokens(chats: dict[st
         await chat.say([user("c")])
 
 
+@pytest.mark.parametrize("family", ["chatml", "hermes"])
+async def test_a_message_with_half_a_character_is_refused_by_name_and_the_chat_goes_on(
+    chats: dict[str, ChatTokenizer], family: str
+) -> None:
+    chat, _ = chat_with(chats[family], "one", "two")
+    said = [user("a")]
+    said.append(await chat.say(said))
+    with pytest.raises(ValueError, match=r"the text has a lone surrogate, '\\ud83d' at character \d+"):
+        await chat.say([*said, user("b \ud83d")])
+    assert (await chat.say([*said, user("b")])).content == "two"
+    assert len(chat.finish(1.0)) == 1
+
+
 async def test_limits_and_mistakes_are_told(chats: dict[str, ChatTokenizer]) -> None:
     chat, _ = chat_with(chats["chatml"], "one", limits=SessionLimits(turns=1))
     with pytest.raises(EpisodeError, match="a reward for a message that `say` has not returned"):

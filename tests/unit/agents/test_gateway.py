@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from asyncio.subprocess import PIPE
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from goaly.agents.session import SessionLimits
 from goaly.agents.session_files import SessionFiles, forget_group, forget_sessions
 from goaly.generate.request import seed_of
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.settings import EndpointSettings
+from goaly.rollout.settings import EndpointSettings, UntrainedSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}
@@ -193,6 +194,7 @@ async def test_each_of_several_answers_is_a_sample_of_its_own(serve: Serve) -> N
             "BadRequestError",
         ),
         ({"stop": ["\ud800"]}, "BadRequestError"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "BadRequestError"),
         ({"stop_token_ids": [-1]}, "invalid_request"),
         ({"n": 0}, "BadRequestError"),
     ],
@@ -323,6 +325,41 @@ async def test_trained_answers_keep_the_runs_distribution_and_evaluations_have_t
             assert (asked.max_tokens, asked.stop) == (7, ("!",))
 
 
+async def test_requests_that_a_rule_names_are_answered_and_recorded_but_not_trained(
+    chats: dict[str, ChatTokenizer],
+) -> None:
+    untrained = UntrainedSettings(
+        models=("*haiku*",), headers={"X-Purpose": "title"}, metadata={"purpose": "summary?", "user_id": "small"}
+    )
+    asked: Any = {"messages": [QUESTION], "temperature": 0.5, "max_tokens": 50}
+    by_metadata, by_header = {"metadata": {"purpose": "summary1"}}, {"extra_headers": {"x-purpose": "title"}}
+    async with started(chats["qwen3"], settings=EndpointSettings(untrained=untrained)) as (gateway, parser):
+        with serving(gateway, chats["qwen3"], parser, MALFORMED["an unknown tool"], malformed_penalty=1.0) as served:
+            openai_client, claude = of_openai(served), of_anthropic(served).messages
+            chat, texts = openai_client.chat.completions.create, openai_client.completions.create
+            responses: Any = partial(openai_client.responses.create, input="hi", temperature=0.5)
+            await chat(model="claude-haiku-4-5", tools=TOOLS, **asked)
+            await chat(model="m", **asked, **by_header)
+            await chat(model="m", **asked, **by_metadata)
+            await responses(model="m", **by_metadata)
+            await texts(model="haiku", prompt="2+3=", temperature=0.5)
+            await claude.create(model="m", max_tokens=50, messages=[QUESTION], metadata={"user_id": "small"})
+            async with claude.stream(model="a-haiku", max_tokens=50, messages=[QUESTION]) as stream:
+                await stream.get_final_message()
+            masked = len(served.session.turns)
+            await chat(model="m", **asked, metadata={"purpose": "summary"}, extra_headers={"x-purpose": "titles"})
+            await responses(model="claude-sonnet", metadata={"user_id": "smaller"})
+            turns = served.session.turns
+        assert [turn.trained for turn in turns] == [False] * masked + [True] * 2
+        assert (masked, served.session.untrained_turns, served.session.malformed_calls) == (7, 7, 1)
+        assert [one.temperature for one in served.scripted.asked] == [0.5] * 5 + [1.0] * 4, (
+            "trained ones have the run's"
+        )
+        trajectories = served.session.trajectories(1.0)
+        assert [one.trained_tokens for one in trajectories] == [len(turn.tokens) for turn in turns[-2:]]
+        assert [one.reward for one in trajectories] == [1.0, 1.0]
+
+
 async def test_rewards_come_over_http_for_a_turn_or_for_the_episode(serve: Serve) -> None:
     with serve() as served:
         made = await of_openai(served).chat.completions.create(model="m", messages=[QUESTION])
@@ -341,6 +378,80 @@ async def test_rewards_come_over_http_for_a_turn_or_for_the_episode(serve: Serve
                 assert (await client.post(url, content=f'{{"reward": {wrong}}}')).status_code == 400
         (trajectory,) = served.session.trajectories()
         assert trajectory.reward == 1.75
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+WITH_A_WRONG_KEY = HEAD + b"authorization: Bearer wrong\r\ncontent-length: 9\r\n"
+
+
+async def statuses(served: Served, *parts: bytes) -> list[int]:
+    """The responses on a connection on which these parts are sent, once the server has ended it."""
+    url = httpx.URL(served.endpoint.base_url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    answer = b""
+    with suppress(ConnectionError):
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        answer = await reader.read()  # unblocked by the server
+    writer.close()
+    return [int(status) for status in re.findall(rb"HTTP/1.1 (\d+)", answer)]
+
+
+@pytest.mark.parametrize(
+    ("sent", "got"),
+    [
+        (b"", []),
+        (HEAD[:20], []),
+        (HEAD + b"x-more: ", []),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + HEAD, [200]),
+        (WITH_A_WRONG_KEY + b"\r\n{", [401]),
+    ],
+)
+async def test_a_connection_ends_if_the_rest_of_a_request_does_not_come(
+    serve: Serve, sent: bytes, got: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:  # AH-1
+    monkeypatch.setattr("goaly.agents.app_server.HEAD_SECONDS", 0.2)
+    with serve() as served:
+        assert await statuses(served, sent) == got
+
+
+async def test_a_body_that_does_not_come_is_the_clients_error(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("goaly.agents.gateway.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("goaly.agents.app_server.HEAD_SECONDS", 0.2)
+    with serve() as served:
+        head = WITH_A_WRONG_KEY.replace(b"wrong", served.endpoint.api_key.encode())
+        assert await statuses(served, head + b"\r\n{") == [408]
+        assert served.calls() == []
+
+
+MANY_HEADERS = b"".join(b"x-%d: %s\r\n" % (number, b"y" * 1000) for number in range(66))
+
+
+@pytest.mark.parametrize(
+    ("rest", "got"),
+    [(MANY_HEADERS + b"\r\n", [[400]]), (b"x: " + b"y" * 1_000_000, [[400], []])],  # it may end while it is read
+    ids=["whole", "one without an end"],
+)
+async def test_a_head_that_is_too_large_ends_its_connection(
+    serve: Serve, rest: bytes, got: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:  # AH-1
+    monkeypatch.setattr("goaly.agents.app_server.HEAD_SECONDS", 3600)
+    with serve() as served:
+        assert await statuses(served, HEAD, rest) in got
+
+
+async def test_a_client_may_wait_between_requests_and_for_its_answer(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:  # AH-1
+    timers = []
+    monkeypatch.setattr("goaly.agents.app_server._Connection._must_come", lambda one: timers.append(True))
+    monkeypatch.setattr("goaly.agents.app_server._Connection._has_come", timers.clear)
+    with serve() as served:
+        client = of_openai(served)
+        for _ in range(2):
+            await client.chat.completions.create(model="m", messages=[QUESTION])
+            assert timers == []
 
 
 async def test_a_session_goes_on_in_the_next_worker(chats: dict[str, ChatTokenizer], tmp_path: Path) -> None:  # KS-1
@@ -419,7 +530,7 @@ async def test_a_request_whose_group_was_dropped_is_refused_at_once(
     gateway = Gateway(EndpointSettings(), 0, str(chats["qwen3"].folder), 4096, files)
     forget_group(tmp_path, 7)
     with pytest.raises(Refusal, match="no session that is open"):
-        await asyncio.wait_for(gateway.check(files.api_key("7.0")), REOPEN_SECONDS / 2)
+        await asyncio.wait_for(gateway.check(files.api_key("7.0"), {}), REOPEN_SECONDS / 2)
     assert gateway._awaited == {}
 
 

@@ -1,6 +1,7 @@
 """Requests that are sent again: retries, equal requests, lost answers, refusals, and the ids of responses."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,6 +12,7 @@ import openai
 import pytest
 from served_policy import QUESTION, Scripted, Serve, of_anthropic, of_openai, serving, started, wrote
 
+from goaly.agents import session_files
 from goaly.agents.answers import AnswerParser
 from goaly.agents.public_gateway import PublicGateway
 from goaly.agents.served import Ask, Repeats
@@ -168,6 +170,24 @@ async def test_a_reward_of_several_answers_is_one_record(serve: Serve, tmp_path:
         assert served.session._credits == [0.5, 0.5]
 
 
+async def test_a_session_whose_file_can_not_be_written_goes_on_and_its_file_has_what_came_before(
+    serve: Serve, tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:  # KS-1
+    files = SessionFiles(tmp_path / "sessions")
+    with serve(*(wrote(text, "x") for text in ("one", "two", "three")), files=files) as served:
+        ask = of_openai(served, max_retries=0).chat.completions.create
+        await ask(model="m", messages=[QUESTION])
+        with monkeypatch.context() as patched:
+            patched.setattr(session_files, "open_lines", lambda path: os.open("/dev/full", os.O_WRONLY))
+            await ask(model="m", messages=[QUESTION])
+        await ask(model="m", messages=[QUESTION])
+        assert len(served.session.turns) == 3
+        assert [record["kind"] for record in files.records("7.0")] == ["turn"]
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records if "7.0" in record.getMessage()] == [
+        "a worker that takes over will not know the records from here on: [Errno 28] No space left on device"
+    ]
+
+
 @asynccontextmanager
 async def public(chat: ChatTokenizer, *tokens: str, scripted: Scripted | None = None) -> AsyncIterator[str]:
     """The address of an endpoint outside of training."""
@@ -186,6 +206,38 @@ async def public(chat: ChatTokenizer, *tokens: str, scripted: Scripted | None = 
         yield gateway.url
     finally:
         await gateway.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost"}, 200),
+        ({"host": "[::1]:8000", "origin": "http://localhost:3000"}, 200),
+        ({"host": "127.0.0.7:1", "origin": "https://127.0.0.1"}, 200),
+        ({"host": "evil.example:8000"}, 403),
+        ({"host": "localhost.evil.example"}, 403),
+        ({"host": "0.0.0.0:8000"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"host": ""}, 403),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://localhost@evil.example"}, 403),
+    ],
+)
+async def test_without_tokens_no_page_of_another_machine_is_answered(
+    chats: dict[str, ChatTokenizer], headers: dict[str, str], status: int
+) -> None:  # PG-3
+    async with public(chats["chatml"]) as url, httpx.AsyncClient(headers=headers) as client:
+        asked = {"model": "m", "messages": [QUESTION]}
+        response = await client.post(f"{url}/chat/completions", json=asked)
+        assert response.status_code == status
+        if status == 403:
+            assert "must be 127.0.0.1 or localhost" in response.json()["error"]["message"]
+    async with public(chats["chatml"], "secret") as url:
+        headers = {"authorization": "Bearer secret", **headers}
+        async with httpx.AsyncClient(headers=headers) as client:
+            assert (await client.post(f"{url}/chat/completions", json=asked)).status_code == 200
 
 
 async def test_retries_outside_of_training_get_the_first_answer_and_nobody_elses(

@@ -217,6 +217,16 @@ async def test_what_the_episodes_of_a_failed_group_have_said_is_kept(runs: Runs,
     assert not (tmp_path / "trained").exists()
 
 
+async def test_an_episode_that_a_full_disk_cuts_is_not_kept(runs: Runs, tmp_path: Path) -> None:
+    async def breaks(prompt: Prompt, context: EpisodeContext) -> Any:
+        await context.chat.say(prompt.messages)
+        raise ValueError("a mistake of its own")
+
+    (tmp_path / f"{TICKET.index}.0.new").symlink_to("/dev/full")
+    assert isinstance(await runs.group(breaks, failed_episodes=FailedEpisodes(tmp_path)), Dropped)
+    assert os.listdir(tmp_path) == []
+
+
 async def test_only_the_newest_failed_episodes_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # FE-1

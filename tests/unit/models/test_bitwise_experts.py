@@ -13,11 +13,11 @@ from goaly.models.spec import prepare_torchtitan, spec_of
 
 prepare_torchtitan()
 
+from goaly.models.architecture import architecture  # noqa: E402
 from goaly.models.bitwise import product, silu  # noqa: E402
 from goaly.models.bitwise_decoder import make_bitwise  # noqa: E402
 from goaly.models.bitwise_experts import Combined, highest  # noqa: E402
 from goaly.models.bitwise_networks import networks  # noqa: E402
-from goaly.models.spec import architecture  # noqa: E402
 from goaly.models.tiny import TinyModel, model_config  # noqa: E402
 from tests.unit.models.test_bitwise import random  # noqa: E402
 

@@ -12,10 +12,11 @@ prepare_torchtitan()
 
 from torchtitan.models.gpt_oss.moe import swiglu  # noqa: E402
 
+from goaly.models.architecture import architecture  # noqa: E402
 from goaly.models.attention import document_masks  # noqa: E402
 from goaly.models.bitwise_gpt_oss import clamped_swiglu  # noqa: E402
 from goaly.models.settings import Numerics  # noqa: E402
-from goaly.models.spec import architecture, bitwise_problems  # noqa: E402
+from goaly.models.spec import bitwise_problems  # noqa: E402
 from tests.unit.models.test_bitwise import random  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from goaly.models.spec import architecture, prepare_torchtitan, spec_of
+from goaly.models.architecture import architecture
+from goaly.models.spec import prepare_torchtitan, spec_of
 
 prepare_torchtitan()
 

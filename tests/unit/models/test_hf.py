@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,13 @@ import goaly.folder
 from apps.sft.folder import MARK
 from goaly.errors import ConfigError
 from goaly.models import hf
+from goaly.models.architecture import architecture, read_config
 from goaly.models.attention import document_masks
 from goaly.models.hf import load_hf, save_hf
-from goaly.models.spec import architecture, model_spec, read_config
+from goaly.models.published import shape_of
+from goaly.models.settings import ModelSettings
+from goaly.models.spec import model_spec
+from goaly.models.tiny import TinyModel, model_config
 from goaly.run.policies import SCORE_FILE
 
 SIZE = {
@@ -266,6 +271,51 @@ def test_a_gpt_oss_model_that_torchtitan_would_not_reproduce_is_refused_by_name(
     with pytest.raises(ConfigError, match=named) as raised:
         architecture(config | change)
     assert len(raised.value.problems) == 1
+
+
+def whole_config(**change: Any) -> str:
+    config = model_config(TinyModel()) | change
+    return json.dumps({key: value for key, value in config.items() if value != "absent"})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (whole_config()[:100], ["where: its config.json cannot be read: "]),
+        ("", ["where: its config.json cannot be read: "]),
+        ("[" * 100_000, ["where: its config.json cannot be read: "]),
+        ("[1]", ["where: its config.json must be an object, it is of type list"]),
+        (whole_config(architectures=7), ["where: architectures=7: must be one of Qwen3ForCausalLM, "]),
+        (whole_config(architectures=[[]]), ["where: architectures=[]: must be one of Qwen3ForCausalLM, "]),
+        (
+            whole_config(hidden_size="absent", vocab_size="96", num_attention_heads=0, head_dim=1.5),
+            [
+                "where: vocab_size='96': must be a whole number of at least 1",
+                "where: has no hidden_size, must have a whole number",
+                "where: num_attention_heads=0: must be a whole number of at least 1",
+                "where: head_dim=1.5: must be a whole number of at least 0",
+            ],
+        ),
+        (
+            whole_config(num_attention_heads=4, num_key_value_heads=3),
+            ["where: num_key_value_heads=3: must divide num_attention_heads=4"],
+        ),
+        (whole_config(intermediate_size="absent"), ["where: has no intermediate_size, which Qwen3ForCausalLM must"]),
+        (whole_config(rope_parameters="no"), ["where: is not a config of Qwen3ForCausalLM: 'str' object has no"]),
+        (
+            whole_config(architectures=["LlamaForCausalLM"], rope_parameters={"rope_type": "llama3", "factor": "8"}),
+            [
+                f"where: rope_type=llama3: must have a number {key} beside it"
+                for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+            ],
+        ),
+    ],
+)
+def test_a_broken_config_is_refused_with_a_line_for_each_problem(content: str, said: list[str], tmp_path: Path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError) as raised:
+        shape_of(ModelSettings(path=str(tmp_path)), "where")
+    assert [problem[: len(start)] for problem, start in zip(raised.value.problems, said, strict=True)] == said
 
 
 class Crash(BaseException):

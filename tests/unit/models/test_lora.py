@@ -18,12 +18,13 @@ from goaly.errors import ConfigError, WeightsError
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.adapter_folder import TENSORS, base_digest, merge
+from goaly.models.architecture import architecture, read_config
 from goaly.models.attention import document_masks
 from goaly.models.experts import Experts
 from goaly.models.hf import load_hf
 from goaly.models.lora import BASE, B, draw_adapters, is_adapter, merged
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.models.spec import architecture, folder_tensors, model_spec, read_config, versioned_tensors
+from goaly.models.spec import folder_tensors, model_spec, versioned_tensors
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.run.config import RunConfig
 from goaly.train.engine import TrainEngine

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from goaly.errors import ConfigError
-from goaly.models.spec import Architecture
+from goaly.models.architecture import Architecture
 from goaly.models.vllm_naming import vllm_naming, without_padding
 
 SHAPE = Architecture(

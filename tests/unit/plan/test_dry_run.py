@@ -8,8 +8,8 @@ import pytest
 
 from goaly.config import Loaded, load
 from goaly.errors import ConfigError
+from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import LoraSettings
-from goaly.models.spec import architecture, read_config
 from goaly.plan import dry_run
 from goaly.plan.dry_run import check_this_machine, describe, held_on_gpu
 from goaly.plan.memory import memory_by_role

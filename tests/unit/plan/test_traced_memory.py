@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from goaly.models.architecture import Architecture, architecture
 from goaly.models.published import MODELS
 from goaly.models.settings import LoraSettings
-from goaly.models.spec import Architecture, architecture
 from goaly.models.tiny import TinyModel, model_config
 from goaly.plan.fake_ranks import as_fake_rank, most_process_bytes
 from goaly.plan.live_bytes import LiveBytes, held_bytes

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from goaly.config import load
+from apps.grpo.main import main
+from goaly.config import RUN_CONFIG, exit_code, load, to_yaml
 from goaly.errors import ConfigError
 from goaly.run.config import RunConfig
 from goaly.run.launch import RESTARTS, _count_restart
@@ -103,3 +104,25 @@ def test_a_run_resumes_itself_so_often_without_a_new_version(  # LC-1
     assert _count_restart(settings, 6)  # a new version
     assert [_count_restart(settings, version) for version in (5, 6)] == [True, False]
     assert not _count_restart(config(tiny_model_folder, "checkpoint.restarts=0"), 7)
+
+
+@pytest.mark.parametrize("wrong", ["lock", "config.new", "logs", "spans", "metrics.jsonl", "evaluations.jsonl"])
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_folder_that_can_not_be_written_is_one_error_before_anything_is_started(
+    resumed: bool, wrong: str, tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    if wrong in ("logs", "spans"):
+        (run_dir / wrong).write_text("")
+    elif wrong == "config.new":
+        (run_dir / wrong).symlink_to("/dev/full")
+    else:
+        (run_dir / wrong).mkdir()
+    arguments = [f"model.path={tiny_model_folder}", "steps=9", f"run_dir={run_dir}"]
+    if resumed:
+        (run_dir / RUN_CONFIG).write_text(to_yaml(config(tiny_model_folder)))
+        arguments = ["--resume", str(run_dir)]
+    assert exit_code(main, RunConfig, arguments, prog="test", description="") == 2
+    _, problem, _ = capsys.readouterr().err.splitlines()
+    assert problem.startswith(f"  run_dir={run_dir}: cannot be written: [Errno ")

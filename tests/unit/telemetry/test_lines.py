@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from goaly import folder
 from goaly.telemetry import lines
 from goaly.telemetry.lines import LineFile, last_record, read_lines
 
@@ -24,15 +25,53 @@ records = st.dictionaries(
 @given(before=st.lists(records, min_size=1, max_size=4), after=st.lists(records, max_size=3), data=st.data())
 def test_a_crash_in_the_middle_of_a_line_loses_that_line_only(tmp_path_factory, before, after, data):  # TL-2
     path = tmp_path_factory.mktemp("lines") / "file.jsonl"
-    LineFile(path).write(*before)
+    first = LineFile(path)
+    first.write(*before)
+    first.close()
     written = path.read_bytes()
     cut = data.draw(st.integers(0, len(written)))
     path.write_bytes(written[:cut])
     whole = written[:cut].count(b"\n")
-    if cut < len(written) and written[cut : cut + 1] == b"\n":
-        whole += 1  # only the line's end was lost
-    LineFile(path).write(*after)
-    assert list(read_lines(path)) == before[:whole] + after
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "PART_BYTES", 7)
+        LineFile(path).write(*after)
+    # Every reader of JSON lines reads the file, also one that stops at a cut line.
+    assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == before[:whole] + after
+
+
+LIMITED = """
+import resource, signal, sys
+from goaly.telemetry.lines import LineFile
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20, resource.RLIM_INFINITY))
+lines = LineFile(sys.argv[1])
+for number in range(3):
+    lines.write({"number": number})
+sys.exit(lines.lost)
+"""
+
+
+def test_a_disk_that_gets_full_in_the_middle_of_a_line_leaves_whole_lines(tmp_path: Path):  # TL-2, TL-3
+    path = tmp_path / "file.jsonl"
+    assert subprocess.run([sys.executable, "-c", LIMITED, str(path)], stderr=subprocess.DEVNULL).returncode == 2
+    assert path.read_text() == '{"number":0}\n'
+
+
+def test_a_line_that_another_process_is_writing_is_not_cut_off(tmp_path: Path):
+    path = tmp_path / "file.jsonl"
+    other = folder.open_lines(path)
+    os.write(other, b'{"half":')
+    LineFile(path).close()
+    os.write(other, b"1}\n")
+    assert list(read_lines(path)) == [{"half": 1}]
+
+
+def test_a_log_keeps_a_cut_line_and_goes_on_in_the_next_one(tmp_path: Path):
+    path = tmp_path / "a.log"
+    path.write_text("one\nhalf")
+    with os.fdopen(folder.open_lines(path, cut=False), "a") as log:
+        log.write("next\n")
+    assert path.read_text() == "one\nhalf\nnext\n"
 
 
 @settings(deadline=None)

@@ -93,6 +93,17 @@ def test_a_disk_that_is_full_during_training_costs_one_warning_for_each_file_and
     assert all("No space left on device" in message for message in caplog.messages)
 
 
+def test_a_step_whose_line_was_cut_is_written_again_in_its_place(tmp_path: Path):
+    first = MetricsWriter(tmp_path, TelemetrySettings(tensorboard=False))
+    for version in (1, 2):
+        first.step(version, {"loss": 1.0})
+    first.close()
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-1])
+    MetricsWriter(tmp_path, TelemetrySettings(tensorboard=False)).step(2, {"loss": 2.0})
+    assert [json.loads(line)["loss"] for line in metrics.read_text().splitlines()] == [1.0, 2.0]
+
+
 def test_a_step_that_the_folder_has_already_is_not_written_again(tmp_path: Path):
     first = MetricsWriter(tmp_path, TelemetrySettings(tensorboard=False))
     assert first.newest == 0
