@@ -14,8 +14,10 @@ from typing import Any
 
 import httpx
 
+from goaly.bounded_json import MOST_CHARACTERS
 from goaly.environments.process import Elsewhere, Server, ServerProcess
 from goaly.environments.protocol import (
+    SHOWN,
     ActionRefused,
     Disconnected,
     EnvironmentDied,
@@ -24,9 +26,11 @@ from goaly.environments.protocol import (
     StepResult,
     Unsent,
     observed,
+    read,
     stepped,
 )
 
+_ERRORS = 400
 _REFUSED = 422
 _PASSING = (502, 503, 504)
 
@@ -87,24 +91,28 @@ class HttpFunction:
         url = self._process.url + self._path
         request = self._sent(url, {"episode": self._episode, "step": self._step, **body})
         try:
-            reply = await self._process.unless_dead(request)
+            status, content = await self._process.unless_dead(request)
         except Disconnected as error:
             if not again:
                 raise
             raise Unsent(str(error)) from error
-        if reply.status_code in _PASSING and again:
-            raise Unsent(f"POST {url}: status {reply.status_code}")
-        if reply.is_error:
-            kind = ActionRefused if reply.status_code == _REFUSED else EnvironmentFailed
-            raise kind(f"POST {url}: status {reply.status_code}: {reply.text[:200]}")
-        try:
-            return reply.json()
-        except ValueError as error:
-            raise EnvironmentFailed(f"POST {url}: the reply must be JSON, is {reply.text[:200]!r}") from error
+        if status in _PASSING and again:
+            raise Unsent(f"POST {url}: status {status}")
+        if status >= _ERRORS:
+            kind = ActionRefused if status == _REFUSED else EnvironmentFailed
+            raise kind(f"POST {url}: status {status}: {content[:SHOWN].decode(errors='replace')}")
+        return read(content, f"POST {url}")
 
-    async def _sent(self, url: str, body: Mapping[str, Any]) -> httpx.Response:
+    async def _sent(self, url: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        """The status and the content of the response, which is cut off behind the most that can be read."""
+        content = bytearray()
         try:
-            return await self._client.post(url, json=body)
+            async with self._client.stream("POST", url, json=body) as reply:
+                async for part in reply.aiter_bytes():
+                    content += part
+                    if len(content) > MOST_CHARACTERS:
+                        break
+                return reply.status_code, bytes(content)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise Unsent(f"POST {url}: cannot connect: {error}") from error
         except (httpx.NetworkError, httpx.RemoteProtocolError) as error:

@@ -12,8 +12,10 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
+from goaly.bounded_json import MOST_CHARACTERS
 from goaly.environments.process import Elsewhere, Server, ServerProcess
 from goaly.environments.protocol import (
+    SHOWN,
     ActionRefused,
     Disconnected,
     EnvironmentFailed,
@@ -21,6 +23,7 @@ from goaly.environments.protocol import (
     StepResult,
     Unsent,
     observed,
+    read,
     stepped,
 )
 
@@ -73,7 +76,9 @@ class OpenEnvironment:
         url = self._process.url.replace("http", "ws", 1) + "/ws"
         try:
             # Without pings: an environment may compute for longer than their limit. Steps have limits of their own.
-            self._connection = await connect(url, ping_interval=None, max_size=None, proxy=None, open_timeout=None)
+            self._connection = await connect(
+                url, ping_interval=None, max_size=MOST_CHARACTERS, proxy=None, open_timeout=None
+            )
         except (OSError, WebSocketException) as error:
             raise Unsent(f"OpenEnv at {url}: cannot connect: {error}") from error
         self._lost = False
@@ -85,23 +90,28 @@ class OpenEnvironment:
         except BaseException:  # also if the call is cancelled: its answer would be taken for that of the next call
             self._drop()
             raise
+        data = reply["data"]
         if reply.get("type") == "observation":
-            return _without_metadata(reply["data"])
-        error = reply.get("data") or {}
-        code, why = error.get("code"), f"OpenEnv refused {kind}: {error.get('message', reply)}"
+            return _without_metadata(data)
+        code, why = data.get("code"), f"OpenEnv refused {kind}: {str(data.get('message', reply))[:SHOWN]}"
         if code in _REFUSALS:
             raise ActionRefused(why)
         self._drop()
         raise Unsent(why) if code == _FULL else EnvironmentFailed(why)
 
-    async def _exchange(self, message: str) -> dict[str, Any]:
+    async def _exchange(self, message: str) -> Mapping[str, Any]:
+        """The server's reply, an object whose `data` is one."""
         assert self._connection is not None
         try:
             with suppress(ConnectionClosed):  # it may have said why: `recv` returns that first
                 await self._connection.send(message)
-            return json.loads(await self._connection.recv())  # unblocked by the answer, or by the end of the connection
+            text = await self._connection.recv()  # unblocked by the answer, or by the end of the connection
         except ConnectionClosed as error:
-            raise Disconnected(f"OpenEnv: the server closed the connection: {error}") from error
+            raise Disconnected(f"OpenEnv: the connection was closed: {error}") from error
+        reply = read(text, "OpenEnv")
+        if not isinstance(reply, Mapping) or not isinstance(reply.get("data"), Mapping):
+            raise EnvironmentFailed(f"OpenEnv: the reply must be an object with an object `data`, is {text[:SHOWN]!r}")
+        return reply
 
     def _drop(self) -> None:
         """Close the connection at once: the server ends the session."""

@@ -10,12 +10,17 @@ Tasks, actions and observations are JSON: an environment may be another program.
     └── EnvironmentDied    its process ended; says how, and what its log says at the end
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from goaly.bounded_json import bounded_json
 from goaly.errors import EpisodeError
+
+SHOWN = 200
+"""Characters of a reply in an error."""
+MOST_REWARD = 3.4028234663852886e38
+"""The largest number of float32, in which rewards are trained."""
 
 
 class EnvironmentFailed(EpisodeError):
@@ -87,6 +92,14 @@ class Environment(Protocol):
         ...
 
 
+def read(text: str | bytes, who: str) -> Any:
+    """The JSON of an environment's reply; EnvironmentFailed if it is none."""
+    try:
+        return bounded_json(text)
+    except ValueError as error:
+        raise EnvironmentFailed(f"{who}: the reply must be JSON, is {text[:SHOWN]!r}: {error}") from error
+
+
 def observed(reply: Any, who: str) -> Observation:
     """The observation of an environment's reply; EnvironmentFailed if it is none."""
     body = _body(reply, who)
@@ -97,8 +110,8 @@ def stepped(reply: Any, who: str) -> StepResult:
     """The step result of an environment's reply; EnvironmentFailed if it is none."""
     body = _body(reply, who)
     reward, done = body.get("reward"), body.get("done", False)
-    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-        raise EnvironmentFailed(f"{who}: reward={reward!r}: must be a finite number or null")
+    if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= MOST_REWARD):
+        raise EnvironmentFailed(f"{who}: reward={reward!r}: must be a number of at most {MOST_REWARD:.2g}, or null")
     if not isinstance(done, bool):
         raise EnvironmentFailed(f"{who}: done={done!r}: must be true or false")
     return StepResult(
@@ -111,5 +124,7 @@ def stepped(reply: Any, who: str) -> StepResult:
 
 def _body(reply: Any, who: str) -> Mapping[str, Any]:
     if not isinstance(reply, Mapping) or "observation" not in reply:
-        raise EnvironmentFailed(f"{who}: the reply must be an object with `observation`, is {str(reply)[:200]}")
+        raise EnvironmentFailed(f"{who}: the reply must be an object with `observation`, is {str(reply)[:SHOWN]}")
+    if not isinstance(reply.get("metadata") or {}, Mapping):
+        raise EnvironmentFailed(f"{who}: metadata={str(reply['metadata'])[:SHOWN]}: must be an object")
     return reply

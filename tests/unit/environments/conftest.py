@@ -31,6 +31,13 @@ def game(command: Callable[..., Command]) -> Command:
     return command("guessing.py", "{fd}", "2", python=OPENENV)
 
 
+@pytest.fixture
+def at_most_4000_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replies may have no more."""
+    for module in ("bounded_json", "environments.openenv", "environments.http_function"):
+        monkeypatch.setattr(f"goaly.{module}.MOST_CHARACTERS", 4000)
+
+
 class Ends:
     """Processes whose ends a test waits for."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from broken_replies import BROKEN
 
 from goaly.environments.http_function import HttpFunction
 from goaly.environments.limits import EnvironmentLimits, LimitedEnvironment
@@ -84,6 +85,25 @@ async def test_an_idempotent_step_is_sent_again_when_its_connection_breaks():
                     await environment.step({})
             await environment.close()
     assert counts == {"environment/errors": 1}
+
+
+@pytest.mark.usefixtures("at_most_4000_characters")
+@pytest.mark.parametrize("what", BROKEN)
+async def test_an_episode_at_a_broken_function_fails_by_its_environment(what):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        reply = BROKEN[what].encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(reply) + reply)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        environment = HttpFunction(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        environment._process = await environment._server.running()
+        with pytest.raises(EnvironmentFailed) as failed:
+            await environment.step({})
+        assert type(failed.value) is EnvironmentFailed
+        assert len(str(failed.value)) < 1000
+        await environment.close()
 
 
 class DyingFirst:

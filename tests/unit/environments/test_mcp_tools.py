@@ -106,6 +106,16 @@ async def test_a_server_that_dies_during_a_call_fails_the_episode(command):
         await tools.close()
 
 
+async def test_a_result_that_is_too_large_fails_the_episode(command, monkeypatch):
+    monkeypatch.setattr("goaly.environments.process._LINE_BYTES", 1 << 12)
+    tools = await McpTools.start(command("tools.py"))
+    assert await tools.call("add", {"a": 10**1000, "b": 1})
+    with pytest.raises(Disconnected):
+        await tools.call("add", {"a": 10**4200, "b": 1})
+    assert not tools.alive
+    await tools.close()
+
+
 async def test_calls_that_are_cancelled_or_lose_their_connection_are_counted(command):
     tools = await McpTools.start(command("tools.py"))
     with counting() as counts:

@@ -5,13 +5,30 @@ import os
 import signal
 
 import pytest
+from broken_replies import BROKEN
+from websockets.asyncio.server import serve
 
 from goaly.environments.limits import EnvironmentLimits, LimitedEnvironment
 from goaly.environments.openenv import OpenEnvironment
 from goaly.environments.process import Server
-from goaly.environments.protocol import ActionRefused, Disconnected, EnvironmentDied, EnvironmentTimeout, Unsent
+from goaly.environments.protocol import (
+    ActionRefused,
+    Disconnected,
+    EnvironmentDied,
+    EnvironmentFailed,
+    EnvironmentTimeout,
+    Unsent,
+)
 from goaly.telemetry.counts import counting
 
+OBSERVED = '{"type": "observation", "data": {"observation": {"text": "go on"}}}'
+NO_OBSERVATIONS = {
+    **{f"a reply of {what}": BROKEN[what] or " " for what in ("no JSON", "nothing", "a list", "null", "deep")},
+    "no data": '{"type": "observation"}',
+    "data that are a list": '{"type": "error", "data": [1]}',
+    "an error without a code": '{"type": "error", "data": {"message": ' + f'"{"x" * 3000}"' + "}}",
+    "a code that is a list": '{"type": "error", "data": {"code": [1]}}',
+}
 WAIT_FOREVER, END, RAISE = {"number": -1}, {"number": -2}, {"number": -3}
 
 
@@ -61,6 +78,28 @@ async def test_sessions_of_an_openenv_server_are_played_refused_cancelled_and_re
             await limited.step({"number": 1})
         assert not limited.alive
         os.kill(process, signal.SIGCONT)
+
+
+@pytest.mark.usefixtures("at_most_4000_characters")
+@pytest.mark.parametrize("what", [*BROKEN, *NO_OBSERVATIONS])
+async def test_an_episode_in_a_broken_server_fails_by_its_environment_and_the_next_one_begins(what):
+    reply = NO_OBSERVATIONS.get(what) or '{"type": "observation", "data": %s}' % (BROKEN[what] or "{}")
+    replies = [OBSERVED, reply, OBSERVED]
+
+    async def answer(connection):
+        async for _ in connection:
+            await connection.send(replies.pop(0))
+
+    async with serve(answer, "127.0.0.1", 0) as server:
+        environment = LimitedEnvironment(OpenEnvironment(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        await environment.reset({})
+        with counting() as counts, pytest.raises(EnvironmentFailed) as failed:
+            await environment.step({})
+        assert not isinstance(failed.value, ActionRefused | Unsent)
+        assert counts == {"environment/errors": 1}
+        assert len(str(failed.value)) < 1000
+        assert (await environment.reset({})).content == {"text": "go on"}
+        await environment.close()
 
 
 async def test_a_server_killed_mid_step_fails_the_step_and_starts_again_for_the_next_session(game):
