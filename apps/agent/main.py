@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from apps.grpo.main import grpo
+from goaly.agents.episode_folder import EPISODE_FOLDER, episode_folder
 from goaly.agents.program import answer_of_program
 from goaly.agents.settings import AgentSettings
 from goaly.config import Loaded, run_cli
@@ -39,6 +40,13 @@ async def episode(agent: Agent, prompt: Prompt, context: EpisodeContext) -> list
     return context.chat.finish(score)
 
 
+async def program_episode(settings: AgentSettings, prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
+    """The same with the agent's program, in a folder of its own that the verifier sees, too."""
+    async with episode_folder(context.endpoint.api_key, settings.keep_folders) as folder:
+        program = partial(answer_of_program, settings.command, folder, hidden=(*settings.hidden, EPISODE_FOLDER))
+        return await episode(program, folder.shown_to_verifier(prompt), context)
+
+
 async def by_function(function: Callable[..., Awaitable[str]], prompt: Prompt, endpoint: Endpoint) -> str:
     """The answer of an agent that is a coroutine function."""
     question = [message.as_dict() for message in prompt.messages]
@@ -50,7 +58,7 @@ def episode_of(settings: AgentSettings) -> EpisodeFunction:
     if settings.is_episode:
         return settings.called
     if settings.command:
-        return partial(episode, partial(answer_of_program, settings.command))
+        return partial(program_episode, settings)
     return partial(episode, partial(by_function, settings.called))
 
 

@@ -3,7 +3,7 @@
     printf '{"messages": [{"role": "user", "content": "2+3="}]}' | OPENAI_BASE_URL=... OPENAI_API_KEY=... my-agent
 
 Standard input has the prompt as a JSON object, standard output is the final answer. Standard error is for people: its
-end is part of the error of a program that fails.
+end is part of the error of a program that fails. The program works in a folder of its own (`episode_folder.py`).
 
 Invariants
     AP-1  When its episode ends in any way, or its worker does, no process that the program started is left (EV-1).
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from goaly.agents.episode_folder import OTHER_HOMES, PROMPT_FILE, EpisodeFolder
 from goaly.environments.process import end_of, guarded, stopped
 from goaly.errors import EpisodeError
 from goaly.prompts.prompt import Prompt
@@ -37,16 +38,29 @@ class ProgramFailed(EpisodeError):
     """An agent's program ended with an exit code other than 0, or wrote too much."""
 
 
-async def answer_of_program(command: Sequence[str], prompt: Prompt, endpoint: "Endpoint") -> str:
-    """The final answer of this program, without white space at both ends; ProgramFailed if it fails."""
-    process = await guarded(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=_variables(endpoint))
+async def answer_of_program(
+    command: Sequence[str], folder: EpisodeFolder, prompt: Prompt, endpoint: "Endpoint", *, hidden: Sequence[str] = ()
+) -> str:
+    """The final answer of this program, without white space at both ends; ProgramFailed if it fails. It does not get
+    the `hidden` keys of the prompt's metadata."""
+    question = asked(prompt, hidden)
+    (folder.home / PROMPT_FILE).write_bytes(question)
+    process = await guarded(
+        _from_elsewhere(command),
+        "" if folder.is_kept else folder.path,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        cwd=folder.work,
+        env={**_variables(endpoint), **folder.variables},
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
     ended = asyncio.ensure_future(process.wait())
     try:
         async with asyncio.TaskGroup() as streams:
-            streams.create_task(_write(process.stdin, asked(prompt)))
+            streams.create_task(_write(process.stdin, question))
             answer = streams.create_task(_whole(process.stdout, command[0]))
             errors = streams.create_task(_end(process.stderr))
         code = await ended  # unblocked by the program, or the time limit of the episode
@@ -63,16 +77,27 @@ async def answer_of_program(command: Sequence[str], prompt: Prompt, endpoint: "E
     return answer.result().decode(errors="replace").strip()
 
 
-def asked(prompt: Prompt) -> bytes:
-    """The standard input of an agent's program, as one JSON object: a request of OpenAI's chats but for the model."""
+def asked(prompt: Prompt, hidden: Sequence[str] = ()) -> bytes:
+    """The standard input of an agent's program, as one JSON object: a request of OpenAI's chats but for the model.
+    It has the prompt's metadata without the `hidden` keys."""
     question: dict[str, object] = {"messages": [message.as_dict() for message in prompt.messages]}
     if prompt.tools:
         question["tools"] = list(prompt.tools)
+    if shown := {key: value for key, value in prompt.metadata.items() if key not in hidden}:
+        question["metadata"] = shown
     return json.dumps(question).encode()
 
 
+def _from_elsewhere(command: Sequence[str]) -> list[str]:
+    """The command with absolute paths for the files here that it names: it starts in another folder."""
+    program, *arguments = command
+    own = os.path.abspath(program) if os.sep in program else program
+    return [own, *(os.path.abspath(argument) if os.path.isfile(argument) else argument for argument in arguments)]
+
+
 def _variables(endpoint: "Endpoint") -> Mapping[str, str]:
-    own = {name: value for name, value in os.environ.items() if name not in OTHER_CREDENTIALS}
+    dropped = (*OTHER_CREDENTIALS, *OTHER_HOMES)
+    own = {name: value for name, value in os.environ.items() if name not in dropped}
     return {
         **own,
         "OPENAI_BASE_URL": endpoint.base_url,

@@ -18,8 +18,13 @@ class AgentSettings(Settings):
     `episode(prompt, context)`. It runs in the rollout workers."""
     command: tuple[str, ...] = ()
     """The agent's program and its arguments, instead of `function`. Each episode starts it on the host of its rollout
-    worker, with the prompt as JSON on standard input, and `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
-    `ANTHROPIC_API_KEY` in its environment. Its standard output is its final answer; it must exit with 0."""
+    worker, in a folder of its own, with the prompt as JSON on standard input, and `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
+    `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY` in its environment. Its standard output is its final answer; it must
+    exit with 0."""
+    hidden: tuple[str, ...] = ()
+    """Keys of the prompts' metadata that `command` does not get, only the verifier: hidden tests, a solution."""
+    keep_folders: str | None = None
+    """A folder in which each episode of `command` leaves its own, to look at it; null uses temporary ones."""
 
     @property
     def called(self) -> Callable[..., Any]:
@@ -43,6 +48,8 @@ class AgentSettings(Settings):
                 f"{at.function}: {why}, must name an `async def` as package.module:function, either "
                 "agent(messages, *, base_url, api_key) or episode(prompt, context)"
             )
+        if not self.command:
+            yield from at.idle(f"{at}command is empty", "hidden", "keep_folders")
 
     def _why_not_called(self) -> str | None:
         try:

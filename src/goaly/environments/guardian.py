@@ -1,17 +1,19 @@
-"""The program that runs an environment's command: `python guardian.py OWNER_PID COMMAND ARGUMENT...`.
+"""The program that runs an environment's command: `python guardian.py OWNER_PID FOLDER COMMAND ARGUMENT...`.
 
 It adopts every process that the command leaves behind, so that none outlives the environment. It exits as the command
-does, with 128 + N if signal N ended that. It imports nothing of goaly, and adds 50 ms to a start.
+does, with 128 + N if signal N ended that. FOLDER, unless it is empty, is removed if the owner ends first: an owner that
+was killed cannot remove it. The guardian imports nothing of goaly, and adds 50 ms to a start.
 
 Invariants
     EV-1  No process that the command started, directly or not, is left when the command ends, when the owner ends for
-          any reason, or when the guardian gets SIGTERM.
+          any reason, or when the guardian gets SIGTERM. Nor is the FOLDER of an owner that ends before its command.
 """
 
 import ctypes
 import os
 import select
 import signal
+import stat
 import sys
 from contextlib import suppress
 
@@ -19,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(owner: int, command: list[str]) -> int:
+def main(owner: int, folder: str, command: list[str]) -> int:
     """Run the command until it or the owner ends; returns the exit code."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -29,18 +31,40 @@ def main(owner: int, command: list[str]) -> int:
     signal.set_wakeup_fd(wake)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
+    held = os.open(folder, os.O_PATH) if folder else None
     guardian = os.getpid()
     child = os.fork()
     if child == 0:
         _become(libc, guardian, command)
-    _let_go(keep=(woken, wake))
+    _let_go(keep=(woken, wake) if held is None else (woken, wake, held))
     ended: dict[int, int] = {}
     try:
         _wait(owner, woken, child, ended)
     finally:
         _sweep(ended)
+        if held is not None and os.getppid() != owner and _is(folder, held):
+            remove(folder)
     status = os.waitstatus_to_exitcode(ended[child])
     return status if status >= 0 else 128 - status
+
+
+def remove(folder: str) -> None:
+    """Delete a folder and all that is in it, also what its owner may not change; what cannot be deleted stays."""
+    import shutil  # slow to import, and most guardians need no folder
+
+    for parent, names, _ in os.walk(folder):
+        for name in names:
+            if not os.path.islink(path := os.path.join(parent, name)):
+                with suppress(OSError):
+                    os.chmod(path, stat.S_IRWXU)  # such as Go's module cache, whose folders are read-only
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is(folder: str, held: int) -> bool:
+    """Whether the folder is the one that was there at the start: the owner's successor may have made its own."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(folder), os.fstat(held))
+    return False
 
 
 def _become(libc: ctypes.CDLL, guardian: int, command: list[str]) -> None:
@@ -103,8 +127,8 @@ def _children() -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
-                with open(f"/proc/{name}/stat") as stat:
-                    parent = int(stat.read().rpartition(")")[2].split()[1])
+                with open(f"/proc/{name}/stat") as status:
+                    parent = int(status.read().rpartition(")")[2].split()[1])
             except OSError:
                 continue  # it has ended meanwhile
             if parent == os.getpid():
@@ -113,4 +137,4 @@ def _children() -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -65,9 +65,10 @@ class Command:
         return any(place in argument for argument in self.arguments for place in ("{fd}", "{port}"))
 
 
-async def guarded(arguments: Sequence[str], **options: Any) -> Process:
-    """The guardian of this command, which has started. `options` are those of `create_subprocess_exec`."""
-    guard = (sys.executable, "-I", "-S", guardian.__file__, str(os.getpid()))
+async def guarded(arguments: Sequence[str], folder: str | Path = "", **options: Any) -> Process:
+    """The guardian of this command, which has started. It removes `folder` if this process ends first. `options` are
+    those of `create_subprocess_exec`."""
+    guard = (sys.executable, "-I", "-S", guardian.__file__, str(os.getpid()), str(folder))
     return await asyncio.create_subprocess_exec(*guard, *arguments, start_new_session=True, **options)
 
 

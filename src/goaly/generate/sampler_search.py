@@ -58,7 +58,7 @@ def operation_of(sampler: SearchedSampler) -> str:
     """The first operation of the sampler's ranks with other outputs, or why none is named; in processes of its own."""
     with tempfile.TemporaryDirectory(prefix="goaly-sampler-") as folder:
         torch.save(sampler, Path(folder) / ASKED)
-        watched = [sys.executable, guardian.__file__, str(os.getpid())]  # SY-1
+        watched = [sys.executable, guardian.__file__, str(os.getpid()), ""]  # SY-1
         ended = subprocess.run([*watched, *PROGRAM, folder], capture_output=True, text=True)
         if ended.returncode == 0:
             return (Path(folder) / SAID).read_text()

@@ -5,8 +5,11 @@ import json
 import os
 import select
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from agent_sessions import TOOLS
@@ -14,6 +17,8 @@ from served_policy import Serve, wrote
 
 from apps.agent.main import episode_of
 from goaly.agents import program
+from goaly.agents.episode_folder import episode_folder
+from goaly.agents.gateway import Endpoint
 from goaly.agents.program import ProgramFailed, answer_of_program
 from goaly.agents.settings import AgentSettings
 from goaly.prompts.prompt import Message, Prompt
@@ -46,8 +51,33 @@ WITH_CURL = (
 """Standard input is a whole request."""
 
 
+LEAVES = """
+import json, os, subprocess, sys
+from pathlib import Path
+
+home, asked = Path.home(), json.load(sys.stdin)
+assert asked == json.loads((home / "prompt.json").read_text())
+assert asked["metadata"] == {"repository": "till"}, asked
+assert os.listdir() == [] and os.environ["PWD"] == os.getcwd()
+assert not {"CODEX_HOME", "XDG_CONFIG_HOME"} & set(os.environ)
+cache = Path(os.environ["TMPDIR"], "cache")
+cache.mkdir()
+(cache / "module").write_text("")
+cache.chmod(0o500)
+subprocess.Popen(["setsid", "sleep", "1000"])
+Path("till.py").write_text("def add(a, b): return a + b")
+print(os.getcwd())
+"""
+"""A program that does what CLI agents do."""
+
+
 def shell(script: str) -> list[str]:
     return ["sh", "-c", script]
+
+
+async def answer_of(command: Sequence[str], prompt: Prompt, endpoint: Endpoint) -> str:
+    async with episode_folder(endpoint.api_key) as folder:
+        return await answer_of_program(command, folder, prompt, endpoint)
 
 
 @one_loop
@@ -56,7 +86,7 @@ async def test_a_program_with_openais_client_is_recorded_turn_by_turn_and_its_ou
 ) -> None:
     with serve(wrote("five", "2+3"), wrote(" 5\n", "yes")) as served:
         command = [sys.executable, "-c", OF_OPENAI]
-        assert await answer_of_program(command, PROMPT, served.endpoint) == "5"
+        assert await answer_of(command, PROMPT, served.endpoint) == "5"
         written = [served.policy.decode(prompt) for prompt in served.scripted.prompts]
         assert [len(served.session.turns), "five" in written[1], "sure?" in written[1]] == [2, True, True]
 
@@ -68,14 +98,14 @@ async def test_a_program_with_anthropics_client_gets_its_address_and_no_credenti
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "of the user")
     with serve(wrote("five", "2+3")) as served:
         command = [sys.executable, "-c", OF_ANTHROPIC]
-        assert await answer_of_program(command, PROMPT, served.endpoint) == "five"
+        assert await answer_of(command, PROMPT, served.endpoint) == "five"
         assert len(served.session.turns) == 1
 
 
 @one_loop
 async def test_a_shell_script_passes_its_input_on_as_a_request_with_the_tools_of_the_prompt(serve: Serve) -> None:
     with serve(wrote("five", "2+3")) as served:
-        answer = await answer_of_program(shell(WITH_CURL), replace(PROMPT, tools=TOOLS), served.endpoint)
+        answer = await answer_of(shell(WITH_CURL), replace(PROMPT, tools=TOOLS), served.endpoint)
         assert json.loads(answer)["choices"][0]["message"]["content"].strip() == "five"
         asked = served.policy.decode(served.scripted.prompts[0])
     assert TOOLS[0]["function"]["name"] in asked
@@ -95,7 +125,7 @@ async def test_a_program_that_does_not_end_with_0_fails_its_episode_with_the_end
     serve: Serve, script: str, why: str
 ) -> None:  # AP-2
     with serve() as served, pytest.raises(ProgramFailed) as failed:
-        await answer_of_program(shell(script), PROMPT, served.endpoint)
+        await answer_of(shell(script), PROMPT, served.endpoint)
     assert str(failed.value).startswith(f"the agent sh ended with {why}")
     assert len(str(failed.value)) < 2 * program.MOST_ERROR_BYTES
 
@@ -103,21 +133,21 @@ async def test_a_program_that_does_not_end_with_0_fails_its_episode_with_the_end
 @one_loop
 async def test_a_program_that_cannot_be_started_says_so(serve: Serve) -> None:
     with serve() as served, pytest.raises(ProgramFailed, match=r"exit code 127(.|\n)*cannot start /nowhere/agent"):
-        await answer_of_program(["/nowhere/agent"], PROMPT, served.endpoint)
+        await answer_of(["/nowhere/agent"], PROMPT, served.endpoint)
 
 
 @one_loop
 async def test_a_program_that_writes_without_end_fails(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "MOST_ANSWER_BYTES", 1 << 20)
     with serve() as served, pytest.raises(ProgramFailed, match="wrote more than 1048576 bytes"):
-        await answer_of_program(["yes"], PROMPT, served.endpoint)
+        await answer_of(["yes"], PROMPT, served.endpoint)
 
 
 @one_loop
 async def test_a_program_need_not_read_its_input_nor_wait_for_what_it_started(serve: Serve) -> None:
     long = replace(PROMPT, messages=(Message(role="user", content="x" * (1 << 20)),))
     with serve() as served:
-        assert await answer_of_program(shell("sleep 1000 & echo; echo ' 5 5 '"), long, served.endpoint) == "5 5"
+        assert await answer_of(shell("sleep 1000 & echo; echo ' 5 5 '"), long, served.endpoint) == "5 5"
 
 
 @one_loop
@@ -126,7 +156,7 @@ async def test_with_its_episode_end_all_processes_of_a_program_and_their_request
     with serve() as served:
         served.scripted.go_on = asyncio.Event()
         script = f"setsid sleep 1000 & echo $$ $! > {tmp_path}/pids; {WITH_CURL}; true"
-        answering = asyncio.create_task(answer_of_program(shell(script), PROMPT, served.endpoint))
+        answering = asyncio.create_task(answer_of(shell(script), PROMPT, served.endpoint))
         await served.scripted.waits.wait()
         descriptors = [os.pidfd_open(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
         answering.cancel()
@@ -138,6 +168,43 @@ async def test_with_its_episode_end_all_processes_of_a_program_and_their_request
         os.close(descriptor)
 
 
+@one_loop
+@pytest.mark.parametrize("keep", [None, "kept"])
+async def test_a_program_works_in_a_folder_of_its_own_until_its_work_has_been_scored(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str | None
+) -> None:  # EF-1
+    for name in ("CODEX_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    settings = AgentSettings(command=(sys.executable, "leaves.py"), hidden=("tests",), keep_folders=keep)
+    prompt = replace(PROMPT, metadata={"repository": "till", "tests": "hidden"})
+    scored: list[Path] = []
+
+    async def score(prompt: Prompt, answer: str) -> float:
+        work = Path(prompt.metadata["episode_folder"])
+        scored.append(work)
+        assert (str(work), prompt.metadata["tests"]) == (answer, "hidden")
+        return float((work / "till.py").read_text() == "def add(a, b): return a + b")
+
+    with serve() as served:
+        chat = SimpleNamespace(has_reward=False, finish=lambda reward: reward)
+        context: Any = SimpleNamespace(endpoint=served.endpoint, chat=chat, reward=score)
+        assert await episode_of(settings)(prompt, context) == 1
+    (work,) = scored
+    assert work.parent.exists() == (keep is not None)
+    assert (work.parent.parent == tmp_path / "kept") == (keep is not None)
+
+
+@one_loop
+async def test_an_episode_that_begins_again_has_the_same_empty_folder() -> None:
+    async with episode_folder("key") as first:
+        (first.work / "left").touch()
+        async with episode_folder("key") as again, episode_folder("other") as other:
+            assert again.work == first.work != other.work
+            assert list(again.work.iterdir()) == []
+
+
 def test_a_run_names_its_agent_in_one_way_and_a_program_that_exists() -> None:
     either = "set either function, a coroutine function, or command, a program"
     assert AgentSettings().problems("agent.") == [f"agent.function=null: {either}"]
@@ -146,5 +213,7 @@ def test_a_run_names_its_agent_in_one_way_and_a_program_that_exists() -> None:
     assert AgentSettings(command=("no-such-agent", "x")).problems("agent.") == [
         "agent.command=[no-such-agent, x]: there is no program 'no-such-agent' that can be started"
     ]
-    assert AgentSettings(command=("sh",)).problems("agent.") == []
+    assert AgentSettings(command=("sh",), keep_folders="kept").problems("agent.") == []
+    kept = AgentSettings(function="tests.loop.asking_agent:twice", keep_folders="kept")
+    assert kept.problems("agent.") == ["agent.keep_folders=kept: has no effect, agent.command is empty"]
     assert episode_of(AgentSettings(function="apps.agent.own:episode")).__name__ == "episode"

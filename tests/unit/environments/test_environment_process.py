@@ -28,6 +28,22 @@ asyncio.run(main())
 """
 
 
+OWNER_OF_FOLDERS = """
+import asyncio, sys
+from asyncio.subprocess import PIPE
+from goaly.environments.process import guarded
+
+async def main():
+    for folder in sys.argv[1:]:
+        guard = await guarded(["sh", "-c", "echo; exec sleep 1000"], folder, stdout=PIPE)
+        await guard.stdout.readline()
+        print(guard.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
 def shell(script: str, tmp_path: Path, **options) -> Command:
     return Command(arguments=["sh", "-c", script], log=tmp_path / "log", **options)
 
@@ -62,6 +78,25 @@ def test_no_process_outlives_a_killed_owner(tmp_path, ends):
         ends.watch(*map(int, owner.stdout.readline().split()))
         owner.kill()
     assert ends.wait()
+
+
+def test_the_folder_of_a_killed_owner_is_removed_unless_another_has_taken_its_path(tmp_path, ends):
+    """EV-1."""
+    own, taken = tmp_path / "own", tmp_path / "taken"
+    for folder in (own, taken):
+        (folder / "read-only").mkdir(parents=True)
+        (folder / "read-only/file").touch()
+        (folder / "read-only").chmod(0o500)
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER_OF_FOLDERS, str(own), str(taken)], stdout=subprocess.PIPE
+    ) as owner:
+        assert owner.stdout is not None
+        ends.watch(*(int(owner.stdout.readline()) for _ in (own, taken)))
+        taken.rename(tmp_path / "earlier")
+        taken.mkdir()
+        owner.kill()
+    assert ends.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier", "taken"]
 
 
 async def test_a_stopped_server_can_be_ended(tmp_path, ends):
