@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from random import Random
+from subprocess import run
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ GUESSES = 3
 def exact(prompt: "Prompt", response: str) -> float:
     """1 if the response is exactly the answer, else 0."""
     return float(response == prompt.answer)
+
+
+def done(prompt: "Prompt", response: str) -> float:
+    """1 if the command in the prompt's answer ends with 0 in the folder of the agent's program, else 0."""
+    assert prompt.answer is not None, "the command that judges the task"
+    return float(run(prompt.answer, shell=True, cwd=prompt.metadata["episode_folder"], check=False).returncode == 0)
 
 
 def additions(count: int, random: Random) -> Iterator[Mapping[str, Any]]:

@@ -100,7 +100,10 @@ def app(folder: str, max_context: int, parser: AnswerParser) -> FastAPI:
 
     @routes.get("/v1/models", responses=answers(ModelList, streams=False))
     async def models() -> Response:
-        return await _response(serving.models.show_available_models())
+        shown = await serving.models.show_available_models()
+        for model in shown.data:
+            model.max_model_len = EXCHANGE.get().served.policy.max_context  # shorter in training than elsewhere
+        return JSONResponse(shown.model_dump())
 
     @routes.post(
         "/sessions/{session_id}/reward",

@@ -20,7 +20,7 @@ class AgentSettings(Settings):
     """The agent's program and its arguments, instead of `function`. Each episode starts it on the host of its rollout
     worker, in a folder of its own, with the prompt as JSON on standard input, and `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
     `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY` in its environment. Its standard output is its final answer; it must
-    exit with 0."""
+    exit with 0. `[python3, apps/agent/cli.py, codex]` runs Codex; see docs/cli_agents.md."""
     hidden: tuple[str, ...] = ()
     """Keys of the prompts' metadata that `command` does not get, only the verifier: hidden tests, a solution."""
     keep_folders: str | None = None

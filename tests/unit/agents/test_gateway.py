@@ -269,6 +269,12 @@ async def test_no_key_reaches_a_session_that_is_not_its_own(serve: Serve) -> Non
         await of_openai(one).models.list()
 
 
+async def test_the_listed_model_has_the_context_of_the_session_and_not_the_longest_one(serve: Serve) -> None:
+    with serve(max_context=512) as served:
+        (model,) = (await of_openai(served).models.list()).data
+        assert model.model_dump()["max_model_len"] == 512
+
+
 async def test_limits_are_errors_that_clients_know(serve: Serve) -> None:
     with serve(limits=SessionLimits(turns=1)) as served:
         client = of_openai(served, max_retries=0)
