@@ -8,6 +8,7 @@ agent is trained. The two loops are those of `apps/grpo/main.py`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ from goaly.agents.settings import AgentSettings
 from goaly.config import Loaded, run_cli
 from goaly.errors import ConfigError
 from goaly.run.config import RunConfig
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from goaly.agents.gateway import Endpoint
@@ -70,6 +73,8 @@ def main(loaded: Loaded[RunConfig]) -> int:
     if settings is None:
         named = "agent.function or agent.command names it"
         raise ConfigError([f"agent=null: must be a section, because this script runs an agent; {named}"])
+    if (warning := settings.warning(loaded.config.chat)) is not None:
+        logger.warning(warning)
     return launch(loaded, episode_of(settings), grpo, agent=True)
 
 

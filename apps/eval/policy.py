@@ -1,6 +1,7 @@
 """The ways to try a problem: by the engine of this process or an API elsewhere, by the policy alone or an episode."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -27,6 +28,8 @@ from goaly.rollout.policy import Policy
 from goaly.rollout.running import RunningEpisode
 from goaly.rollout.settings import EndpointSettings
 
+logger = logging.getLogger(__name__)
+
 Sampled = Callable[[SamplingSettings], Sampling]
 """The parameters of an attempt, by the settings of its set."""
 
@@ -48,6 +51,8 @@ async def solver(config: EvalConfig, verify: Verifier) -> AsyncIterator[tuple[So
         if config.agent is None:
             yield solve, sampled
             return
+        if (warning := config.agent.warning(config.chat)) is not None:
+            logger.warning(warning)
         async with _served(config, loop, tokenizer, verify) as solve:
             yield solve, sampled
 

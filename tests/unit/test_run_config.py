@@ -1,5 +1,6 @@
 """What only the combination of a run's settings can get wrong is told before anything starts."""
 
+import json
 import re
 from pathlib import Path
 
@@ -66,6 +67,24 @@ def test_prompts_of_reasoning_gym_are_not_scored_as_additions(tiny_model_folder:
         "prompts.task is reasoning_gym, or your own"
     )
     run_config(GRPO, tiny_model_folder, *gym, "reward.verifier=goaly.prompts.tasks.reasoning_gym:verify")
+
+
+def test_prompts_with_tools_for_an_agent_whose_calls_no_parser_reads_are_refused(
+    tiny_model_folder: Path, tmp_path: Path
+):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": "1", "tools": [tool]}) + "\n" for n in range(40)))
+    given = ["prompts.task=null", f"prompts.files=[{file}]", "rollout.endpoint={}"]
+    program = ["agent.command=[sh, -c, exit]"]
+    with pytest.raises(ConfigError) as error:
+        run_config(GRPO, tiny_model_folder, *given, *program)
+    (problem,) = error.value.problems
+    needed = "must name vLLM's parser of the model's calls, because prompts have tools"
+    assert problem.startswith(f"chat.tool_parser=null: {needed}")
+    run_config(GRPO, tiny_model_folder, *given, *program, "chat.tool_parser=hermes")
+    run_config(GRPO, tiny_model_folder, *given, "agent.function=apps.agent.own:episode")
+    run_config(GRPO, tiny_model_folder, *given)
 
 
 def with_advantages(name: str, model: Path, *overrides: str) -> RunConfig | list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from goaly.config.settings import Section, Settings
 from goaly.dotted_path import function_at
+from goaly.prompts.settings import ChatSettings
 
 
 class AgentSettings(Settings):
@@ -36,6 +37,12 @@ class AgentSettings(Settings):
     def is_episode(self) -> bool:
         """Whether it is an episode, which asks the policy through its context."""
         return self.function is not None and not _takes(self.called, [], base_url="", api_key="")
+
+    def warning(self, chat: ChatSettings) -> str | None:
+        """What the agent cannot do with these parsers; None if it can do all, or asks through its context."""
+        if chat.tool_parser is not None or self.problems("") or self.is_episode:
+            return None
+        return "chat.tool_parser is null: requests of the agent that have tools will be refused"
 
     def _problems(self, at: Section) -> Iterator[str]:
         if (self.function is None) == (not self.command):

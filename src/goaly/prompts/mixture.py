@@ -177,6 +177,12 @@ def unreadable(settings: PromptSettings) -> str | None:
     return None
 
 
+def with_tools(settings: PromptSettings) -> bool:
+    """Whether a prompt at the beginnings of the prompt files has tools."""
+    sources = each_source(settings).values()
+    return any(one.tools for alone in sources for one in read_prompts(alone.files, alone.columns))
+
+
 def empty_split(settings: PromptSettings, split: Split) -> str | None:
     """Why a split has no prompts; None if it has some. Every training source must have some; of the held-out split one
     source is enough."""

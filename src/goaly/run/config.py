@@ -171,7 +171,7 @@ class RunConfig(Settings):
             yield f"{at.weights.apply}: {FLIP_UNDER_GRAPHS}"
 
     def _prompt_problems(self, at: Section) -> Iterator[str]:
-        from goaly.prompts.mixture import empty_split, unreadable
+        from goaly.prompts.mixture import empty_split, unreadable, with_tools
 
         if self.hosts.imagine is None:  # else the files may be on the imagined hosts only
             yield from self.absent_files(at)
@@ -182,6 +182,8 @@ class RunConfig(Settings):
                 yield f"{at}prompts.files: {why}"
             elif (why := empty_split(self.prompts, Split.TRAIN)) is not None:
                 yield f"{at.prompts.held_out_fraction}: must leave something to train on: {why}"
+            elif self.agent is not None and self.agent.warning(self.chat) is not None and with_tools(self.prompts):
+                yield f"{at.chat.tool_parser}: must name vLLM's parser of the model's calls, because prompts have tools"
         tasks = {source.task for source in self.prompts.sources or (self.prompts,)}
         if tasks == {REASONING_GYM} and self.reward.verifier == RewardSettings().verifier:
             yield f"{at.reward.verifier}: must be {SCORING} where {at}prompts.task is {REASONING_GYM}, or your own"

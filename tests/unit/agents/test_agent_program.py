@@ -22,6 +22,7 @@ from goaly.agents.gateway import Endpoint
 from goaly.agents.program import ProgramFailed, answer_of_program
 from goaly.agents.settings import AgentSettings
 from goaly.prompts.prompt import Message, Prompt
+from goaly.prompts.settings import ChatSettings
 
 one_loop = pytest.mark.asyncio(loop_scope="module")
 PROMPT = Prompt(id="q", source="s", messages=(Message(role="user", content="2+3?"),), answer="5")
@@ -203,6 +204,14 @@ async def test_an_episode_that_begins_again_has_the_same_empty_folder() -> None:
         async with episode_folder("key") as again, episode_folder("other") as other:
             assert again.work == first.work != other.work
             assert list(again.work.iterdir()) == []
+
+
+def test_an_agent_without_a_parser_of_calls_warns_unless_it_asks_through_its_context() -> None:
+    program, script = AgentSettings(command=("sh",)), AgentSettings(function="apps.agent.own:episode")
+    refused = "chat.tool_parser is null: requests of the agent that have tools will be refused"
+    assert program.warning(ChatSettings()) == refused
+    assert program.warning(ChatSettings(tool_parser="hermes")) is None
+    assert script.warning(ChatSettings()) is None
 
 
 def test_a_run_names_its_agent_in_one_way_and_a_program_that_exists() -> None:
