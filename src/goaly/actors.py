@@ -7,6 +7,7 @@ follow calls into other processes.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import monarch.actor
@@ -14,7 +15,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import ActorError, ProcMesh
 
-from goaly.errors import RunFailed, cause_of, root_cause
+from goaly.errors import RunFailed, cause_of, portable, root_cause
 
 __all__ = ["NamedTasks", "SupervisionError", "answer_of", "ask", "concurrent_endpoint", "spawn", "unless"]
 
@@ -24,8 +25,19 @@ SomeActor = TypeVar("SomeActor")
 
 
 def concurrent_endpoint(method: Callable[Concatenate[Any, P], Awaitable[R]]) -> EndpointProperty[P, R]:
-    """Monarch's `concurrent_endpoint`, which returns `Any`, with the types of Monarch's `endpoint`."""
-    return monarch.actor.concurrent_endpoint(method)
+    """Monarch's `concurrent_endpoint`, which returns `Any`, with the types of Monarch's `endpoint`. It raises what its
+    caller can build again: Monarch's pickles of other errors fail there, or are never sent."""
+
+    @wraps(method)
+    async def endpoint(actor: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return await method(actor, *args, **kwargs)
+        except Exception as error:
+            if (sent := portable(error)) is error:
+                raise
+            raise sent from error
+
+    return monarch.actor.concurrent_endpoint(endpoint)
 
 
 def spawn(mesh: ProcMesh, name: str, actor: Callable[P, SomeActor], *args: P.args, **kwargs: P.kwargs) -> SomeActor:

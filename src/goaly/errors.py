@@ -12,10 +12,13 @@
     ├── ParityError        trainer and sampler gave a token different log-probs; names the token and the operation
     ├── PoisonRequest      replicas keep dying while they run this request; it is not retried
     ├── AnswerBroken       a replica died in the middle of a streamed answer that cannot go on elsewhere
+    ├── ForeignError       an error of another library, as text
     └── RunFailed          a failure ended the run; names the actor, the endpoint and the cause
 
-They cross actor boundaries, so all of them pickle.
+They cross actor boundaries, so all of them pickle. Errors of other libraries need not: `portable` makes text of them.
 """
+
+from contextlib import suppress
 
 
 class GoalyError(Exception):
@@ -73,6 +76,25 @@ class RunFailed(GoalyError):
     """A failure ended the run."""
 
 
+class ForeignError(GoalyError):
+    """An error of another library or of a script: its type and its message."""
+
+
+KNOWN_EVERYWHERE = ("builtins", "goaly", "monarch")
+"""Packages whose errors cross to other processes as they are."""
+
+
+def portable(error: Exception) -> Exception:
+    """The error if another process can build it again, which may lack its module or not know how; else its text."""
+    if type(error).__module__.partition(".")[0] in KNOWN_EVERYWHERE:
+        import cloudpickle  # not every process that imports this file has an error to send
+
+        with suppress(Exception):  # whatever an error's own code raises
+            cloudpickle.loads(cloudpickle.dumps(error))
+            return error
+    return ForeignError(cause_of(first_error(error)))
+
+
 def root_cause(error: BaseException) -> BaseException:
     """The original error, without the reports of the actor calls that it came through."""
     while isinstance(cause := getattr(error, "exception", None), BaseException):  # Monarch's ActorError keeps it there
@@ -96,4 +118,4 @@ def os_error(error: Exception) -> OSError | None:
 def cause_of(error: BaseException) -> str:
     """The type and the message of the original error."""
     cause = root_cause(error)
-    return f"{type(cause).__name__}: {cause}"
+    return str(cause) if isinstance(cause, ForeignError) else f"{type(cause).__name__}: {cause}"

@@ -30,7 +30,16 @@ import torch
 import torch.distributed as dist
 
 from goaly.errors import ReplicaLost
-from goaly.generate.request import Finish, GeneratorStats, Request, Sample, Sampling, duplicate_request, settle
+from goaly.generate.request import (
+    Finish,
+    GeneratorStats,
+    InvalidRequest,
+    Request,
+    Sample,
+    Sampling,
+    duplicate_request,
+    settle,
+)
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart, OnPart
 from goaly.process import give_up
@@ -309,7 +318,8 @@ class EngineLoop:
                         streams = streams and not self._follows  # rank 0 sends
                         self._engine.add(name, prompt, sampling, streams=streams, written=written, begun_at=begun_at)
                     except ValueError as error:  # the request's own error: it fails alone
-                        self._deliver([(name, error)])
+                        refused = error if isinstance(error, InvalidRequest) else InvalidRequest(str(error))
+                        self._deliver([(name, refused)])  # vLLM's own could not be built again by the client
                 case Cancel(names):
                     self._deliver(self._engine.cancel(list(names)))
         if self._engine.running:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from goaly.errors import portable
 from goaly.weights.placement import shards_of
 
 MODULES = ["goaly.train.engine", "goaly.models.bitwise", "goaly.plan.gpu_attention", "goaly.generate.divided_model"]
@@ -91,8 +92,11 @@ def _place(dims: Any, rank: int) -> dict[str, int]:
 
 
 def _as_rank(work: Callable[..., Found], arguments: tuple[Any, ...], rank: int, ranks: int) -> tuple[Found, int]:
-    with _fake_group(rank, ranks):
-        found = work(*arguments)
+    try:
+        with _fake_group(rank, ranks):
+            found = work(*arguments)
+    except Exception as error:
+        raise portable(error) from error
     return found, KIB * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
