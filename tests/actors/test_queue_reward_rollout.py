@@ -14,6 +14,7 @@ import torch
 from monarch.actor import Actor, ActorError, concurrent_endpoint
 from spawned import spawn
 
+from goaly import actors
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.durable.log_writer import LogWriter
@@ -27,7 +28,7 @@ from goaly.prompts.settings import ChatSettings
 from goaly.reward.pool import RewardPool
 from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.episode import Episode, EpisodeContext
-from goaly.rollout.running import GENERATING
+from goaly.rollout.running import GENERATING, EvaluationFailed, Failed
 from goaly.rollout.settings import RolloutSettings
 from goaly.rollout.worker import RolloutWorker, pickled
 from goaly.run.replaceable import Replaceable
@@ -305,12 +306,31 @@ async def test_an_evaluation_that_nobody_waits_for_ends_in_its_worker_with_its_r
     with pytest.raises(asyncio.CancelledError):
         await evaluation
     failing = Prompt(id="q2", source="sums", messages=PROMPT.messages, answer="no environment")
-    with pytest.raises(ExceptionGroup) as failed:
+    assert await stack.worker.evaluate.call_one("evaluation", failing, 2) == [2.0, Failed("LookupError")]
+    unscored = replace(PROMPT, answer="raise")
+    with pytest.raises(EvaluationFailed, match="prompt q1: VerifierError: "):
         await asyncio.wait_for(
-            RolloutStage([Replaceable("rollout-0", stack.worker)]).rewards([long, failing], 2, {}, 0), 30
+            RolloutStage([Replaceable("rollout-0", stack.worker)]).rewards([long, unscored], 2, {}, 0), 30
         )
-    assert failed.group_contains(RunFailed, match=r"rollout\.evaluate failed: LookupError: no environment")
     assert await asyncio.wait_for(_answer(stack.generator.when_under_way.call_one(0)), 30) == []
+
+
+class AsksElsewhere(Actor):
+    """Raises an error of a client's library, which pickle cannot build again."""
+
+    @actors.concurrent_endpoint
+    async def ask(self) -> None:
+        import httpx
+        import openai
+
+        request = httpx.Request("POST", "http://elsewhere/v1")
+        raise openai.RateLimitError("slow down", response=httpx.Response(429, request=request), body=None)
+
+
+async def test_an_error_of_another_library_reaches_the_caller_of_an_actor_as_text(procs):
+    asks = procs.hub.spawn("asks-elsewhere", AsksElsewhere)
+    with pytest.raises(RunFailed, match=r"asks\.ask failed: RateLimitError: slow down"):
+        await actors.ask("asks.ask", asks.ask.call_one())
 
 
 async def test_many_scores_at_once_each_reach_their_own_caller(stack):

@@ -14,7 +14,7 @@ from goaly.generate.request import seed_of
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction, trajectories_of
 from goaly.rollout.policy import ContextFull, PromptFillsContext
-from goaly.rollout.running import within
+from goaly.rollout.running import Failed, within
 from goaly.trajectory import episode_reward
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def by_episode(episode: EpisodeFunction, serve: Serve, *, most: int, seconds: fl
                         return None
                     if unjudged:
                         raise unjudged[0] from None
-                    reward, why = 0.0, cause_of(cause)
+                    why = cause_of(cause)
+                    reward = 0.0 if isinstance(cause, ContextFull) else Failed(why)
                     failures += not isinstance(cause, ContextFull)
                     logger.warning("an evaluation counts reward 0: prompt %s: %s", prompt.id, why)
                     if failures >= FAILURES_IN_A_ROW:

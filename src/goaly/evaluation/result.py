@@ -17,6 +17,7 @@ from typing import Any
 from goaly.generate.request import PromptTooLong, Sample, Sampling, evaluation_seeds, seed_of
 from goaly.prompts.prompt import PASS_REWARD, Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.running import Failed
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,8 @@ class EvalResult:
     lengths: Lengths | None = None
     too_long: int = 0
     """Prompts that left no room for an answer; they count as not solved."""
+    failed: int = 0
+    """Samples whose episode failed; their reward is 0."""
 
     @property
     def pass_at_1(self) -> float:
@@ -131,6 +134,7 @@ class EvalResult:
             average=fmean(reward for group in counted for reward in group),
             lengths=Lengths.of(lengths) if lengths else None,
             too_long=sum(None in group for group in rewards),
+            failed=sum(isinstance(reward, Failed) for group in rewards for reward in group),
         )
 
 
@@ -146,20 +150,20 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All scores, as `evaluation/SET/pass@1`, and `evaluation/SET/too_long` if prompts are too long."""
+        """All scores, as `evaluation/SET/pass@1`, and `evaluation/SET/too_long` and `failed` if they are not 0."""
         scores = {
             f"evaluation/{name}/{key}": float(value)
             for name, result in self.results.items()
-            for key, value in (_too_long(result) | result.scores).items()
+            for key, value in (_lost(result) | result.scores).items()
         }
         return scores | {f"evaluation/{key}": float(value) for key, value in self._newest.items()}
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The version, and for each set the number of prompts, of prompts that are too long if any, and all scores."""
+        """The version, and for each set the numbers of prompts, of those that are too long and of failed samples, if
+        any, and all scores."""
         sets = {
-            name: {"prompts": result.prompts, **_too_long(result), **result.scores}
-            for name, result in self.results.items()
+            name: {"prompts": result.prompts, **_lost(result), **result.scores} for name, result in self.results.items()
         }
         return {"policy_version": self.policy_version, **self._newest, "sets": sets}
 
@@ -180,6 +184,7 @@ class Evaluation:
                 pass_at={int(key.removeprefix("pass@")): scores[key] for key in scores if key.startswith("pass@")},
                 average=scores[average],
                 too_long=int(scores.get("too_long", 0)),
+                failed=int(scores.get("failed", 0)),
             )
         newest = line.get("evaluation/newest_version")
         return cls(
@@ -201,8 +206,9 @@ def warn_of_long_prompts(name: str, result: EvalResult) -> None:
         logger.warning("evaluation set %s: %s %s", name, long, why)
 
 
-def _too_long(result: EvalResult) -> dict[str, int]:
-    return {"too_long": result.too_long} if result.too_long else {}
+def _lost(result: EvalResult) -> dict[str, int]:
+    counts = {"too_long": result.too_long, "failed": result.failed}
+    return {name: count for name, count in counts.items() if count}
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:

@@ -35,7 +35,16 @@ from goaly.rollout.cut_off import NoneFinished, settled
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction, trajectories_of
 from goaly.rollout.failed_episodes import FailedEpisodes
 from goaly.rollout.policy import ContextFull, Policy, PromptFillsContext
-from goaly.rollout.running import EpisodeTimeout, GroupProgress, GroupTimeout, RunningEpisode, RunningGroup, within
+from goaly.rollout.running import (
+    EpisodeTimeout,
+    EvaluationFailed,
+    Failed,
+    GroupProgress,
+    GroupTimeout,
+    RunningEpisode,
+    RunningGroup,
+    within,
+)
 from goaly.rollout.settings import RolloutSettings
 from goaly.telemetry.counts import count
 from goaly.telemetry.spans import span
@@ -147,8 +156,9 @@ class GroupRunner:
     async def evaluate(
         self, prompt: Prompt, samples: int, changes: Mapping[str, Any] | None = None, min_version: int = 0
     ) -> list[float | None]:
-        """The rewards of `samples` episodes that are not trained: 0 for an episode that exceeds its time limit or fills
-        the context, None for one whose prompt leaves no room for an answer. `changes` overrides sampling values."""
+        """The rewards of `samples` episodes that are not trained: 0 for an episode that fills the context, `Failed` for
+        one that raises or exceeds its time limit, None for one whose prompt leaves no room for an answer. `changes`
+        overrides sampling values. EvaluationFailed if a response has no score."""
         self._evaluations += 1
         sampling = self.sampling.changed(Sampling(**(changes or {})))
         name = f"{self.name}.evaluation-{self._evaluations}"
@@ -156,12 +166,16 @@ class GroupRunner:
         async def reward(episode: RunningEpisode) -> float | None:
             try:
                 return episode_reward(await self._run_one(prompt, episode))
-            except EpisodeTimeout as error:
-                logger.warning("an evaluation counts reward 0: %s", error)
-                return 0.0
-            except ContextFull as error:
-                logger.info("an evaluation counts prompt %s as not solved: %s", prompt.id, error)
-                return None if isinstance(error, PromptFillsContext) else 0.0
+            except Exception as error:
+                cause, is_late = first_error(error), isinstance(error, EpisodeTimeout)
+                why = f"prompt {prompt.id}: {cause_of(cause)}"
+                if isinstance(cause, ContextFull):
+                    logger.info("an evaluation counts prompt %s as not solved: %s", prompt.id, cause)
+                    return None if isinstance(cause, PromptFillsContext) else 0.0
+                if episode.is_unjudged and not is_late:
+                    raise EvaluationFailed(why) from error
+                logger.warning("an evaluation counts reward 0: %s", why)
+                return Failed(why)
 
         seeds = evaluation_seeds(self.seed, min_version, prompt.id)
         group = self._group(

@@ -164,6 +164,24 @@ class RunningGroup:
         return GroupProgress(seconds=time.monotonic() - self._began, doing=dict(doing))
 
 
+class Failed(float):
+    """The reward 0 of an evaluation's episode that failed, and why."""
+
+    def __new__(cls, why: str) -> "Failed":
+        zero = super().__new__(cls, 0.0)
+        zero.why = why
+        return zero
+
+    why: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Failed, (self.why,)
+
+
+class EvaluationFailed(EpisodeError):
+    """An evaluation has no result: a response has no score, or too many episodes in a row failed."""
+
+
 class EpisodeTimeout(EpisodeError):
     """An episode exceeded `rollout.episode_seconds`."""
 

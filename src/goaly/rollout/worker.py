@@ -175,8 +175,8 @@ class RolloutWorker(Actor):
     async def evaluate(
         self, name: str, prompt: Prompt, samples: int, sampling: Mapping[str, Any] | None = None, min_version: int = 0
     ) -> list[float | None]:
-        """The rewards of `samples` episodes that are not trained; None where the prompt leaves no room for an answer.
-        `sampling` overrides sampling values; `cancel` takes the name."""
+        """The rewards of `samples` episodes that are not trained, as `GroupRunner.evaluate` has them. `sampling`
+        overrides sampling values; `cancel` takes the name."""
         task = await self._requests.run(name, self._runner.evaluate(prompt, samples, sampling, min_version))
         if task.cancelled():
             raise EpisodeError(f"{name} was cancelled")

@@ -89,9 +89,10 @@ class SavedPolicies:
 
     def _keep_or_remove_candidate(self, evaluation: Evaluation) -> None:
         candidate, best = self._folder / CANDIDATE, self._folder / BEST
-        score = evaluation.results[self._judged_by].pass_at_1
+        judged = evaluation.results.get(self._judged_by)
+        score = None if judged is None else judged.pass_at_1  # an evaluation may have failed
         try:
-            if self._best_score is None or score > self._best_score:
+            if score is not None and (self._best_score is None or score > self._best_score):
                 facts = {"policy_version": evaluation.policy_version, "set": self._judged_by, "pass@1": score}
                 (candidate / SCORE_FILE).write_text(json.dumps(facts, indent=2) + "\n")
                 put_in_place(candidate, best)

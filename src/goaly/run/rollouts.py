@@ -12,11 +12,12 @@ from goaly.actors import ask
 from goaly.agents.session_files import forget_group
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED
-from goaly.errors import RunFailed
+from goaly.errors import RunFailed, first_error, root_cause
 from goaly.generate.connection import POISON_DEATHS
 from goaly.generate.generator import Generator
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group import NO_ROOM, GroupSummary
+from goaly.rollout.running import EvaluationFailed, Failed
 from goaly.rollout.worker import RolloutWorker
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.replaceable import Lost, Replaceable
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FAILURES_IN_A_ROW = 16
-"""The run ends after so many failed groups without a completed group between them."""
+"""The run ends after this many failed groups without a completed group between them, and an evaluation after this many
+failed episodes."""
 
 TOO_LONG_IN_A_ROW = 64
 """The run ends after so many groups without room for an answer and without a completed group between them."""
@@ -190,8 +192,17 @@ class RolloutStage:
         """The rewards of evaluation episodes, so many for each prompt, under this policy version or a newer one.
 
         `sampling` holds the sampling parameters that differ from training. The reward is None if the prompt left no
-        room for an answer.
+        room for an answer, and `Failed` if the episode failed. EvaluationFailed after too many of these in a row, or if
+        a response has no score.
         """
+        failures = 0
+
+        def judge(prompt: Prompt, rewards: Sequence[float | None]) -> None:
+            nonlocal failures
+            for one in rewards:
+                failures = failures + 1 if isinstance(one, Failed) else 0
+                if isinstance(one, Failed) and failures >= FAILURES_IN_A_ROW:
+                    raise EvaluationFailed(f"{failures} episodes failed in a row; the last: {one.why}")
 
         async def evaluate(prompt: Prompt) -> list[float | None]:
             name = f"evaluation-{next(self._evaluations)}"
@@ -203,18 +214,29 @@ class RolloutStage:
             deaths = 0
             while deaths < POISON_DEATHS:
                 try:
-                    return await self._run_on(self._least_busy(), run)
+                    rewards = await self._run_on(self._least_busy(), run)
+                    break
                 except Lost as lost:  # GR-1
                     deaths += lost.is_own
-            raise RunFailed(f"evaluation of prompt {prompt.id}: {POISONED}")
+                except RunFailed as error:
+                    if isinstance(cause := root_cause(error.__cause__ or error), EvaluationFailed):
+                        raise cause from error
+                    raise
+            else:
+                rewards = [Failed(f"prompt {prompt.id}: {POISONED}")] * samples_per_prompt
+            judge(prompt, rewards)
+            return rewards
 
         async def report(seconds: float) -> None:
             left = [task.get_name() for task in tasks if not task.done()]
             done = f"{len(tasks) - len(left)} of {len(tasks)} prompts are done"
             self._say(f"evaluating for {seconds:.0f} s: {done}; waiting for {', '.join(left[:3])}")
 
-        async with reporting(report), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(evaluate(prompt), name=f"prompt {prompt.id}") for prompt in prompts]
+        try:
+            async with reporting(report), asyncio.TaskGroup() as group:
+                tasks = [group.create_task(evaluate(prompt), name=f"prompt {prompt.id}") for prompt in prompts]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
         return [task.result() for task in tasks]
 
     async def use(self, replicas: Mapping[str, Generator]) -> None:

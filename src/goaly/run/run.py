@@ -17,6 +17,7 @@ from goaly.evaluation.sets import ProblemSets
 from goaly.generate.service import GeneratorService
 from goaly.process import watch_callbacks
 from goaly.prompts.mixture import prompt_mixture
+from goaly.rollout.running import EvaluationFailed
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.checkpoints import RunCheckpoints
 from goaly.run.config import RunConfig
@@ -64,6 +65,8 @@ class Run:
         """The evaluations before the run was resumed."""
         self.evaluations = [*self._earlier]
         self._evaluated = self._ends = False
+        self.failed_evaluations = 0
+        """Evaluations without a result."""
         self.periodic = PeriodicEvaluation(config.evaluation.every, self._evaluate_beside_training, self.say)
         self.policies = SavedPolicies(run_dir / "policies", config.save, next(iter(config.evaluation.named)))
         self.lost_actors: set[str] = set()
@@ -106,7 +109,7 @@ class Run:
     async def evaluate(self, sets: Iterable[str] | None = None) -> Evaluation:
         """Evaluate the newest policy on these sets of `evaluation.sets`, or on all of them, and record the results.
         If a periodic evaluation of this version is running, wait for its results instead of asking twice. A resumed run
-        does not repeat an evaluation that it has recorded."""
+        does not repeat an evaluation that it has recorded. One that fails has no results, and is not recorded."""
         version = self.policy_version
         running = self.periodic.running(version) if sets is None else None
         evaluation = self._recorded(version, self.config.evaluation.named if sets is None else sets)
@@ -136,7 +139,15 @@ class Run:
         results = {}
         for one in self.problem_sets.chosen(sets):
             settings = one.settings
-            rewards = await self.rollouts.rewards(one.prompts, settings.samples_per_prompt, settings.sampling, version)
+            try:
+                rewards = await self.rollouts.rewards(
+                    one.prompts, settings.samples_per_prompt, settings.sampling, version
+                )
+            except EvaluationFailed as error:
+                self.failed_evaluations += 1
+                logger.warning("the evaluation of policy version %d failed on %s: %s", version, one.name, error)
+                self.progress.note(f"the evaluation of policy version {version} failed on {one.name}: {error}")
+                return Evaluation(policy_version=version, results={})
             results[one.name] = EvalResult.of(rewards, pass_at=settings.pass_at)
             if not any(one.name in earlier.results for earlier in self.evaluations):
                 warn_of_long_prompts(one.name, results[one.name])
@@ -173,6 +184,7 @@ class Run:
             **metrics,
             **{f"mix/{source}": share for source, share in shares.items()},
             **self.periodic.metrics,
+            **({"evaluation/failed": float(self.failed_evaluations)} if self.failed_evaluations else {}),
             "step/seconds": seconds,
             "step/tokens": float(batch.tokens),
             "step/tokens_per_second": batch.tokens / seconds,

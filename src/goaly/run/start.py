@@ -352,6 +352,7 @@ def write_summary(run: Run, status: str) -> None:
         "pass_at_1_before": before,
         "pass_at_1_after": after,
         "evaluations": [evaluation.summary for evaluation in run.evaluations],
+        "failed_evaluations": run.failed_evaluations,
         "seconds": round(time.monotonic() - run.started, 1),
         "policy_version": run.policy_version,
         **{key: counts.get(key) for key in ("admitted", "trained", "rejected", "failed")},

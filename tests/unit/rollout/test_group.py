@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import pickle
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -19,9 +20,11 @@ from goaly.generate.request import Finish, Sample, Sampling, seed_of
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings
 from goaly.reward.failures import Unscored
+from goaly.reward.verifier_process import VerifierError
 from goaly.rollout import group as group_module
 from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.rollout.group import GroupRunner, GroupSummary
+from goaly.rollout.running import EvaluationFailed, Failed
 from goaly.rollout.settings import RolloutSettings
 from goaly.trajectory import Group, Trajectory
 
@@ -328,6 +331,31 @@ async def test_in_an_evaluation_a_sample_without_room_for_an_answer_has_no_rewar
 
     group_runner = runner(FakeSampler(), FakeQueue(), long_second_turn)
     assert await group_runner.evaluate(PROMPT, 3) == [1.0, None, 1.0]
+
+
+@pytest.mark.parametrize("unjudged", [False, True])
+async def test_an_episode_that_fails_in_an_evaluation_counts_0_with_its_reason_but_not_a_verifier_that_does(unjudged):
+    async def one_fails(prompt: Prompt, context: EpisodeContext) -> Trajectory:
+        if context.sample_index == 1:
+            with contextlib.suppress(VerifierError):
+                await context.reward(prompt, "broken" if unjudged else "ok")
+            raise ExceptionGroup("of its tools", [ValueError("a mistake of its own")])
+        return await ask_once(prompt, context)
+
+    async def score_or_fail(prompt: Prompt, response: str) -> float:
+        if response == "broken":
+            raise VerifierError("it is down")
+        return 1.0
+
+    group_runner = runner(FakeSampler(), FakeQueue(), one_fails, score=score_or_fail)
+    if unjudged:
+        with pytest.raises(EvaluationFailed, match="prompt q1: ValueError: a mistake of its own"):
+            await group_runner.evaluate(PROMPT, 3)
+    else:
+        rewards = await group_runner.evaluate(PROMPT, 3)
+        assert rewards == [1.0, 0.0, 1.0]
+        (failed,) = [reward for reward in pickle.loads(pickle.dumps(rewards)) if isinstance(reward, Failed)]
+        assert failed.why == "prompt q1: ValueError: a mistake of its own"
 
 
 async def test_an_evaluation_has_the_generators_whole_context_and_training_that_of_a_row():

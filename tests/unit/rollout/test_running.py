@@ -167,7 +167,7 @@ def test_in_an_evaluation_an_episode_that_hangs_gets_no_reward_and_costs_the_oth
 
     group = runner(FakeSampler(), FakeQueue(), one_hangs, episode_seconds=60.0, group_seconds=1.0)
     assert virtual_time.run(group.evaluate(PROMPT, 3)) == [1.0, 0.0, 1.0]
-    told = "episode 1 of prompt q1 exceeded rollout.episode_seconds=60.0"
+    told = "prompt q1: EpisodeTimeout: episode 1 of prompt q1 exceeded rollout.episode_seconds=60.0"
     assert caplog.messages == [f"an evaluation counts reward 0: {told}"]
 
 

@@ -15,6 +15,7 @@ import pytest
 from goaly.config import load
 from goaly.errors import RunFailed
 from goaly.evaluation.settings import EvaluationSettings
+from goaly.rollout.running import EvaluationFailed
 from goaly.run.config import RunConfig, SaveSettings
 from goaly.run.run import Run
 from goaly.run.start import started
@@ -227,6 +228,29 @@ async def test_an_evaluation_that_fails_ends_the_run_with_an_error_that_names_it
     expected = "the evaluation of policy version 2 failed: rollout.evaluate failed: ValueError: no such tool"
     assert str(error) == expected
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+async def test_an_evaluation_without_a_result_ends_nothing_else_and_is_counted(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(config, save=SaveSettings(best=True))
+    async with run_of(config, tmp_path, monkeypatch) as run:
+        run.rollouts.error = EvaluationFailed("16 episodes failed in a row; the last: no such tool")
+        await run.evaluate()
+        await train(run, 3)
+        run.rollouts.error = None
+        await train(run, 5)
+        run.rollouts.error = EvaluationFailed("16 episodes failed in a row; the last: no such tool")
+        assert (await run.evaluate()).results == {}  # that after the last step
+    assert evaluated(tmp_path) == [(4, 1.0, None)]
+    assert [line.get("evaluation/failed") for line in lines(tmp_path, "metrics.jsonl")] == [1.0, 1.0, 2.0, 2.0, 2.0]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["failed_evaluations"], len(summary["evaluations"])) == ("finished", 3, 1)
+    told = [text for text in caplog.messages if "the last: no such tool" in text]
+    assert [text.partition(" failed on held_out")[0] for text in told] == [
+        f"the evaluation of policy version {version}" for version in (0, 2, 5)
+    ]
+    assert {path.name for path in (tmp_path / "policies").iterdir()} == {"best"}
 
 
 @pytest.mark.parametrize("during", ["training", "the wait for it"])

@@ -11,6 +11,7 @@ import pytest
 from goaly.config import load
 from goaly.evaluation.result import EvalResult, Evaluation
 from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
+from goaly.rollout.running import Failed
 from goaly.run.config import RunConfig
 from goaly.run.run import Run
 from goaly.run.start import write_summary
@@ -126,12 +127,12 @@ async def test_every_set_is_asked_in_its_own_way_and_recorded_with_the_policy_ve
         await run.evaluate(["owns"])
 
 
-async def test_prompts_that_are_too_long_end_no_evaluation_and_are_recorded_each_time_and_told_once(
+async def test_prompts_that_are_too_long_and_episodes_that_fail_end_no_evaluation_and_are_recorded_each_time(
     config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Short(Answers):
         async def rewards(self, prompts, *args):
-            return [[None], *(await super().rewards(prompts, *args))[1:]]
+            return [[None], [Failed("no such tool")], *(await super().rewards(prompts, *args))[2:]]
 
     sets = {"sums": EvaluationSet(task="arithmetic", prompts=4)}
     run = Run(replace(config, evaluation=EvaluationSettings(sets=sets)), tmp_path)
@@ -142,7 +143,10 @@ async def test_prompts_that_are_too_long_end_no_evaluation_and_are_recorded_each
         assert len(caplog.messages) == 1
     run.metrics.close()
     lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
-    assert [(line["evaluation/sums/too_long"], line["evaluation/sums/pass@1"]) for line in lines] == [(1, 0), (1, 0.75)]
+    scores = [[line[f"evaluation/sums/{key}"] for key in ("too_long", "failed", "pass@1")] for line in lines]
+    assert scores == [[1, 1, 0], [1, 1, 0.5]]
+    resumed = Run(replace(config, evaluation=EvaluationSettings(sets=sets)), tmp_path)
+    assert [one.metrics for one in resumed.evaluations] == [one.metrics for one in run.evaluations]
     assert caplog.messages == [
         "evaluation set sums: 1 of 4 prompts leave no room for an answer in the context and count as not solved"
     ]

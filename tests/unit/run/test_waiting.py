@@ -6,13 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from monarch.actor import ActorError
 
 from goaly.backlog.admission import Ticket
 from goaly.backlog.group_queue import Wait
 from goaly.errors import RunFailed
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.group import GroupSummary
-from goaly.rollout.running import DONE, GENERATING, GroupProgress
+from goaly.rollout.running import DONE, GENERATING, EvaluationFailed, Failed, GroupProgress
 from goaly.run import waiting
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.replaceable import Replaceable
@@ -34,10 +35,17 @@ def endpoint(answer):
 class FakeWorker:
     """Ends groups as told, one after the other."""
 
-    def __init__(self, *ends: dict):
+    def __init__(self, *ends):
         self._ends = list(ends)
         self.cancel = endpoint(None)
         self.run_group = endpoint(self._run_group)
+        self.evaluate = endpoint(self._evaluate)
+
+    async def _evaluate(self, *arguments) -> list[float | None]:
+        end = self._ends.pop(0)
+        if isinstance(end, Exception):
+            raise ActorError(end)
+        return end
 
     async def _run_group(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
         return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, **self._ends.pop(0))
@@ -61,6 +69,22 @@ async def test_failures_in_a_row_end_the_run_and_only_a_completed_group_breaks_t
     for between in (REJECTED, NEITHER, REFUSED):
         with pytest.raises(RunFailed, match=f"{FAILURES_IN_A_ROW} groups failed in a row; the last: episode_timeout"):
             await after(*row[1:], between, FAILED, *([] if between is REFUSED else [FAILED]))
+
+
+async def test_episodes_that_fail_in_a_row_end_their_evaluation_and_those_in_between_do_not():
+    async def rewards(*ends):
+        rollouts = RolloutStage([Replaceable("rollout-0", FakeWorker(*ends))])
+        return await rollouts.rewards([PROMPT] * len(ends), 3, {}, 0)
+
+    failed, half = [Failed("no such tool")] * 3, FAILURES_IN_A_ROW // 3
+    row = [failed] * half
+    assert await rewards(*row, [0.0, *failed[:2]], *row[1:]) == [[0.0] * 3] * 2 * half
+    with pytest.raises(EvaluationFailed, match="16 episodes failed in a row; the last: no such tool"):
+        await rewards(*row, failed)
+    with pytest.raises(EvaluationFailed, match="prompt q1: VerifierError: it is down"):
+        await rewards(failed, EvaluationFailed("prompt q1: VerifierError: it is down"))
+    with pytest.raises(RunFailed, match=r"rollout\.evaluate failed: ValueError: ours"):
+        await rewards(ValueError("ours"))
 
 
 @pytest.mark.parametrize("why", [TOO_LONG, FULL])
