@@ -1,12 +1,13 @@
 """Episodes that a limit cuts off: their rewards, and whose time it was (`rollout.cut_off_reward`, RG-4, CT-1, CT-2)."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from agent_sessions import assistant
+from agent_sessions import Agent, assistant
 from chat_templates import hermes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -187,17 +188,21 @@ async def test_where_all_are_cut_off_none_is_better(
 async def test_what_the_script_says_before_the_limit_or_of_it_counts(chats: dict[str, ChatTokenizer]) -> None:
     async def says(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
         if context.sample_index == 1:
-            context.chat.rewarded(0.5)
+            context.chat.rewarded(0.125)
         try:
             return await told(prompt, context)
         except SessionExhausted:
-            if context.sample_index != 2:
+            if context.sample_index in (1, 3):
                 raise
+            if context.sample_index == 4:  # another agent of the episode is refused, as by HTTP
+                context.chat.was_refused = False
+                with pytest.raises(SessionExhausted), context.chat.session.sampling():
+                    pass
             return context.chat.finish(0.25)
 
-    texts = {0: ["-1"], 1: ["more"] * 3, 2: ["more"] * 3, 3: ["more"] * 3}
+    texts = {0: ["-1"], **{sample: ["more"] * 3 for sample in range(1, 5)}}
     group = await group_of(chats["hermes"], says, texts, session=SessionSettings(turns=2))
-    assert group.rewards == [-1.0, 0.5, 0.25, -1.0]
+    assert group.rewards == [-1.0, 0.125, 0.25, -1.0, -1.0]
 
 
 async def test_an_answer_that_fills_the_context_and_passes_or_is_worse_than_the_worst_keeps_its_reward(
@@ -210,6 +215,18 @@ async def test_an_answer_that_fills_the_context_and_passes_or_is_worse_than_the_
     texts = {0: ["short"], 1: [ENDLESS], 2: [ENDLESS], 3: [ENDLESS]}
     group = await group_of(chats["hermes"], fills, texts, max_context=1000)
     assert group.rewards == [-1.0, 1.0, -2.0, -1.0]
+
+
+def test_a_session_that_an_answer_filled_is_exhausted_until_a_shorter_chat_also_after_a_replay(
+    agent: Callable[..., Agent],
+) -> None:
+    """SE-4."""
+    one = agent("hermes")
+    for text, filled in (("long", True), ("short", False)):
+        place = one.session.extend([{"role": "user", "content": text}])
+        completion = replace(one.completion(place.prompt, [5, 6]), filled=filled)
+        one.session.record(place, completion, {"role": "assistant", "content": "5"})
+        assert [session.exhausted for session in (one.session, one.replayed())] == [filled] * 2
 
 
 async def test_all_trajectories_of_a_cut_off_episode_have_its_reward(chats: dict[str, ChatTokenizer]) -> None:
