@@ -17,6 +17,7 @@ from vllm.entrypoints.serve import create_error_response
 
 from goaly.agents.answers import is_object
 from goaly.agents.conversation import MALFORMED_INPUT
+from goaly.agents.refusals import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ sampled: clients and proxies give up a connection on which nothing comes."""
 COMMENT, PING = ": keep-alive\n\n", 'event: ping\ndata: {"type": "ping"}\n\n'
 _DATA = "data: "
 _FAILED = _DATA + '{"error"'
+_THINKING = '"content_block":{"type":"thinking","thinking":""}'
+_SIGNED = '"content_block":{"type":"thinking","thinking":"","signature":""}'
 _CALLS = '"tool_calls":[{'
 
 
@@ -72,7 +75,7 @@ async def response_events(stream: AsyncGenerator[Any]) -> AsyncGenerator[str]:
     except Exception as error:
         logger.exception("a streamed response")
         found = create_error_response(error).error
-        failed = {"type": "error", "code": found.type, "message": found.message, "param": found.param}
+        failed = {"type": "error", "code": kind_of(found.code).code, "message": found.message, "param": found.param}
         yield f"event: error\ndata: {json.dumps({**failed, 'error': found.model_dump()})}\n\n"
 
 
@@ -96,7 +99,7 @@ class Messages(AnthropicServingMessages):
                 yield _with_inputs(chunk) if _CALLS in chunk else chunk
 
         async for event in super().message_stream_converter(chunks()):
-            yield event
+            yield event.replace(_THINKING, _SIGNED)  # its clients want all fields of a block
         for message in failed:
             error = {"type": "error", "error": {"type": "api_error", "message": message}}
             yield f"event: error\ndata: {json.dumps(error)}\n\n"

@@ -217,6 +217,9 @@ class _Doorkeeper:
         key = key_of(headers)
         try:
             await self._door.check(key, headers)
+            if (encoding := headers.get("content-encoding", "identity")) != "identity":
+                compressed = f"content-encoding={encoding}: a request's body must not be compressed"
+                raise Refusal(compressed, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
             body = await _body(receive)
             repeats = _repeats(headers)
             served = self._door.session(key, path, body, repeats)

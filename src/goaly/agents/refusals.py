@@ -1,7 +1,8 @@
 """Errors as the clients of OpenAI's and Anthropic's APIs expect them."""
 
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse
 
@@ -15,25 +16,49 @@ SCHEMA = "/openapi.json"
 """The schema of all routes, without a key."""
 ANTHROPIC = "/v1/messages"
 """Start of the paths of Anthropic's API."""
-ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
+
+
+class ErrorKind(NamedTuple):
+    """How an error with some status is called."""
+
+    code: str
+    """In OpenAI's format, unless a refusal names another."""
+    anthropic: str
+    """The type in Anthropic's format."""
+
+
+ERRORS: Mapping[int, ErrorKind] = {
+    400: ErrorKind("invalid_request", "invalid_request_error"),
+    401: ErrorKind("invalid_api_key", "authentication_error"),
+    403: ErrorKind("forbidden", "permission_error"),
+    404: ErrorKind("not_found", "not_found_error"),
+    405: ErrorKind("method_not_allowed", "invalid_request_error"),
+    408: ErrorKind("request_timeout", "timeout_error"),
+    413: ErrorKind("request_too_large", "request_too_large"),
+    415: ErrorKind("unsupported_media_type", "invalid_request_error"),
+    422: ErrorKind("unprocessable", "invalid_request_error"),
+    429: ErrorKind("rate_limit_exceeded", "rate_limit_error"),
+    500: ErrorKind("internal_error", "api_error"),
+    501: ErrorKind("not_implemented", "api_error"),
+    503: ErrorKind("overloaded", "overloaded_error"),
 }
+"""By status. OpenAI's format has the type `server_error` from 500 on, and `invalid_request_error` below."""
 RETRY_SECONDS = 1
+
+
+def kind_of(status: int) -> ErrorKind:
+    """How an error with this status is called."""
+    return ERRORS.get(status, ERRORS[400 if status < 500 else 500])
 
 
 class Refusal(ValueError):
     """A request that is answered with this status and code."""
 
-    def __init__(self, message: str, status: HTTPStatus, code: str, parameter: str | None = None):
+    def __init__(self, message: str, status: HTTPStatus, code: str | None = None, parameter: str | None = None):
+        """Without a `code` it is the one of its status."""
         super().__init__(message)
         self.status = status
-        self.code = code
+        self.code = code or kind_of(status).code
         self.parameter = parameter
 
 
@@ -54,8 +79,7 @@ def error_response(path: str, error: Refusal) -> JSONResponse:
     content: dict[str, Any]
     status = int(error.status)
     if path.startswith(ANTHROPIC):
-        kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        content = {"type": "error", "error": {"type": kind, "message": str(error)}}
+        content = {"type": "error", "error": {"type": kind_of(status).anthropic, "message": str(error)}}
     else:
         kind = "invalid_request_error" if status < 500 else "server_error"
         content = {

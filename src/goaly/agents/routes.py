@@ -1,5 +1,7 @@
 """The HTTP routes of the agents' endpoint: OpenAI's and Anthropic's APIs by vLLM's handlers, and rewards."""
 
+import logging
+import re
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -27,11 +29,15 @@ from vllm.exceptions import VLLMClientError
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.event_streams import COMMENT, PING, EventStream, response_events
+from goaly.agents.parameters import refuse_unknown
 from goaly.agents.published import KEYS, OpenAIErrorResponse, answers, published
 from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, as_refusal, error_response
 from goaly.agents.served import EXCHANGE
 from goaly.agents.serving import MODEL, Serving
 from goaly.agents.session import SessionExhausted
+from goaly.errors import GoalyError
+
+logger = logging.getLogger(__name__)
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -147,6 +153,7 @@ def app(folder: str, max_context: int, parser: AnswerParser) -> FastAPI:
 
 def _asked_of(request: Any, raw_request: Request) -> None:
     """Whatever model the request names, the policy answers; whether that is trained may depend on the name."""
+    refuse_unknown(request)
     exchange, metadata = EXCHANGE.get(), getattr(request, "metadata", None)
     exchange.trained = not exchange.served.untrained.apply_to(request.model, raw_request.headers, metadata)
     request.model = MODEL
@@ -164,28 +171,71 @@ async def _response(
         made = create_error_response(error)
         if made.error.code >= HTTPStatus.INTERNAL_SERVER_ERROR and EXCHANGE.get().is_read:
             raise
+        if made.error.code >= HTTPStatus.INTERNAL_SERVER_ERROR or isinstance(error, TypeError | OverflowError):
+            raise _unreadable(error) from error
     if isinstance(made, ErrorResponse):
         refused = _refused(made)
         if refused.status >= HTTPStatus.INTERNAL_SERVER_ERROR and not EXCHANGE.get().is_read:
-            refused = Refusal(f"the request can't be read: {refused}", HTTPStatus.BAD_REQUEST, "invalid_request")
+            refused = _unreadable(refused)
         raise refused
     if hasattr(made, "model_dump"):
-        return JSONResponse(made.model_dump(mode="json", by_alias=True, exclude_none=False))
+        return JSONResponse(_content(made))
     return EventStream(events(made), silence)
+
+
+def _content(made: BaseModel) -> dict[str, Any]:
+    """The body of a response, in Anthropic's API without the fields that have no value, as its own server sends it."""
+    if isinstance(made, AnthropicMessagesResponse):
+        ended = {"stop_reason": made.stop_reason, "stop_sequence": made.stop_sequence}
+        return {**made.model_dump(mode="json", exclude_none=True), **ended}
+    return made.model_dump(mode="json", by_alias=True, exclude_none=isinstance(made, AnthropicCountTokensResponse))
 
 
 def _refused(error: ErrorResponse) -> Refusal:
     found = error.error
-    return Refusal(found.message, HTTPStatus(found.code), found.type, found.param)
+    return Refusal(_PARAMETER.sub("", found.message), HTTPStatus(found.code), parameter=found.param)
+
+
+def _unreadable(error: Exception) -> Refusal:
+    """The refusal of a request over which vLLM's code has failed with this error, which says nothing to clients."""
+    logger.warning("a request cannot be read", exc_info=error)
+    return Refusal("the request can't be read: one of its values is not complete, or too large", HTTPStatus.BAD_REQUEST)
 
 
 async def _error(request: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        at = ".".join(str(part) for part in first["loc"][1:])
-        error = Refusal(f"{at}: {first['msg']}" if at else first["msg"], HTTPStatus.BAD_REQUEST, "invalid_request", at)
-    elif isinstance(error, HTTPException):
-        error = Refusal(str(error.detail), HTTPStatus(error.status_code), "no_such_route")
-    elif not isinstance(error, Refusal):
-        error = _refused(create_error_response(error))
-    return error_response(request.url.path, error)
+    match error:
+        case Refusal():
+            refused = error
+        case RequestValidationError():
+            refused = _invalid(request, error.errors()[0])
+        case HTTPException(status_code=404):
+            refused = Refusal(f"{request.url.path}: there is no such route", HTTPStatus.NOT_FOUND, "no_such_route")
+        case HTTPException(status_code=405):
+            allowed = (error.headers or {}).get("Allow", "POST")
+            refused = Refusal(f"{request.method}: must be {allowed} for this route", HTTPStatus.METHOD_NOT_ALLOWED)
+        case HTTPException():  # FastAPI's, for a body that it cannot parse
+            refused = Refusal("the body must be JSON in UTF-8", HTTPStatus.BAD_REQUEST)
+        case GoalyError() | ValueError() | VLLMClientError():
+            refused = _refused(create_error_response(error))
+        case TypeError() | OverflowError():
+            refused = _unreadable(error)
+        case _:
+            refused = Refusal(f"the endpoint failed: {type(error).__name__}", HTTPStatus.INTERNAL_SERVER_ERROR)
+    return error_response(request.url.path, refused)
+
+
+def _invalid(request: Request, first: Any) -> Refusal:
+    """The refusal of a request whose first error pydantic describes so."""
+    if not request.headers.get("content-type", "").startswith("application/json"):
+        return Refusal("content-type: must be application/json", HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
+    if first["type"] == "json_invalid":
+        return Refusal("the body must be JSON", HTTPStatus.BAD_REQUEST)
+    at = ".".join(str(part) for part in first["loc"] if _FIELD.fullmatch(str(part))) or None
+    problem = first["msg"].removeprefix("Value error, ")
+    return Refusal(f"{at or 'the body'}: {problem}", HTTPStatus.BAD_REQUEST, parameter=at)
+
+
+_FIELD = re.compile(r"(?!(?:body|str|int|float|bool|dict|list)$)[a-z_][a-z0-9_]*|\d+")
+"""A field or an index in the place of an error; other parts are names of types."""
+_PARAMETER = re.compile(r" \(parameter=[^()]*\)$")
+"""What vLLM adds to the message of an error."""

@@ -4,27 +4,23 @@ A request is placed in its session's tree where vLLM would render it, and answer
 message that vLLM's code returns is the one that the session has recorded, also in a stream (`answer_stream.py`).
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any, cast
 
-from openai.types.responses.tool_choice_function import ToolChoiceFunction
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall, FunctionCall
 from vllm.entrypoints.openai.chat_completion.protocol import (
-    ChatCompletionNamedToolChoiceParam,
     ChatCompletionRequest,
 )
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -35,45 +31,18 @@ from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParser
 
 from goaly.agents.answer_stream import Piece, Reader
-from goaly.agents.answers import FREE, AnswerParser, ToolChoice
+from goaly.agents.answers import AnswerParser
 from goaly.agents.client_messages import read_messages
 from goaly.agents.event_streams import Messages
+from goaly.agents.parameters import allowed, choice_of, given, refusal
 from goaly.agents.refusals import as_refusal
 from goaly.agents.served import EXCHANGE, Ask
 from goaly.agents.session import SessionBusy, SessionExhausted
 from goaly.agents.turn import Continuation, RecordedTurn
-from goaly.generate.request import Finish, Sampling
+from goaly.generate.request import Finish
 
 MODEL = "policy"
 """The name under which the policy is listed. Requests may name any model."""
-NEUTRAL_REQUEST: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "background": (None, False),
-    "bad_words": ([],),
-    "chat_template": (None,),
-    "continue_final_message": (False,),
-    "documents": (None,),
-    "echo": (False, None),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "logprob_token_ids": (None,),
-    "max_tool_calls": (None,),
-    "prompt": (None,),
-    "prompt_logprobs": (None,),
-    "suffix": (None,),
-    "thinking_token_budget": (None,),
-    "top_logprobs": (None, 0),
-    "truncate_prompt_tokens": (None,),
-    "truncation": (None, "disabled", "auto"),
-    "use_beam_search": (False,),
-}
-"""Parameters that this endpoint does not have, with the values that have no effect."""
-GIVEN: Mapping[str, str] = {
-    **{key: key for key in ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "stop", "stop_token_ids")},
-    **{key: key for key in ("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids")},
-    **{key: "max_tokens" for key in ("max_tokens", "max_completion_tokens", "max_output_tokens")},
-}
-"""Parameters of requests, and what `Sampling` calls them."""
 
 
 class Serving:
@@ -128,7 +97,7 @@ class _SessionRenderer(OnlineRenderer):
     reads_calls: bool
 
     async def render_chat(self, request: ChatCompletionRequest, *, skip_mm_cache: bool = False) -> Any:
-        tools = None if request.tools is None else [tool.model_dump(exclude_none=True) for tool in request.tools]
+        tools = None if request.tools is None else [tool.model_dump() for tool in request.tools]  # as vLLM renders them
         return await self.preprocess_chat(request, list(request.messages), None, "string", None, tools)
 
     async def preprocess_chat(
@@ -145,7 +114,8 @@ class _SessionRenderer(OnlineRenderer):
     ) -> Any:
         exchange = EXCHANGE.get()
         exchange.is_read = True
-        _refuse_unknown(request, tool_dicts is not None and not self.reads_calls)
+        if tool_dicts is not None and not self.reads_calls:
+            raise refusal("tools", "set chat.tool_parser, which reads the calls in answers")
         variables = request.build_chat_params(None, "string").chat_template_kwargs
         tools = tool_dicts or []
         continuation = exchange.served.session.extend(
@@ -154,12 +124,13 @@ class _SessionRenderer(OnlineRenderer):
             {key: value for key, value in variables.items() if key not in _OURS and value is not None},
         )
         exchange.served.parser.check_template_args(continuation.request.template_args)
+        request, tools = allowed(request, tools)
         exchange.ask = Ask(
             continuation=continuation,
             tools=tools,
-            given=_given(request),
+            given=given(request),
             answers=getattr(request, "n", 1) or 1,
-            choice=_choice(request),
+            choice=choice_of(request),
             one_call=request.parallel_tool_calls is False,
             structured_outputs=exchange.served.parser.structured_outputs(request, continuation.request),
             streams=bool(request.stream),
@@ -172,14 +143,13 @@ class _SessionRenderer(OnlineRenderer):
     ) -> Any:
         exchange = EXCHANGE.get()
         exchange.is_read = True
-        _refuse_unknown(request, False)
         if prompt_embeds is not None or (isinstance(prompt_input, list) and not _are_tokens(prompt_input)):
-            raise VLLMValidationError("prompt: must be one text or one list of token ids", parameter="prompt")
+            raise refusal("prompt", "must be one text or one list of token ids")
         continuation = exchange.served.session.extend_text(prompt_input)
         exchange.ask = Ask(
             continuation=continuation,
             tools=(),
-            given=_given(request),
+            given=given(request),
             answers=request.n or 1,
             plain=True,
             structured_outputs=exchange.served.parser.structured_outputs(request, None),
@@ -201,57 +171,6 @@ _OURS = ("add_generation_prompt", "continue_final_message", "documents", "tools"
 
 def _are_tokens(prompt: Sequence[Any]) -> bool:
     return bool(prompt) and all(type(token) is int for token in prompt)
-
-
-def refused_parameters(request: type) -> Mapping[str, tuple[Any, ...]]:
-    """The parameters that this kind of request cannot have, with the values that have no effect."""
-    return {name: neutral for name, neutral in NEUTRAL_REQUEST.items() if (request, name) != _PROMPT_IS_TEXT}
-
-
-def _refuse_unknown(request: Any, has_idle_tools: bool) -> None:
-    """Raise for a parameter that would have no effect."""
-    for name, neutral in refused_parameters(type(request)).items():
-        if (value := getattr(request, name, neutral[0])) not in neutral:
-            raise VLLMValidationError(f"{name}={value!r}: this endpoint has no such parameter", parameter=name)
-    if isinstance(request, CompletionRequest) and (request.logprobs or 0) > 1:
-        raise VLLMValidationError(
-            f"logprobs={request.logprobs}: must be 0 or 1; only sampled tokens have log-probs here",
-            parameter="logprobs",
-        )
-    if has_idle_tools:
-        raise VLLMValidationError("tools: set chat.tool_parser, which reads the calls in answers", parameter="tools")
-
-
-def _choice(request: Any) -> ToolChoice:
-    """The tool choice of a request, of any API."""
-    if request.tool_choice not in FREE and not request.tools:
-        raise VLLMValidationError(
-            f"tool_choice={request.tool_choice!r}: must be auto or none without tools", parameter="tool_choice"
-        )
-    match request.tool_choice:
-        case None | "auto" | "none" | "required" as choice:
-            return choice or "auto"
-        case ChatCompletionNamedToolChoiceParam() as named:
-            return named.model_dump()
-        case ToolChoiceFunction(name=name):
-            return {"type": "function", "function": {"name": name}}
-        case other:
-            raise VLLMValidationError(
-                f"tool_choice={other!r}: must be auto, none, required or a function", parameter="tool_choice"
-            )
-
-
-_PROMPT_IS_TEXT = (CompletionRequest, "prompt")
-
-
-def _given(request: Any) -> dict[str, Any]:
-    """The sampling parameters that the request names."""
-    sent = {theirs: getattr(request, theirs) for theirs in GIVEN.keys() & request.model_fields_set}
-    named = {GIVEN[theirs]: value for theirs, value in sent.items() if value not in (None, [])}
-    if bias := getattr(request, "logit_bias", None):
-        named["logit_bias"] = {int(token): value for token, value in bias.items()}
-    Sampling(**named)  # a bad value is the client's error
-    return named
 
 
 class _RecordedParser(Parser):

@@ -26,6 +26,7 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.settings import EndpointSettings, UntrainedSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+JSON = {"content-type": "application/json"}
 CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}
 
 
@@ -186,17 +187,17 @@ async def test_each_of_several_answers_is_a_sample_of_its_own(serve: Serve) -> N
     ("change", "code"),
     [
         ({"messages": "no list"}, "invalid_request"),
-        ({"tool_choice": "required"}, "BadRequestError"),
-        ({"response_format": {"type": "json_schema"}}, "BadRequestError"),
-        ({"top_logprobs": 3, "logprobs": True}, "BadRequestError"),
+        ({"tool_choice": "required"}, "invalid_request"),
+        ({"response_format": {"type": "json_schema"}}, "invalid_request"),
+        ({"top_logprobs": 3, "logprobs": True}, "invalid_request"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "BadRequestError",
+            "invalid_request",
         ),
-        ({"stop": ["\ud800"]}, "BadRequestError"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "BadRequestError"),
+        ({"stop": ["\ud800"]}, "invalid_request"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_request"),
         ({"stop_token_ids": [-1]}, "invalid_request"),
-        ({"n": 0}, "BadRequestError"),
+        ({"n": 0}, "invalid_request"),
     ],
 )
 async def test_an_impossible_request_is_the_clients_error(
@@ -381,7 +382,7 @@ async def test_rewards_come_over_http_for_a_turn_or_for_the_episode(serve: Serve
             assert (await client.post(url, json={"reward": 1.0, "response_id": "x"})).status_code == 404
             assert (await client.post(f"{url[:-10]}other/reward", json={"reward": 1.0})).status_code == 404
             for wrong in ("NaN", "1e39"):
-                assert (await client.post(url, content=f'{{"reward": {wrong}}}')).status_code == 400
+                assert (await client.post(url, content=f'{{"reward": {wrong}}}', headers=JSON)).status_code == 400
         (trajectory,) = served.session.trajectories()
         assert trajectory.reward == 1.75
 

@@ -28,7 +28,7 @@ from served_policy import Served, serving
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Gateway
-from goaly.agents.serving import NEUTRAL_REQUEST
+from goaly.agents.parameters import NEUTRAL_REQUEST
 from goaly.agents.session import SessionLimits
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
