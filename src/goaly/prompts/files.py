@@ -12,6 +12,7 @@ from goaly.prompts.blocks import POOL_BLOCKS, Block, FileRecord, Location, block
 from goaly.prompts.distinct import distinct_records, value_of
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ColumnSettings
+from goaly.prompts.template import text_of
 
 DEFAULT = ColumnSettings()
 _OWN_KEYS = ("id", "source", "messages", "prompt", "answer", "tools")
@@ -102,6 +103,8 @@ def read_messages(
         return tuple(_message(entry) for entry in value)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{location}: `{name}` must be a list of {{role, content}}") from error
+    except ValueError as error:
+        raise ValueError(f"{location}: `{name}`: {error}") from error
 
 
 def read_tools(record: Mapping[str, Any], location: Location | str) -> tuple[Mapping[str, Any], ...]:
@@ -121,6 +124,7 @@ def read_tools(record: Mapping[str, Any], location: Location | str) -> tuple[Map
 def _message(entry: Mapping[str, Any]) -> Message:
     """A message with all keys of its record; a Parquet file has None for missing keys."""
     content = entry["content"] if "tool_calls" not in entry else entry.get("content")
+    text_of("" if content is None else content)
     said = {key: value for key, value in entry.items() if value is not None and key != "content"}
     named = {key: said.pop(key) for key in list(said) if key in _MESSAGE_KEYS}
     return Message(**named, content=content, extra=said)

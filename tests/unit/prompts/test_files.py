@@ -49,6 +49,15 @@ def test_a_call_without_content_is_a_message_and_nothing_at_all_is_none():
             read_messages({"messages": [entry]}, "here")
 
 
+def test_contents_are_texts_or_parts_of_text():
+    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "2", "image": None}]
+    (message,) = read_messages({"messages": [{"role": "user", "content": parts}]}, "here")
+    assert message.content == parts
+    for content in ([{"type": "image", "image": "1"}], 5, ["1"]):
+        with pytest.raises(ValueError, match=r"here: `messages`: content=.* must be a text or a list of parts"):
+            read_messages({"messages": [{"role": "user", "content": content}]}, "here")
+
+
 def test_tools_are_a_list_of_schemas_or_its_json_text_and_no_metadata(tmp_path: Path):
     prompts = read_prompts([jsonl(tmp_path, *({"prompt": "1", "tools": tools} for tools in ([TOOL], None, "[]")))])
     assert [prompt.tools for prompt in prompts] == [(TOOL,), (), ()]
