@@ -109,6 +109,24 @@ REQUESTS = RECORDED | {
 }
 
 
+_TOOLS = [{"type": "function", "name": name, "strict": False, "parameters": {"type": "object"}} for name in ("a", "b")]
+_ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "a"}]}
+_THINKS = {"type": "enabled", "budget_tokens": 1024}
+REQUESTS |= {
+    "bare tools": Sent(
+        "/v1/chat/completions", {"messages": [_QUESTION], "tools": [{"type": "function", "function": {"name": "add"}}]}
+    ),
+    "a bare tool of the responses": Sent(
+        "/v1/responses", {"input": "hi", "tools": [{"type": "function", "name": "a"}]}
+    ),
+    "allowed tools": Sent(
+        "/v1/responses", {"input": "hi", "tools": _TOOLS, "tool_choice": _ALLOWED, "max_tool_calls": 2}
+    ),
+    "a thinking budget": Sent("/v1/messages", {"messages": [_QUESTION], "max_tokens": 2000, "thinking": _THINKS}),
+    "no thinking": Sent(
+        "/v1/messages", {"messages": [_QUESTION], "max_tokens": 2000, "thinking": {"type": "disabled"}}
+    ),
+}
 REQUESTS["a limit above the context"] = Sent(
     "/v1/chat/completions", {"messages": [_QUESTION], "max_tokens": CONTEXT + 1}
 )
