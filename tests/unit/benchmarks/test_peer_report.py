@@ -1,10 +1,17 @@
 """The comparison with a peer: when the goal counts as reached, and what the ratios are taken against."""
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 
 import bench.machine
+import bench.peer
 from bench.machine import Machine
 from bench.peer import Result, goal_reached, medians, ratios, result_of, table
+from goaly.config import load
+from goaly.run.config import RunConfig
 
 MACHINE = Machine(cores=2, load_1m=0.1, busy_cores=0.0, gflops=40.0)
 
@@ -46,6 +53,25 @@ def test_ratios_are_taken_against_the_faster_peer_and_are_unknown_where_a_side_d
     assert found["total"] == pytest.approx((10 + 8) / (10 + 24))
     assert "| goaly | 1.000 |" in table(medians(results))
     assert ratios(medians([one("trl", 4.0, 1.0), one("goaly", 1.0, None)]))["learn"] is None
+
+
+@pytest.mark.parametrize("steps", [0, 6, 7])
+def test_a_side_that_aborts_at_its_end_counts_if_it_has_all_its_steps(
+    steps: int, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = "".join(json.dumps(line) + "\n" for line in lines([0.5] * steps)) + '{"at": 1'
+    program = "import os, sys; open(sys.argv[1], 'w').write(sys.argv[2]); os.abort()"
+
+    def command_of(side: str, config: RunConfig, argv: list[str], folder: Path, python: Path) -> list[str]:
+        return [sys.executable, "-c", program, str(folder / "steps.jsonl"), written]
+
+    monkeypatch.setattr(bench.peer, "command_of", command_of)
+    config = load(RunConfig, [f"model.path={tiny_model_folder}", "steps=7"], prog="", description="").config
+    if steps == 7:
+        assert bench.peer.run_side("trl ddp", config, [], Path()).steps == 7
+    else:
+        with pytest.raises(RuntimeError, match="trl ddp ended with exit code -6"):
+            bench.peer.run_side("trl ddp", config, [], Path())
 
 
 def test_a_result_says_which_share_of_the_cores_the_host_took_away_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
