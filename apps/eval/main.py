@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from apps.eval.config import EvalConfig
 from goaly.config import Loaded, run_cli, to_yaml
-from goaly.errors import RunFailed, first_error
+from goaly.errors import ConfigError, RunFailed, first_error
 from goaly.folder import writing
+from goaly.reward.trial import trial
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings go to stdout, where the table belongs
 
@@ -95,6 +96,8 @@ def _score_order(score: str) -> tuple[bool, int]:
 def main(loaded: Loaded[EvalConfig]) -> int:
     """Evaluate, print a table, and write the JSON file if `output` names one."""
     config = loaded.config
+    if problems := trial(config.reward, config.evaluation.verifiers_by_key()).result():
+        raise ConfigError(problems)
     if loaded.dry_run:
         sys.stdout.write(to_yaml(config))
         return 0

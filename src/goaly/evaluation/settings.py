@@ -121,7 +121,12 @@ class EvaluationSettings(Settings):
     @property
     def verifiers(self) -> tuple[str, ...]:
         """The verifiers that sets name."""
-        return tuple(dict.fromkeys(one.verifier for one in self.named.values() if one.verifier is not None))
+        return tuple(dict.fromkeys(self.verifiers_by_key("").values()))
+
+    def verifiers_by_key(self, prefix: str = "evaluation.") -> dict[str, str]:
+        """The verifiers that sets name, by their keys. `prefix` is this section's path with its dot."""
+        named = {f"{prefix}{self.key(name)}verifier": one.verifier for name, one in self.named.items()}
+        return {key: verifier for key, verifier in named.items() if verifier is not None}
 
     def key(self, name: str) -> str:
         """The path of a set's keys below this section's, with its dot."""

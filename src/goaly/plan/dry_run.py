@@ -9,8 +9,7 @@ from itertools import groupby
 
 from goaly.config import to_yaml
 from goaly.config.settings import Section
-from goaly.dotted_path import function_at
-from goaly.errors import ConfigError, cause_of
+from goaly.errors import ConfigError
 from goaly.models.published import shape_of
 from goaly.models.settings import folder_problems
 from goaly.plan import host_memory
@@ -70,17 +69,12 @@ def describe(config: RunConfig) -> str:
     if hosts.imagine is None and hosts.job != "local":
         needed = f"must be a cluster such as {{hosts: 4, gpus: 8}}, because a dry run does not start {hosts.job}"
         raise ConfigError([f"hosts.imagine=null: {needed}"])
-    if missing := list(_verifier_problems(config)):
-        raise ConfigError(missing)
     cluster = one_host(this_machine()) if hosts.imagine is None else imagined(hosts.imagine)
     places = placed(config, cluster, traced=True)
     spare = spare_on(config, cluster, traced=True)
     planned = config if spare is None else with_spare(config, spare.chosen)
     shape = shape_of(config.model)
-    if (tokens := cached_tokens(config, shape)) < config.generator.max_context:
-        gib = config.generator.kv_cache_gib
-        needed = f"must hold generator.max_context={config.generator.max_context} tokens, it holds {tokens}"
-        raise ConfigError([f"generator.kv_cache_gib={gib:g}: {needed}"])
+    tokens = cached_tokens(config, shape)
     memory = memory_by_role(planned, on_gpu=_has_gpus(cluster))
     notes = list(_not_here(config))
     notes += [f"KV cache of a replica: {tokens:,} tokens, {tokens // config.generator.max_context} whole contexts"]
@@ -101,17 +95,6 @@ def describe(config: RunConfig) -> str:
         _table([("process", "host", "GPU", "cores", "threads", "GiB"), *_place_rows(config, memory, places)]),
     ]
     return "\n".join(parts)
-
-
-def _verifier_problems(config: RunConfig) -> Iterator[str]:
-    """One line for each verifier that its processes could not import."""
-    named = {"reward": config.reward.verifier}
-    named |= {f"evaluation.sets.{name}": one.verifier for name, one in config.evaluation.sets.items() if one.verifier}
-    for section, verifier in named.items():
-        try:
-            function_at(verifier)
-        except Exception as error:  # whatever a user's module raises when it is imported
-            yield f"{section}.verifier={verifier}: must be a function that can be imported: {cause_of(error)}"
 
 
 def _not_here(config: RunConfig) -> Iterator[str]:

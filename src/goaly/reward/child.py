@@ -8,12 +8,14 @@ Invariants
 """
 
 import ctypes
+import inspect
 import math
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from goaly.dotted_path import function_at
@@ -30,7 +32,7 @@ def main(verifier: str, parent_pid: int) -> None:
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as replies:
         _detach_standard_streams()
         try:
-            function = function_at(verifier)
+            function = verifier_at(verifier)
         except Exception as error:
             replies.write(encode_message(Refused(_describe(error))))
             return
@@ -42,11 +44,25 @@ def main(verifier: str, parent_pid: int) -> None:
                 replies.flush()
 
 
+def verifier_at(path: str) -> Callable[[Any, str], float]:
+    """The verifier with this path; a TypeError if it can't be called with a prompt and a response."""
+    function = function_at(path)
+    if inspect.iscoroutinefunction(function):
+        raise TypeError("it is a coroutine function, which a verifier's process does not await")
+    with suppress(ValueError):  # some built-in functions have no signature
+        inspect.signature(function).bind(None, "")
+    return function
+
+
 def _judge(function: Callable[[Any, str], float], prompt: Any, response: str) -> float | Refused:
     try:
-        value = float(function(prompt, response))
+        returned = function(prompt, response)
     except Exception as error:
         return Refused(_describe(error))
+    try:
+        value = float(returned)
+    except Exception as error:  # also those of a user's own types
+        return Refused(f"it returned a value of type {type(returned).__name__}: {error}", is_returned=True)
     return value if math.isfinite(value) else Refused(f"it returned {value}, must be a finite number")
 
 

@@ -18,6 +18,8 @@ class Refused:
     """The verifier could not be imported, raised, or returned no finite number."""
 
     why: str
+    is_returned: bool = False
+    """Whether it returned something that is no number."""
 
 
 def encode_message(message: Any) -> bytes:

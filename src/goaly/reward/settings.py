@@ -51,7 +51,8 @@ class RewardSettings(Settings):
 
     verifier: str = "goaly.prompts.tasks.arithmetic:verify"
     """Function that scores one response, as `package.module:function`; it takes a Prompt and the response's text. A
-    reward is any finite number; metrics, curricula and evaluations count a reward of 1 or more as a pass."""
+    reward is any finite number; metrics, curricula and evaluations count a reward of 1 or more as a pass. Before a run
+    starts, the function is called once with a made-up answer."""
     judge: JudgeSettings | None = None
     """A model that scores responses in place of `verifier`; null is none. Verifiers that evaluation sets name stay."""
     placement: Literal["worker", "hub"] = "worker"

@@ -65,7 +65,9 @@ class VerifierProcess:
                 raise VerifierError(f"verifier {verifier} can't be used: {started.why}")
         except TimeoutError:
             await child.kill()
-            raise VerifierError(f"verifier {verifier}: importing it took over {START_LIMIT_SECONDS:.0f} s") from None
+            raise VerifierError(
+                f"verifier {verifier} can't be used: importing it took over {START_LIMIT_SECONDS:.0f} s"
+            ) from None
         except BaseException:
             await child.kill()
             raise

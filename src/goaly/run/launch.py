@@ -23,6 +23,7 @@ from goaly.config import RUN_CONFIG, Loaded, to_yaml
 from goaly.errors import ConfigError, first_error
 from goaly.folder import put_file, writing
 from goaly.process import become, import_ahead
+from goaly.reward.trial import trial
 from goaly.run.config import RunConfig
 from goaly.run.resume import lock
 from goaly.telemetry import logs, spans
@@ -61,12 +62,10 @@ def launch(
             if critic
             else ["critic: is for a script that trains one, such as apps.ppo.main; this one does not"]
         )
-    from goaly.plan.dry_run import check_this_machine, describe
-
+    plan = _checked(config, dry_run=loaded.dry_run)
     if loaded.dry_run:
-        sys.stdout.write(describe(config))
+        sys.stdout.write(plan)
         return 0
-    check_this_machine(config)
     with ExitStack() as opened:
         with writing(f"run_dir={loaded.resume or config.run_dir}"):
             run_dir = make_run_dir(config) if loaded.resume is None else loaded.resume
@@ -85,6 +84,24 @@ def launch(
             become([*sys.orig_argv[1 : -script_arguments or None], "--resume", str(run_dir)])  # LC-1
         finally:
             os.close(held)
+
+
+def _checked(config: RunConfig, *, dry_run: bool) -> str:
+    """The plan of a dry run, else nothing; a ConfigError with all reasons why the run can't start."""
+    tried = trial(config.reward, config.evaluation.verifiers_by_key())  # beside the next line's imports
+    from goaly.plan.dry_run import check_this_machine, describe
+
+    plan, problems = "", []
+    try:
+        if dry_run:
+            plan = describe(config)
+        else:
+            check_this_machine(config)
+    except ConfigError as error:
+        problems = error.problems
+    if problems := [*problems, *tried.result()]:
+        raise ConfigError(problems)
+    return plan
 
 
 async def _main(

@@ -13,6 +13,7 @@ from goaly.models.settings import LoraSettings
 from goaly.plan import dry_run
 from goaly.plan.dry_run import check_this_machine, describe, held_on_gpu
 from goaly.plan.memory import memory_by_role
+from goaly.reward import trial
 from goaly.run.cluster import Gpu, Host
 from goaly.run.config import RunConfig
 from goaly.run.host_settings import ImaginedCluster
@@ -125,19 +126,26 @@ def test_an_offloaded_reference_takes_room_for_its_passes_only_on_the_gpu_that_i
     assert re.search(r"reference 0 .*; host: checkpoint \S+ GiB, parameters \S+ GiB, prefetch", describe(config))
 
 
-def test_a_dry_run_imports_the_verifiers_which_only_their_own_processes_do_later(tiny_model_folder: Path):
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_run_and_a_dry_run_refuse_the_same_verifiers(dry_run: bool, tiny_model_folder: Path, tmp_path: Path):
     config = run_config(
         tiny_model_folder,
-        "reward.verifier=goaly.reward.maths:verfy",
+        f"run_dir={tmp_path / 'run'}",
+        "reward.verifier=goaly.dotted_path:missing",
         "evaluation.sets={a: {prompts: 2, verifier: 'no.such:thing'}, b: {prompts: 2}}",
+        "hosts.job=no.such.module:job",
+        *(["hosts.imagine={gpus: 1}"] if dry_run else []),  # which has no place for the generator
     )
     with pytest.raises(ConfigError) as error:
-        describe(config)
-    must, maths = "must be a function that can be imported", "goaly.reward.maths"
-    assert error.value.problems == [
-        f"reward.verifier={maths}:verfy: {must}: ValueError: module {maths} has no function 'verfy'",
-        f"evaluation.sets.a.verifier=no.such:thing: {must}: ModuleNotFoundError: No module named 'no'",
-    ]
+        launch(Loaded(config=config, dry_run=dry_run, path=None), _never, _never)
+    *others, own, of_set = error.value.problems
+    right = f"{trial.RIGHT}: can't be used"
+    assert own.startswith(
+        f"reward.verifier=goaly.dotted_path:missing: {right}: ValueError: module goaly.dotted_path has"
+    )
+    assert of_set.startswith(f"evaluation.sets.a.verifier=no.such:thing: {right}: ModuleNotFoundError: No module named")
+    assert len(others) == dry_run
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_starts_no_job_and_asks_for_a_cluster_instead(tiny_model_folder: Path):

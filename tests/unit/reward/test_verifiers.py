@@ -15,8 +15,10 @@ import pytest
 
 from goaly import process
 from goaly.prompts.prompt import Message, Prompt
+from goaly.reward import verifier_process
 from goaly.reward.failures import ERRORS_IN_A_ROW, RewardTimeout, Unscored
-from goaly.reward.settings import RewardSettings
+from goaly.reward.settings import JudgeSettings, RewardSettings
+from goaly.reward.trial import trial
 from goaly.reward.verifier_process import VerifierError, VerifierProcess
 from goaly.reward.verifiers import VerifierPool
 
@@ -233,11 +235,48 @@ async def test_a_verifiers_process_imports_nothing_that_the_verifier_does_not():
         ("no.such.module:f", "ModuleNotFoundError: No module named 'no'"),
         ("verifiers_under_test:missing", "module verifiers_under_test has no function 'missing'"),
         ("verifiers_under_test:NOT_A_FUNCTION", "module verifiers_under_test has no function 'NOT_A_FUNCTION'"),
+        ("verifiers_under_test:asks_elsewhere", "it is a coroutine function"),
+        ("verifiers_under_test:of_response", "too many positional arguments"),
     ],
 )
 async def test_a_verifier_that_cannot_be_imported_stops_the_start(verifier, why):
     with pytest.raises(VerifierError, match=f"verifier {verifier} can't be used: .*{why}"):
         await VerifierPool(RewardSettings(verifier=verifier)).start()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("length", None),
+        ("raises", None),
+        ("asks_elsewhere", "can't be used: TypeError: it is a coroutine function"),
+        ("of_response", "can't be used: TypeError: too many positional arguments"),
+        ("missing", "can't be used: ValueError: module verifiers_under_test has no function 'missing'"),
+        ("returns", "it returned a value of type NoneType: "),
+        ("returns_text", "it returned a value of type str: could not convert string to float: 'right'"),
+        ("exits", "the verifier's process ended with exit code 3 when it scored an answer"),
+        ("hangs", "its first score took longer than reward.time_limit_seconds=0.3"),
+    ],
+)
+def test_a_verifier_that_can_score_no_answer_is_found_before_a_run(name: str, why: str | None) -> None:
+    limit = 0.3 if name == "hangs" else 60.0
+    settings = RewardSettings(verifier=f"verifiers_under_test:{name}", time_limit_seconds=limit)
+    found = trial(settings, {"own": settings.verifier, "other": "verifiers_under_test:length"}).result()
+    start = f"={settings.verifier}: must be a function of a Prompt and a response's text that returns a number: {why}"
+    assert [one[: len(key) + len(start)] for one, key in zip(found, ("reward.verifier", "own"), strict=False)] == (
+        [] if why is None else [f"reward.verifier{start}", f"own{start}"]
+    )
+
+
+def test_a_verifier_that_a_judge_replaces_is_not_tried() -> None:
+    judge = JudgeSettings(url="http://127.0.0.1:1/v1", model="m")
+    assert trial(RewardSettings(judge=judge), {}).result() == []
+
+
+def test_a_verifier_that_takes_long_to_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifier_process, "START_LIMIT_SECONDS", 0.0)
+    (problem,) = trial(RewardSettings(verifier=BY_WORD), {}).result()
+    assert problem.endswith("can't be used: importing it took over 0 s")
 
 
 async def test_close_ends_whoever_waits_and_kills_the_processes():

@@ -43,3 +43,38 @@ def by_answer(prompt, response: str) -> float:
 
 
 NOT_A_FUNCTION = 3
+
+
+async def asks_elsewhere(prompt, response: str) -> float:
+    """A coroutine function."""
+    return 1.0
+
+
+def of_response(response: str) -> float:
+    """A function of one argument."""
+    return 1.0
+
+
+def returns(prompt, response: str):
+    """Nothing."""
+
+
+def returns_text(prompt, response: str):
+    """Not a number."""
+    return "right"
+
+
+def exits(prompt, response: str) -> float:
+    """No return."""
+    os._exit(3)
+
+
+def hangs(prompt, response: str) -> float:
+    """No end."""
+    time.sleep(1000)
+    return 1.0
+
+
+def raises(prompt, response: str) -> float:
+    """An error, to which the response may have led."""
+    raise LookupError(response)
