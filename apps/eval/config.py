@@ -102,7 +102,8 @@ class EvalConfig(Settings):
             yield from problems
             return
         from goaly.models.published import shape_of  # imports torch, which `--help` does not need
-        from goaly.prompts.tokenizer import chat_problems  # imports jinja
+        from goaly.models.weight_files import weight_problems
+        from goaly.prompts.tokenizer import chat_problems, tokenizer_problems  # imports jinja
 
         yield from chat_problems(self.chat, self.model.path, f"{at}chat.")
         try:
@@ -110,7 +111,9 @@ class EvalConfig(Settings):
         except ConfigError as error:
             yield from error.problems
         else:
-            yield from self.generator.model_problems(at.generator, at.path, shape)
+            yield from self.generator.model_problems(at.generator, at.path, shape, self.dtype)
+            yield from weight_problems(self.model.path, shape, at.path)
+            yield from tokenizer_problems(self.model.path, shape.vocab_size, self.chat, at.path)
 
     @property
     def model(self) -> ModelSettings:

@@ -1,8 +1,8 @@
 """The settings of a supervised run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from goaly.config.settings import NonNegativeInt, PositiveInt, Section, Settings
 from goaly.errors import ConfigError
@@ -11,6 +11,9 @@ from goaly.models.tiny import TinyModel, model_config
 from goaly.prompts.settings import ChatSettings, SupervisedSettings
 from goaly.telemetry.settings import TelemetrySettings
 from goaly.train.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from goaly.models.architecture import Architecture
 
 
 class SftConfig(Settings):
@@ -49,28 +52,30 @@ class SftConfig(Settings):
         if self.tiny is not None and self.data.row_length > self.tiny.max_context:
             yield f"{at.data.row_length}: must be at most {at.tiny.max_context}"
         if self.tiny is not None and not self.tiny.problems(""):
-            yield from self._shape_problems(at, model_config(self.tiny), "tiny model")
-        if self.model is not None and not self.model.problems(""):
-            from goaly.models.architecture import read_config  # imports torch, which `--help` does not need
-            from goaly.prompts.tokenizer import chat_problems  # imports jinja
+            from goaly.models.architecture import architecture  # imports torch, which `--help` does not need
 
             try:
-                described = read_config(self.model.path, at.model.path)
+                yield from self._shape_problems(at, architecture(model_config(self.tiny), where="tiny"), "tiny model")
+            except ConfigError as error:
+                yield from error.problems
+        if self.model is not None and not self.model.problems(""):
+            from goaly.models.published import shape_of
+            from goaly.models.weight_files import weight_problems
+            from goaly.prompts.tokenizer import chat_problems, tokenizer_problems  # imports jinja
+
+            path = self.model.path
+            try:
+                shape = shape_of(self.model, at.model.path)
             except ConfigError as error:
                 yield from error.problems
             else:
-                yield from self._shape_problems(at, described, "model")
-            yield from chat_problems(self.chat, self.model.path, f"{at}chat.")
+                yield from self._shape_problems(at, shape, "model")
+                yield from weight_problems(path, shape, at.model.path)
+                yield from tokenizer_problems(path, shape.vocab_size, self.chat, at.model.path)
+            yield from chat_problems(self.chat, path, f"{at}chat.")
         yield from at.chat.idle("supervised training reads no answers", "tool_parser", "reasoning_parser")
 
-    def _shape_problems(self, at: Section, model: Mapping[str, Any], whose: str) -> Iterator[str]:
-        from goaly.models.architecture import architecture
-
-        try:
-            shape = architecture(dict(model), where=whose)
-        except ConfigError as error:
-            yield from error.problems
-            return
+    def _shape_problems(self, at: Section, shape: "Architecture", whose: str) -> Iterator[str]:
         trainer = Section(self.trainer, f"{at}trainer.")
         yield from self.trainer.shape_problems(trainer, shape, whose)
         yield from self.trainer.balance_problems(trainer, shape)

@@ -263,9 +263,9 @@ def test_a_head_dimension_that_vllm_has_no_cpu_attention_for_is_told_before_anyt
     generator = GeneratorSettings(max_context=16)
     at = Section(generator, "generator.")
     shape = architecture(read_config(str(odd)), where="odd")
-    (told,) = generator.model_problems(at, "model.path=odd", shape, device="cpu")
+    (told,) = generator.model_problems(at, "model.path=odd", shape, "float32", device="cpu")
     assert told.startswith("model.path=odd: has attention heads of dimension 24, must be one of 32, 64, 80")
-    assert list(generator.model_problems(at, "model.path=odd", shape, device="cuda")) == []
+    assert list(generator.model_problems(at, "model.path=odd", shape, "float32", device="cuda")) == []
     for found in (refused(odd), evaluation_refused(odd)):
         assert [line for line in found if "attention heads of dimension 24" in line] == found
 
@@ -586,3 +586,14 @@ def test_the_processes_of_workers_with_an_endpoint_import_what_serves_it(tiny_mo
         assert [one.libraries for one in workers] == [libraries, libraries]
         assert libraries in IMPORTS
         assert libraries in FORKED
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_cache_too_small_for_one_sequence_is_refused_with_one_that_fits(tp: int, tiny_model_folder: Path):
+    overrides = ["generator.max_context=200", "backlog.row_length=200", f"generator.tp={tp}"]
+    found = refused(tiny_model_folder, "generator.kv_cache_gib=0.0001", *overrides)
+    (said,) = (line for line in found if "kv_cache_gib" in line)
+    start, least, rest = re.split(r"must be at least (\S+) ", said)
+    assert start == "generator.kv_cache_gib=0.0001: "
+    assert rest.startswith("to hold a sequence of generator.max_context=200")
+    run_config(GRPO, tiny_model_folder, f"generator.kv_cache_gib={least}", *overrides)

@@ -10,15 +10,12 @@ from vllm.config import StructuredOutputsConfig
 from goaly.errors import ConfigError
 from goaly.generate.expert_choices import RECORDS_CHOICES
 from goaly.generate.grammars import BACKEND
-from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings
+from goaly.generate.settings import CPU_BLOCK_TOKENS, NO_ADAPTERS, GeneratorSettings
 from goaly.models.architecture import Architecture
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import prepare_torchtitan
 
 GIB = 1 << 30
-CPU_BLOCK_TOKENS = 32
-"""The smallest block that the CPU kernels support. vLLM's default is 128, but only whole blocks of a prefix are
-shared."""
 FREE_ENOUGH = 0.01
 """Share of a GPU's memory that must be free before vLLM starts. The cache's size is set, so vLLM uses the share for
 nothing else. With the default it would refuse a GPU that it shares with another role."""

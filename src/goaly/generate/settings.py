@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from importlib.metadata import PackageNotFoundError, version
+from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen
@@ -97,10 +98,20 @@ class GeneratorSettings(Settings):
         if not shape.experts and shape.hidden_dim % self.tp:
             yield f"{at.tp}: must divide the width {shape.hidden_dim} of the {whose}'s feed-forward networks"
 
+    def cached_token_bytes(self, shape: "Architecture", dtype: str) -> int:
+        """The bytes of a token's keys and values in the cache of each process."""
+        return 2 * shape.layers * max(1, shape.kv_heads // self.tp) * shape.head_dim * (4 if dtype == "float32" else 2)
+
     def model_problems(
-        self, at: Section, model: str, shape: "Architecture", *, device: str | None = None
+        self, at: Section, model: str, shape: "Architecture", dtype: str, *, device: str | None = None
     ) -> Iterator[str]:
         """One line for each reason why `device` cannot serve this model; `model` is its name in messages."""
+        block = CPU_BLOCK_TOKENS if (device or vllm_device()) == "cpu" else GPU_BLOCK_TOKENS
+        tokens = (ceil(self.max_context / block) + 1) * block  # vLLM keeps a block for itself
+        least = tokens * self.cached_token_bytes(shape, dtype) / (1 << 30)
+        if self.kv_cache_gib < least:
+            right = f"must be at least {ceil(least * 1e4) / 1e4:g} to hold a sequence of {at.max_context}"
+            yield f"{at.kv_cache_gib}: {right}"
         if self.max_context > shape.max_context:
             yield f"{at.max_context}: must be at most the model's context of {shape.max_context}"
         if (device or vllm_device()) == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
@@ -111,6 +122,11 @@ class GeneratorSettings(Settings):
             )
 
 
+CPU_BLOCK_TOKENS = 32
+"""The smallest block of the key-value cache that the CPU kernels support. vLLM's default is 128, but only whole blocks
+of a prefix are shared."""
+GPU_BLOCK_TOKENS = 16
+"""The smallest block that vLLM chooses on a GPU."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions for which vLLM's attention on CPU has kernels (`tests/characterization` compares them)."""
 

@@ -35,11 +35,11 @@ from goaly.generate import cpu_kernels
 from goaly.generate.divided_model import add_parts_by, divided_on_meta, split_dim
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models import deepseek, gpt_oss
-from goaly.models.architecture import Architecture, architecture, read_config
+from goaly.models.architecture import LAYER, Architecture, architecture, read_config
 from goaly.models.attention import share_angles
 from goaly.models.lora import BASE, note_base
 from goaly.models.settings import LoraSettings, Numerics
-from goaly.models.spec import LAYER, folder_tensors, layer_adapter, model_spec, versioned_tensors
+from goaly.models.spec import folder_tensors, layer_adapter, model_spec, versioned_tensors
 from goaly.models.varlen_attention import widened
 
 ARCHITECTURES: dict[Numerics, str] = {

@@ -28,10 +28,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from goaly.errors import ConfigError
+from goaly.models.architecture import LAYER
 from goaly.models.hf import Tensors, gathered, staged_folder, write_folder, write_gathered
 from goaly.models.lora import BASE, A, B, merged
 from goaly.models.settings import ADAPTER_CONFIG, LoraSettings
-from goaly.models.spec import LAYER, folder_tensors, layer_adapter, model_spec, versioned_tensors
+from goaly.models.spec import folder_tensors, layer_adapter, model_spec, versioned_tensors
 from goaly.weights.digest import Digest
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ name, so no model is silently changed.
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ class Architecture(Decoder):
         return self.family in ("deepseek_v3", "dots1")
 
 
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""The beginning of a layer's names in a folder."""
 FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3",

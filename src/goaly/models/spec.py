@@ -5,7 +5,6 @@
 
 import copy
 import dataclasses
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,9 +21,6 @@ from goaly.models.settings import LoraSettings, Numerics
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
     from torchtitan.protocols.module import Module
-
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
-"""The beginning of a layer's names in a folder."""
 
 
 def prepare_torchtitan() -> torch.device:

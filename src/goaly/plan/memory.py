@@ -84,8 +84,7 @@ def memory_by_role(config: RunConfig, *, on_gpu: bool, traced: bool = True) -> d
 def cached_tokens(config: RunConfig, shape: Architecture, gib: float | None = None) -> int:
     """The tokens whose keys and values fit into the cache of a generator replica, or into one of `gib` a rank."""
     gib = config.generator.kv_cache_gib if gib is None else gib
-    per_token = 2 * shape.layers * max(1, shape.kv_heads // config.generator.tp) * shape.head_dim
-    return int(gib * GIB / (per_token * DTYPE_BYTES[config.model.dtype]))
+    return int(gib * GIB / config.generator.cached_token_bytes(shape, config.model.dtype))
 
 
 def choices_bytes(config: RunConfig, shape: Architecture) -> int:

@@ -165,6 +165,28 @@ class ChatTokenizer:
         return token
 
 
+def tokenizer_problems(folder: str | Path, vocab_size: int, chat: ChatSettings, where: str) -> list[str]:
+    """The reasons why this folder's tokenizer cannot serve a model with this vocabulary, a line each. `where` names the
+    folder."""
+    try:
+        tokenizer = ChatTokenizer(folder, chat if not chat.problems("") else None)
+    except TemplateError as error:
+        # `chat_problems` reports a wrong file.
+        return [f"{where}: its chat template is wrong: {error}"] if chat.template_file is None else []
+    except Exception as error:  # tokenizers raises no narrower one for a cut file
+        return [f"{where}: its tokenizer cannot be read: {error}"]
+    found = []
+    if tokenizer.vocab_size > vocab_size:
+        most = f"its config.json has vocab_size={vocab_size}"
+        found.append(f"{where}: its tokenizer has {tokenizer.vocab_size} tokens, {most}, which must be as many or more")
+    config = read_json(Path(folder) / "config.json").get("eos_token_id")
+    listed = config if isinstance(config, list) else [] if config is None else [config]
+    for stop in dict.fromkeys((*tokenizer.stop_token_ids, *listed)):
+        if not isinstance(stop, int) or not 0 <= stop < vocab_size:
+            found.append(f"{where}: eos_token_id={stop}: must be a token of its vocabulary, at most {vocab_size - 1}")
+    return found
+
+
 def chat_problems(chat: ChatSettings, folder: str, prefix: str) -> list[str]:
     """The problems of these settings with this model folder, a line each; none if its template is not here to read."""
     if chat == ChatSettings() or chat.problems(""):
@@ -175,6 +197,8 @@ def chat_problems(chat: ChatSettings, folder: str, prefix: str) -> list[str]:
         template = ChatTemplate(Path(folder), file=chat.template_file, args=chat.template_args)
     except TemplateError as error:
         return [f"{prefix}template_file={chat.template_file}: is not a chat template: {error}"]
+    except ValueError:  # a file of the folder is damaged, which `tokenizer_problems` reports
+        return []
     return [
         f"{prefix}template_args.{name}={chat.template_args[name]}: has no effect, the chat template does not read it"
         for name in template.unread_args()

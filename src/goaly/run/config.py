@@ -256,17 +256,23 @@ class RunConfig(Settings):
     def _model_problems(self, at: Section) -> Iterator[str]:
         from goaly.models.published import shape_of  # imports torch, which `--help` does not need
         from goaly.models.spec import bitwise_problems
-        from goaly.prompts.tokenizer import chat_problems  # imports jinja
+        from goaly.models.weight_files import weight_problems
+        from goaly.prompts.tokenizer import chat_problems, tokenizer_problems  # imports jinja
 
         model, device = None, self.hosts.device or vllm_device()
         for whose, (settings, divided) in self._folders().items():
             if settings.problems(""):
                 continue  # the section's own problem
+            where = f"{at}{whose}.path={settings.path}"
             try:
-                shape = shape_of(settings, f"{at}{whose}.path={settings.path}")
+                shape = shape_of(settings, where)
             except ConfigError as error:
                 yield from error.problems
                 continue
+            if self.hosts.imagine is None and (Path(settings.path) / "config.json").is_file():
+                yield from weight_problems(settings.path, shape, where, head=whose != "critic")
+                if whose == "model":
+                    yield from tokenizer_problems(settings.path, shape.vocab_size, self.chat, where)
             for section, ranks in divided.items():
                 yield from ranks.shape_problems(Section(ranks, f"{at}{section}."), shape, whose)
             if self.model.numerics == "bitwise":
@@ -289,7 +295,8 @@ class RunConfig(Settings):
                     yield from self.trainer.lora.model_problems(at.trainer.lora, shape)
                     if self.generator.engine == "native":
                         yield f"{at.generator.engine}: {NO_ADAPTERS}"
-                yield from self.generator.model_problems(at.generator, at.model.path, shape, device=self.hosts.device)
+                dtype, device_here = self.model.dtype, self.hosts.device
+                yield from self.generator.model_problems(at.generator, at.model.path, shape, dtype, device=device_here)
                 if self.model.numerics == "bitwise":
                     yield from self._bitwise_problems(at, device)
             if model is not None and model.experts and whose != "critic":  # which routes by its own scores

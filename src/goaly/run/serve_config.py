@@ -105,7 +105,8 @@ class ServeConfig(Settings):
 
     def _model_problems(self, at: Section, model: ModelSettings, chat: ChatSettings) -> Iterator[str]:
         from goaly.models.published import shape_of  # imports torch, which `--help` does not need
-        from goaly.prompts.tokenizer import chat_problems  # imports jinja
+        from goaly.models.weight_files import weight_problems
+        from goaly.prompts.tokenizer import chat_problems, tokenizer_problems  # imports jinja
 
         if list(folder_problems(model.path, at)):
             return
@@ -116,4 +117,6 @@ class ServeConfig(Settings):
             yield from error.problems
         else:
             yield from self.generator.shape_problems(at.generator, shape, "model")
-            yield from self.generator.model_problems(at.generator, model.path, shape)
+            yield from self.generator.model_problems(at.generator, model.path, shape, model.dtype)
+            yield from weight_problems(model.path, shape, model.path)
+            yield from tokenizer_problems(model.path, shape.vocab_size, chat, model.path)

@@ -1,0 +1,94 @@
+"""Checks a folder's weights before a run starts: its files are whole, and have the sizes of its `config.json`.
+
+Only headers are read. Loading compares every tensor (HF-1).
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from goaly.models.architecture import LAYER, Architecture
+
+INDEX = "model.safetensors.index.json"
+LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header."""
+
+
+def weight_problems(folder: str | Path, shape: Architecture, where: str, *, head: bool = True) -> Iterator[str]:
+    """One line for each reason why this folder's weights are not those of a model of this shape. `where` names the
+    folder; without `head` the output projection is not needed."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        yield f"{where}: has no .safetensors file, must have the model's weights"
+        return
+    found: dict[str, tuple[int, ...]] = {}
+    problems = list(_absent_files(Path(folder), {file.name for file in files}))
+    for file in files:
+        try:
+            found |= shapes_in(file)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            problems.append(f"{file.name} is damaged: {error}")
+    problems = problems or list(_contradictions(found, shape, head=head))
+    yield from (f"{where}: {problem}" for problem in problems)
+
+
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a safetensors file, by name; a ValueError if the file is not whole."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = LENGTH_BYTES + int.from_bytes(opened.read(LENGTH_BYTES), "little")
+        if size < start:
+            raise ValueError(f"it has {size} bytes, its header alone must have {start}")
+        header = json.loads(opened.read(start - LENGTH_BYTES))
+    header.pop("__metadata__", None)
+    whole = start + max((one["data_offsets"][1] for one in header.values()), default=0)
+    if size != whole:
+        raise ValueError(f"it has {size} bytes, must have the {whole} of its header")
+    return {name: tuple(one["shape"]) for name, one in header.items()}
+
+
+def _absent_files(folder: Path, present: set[str]) -> Iterator[str]:
+    """What a folder's index of its files lacks."""
+    index = folder / INDEX
+    if not index.is_file():
+        return
+    try:
+        listed = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"{INDEX} is damaged: {type(error).__name__}: {error}"
+    else:
+        yield from (f"has no {name}, which {INDEX} lists" for name in sorted(listed - present))
+
+
+def _contradictions(found: dict[str, tuple[int, ...]], shape: Architecture, *, head: bool) -> Iterator[str]:
+    """The first tensor that is missing, the first of another shape, and layers beyond the model's."""
+    wanted = dict(_expected(shape, head=head))
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        yield f"its weights have no `{missing[0]}`, which its config.json asks for"
+    for name, size in wanted.items():
+        if name in found and found[name] != size:
+            yield f"`{name}` has shape {found[name]}, must have the {size} of its config.json"
+            break
+    last = max((int(layer[1]) for name in found if (layer := LAYER.match(name))), default=0)
+    if last >= shape.layers and shape.latent is None:  # DeepSeek's have more, for multi-token prediction
+        yield f"its weights have {last + 1} layers, its config.json has num_hidden_layers={shape.layers}"
+
+
+def _expected(shape: Architecture, *, head: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of tensors that a folder of this shape has; not all of them."""
+    yield "model.embed_tokens.weight", (shape.vocab_size, shape.dim)
+    yield "model.norm.weight", (shape.dim,)
+    if head and not shape.tied:
+        yield "lm_head.weight", (shape.vocab_size, shape.dim)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        yield f"{prefix}input_layernorm.weight", (shape.dim,)
+        if shape.latent is None:
+            yield f"{prefix}self_attn.q_proj.weight", (queries, shape.dim)
+            yield f"{prefix}self_attn.k_proj.weight", (keys, shape.dim)
+        if not shape.has_experts(layer):
+            yield f"{prefix}mlp.gate_proj.weight", (shape.dense_hidden_dim or shape.hidden_dim, shape.dim)
+        elif not shape.biased:  # gpt-oss has one tensor of all experts
+            yield f"{prefix}mlp.experts.{shape.experts - 1}.gate_proj.weight", (shape.hidden_dim, shape.dim)
