@@ -88,6 +88,10 @@ async def test_what_an_api_elsewhere_cannot_do_is_told() -> None:
         chat.credited(Message(role="assistant", content="x"), 1.0)
     with pytest.raises(EpisodeError, match="q1: no reward; an API elsewhere takes none from agents"):
         chat.finish()
+    for part in (0.5, 0.25):
+        chat.rewarded(part)
+    assert chat.has_reward
+    assert [one.reward for one in chat.finish()] == [0.75]
     with pytest.raises(EpisodeError, match=r"temperatur=1.0: no such parameter"):
         await chat.say([user("a")], temperatur=1.0)
     for name in ("sample", "encode"):
