@@ -60,6 +60,7 @@ home, asked = Path.home(), json.load(sys.stdin)
 assert asked == json.loads((home / "prompt.json").read_text())
 assert asked["metadata"] == {"repository": "till"}, asked
 assert os.listdir() == [] and os.environ["PWD"] == os.getcwd()
+assert Path(os.environ["OLDPWD"], "leaves.py").is_file()
 assert not {"CODEX_HOME", "XDG_CONFIG_HOME"} & set(os.environ)
 cache = Path(os.environ["TMPDIR"], "cache")
 cache.mkdir()
