@@ -17,7 +17,7 @@ from goaly.agents.conversation import PLAIN, Conversation
 from goaly.agents.turn import Continuation
 from goaly.prompts.prompt import Message
 from goaly.prompts.template import text_of
-from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.prompts.tokenizer import ChatTokenizer, Room
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +28,20 @@ MARK = "mark"
 
 
 def bridge(
-    chat: ChatTokenizer, request: Conversation, text: str, *, answer: int, prompt: int, stopped: bool
+    chat: ChatTokenizer,
+    request: Conversation,
+    text: str,
+    *,
+    answer: int,
+    prompt: int,
+    stopped: bool,
+    room: Room | None = None,
 ) -> list[int] | None:
     """The tokens that continue a recorded answer to the request's next one; None if there is no bridge (BR-1).
 
     `text` is the rendered request. Its first `prompt` characters are the recorded prompt, which the message
-    `request.messages[answer]` answered. `stopped` is whether a stop token was sampled."""
+    `request.messages[answer]` answered. `stopped` is whether a stop token was sampled, and `room` is as in
+    `ChatTokenizer.encode`."""
     marked = _Marked.of(request.messages[answer], text)
     before, after = request.messages[:answer], request.messages[answer + 1 :]
     alone = marked.split(_render(chat, request, (*before, marked.message), next_answer=False), chat)
@@ -44,7 +52,7 @@ def bridge(
         return None
     if not text[prompt:].endswith(whole.rest):
         return None
-    tokens = chat.encode(whole.rest)
+    tokens = chat.encode(whole.rest, room)
     if tokens[0] != whole.stop:
         return None
     return tokens[1:] if stopped else tokens  # BR-2

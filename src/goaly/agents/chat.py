@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from goaly.agents.answers import AnswerParser
@@ -12,6 +13,7 @@ from goaly.agents.turn import RecordedTurn
 from goaly.errors import EpisodeError
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message
+from goaly.prompts.tokenizer import beside
 from goaly.rollout.policy import ContextFull, Policy
 from goaly.trajectory import Trajectory
 
@@ -43,7 +45,9 @@ class Chat:
         tools = self._tools if tools is None else tools
         try:
             with self.session.sampling():
-                continuation = self.session.extend([message.as_dict() for message in messages], tools)
+                said = [message.as_dict() for message in messages]
+                extend = partial(self.session.extend, said, tools, room=self._policy.room)
+                continuation = await beside((message.content for message in messages), extend)
                 completion = await self._policy.sample(
                     continuation.prompt, sampling, trained=trained, most_tokens=self.session.tokens_left, **changes
                 )

@@ -6,6 +6,7 @@ message that vLLM's code returns is the one that the session has recorded, also 
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -40,6 +41,7 @@ from goaly.agents.served import EXCHANGE, Ask
 from goaly.agents.session import SessionBusy, SessionExhausted
 from goaly.agents.turn import Continuation, RecordedTurn
 from goaly.generate.request import Finish
+from goaly.prompts.tokenizer import Room, beside
 
 MODEL = "policy"
 """The name under which the policy is listed. Requests may name any model."""
@@ -118,11 +120,12 @@ class _SessionRenderer(OnlineRenderer):
             raise refusal("tools", "set chat.tool_parser, which reads the calls in answers")
         variables = request.build_chat_params(None, "string").chat_template_kwargs
         tools = tool_dicts or []
-        continuation = exchange.served.session.extend(
-            read_messages(messages, self.model_config, exchange.served.parser.chat.reads_parts(tools)),
-            tools,
-            {key: value for key, value in variables.items() if key not in _OURS and value is not None},
-        )
+        said = read_messages(messages, self.model_config, exchange.served.parser.chat.reads_parts(tools))
+        args = {key: value for key, value in variables.items() if key not in _OURS and value is not None}
+        name = "input" if isinstance(request, ResponsesRequest) else "messages"
+        room = partial(exchange.served.check_room, exchange.call, parameter=name)
+        extend = partial(exchange.served.session.extend, said, tools, args, room)
+        continuation = await beside((message.get("content") for message in said), extend)
         exchange.served.parser.check_template_args(continuation.request.template_args)
         request, tools = allowed(request, tools)
         exchange.ask = Ask(
@@ -136,7 +139,7 @@ class _SessionRenderer(OnlineRenderer):
             streams=bool(request.stream),
             trained=exchange.trained,
         )
-        return [], [_prompt(continuation, "input" if isinstance(request, ResponsesRequest) else "messages")]
+        return [], [_prompt(continuation, room)]
 
     async def preprocess_completion(
         self, request: Any, prompt_input: Any, prompt_embeds: Any, *, skip_mm_cache: bool = False
@@ -145,7 +148,9 @@ class _SessionRenderer(OnlineRenderer):
         exchange.is_read = True
         if prompt_embeds is not None or (isinstance(prompt_input, list) and not _are_tokens(prompt_input)):
             raise refusal("prompt", "must be one text or one list of token ids")
-        continuation = exchange.served.session.extend_text(prompt_input)
+        room = partial(exchange.served.check_room, exchange.call, parameter="prompt")
+        extend = partial(exchange.served.session.extend_text, prompt_input, room)
+        continuation = await beside([prompt_input if isinstance(prompt_input, str) else ""], extend)
         exchange.ask = Ask(
             continuation=continuation,
             tools=(),
@@ -156,13 +161,13 @@ class _SessionRenderer(OnlineRenderer):
             streams=bool(request.stream),
             trained=exchange.trained,
         )
-        return [_prompt(continuation, "prompt")]
+        return [_prompt(continuation, room)]
 
 
-def _prompt(continuation: Continuation, parameter: str) -> Any:
-    """The prompt of the request under way, which `parameter` holds. Refuses it before vLLM checks its length."""
-    prompt, exchange = list(continuation.prompt), EXCHANGE.get()
-    exchange.served.check_room(exchange.call, len(prompt), parameter)
+def _prompt(continuation: Continuation, room: Room) -> Any:
+    """The prompt of the request under way. Refuses it before vLLM checks its length."""
+    prompt = list(continuation.prompt)
+    room(len(prompt))
     return tokens_input(prompt)
 
 

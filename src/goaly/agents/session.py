@@ -26,7 +26,7 @@ from goaly.agents.tree import own_turns, trajectory_of
 from goaly.agents.turn import Continuation, Record, RecordedTurn, RenderedPrompt
 from goaly.errors import EpisodeError
 from goaly.prompts.prompt import ASSISTANT, Message
-from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.prompts.tokenizer import ChatTokenizer, Room
 from goaly.rollout.policy import Completion, ContextFull
 from goaly.trajectory import Trajectory, reward_value
 
@@ -140,10 +140,10 @@ class Session:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
+        room: Room | None = None,
     ) -> Continuation:
-        """The place of a request in the tree, and its prompt (SE-1, SE-2). Records nothing.
-
-        ValueError if the chat template can't render the messages."""
+        """The place of a request in the tree, and its prompt (SE-1, SE-2). Records nothing. `room` is as in
+        `ChatTokenizer.encode`. ValueError if the chat template can't render the messages."""
         turn, request = self._deepest(Conversation.of(messages, tools, template_args))
         if any(message.role == PLAIN for message in request.messages):
             raise ValueError(f"role={PLAIN!r}: no message of a chat can have this role")
@@ -153,16 +153,16 @@ class Session:
             raise ValueError(f"the chat template can't render the messages: {error}") from error
         rendered = RenderedPrompt.of(text)
         while turn is not None:
-            context = self._bridge(turn, request, text)
+            context = self._bridge(turn, request, text, room)
             if context is not None:
                 return Continuation(parent=turn, request=request, rendered=rendered, context=tuple(context))
             turn = turn.parent
-        context = tuple(self._chat.encode(text))
+        context = tuple(self._chat.encode(text, room))
         if not context:
             raise ValueError("the chat template renders the messages as an empty text")
         return Continuation(parent=None, request=request, rendered=rendered, context=context)
 
-    def extend_text(self, prompt: str | Sequence[int]) -> Continuation:
+    def extend_text(self, prompt: str | Sequence[int], room: Room | None = None) -> Continuation:
         """The place of a prompt without messages, given as text or tokens, in the tree: it continues the turn with the
         longest path that it begins with. Records nothing."""
         text = prompt if isinstance(prompt, str) else self._chat.decode(prompt, skip_special_tokens=False)
@@ -173,11 +173,11 @@ class Session:
                 rest = list(prompt[len(path) :]) if list(prompt[: len(path)]) == path else None
             else:
                 before = self._chat.decode(path, skip_special_tokens=False)
-                rest = self._chat.encode(text[len(before) :]) if text.startswith(before) else None
+                rest = self._chat.encode(text[len(before) :], room) if text.startswith(before) else None
             if rest is not None:
                 request = turn.conversation.followed_by(Message(role=PLAIN, content=text))
                 return Continuation(parent=turn, request=request, rendered=RenderedPrompt.of(text), context=tuple(rest))
-        context = tuple(self._chat.encode(prompt) if isinstance(prompt, str) else prompt)
+        context = tuple(self._chat.encode(prompt, room) if isinstance(prompt, str) else prompt)
         if not context:
             raise ValueError("the prompt is empty")
         request = Conversation.of([{"role": PLAIN, "content": text}])
@@ -344,12 +344,12 @@ class Session:
                     return max(found, key=lambda one: (one[1].call_ids == request.call_ids, one[1] == request))
         return None, request
 
-    def _bridge(self, turn: RecordedTurn, request: Conversation, text: str) -> list[int] | None:
+    def _bridge(self, turn: RecordedTurn, request: Conversation, text: str, room: Room | None) -> list[int] | None:
         if not turn.rendered.begins(text):
             return None
         stopped = len(turn.tokens) > 0 and int(turn.tokens[-1]) in self._chat.stop_token_ids
         answer = len(turn.request.messages)
-        return bridge(self._chat, request, text, answer=answer, prompt=turn.rendered.length, stopped=stopped)
+        return bridge(self._chat, request, text, answer=answer, prompt=turn.rendered.length, stopped=stopped, room=room)
 
     def _is_first(self, parent: RecordedTurn | None) -> bool:
         return parent is None or parent.number not in self._continued

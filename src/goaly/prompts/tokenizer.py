@@ -8,20 +8,35 @@ Invariants
     TK-2  Recorded tokens never change: a chat is only continued by tokens after them.
 """
 
+import asyncio
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from goaly.errors import EpisodeError
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.template import ChatTemplate, read_json
 
+T = TypeVar("T")
+Room = Callable[[int], object]
+"""Gets a number of tokens, and raises if these are more than fit."""
+
+LONG = 1 << 16
+"""Texts with more characters are tokenized beside the event loop, if `beside` does it."""
+KEEPING_NORMALIZERS = {"NFC", "Prepend", "Replace of one character"}
+KEEPING_SPLITS = {"ByteLevel", "Digits", "Metaspace", "Split"}
+"""Steps of tokenizers that leave out no part of a text."""
+MOST_COMPOSED = 4
+"""The most characters of which Unicode's NFC makes one."""
 SHOWN = 30
 """Number of characters that an error shows of two texts, from their first difference."""
 
@@ -130,15 +145,51 @@ class ChatTokenizer:
         end = list(pattern.finditer(whole))[stops - 1]
         return end.end() if tokens and tokens[-1] == ends[end.group()] else end.start()
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of the text, without special tokens. ValueError if it is not Unicode."""
+    def encode(self, text: str, room: Room | None = None) -> list[int]:
+        """The tokens of the text, without special tokens. ValueError if it is not Unicode. Before a long text
+        is tokenized, `room` gets the fewest tokens that it can have."""
+        is_long = len(text) > LONG
+        if room is not None and is_long:
+            room(self.fewest_tokens(text))
         try:
+            if is_long:  # this releases the interpreter's lock, but starts threads
+                return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError as error:
             if (lone := re.search("[\ud800-\udfff]", text)) is None:
                 raise
             what = f"the text has a lone surrogate, {lone[0]!r} at character {lone.start()}"
             raise ValueError(f"{what}; it must have whole characters") from error
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of the number of the text's tokens, without tokenizing it; 0 for tokenizers of which none is
+        known."""
+        most = self._most_characters
+        if most is None:
+            return 0
+        composed = MOST_COMPOSED if "NFC" in _kinds(self._tokenizer.normalizer) and not text.isascii() else 1
+        return -(-len(text) // (most * composed))
+
+    @cached_property
+    def _most_characters(self) -> int | None:
+        """The most characters of a normalized text that one token can stand for; None if there is no limit.
+
+        There is one if all characters reach a BPE model that has a token for each byte, or for each unknown one."""
+        tokenizer, model, vocabulary = self._tokenizer, self._tokenizer.model, self._tokenizer.get_vocab()
+        splits = _kinds(tokenizer.pre_tokenizer)
+        if not isinstance(model, BPE) or tokenizer.truncation is not None:
+            return None
+        if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
+            return None  # it stands for all spaces beside it, too
+        if not _kinds(tokenizer.normalizer) <= KEEPING_NORMALIZERS or not splits <= KEEPING_SPLITS:
+            return None
+        if "ByteLevel" in splits:
+            has_all = vocabulary.keys() >= set(ByteLevel.alphabet())
+        elif model.byte_fallback:
+            has_all = vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
+        else:
+            has_all = model.unk_token is not None and not model.fuse_unk
+        return max(map(len, vocabulary)) if has_all else None
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the tokens."""
@@ -185,6 +236,29 @@ def tokenizer_problems(folder: str | Path, vocab_size: int, chat: ChatSettings, 
         if not isinstance(stop, int) or not 0 <= stop < vocab_size:
             found.append(f"{where}: eos_token_id={stop}: must be a token of its vocabulary, at most {vocab_size - 1}")
     return found
+
+
+async def beside(contents: Iterable[Any], work: Callable[[], T]) -> T:
+    """The result of this work with these contents of messages. If they are long, the event loop goes on meanwhile."""
+    length = sum(len(content) if isinstance(content, str) else LONG for content in contents if content is not None)
+    return await asyncio.to_thread(work) if length > LONG else work()
+
+
+def _kinds(step: Any) -> set[str]:
+    """The kinds of steps that a normalizer or a pre-tokenizer consists of; of those that leave out text "Removing"."""
+    if step is None:
+        return set()
+    facts = json.loads(step.__getstate__())
+    parts = facts.get("normalizers", facts.get("pretokenizers", [facts]))
+    return {_kind(part) for part in parts}
+
+
+def _kind(part: Mapping[str, Any]) -> str:
+    if part.get("behavior") == "Removed":
+        return "Removing"
+    if part["type"] == "Replace" and part["content"] and len(part["pattern"].get("String", "")) == 1:
+        return "Replace of one character"
+    return part["type"]
 
 
 def chat_problems(chat: ChatSettings, folder: str, prefix: str) -> list[str]:

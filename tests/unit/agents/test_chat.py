@@ -20,6 +20,7 @@ from goaly.generate.request import Finish, Sample, Sampling
 from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
+from goaly.rollout.policy import ContextFull
 
 TOKEN = re.compile("<[|\uff5c][^>]*[|\uff5c]>")
 CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}
@@ -266,6 +267,17 @@ async def test_an_answer_ends_at_the_limit_of_its_sessions_tokens(chats: dict[st
     assert sampler.limits == [12, 12 - len(chat.session.turns[0].tokens)]
     with pytest.raises(SessionExhausted, match="sampled tokens, the limit is 12"):
         await chat.say([user("c")])
+
+
+async def test_messages_that_cannot_fit_are_refused_before_they_are_tokenized_and_mark_the_session(
+    chats: dict[str, ChatTokenizer],
+) -> None:
+    chat, _ = chat_with(chats["hermes"], "one")
+    said = [user("a")]
+    said.append(await chat.say(said))
+    with pytest.raises(ContextFull, match=r"^1[0-9]{4} tokens leave no room"):  # the fewest; it has 200,000
+        await chat.say([*said, user("a" * 200_000)])
+    assert chat.session.exhausted
 
 
 @pytest.mark.parametrize("family", ["chatml", "hermes"])

@@ -322,6 +322,24 @@ async def test_a_full_context_is_an_error_that_clients_of_each_api_know_and_mark
         assert served.session.exhausted
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": "a" * 200_000}]}),
+        ("/responses", {"input": "a" * 200_000}),
+        ("/completions", {"prompt": "a" * 200_000}),
+        ("/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": "a" * 200_000}]}),
+    ],
+)
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(serve: Serve, path: str, body: Any) -> None:
+    with serve() as served:
+        async with httpx.AsyncClient(headers={"x-api-key": served.endpoint.api_key}) as client:
+            response = await client.post(f"{served.endpoint.base_url}{path}", json={"model": "m", **body})
+        assert response.status_code == 400
+        assert re.search("prompt is too long: 1[0-9]{4} tokens", response.text), "the fewest; it has 200,000"
+        assert served.session.exhausted
+
+
 async def test_trained_answers_keep_the_runs_distribution_and_evaluations_have_the_clients(serve: Serve) -> None:
     for evaluation in (False, True):
         with serve(evaluation=evaluation) as served:
