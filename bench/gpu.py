@@ -10,7 +10,7 @@ lines of its error. A check whose hardware is missing is `not run`, with the rea
     loss path             log-probs and gradients in chunks against the plain log-softmax of all logits
     CUDA graphs           vLLM with torchtitan's definition, recorded and not: the same answers, and the speed
     async scheduling      the same with a step launched ahead: the speed, and that each token has its true version
-    updates               versions from a trainer to vLLM by copy and by flip: vLLM's log-probs are the trainer's
+    updates               versions from a trainer to vLLM: vLLM's log-probs are the trainer's
     pinned staging        a GPU's weights through a pinned ring into pinned spares (`weights.spare=host`)
     GPU-direct buffers    a GPU's weights by RDMA into a GPU (`weights.transport=direct`), where there is such a device
     bitwise operations    bits of each operation of bitwise numerics that do not depend on the batch, their cost, and a

@@ -6,7 +6,6 @@ Each returns numbers by name, or raises. The trainer is a process of its own, as
 import asyncio
 import tempfile
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,31 +28,30 @@ from goaly.weights.subscriber import Subscriber
 UPDATES = 4
 LEARNING_RATE = 1e-2
 """So high that a step changes log-probs by more than rounding does."""
-MODES = ("copy", "flip")
 
 
 class TrainerProcess(Actor):
     """The trainer's engine, and a publisher of its weights."""
 
     @concurrent_endpoint
-    async def start(self, model: ModelSettings, stores: Mapping[str, WeightStore]) -> None:
-        """Build it, and publish to each store."""
+    async def start(self, model: ModelSettings, store: WeightStore) -> None:
+        """Build it, and publish to the store."""
         from goaly.train.engine import TrainEngine
         from goaly.train.settings import OptimizerSettings
 
         self._engine = TrainEngine(model, TrainerSettings(optimizer=OptimizerSettings(lr=LEARNING_RATE)))
         tensors = self._engine.named_tensors()
         settings = WeightSettings().of_model(model.dtype)
-        self._publishers = {n: Publisher(store, tensors, settings, rank=0, world=1) for n, store in stores.items()}
+        self._publisher = Publisher(store, tensors, settings, rank=0, world=1)
 
     @concurrent_endpoint
-    async def train_and_publish(self, batch: PackedRows, mode: str, version: int) -> float:
+    async def train_and_publish(self, batch: PackedRows, version: int) -> float:
         """Take a step, and publish it as that version; the seconds of the latter."""
         from goaly.losses.objective import Likelihood
 
         self._engine.train_step(batch, Likelihood())
         began = time.perf_counter()
-        await self._publishers[mode].publish(version)
+        await self._publisher.publish(version)
         return time.perf_counter() - began
 
     @concurrent_endpoint
@@ -63,13 +61,12 @@ class TrainerProcess(Actor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """Leave the stores."""
-        for publisher in self._publishers.values():
-            await publisher.close()
+        """Leave the store."""
+        await self._publisher.close()
 
 
 def updates() -> dict[str, Any]:
-    """Train, publish, prefetch and apply versions by copy and by flip: vLLM's log-probs become the trainer's."""
+    """Train, publish, prefetch and apply versions: vLLM's log-probs become the trainer's."""
     with tempfile.TemporaryDirectory() as made:
         return asyncio.run(_updates(Path(made)))
 
@@ -82,53 +79,50 @@ async def _updates(folder: Path) -> dict[str, Any]:
     from goaly.parity_requests import mixed_requests
 
     model = random_model(folder)
-    stores = {mode: this_proc().spawn(f"store_{mode}", WeightStore, WeightSettings()) for mode in MODES}
+    store = this_proc().spawn("updated", WeightStore, WeightSettings())
     process = this_host().spawn_procs(per_host={"procs": 1})
     trainer = process.spawn("trainer", TrainerProcess)
-    await trainer.start.call_one(model, stores)
+    await trainer.start.call_one(model, store)
     whole = packed_batch()
     batch = PackedRows(
         rows=whole.rows[:2], batch_trained_tokens=int(whole.rows[:2]["trained"].sum()), batch_sequences=1
     )
-    numbers: dict[str, Any] = {}
-    for mode in MODES:
-        # Recorded graphs must see what a copy writes; a flip is for engines without them.
-        settings = GeneratorSettings(max_running=32, max_context=256, kv_cache_gib=0.25, cuda_graphs=mode == "copy")
-        engine = Engine(settings, model)
-        live = engine.live_tensors()
-        weights = WeightSettings(apply=mode).of_model(model.dtype)
-        subscriber = Subscriber(stores[mode], engine.named_tensors(), mode, weights, live=live)
-        await subscriber.join()
-        size = sum(one.nbytes for one in live.values()) / 1e9
-        taken: dict[str, list[float]] = {"publish": [], "prefetch": [], "apply": []}
-        asked = partial(mixed_requests, 16, vocabulary=30, longest=200)
-        sampled_before = rows_of(sampled(engine, asked(seed=0)), 256)
-        for version in range(1, UPDATES + 1):
-            taken["publish"].append(await trainer.train_and_publish.call_one(batch, mode, version))
-            await subscriber.newest(version - 1)
-            began = time.perf_counter()
-            assert await subscriber.prefetch(version)
-            fetched = time.perf_counter()
-            engine.apply(subscriber.apply)
-            _wait_for_gpu()
-            taken["prefetch"].append(fetched - began)
-            taken["apply"].append(time.perf_counter() - fetched)
-        rows = rows_of(sampled(engine, asked(seed=1)), 256)
-        found = compared(rows, await trainer.logprobs.call_one(rows))
-        moved = compared(sampled_before, await trainer.logprobs.call_one(sampled_before)).largest
-        if found.largest > MOST_OFF[model.dtype] or moved < 2 * MOST_OFF[model.dtype]:
-            raise AssertionError(
-                f"{mode}: after {UPDATES} updates vLLM's log-probs are up to {found.largest:.3g} from the trainer's; "
-                f"those from before are {moved:.3g} from them"
-            )
-        numbers[f"{mode}_logprob_error"] = found.largest
-        numbers |= {f"{mode}_{part}_ms": 1e3 * median(seconds) for part, seconds in taken.items()}
-        numbers[f"{mode}_prefetch_gb_per_second"] = size / median(taken["prefetch"])
-        await subscriber.close()
-        engine.close()
+    engine = Engine(GeneratorSettings(max_running=32, max_context=256, kv_cache_gib=0.25), model)
+    live = engine.live_tensors()
+    weights = WeightSettings().of_model(model.dtype)
+    subscriber = Subscriber(store, engine.named_tensors(), "reader", weights, live=live)
+    await subscriber.join()
+    size = sum(one.nbytes for one in live.values()) / 1e9
+    taken: dict[str, list[float]] = {"publish": [], "prefetch": [], "apply": []}
+    asked = partial(mixed_requests, 16, vocabulary=30, longest=200)
+    sampled_before = rows_of(sampled(engine, asked(seed=0)), 256)
+    for version in range(1, UPDATES + 1):
+        taken["publish"].append(await trainer.train_and_publish.call_one(batch, version))
+        await subscriber.newest(version - 1)
+        began = time.perf_counter()
+        assert await subscriber.prefetch(version)
+        fetched = time.perf_counter()
+        engine.apply(subscriber.apply)
+        _wait_for_gpu()
+        taken["prefetch"].append(fetched - began)
+        taken["apply"].append(time.perf_counter() - fetched)
+    rows = rows_of(sampled(engine, asked(seed=1)), 256)
+    found = compared(rows, await trainer.logprobs.call_one(rows))
+    moved = compared(sampled_before, await trainer.logprobs.call_one(sampled_before)).largest
+    if found.largest > MOST_OFF[model.dtype] or moved < 2 * MOST_OFF[model.dtype]:
+        raise AssertionError(
+            f"after {UPDATES} updates vLLM's log-probs are up to {found.largest:.3g} from the trainer's; "
+            f"those from before are {moved:.3g} from them"
+        )
+    await subscriber.close()
+    engine.close()
     await trainer.close.call_one()
     await process.stop()
-    return numbers
+    return {
+        "logprob_error": found.largest,
+        **{f"{part}_ms": 1e3 * median(seconds) for part, seconds in taken.items()},
+        "prefetch_gb_per_second": size / median(taken["prefetch"]),
+    }
 
 
 def pinned_staging() -> dict[str, Any]:

@@ -208,7 +208,7 @@ def _hold(rank: int, settings: Any, model: ModelSettings, out: Path) -> None:
 
     engine = Engine(settings, model)
     held = engine.named_tensors()
-    destination = Destination(held, "copy", engine.live_tensors(), engine.naming(), spare="auto")
+    destination = Destination(held, engine.live_tensors(), engine.naming(), spare="auto")
     destination.allocate(held)
     if rank == 0:
         runner = engine._vllm.model_executor.driver_worker.worker.model_runner

@@ -7,7 +7,7 @@ With `--gb` the weights are matrices of one shape in float32, with `--model` a k
 
 Each trainer rank and each reader rank is a process, over a real store. Every update has these parts, in turn: all
 trainer ranks stage (`stage`), then copy the same bytes within their memory (`memcpy`); all readers pull, then copy
-theirs; all readers apply, in both modes. Then follows an update as in a run, whose readers wait for the version:
+theirs; all readers apply. Then follows an update as in a run, whose readers wait for the version:
 `publish_to_applied` is the time from the start of the staging to the last reader's apply, `committed_to_applied` the
 time from the end of the staging. All numbers are medians.
 
@@ -53,7 +53,6 @@ WARM_UPDATES = 1
 LEAD_SECONDS = 0.02
 """All ranks of a measurement begin at the same moment, this long after the call."""
 ELSEWHERE = "another host"
-MODES = ("copy", "flip")
 
 
 class Bench:
@@ -66,10 +65,10 @@ class Bench:
         self._host = host
         self.taken: dict[str, list[float]] = {}
 
-    async def open(self, mode: str) -> None:
-        """Connect all ranks to a new store, in this apply mode."""
-        settings = WeightSettings(apply=mode)
-        store = self._store_mesh.spawn(f"store_{mode}", WeightStore, settings)
+    async def open(self) -> None:
+        """Connect all ranks to a new store."""
+        settings = WeightSettings()
+        store = self._store_mesh.spawn("store", WeightStore, settings)
         await self._trainer.write_to.call(store, settings)
         await asyncio.gather(*(replica.read_from.call(store, settings, self._host) for replica in self._replicas))
 
@@ -77,14 +76,14 @@ class Bench:
         """Disconnect all ranks."""
         await asyncio.gather(*(mesh.leave.call() for mesh in (*self._replicas, self._trainer)))
 
-    async def updates(self, mode: str, count: int) -> None:
+    async def updates(self, count: int) -> None:
         """Measure this many updates."""
         for version in range(2 * (count + WARM_UPDATES)):
-            taken = await (self._in_turns(version, mode) if version % 2 else self._as_in_a_run(version))
+            taken = await (self._in_turns(version) if version % 2 else self._as_in_a_run(version))
             if version >= 2 * WARM_UPDATES:
                 self._note(**taken)
 
-    async def _in_turns(self, version: int, mode: str) -> dict[str, float]:
+    async def _in_turns(self, version: int) -> dict[str, float]:
         staged = max(seconds for seconds, _ in await self._all([self._trainer], "publish", version))
         stage_memcpy = max(await self._all([self._trainer], "memcpy"))
         await asyncio.gather(*(replica.lease.call() for replica in self._replicas))
@@ -93,7 +92,7 @@ class Bench:
             "stage_memcpy": stage_memcpy,
             "pull": max(await self._all(self._replicas, "pull")),
             "pull_memcpy": max(await self._all(self._replicas, "memcpy")),
-            f"stall_{mode}": max(await self._all(self._replicas, "apply")),
+            "stall": max(await self._all(self._replicas, "apply")),
             "stall_memcpy": max(await self._all(self._replicas, "memcpy")),
         }
 
@@ -124,7 +123,7 @@ class Bench:
                 self._note(pull=pulled, rdmabuffer=alone, socket=plain)
         return fetched
 
-    async def beside_torchstore(self, mode: str, count: int) -> None:
+    async def beside_torchstore(self, count: int) -> None:
         """Alternate an update with the same state dict through TorchStore."""
         for version in range(count + WARM_UPDATES):
             put = max(await self._all([self._trainer], "put"))
@@ -134,7 +133,7 @@ class Bench:
             update = staged + max(whole for whole, _ in taken)
             blocked = staged + max(stall for _, stall in taken)
             if version >= WARM_UPDATES:
-                self._note(**{f"update_{mode}": update, f"blocked_{mode}": blocked, f"torchstore_{mode}": put + got})
+                self._note(update=update, blocked=blocked, torchstore=put + got)
 
     def ratio(self, name: str, over: str) -> float:
         """The median ratio of two measurements that were taken in turn."""
@@ -180,19 +179,18 @@ async def measure(parameters: tuple[Parameter, ...], dtype: torch.dtype, given: 
 
 
 async def _beside_copies(bench: Bench, count: int) -> dict[str, float]:
-    for mode in MODES:
-        await bench.open(mode)
-        await bench.updates(mode, count)
-        await bench.close()
+    await bench.open()
+    await bench.updates(count)
+    await bench.close()
     return {
         "stage_over_memcpy": bench.ratio("stage", "stage_memcpy"),
         "pull_over_memcpy": bench.ratio("pull", "pull_memcpy"),
-        "stall_copy_over_memcpy": bench.ratio("stall_copy", "stall_memcpy"),
+        "stall_over_memcpy": bench.ratio("stall", "stall_memcpy"),
     }
 
 
 async def _beside_rdmabuffer(bench: Bench, count: int, reader_bytes: int) -> dict[str, float]:
-    await bench.open(MODES[0])
+    await bench.open()
     fetched = await bench.beside_rdmabuffer(count)
     await bench.close()
     return {
@@ -204,16 +202,11 @@ async def _beside_rdmabuffer(bench: Bench, count: int, reader_bytes: int) -> dic
 
 async def _beside_torchstore(bench: Bench, writers: Any, count: int) -> dict[str, float]:
     await torchstore.start(writers)
-    for mode in MODES:
-        await bench.open(mode)
-        await bench.beside_torchstore(mode, count)
-        await bench.close()
+    await bench.open()
+    await bench.beside_torchstore(count)
+    await bench.close()
     await torchstore.close()
-    return {
-        f"torchstore_over_{name}_{mode}": bench.ratio(f"torchstore_{mode}", f"{name}_{mode}")
-        for name in ("update", "blocked")
-        for mode in MODES
-    }
+    return {f"torchstore_over_{name}": bench.ratio("torchstore", name) for name in ("update", "blocked")}
 
 
 def _matrices(gb: float, keys: int, row_kib: int) -> tuple[Parameter, ...]:

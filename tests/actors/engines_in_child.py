@@ -332,24 +332,6 @@ def frozen_around_the_end(folder: Path) -> list[int]:
     return [*counts, gc.get_freeze_count()]
 
 
-def flip(which: int) -> tuple[bool, list[Sample]]:
-    """Whether every parameter could be flipped, and samples under the weights that were."""
-    from goaly.weights.destination import Destination
-
-    engine = engines.torchtitan
-    destination = Destination(engine.named_tensors(), "flip", engine.live_tensors())
-    destination.allocate(engines.weights[which])
-    for shard, target in zip(destination.layout, destination.targets(), strict=True):
-        target.copy_(engines.weights[which][shard.name])
-
-    def fill() -> int:
-        destination.apply()
-        return 7
-
-    engine.apply(fill)
-    return all(memory.flips for memory in destination._memories), sample_all("torchtitan", PROMPTS, GREEDY)
-
-
 def native_updates() -> str:
     try:
         engines.native.named_tensors()
@@ -365,7 +347,7 @@ def native_with(which: int) -> list[Sample]:
     from goaly.weights.placement import layout_of
 
     engine, published = engines.native, engines.weights[which]
-    destination = Destination(engine.named_tensors(), "copy", engine.live_tensors(), engine.naming())
+    destination = Destination(engine.named_tensors(), engine.live_tensors(), engine.naming())
     destination.allocate(published)
     targets, layout = destination.targets(), layout_of(published)
     for copy in plan([layout], destination.layout):

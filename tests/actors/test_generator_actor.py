@@ -90,7 +90,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     greedy = [greedy_of_transformers(folder) for folder in folders]
     live = {name: tensor.clone() for name, tensor in weights[1].items()}
     first, second, hub = await asyncio.gather(procs(1, "generator"), procs(2, "generator"), procs(1, "hub"))
-    moved = WeightSettings(apply="flip", bucket_mib=0.05)  # what is fetched becomes the parameters, bucket by bucket
+    moved = WeightSettings(bucket_mib=0.05)
     store = hub.spawn("store", WeightStore, moved)
     publisher = Publisher(store, live, moved, rank=0, world=1)
 
@@ -227,7 +227,7 @@ def damaging() -> type:
 
             def applied(self: Destination) -> None:
                 apply(self)
-                flip(self._memories[-1].owners[0])
+                flip(self._memories[-1].live)
 
             if what == "a cast":
                 Copier.copy = copied

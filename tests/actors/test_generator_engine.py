@@ -19,7 +19,6 @@ from tests.actors.engines_in_child import (
     PROMPTS,
     cancel_midway,
     count_preemptions,
-    flip,
     frozen_around_the_end,
     in_child,
     native_updates,
@@ -436,10 +435,3 @@ def test_the_end_of_an_engine_lets_no_collection_scan_the_imported_modules(folde
         before, *after = child.submit(frozen_around_the_end, folders[0]).result(timeout=150)
     assert before > 500_000
     assert min(after) > 0.99 * before
-
-
-def test_the_engine_decodes_with_parameters_that_were_flipped(there, expected):
-    for which in (1, 0):
-        flips, samples = there(partial(flip, which))
-        assert flips, "something in vLLM holds views of the parameters"
-        expected.check(samples, which, 7)

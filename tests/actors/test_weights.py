@@ -280,7 +280,7 @@ async def read_whole_while_published(trainer: Any, generator: Any, versions: int
 
 async def test_readers_see_whole_versions_of_many_buckets_while_the_trainer_publishes(ranks, transport: str) -> None:
     versions = 10 if transport == "torchstore" else 40  # two calls of it for each bucket
-    settings = WeightSettings(bucket_mib=0.1, transport=transport, apply="flip" if transport == "shm" else "copy")
+    settings = WeightSettings(bucket_mib=0.1, transport=transport)
     trainer, generator = await joined(ranks, "fsdp", "tp", shapes=LARGE, settings=settings)
     await read_whole_while_published(trainer, generator, versions)
 
@@ -322,7 +322,7 @@ async def test_of_two_readers_on_another_host_one_pulls_each_version_and_the_oth
 
 async def test_readers_that_copy_from_each_other_see_whole_versions_while_the_trainer_publishes(ranks) -> None:  # WU-4
     versions = 30
-    settings = WeightSettings(bucket_mib=0.05, apply="flip")
+    settings = WeightSettings(bucket_mib=0.05)
     trainer, generator = await joined(ranks, "fsdp", None, shapes=LARGE, settings=settings, host="elsewhere")
     await read_whole_while_published(trainer, generator, versions)
 

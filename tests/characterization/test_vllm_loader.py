@@ -80,7 +80,7 @@ def test_vllms_loader_puts_in_place_what_the_naming_does(
 
 def fill(received: dict[str, torch.Tensor], published: dict[str, torch.Tensor], naming: Any) -> None:
     """As a subscriber does."""
-    destination = Destination(received, "copy", naming=naming)
+    destination = Destination(received, naming=naming)
     destination.allocate(published)
     targets, layout = destination.targets(), layout_of(published)
     for copy in plan([layout], destination.layout):

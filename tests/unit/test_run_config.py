@@ -308,14 +308,13 @@ def test_offloading_the_reference_without_a_gpu_is_told_before_anything_starts(t
 
 
 GPUS, NO_GPUS = "hosts.imagine={gpus: 8}", "hosts.imagine={hosts: 2}"
-FLIP = ("weights.apply=flip", "must be copy where decode steps are recorded as CUDA graphs", [])
 FOR_GPUS = [
     ("generator.async_scheduling=true", "must be false on CPU", []),
     ("generator.engine=native", "vLLM's own models prepack", []),
     ("trainer.compile=true", "needs a GPU", []),
     ("reference.offload=true", "needs a GPU", ["loss.kl_coef=0.1"]),
 ]
-FOR_CPUS = [FLIP, ("generator.tp=2", "must be 1 with model.numerics=bitwise on GPUs", ["model.numerics=bitwise"])]
+FOR_CPUS = [("generator.tp=2", "must be 1 with model.numerics=bitwise on GPUs", ["model.numerics=bitwise"])]
 
 
 @pytest.mark.parametrize("here", ["cpu", "cuda"])

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Actor
 
 from goaly.actors import concurrent_endpoint
-from goaly.errors import ConfigError, ReplicaLost
+from goaly.errors import ReplicaLost
 from goaly.generate.clients import Clients, Quarantine
 from goaly.generate.connection import Isolate, Leave, Results, Submit, ToReplica, Ways, Withdraw, client_of, own_name
 from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.generate.request import GeneratorStats, Request, Sample
-from goaly.generate.settings import FLIP_UNDER_GRAPHS, GeneratorSettings
+from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart
 from goaly.generate.weight_follower import WeightFollower
 from goaly.models.settings import LoraSettings, ModelSettings
@@ -99,8 +99,6 @@ class Generator(Actor):
             # Its weights never change.
             self._engine_loop = EngineLoop(engine, settings, lambda: 0, commands, self._send_round)
             return 0
-        if self._weight_settings.apply == "flip" and engine.records_graphs:
-            raise ConfigError([f"weights.apply=flip: {FLIP_UNDER_GRAPHS}"])
         self._rank = 0 if commands is None else commands.rank
         subscriber = await self._joined(self._store, engine)  # GE-3
         self._engine_loop = loop = EngineLoop(engine, settings, lambda: follower.apply(), commands, self._send_round)

@@ -23,11 +23,6 @@ NO_ADAPTERS = "must be torchtitan where trainer.lora is set: adapters are publis
 
 NOT_ASYNC = "must be false on CPU: vLLM's CPU build switches it off, because one thread plans steps and computes them"
 
-FLIP_UNDER_GRAPHS = (
-    "must be copy where decode steps are recorded as CUDA graphs, which would still read the old memory; "
-    "or set generator.cuda_graphs=false"
-)
-
 
 class GeneratorSettings(Settings):
     """A vLLM engine in each generator process."""

@@ -53,7 +53,7 @@ def spare_of(config: RunConfig, gpu_gib: float, *, traced: bool) -> Spare:
     asked = chosen = config.weights.spare
     if asked == "auto":
         known = traced and bool(sharing)  # a run, which traces nothing, must choose the same
-        if config.weights.needs_device:
+        if config.weights.reads_into_gpus:
             chosen = "device"
         elif traced or not {"trainer", "critic"} & sharing:
             chosen = "device" if left("device", traced=known) >= HEADROOM * gpu_gib else "host"  # SC-1
@@ -70,9 +70,9 @@ def what_would_fit(config: RunConfig, spare: Spare) -> str:
     """Settings with which a generator that does not fit would fit; empty if it fits."""
     if (spare.device_left if spare.chosen == "device" else spare.host_left) >= spare.headroom:
         return ""
-    if spare.chosen == "device" and not config.weights.needs_device and spare.host_left >= spare.headroom:
+    if spare.chosen == "device" and not config.weights.reads_into_gpus and spare.host_left >= spare.headroom:
         return "weights.spare=host would fit"
-    best = spare.device_left if config.weights.needs_device else spare.host_left
+    best = spare.device_left if config.weights.reads_into_gpus else spare.host_left
     cache = int(10 * (config.generator.kv_cache_gib + best - spare.headroom)) / 10
     if cached_tokens(config, shape_of(config.model), cache) >= config.generator.max_context:
         return f"generator.kv_cache_gib={cache:g} would fit" + (_on_host(config) if spare.chosen == "device" else "")
@@ -82,7 +82,7 @@ def what_would_fit(config: RunConfig, spare: Spare) -> str:
 
 
 def _on_host(config: RunConfig) -> str:
-    return "" if config.weights.needs_device else " with weights.spare=host"
+    return "" if config.weights.reads_into_gpus else " with weights.spare=host"
 
 
 def _beside_generators(config: RunConfig) -> set[str]:

@@ -12,13 +12,7 @@ from goaly.config.settings import PositiveInt, Section, Settings
 from goaly.durable.settings import CheckpointSettings
 from goaly.errors import ConfigError
 from goaly.evaluation.settings import EvaluationSettings
-from goaly.generate.settings import (
-    FLIP_UNDER_GRAPHS,
-    NO_ADAPTERS,
-    GeneratorSettings,
-    SamplingSettings,
-    vllm_device,
-)
+from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings, SamplingSettings, vllm_device
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import SLICES, ModelSettings, MoeSettings
 from goaly.prompts.prompt import Split
@@ -27,7 +21,7 @@ from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.settings import RolloutSettings
 from goaly.run.host_settings import HostSettings
 from goaly.telemetry.settings import TelemetrySettings
-from goaly.train.settings import CriticSettings, RanksSettings, ReferenceSettings, TrainerSettings, has_gpu
+from goaly.train.settings import CriticSettings, RanksSettings, ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings
 
 
@@ -167,8 +161,6 @@ class RunConfig(Settings):
         yield from self.trainer.device_problems(f"{at}trainer.", device=device, elsewhere=elsewhere)
         if self.uses_reference:
             yield from self.reference.device_problems(f"{at}reference.", device=device, elsewhere=elsewhere)
-        if self.weights.apply == "flip" and self.generator.cuda_graphs and has_gpu(device):
-            yield f"{at.weights.apply}: {FLIP_UNDER_GRAPHS}"
 
     def _prompt_problems(self, at: Section) -> Iterator[str]:
         from goaly.prompts.mixture import empty_split, unreadable, with_tools

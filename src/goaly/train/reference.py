@@ -58,7 +58,7 @@ class ReferenceModel(ModelActor):
         self._model = model if settings.path is None else dataclasses.replace(model, path=settings.path)
         self._thread: RankThread[TrainEngine] = RankThread("reference")
         self._refresh_every = settings.refresh_every
-        self._weight_settings = dataclasses.replace(weights or WeightSettings(), apply="copy", spare="device")
+        self._weight_settings = dataclasses.replace(weights or WeightSettings(), spare="device")
         self._store = store
         self._queue = queue
         self._subscriber: Subscriber | None = None

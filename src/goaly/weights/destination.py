@@ -1,8 +1,6 @@
-"""Where a reader's weights go: spare memory that is filled while the engine works, then put in place of the parameters.
+"""Where a reader's weights go: spare memory that is filled while the engine works, then copied into the parameters.
 
-Each parameter has a spare of its size. In mode "copy" `apply` copies the spare into the parameter. In mode "flip" it
-exchanges the memory of the two, which takes the same short time for any size. Only code that reads the parameter anew
-at each use sees a flip, so a parameter with another view of its memory is copied in either mode.
+Parameters keep their memory, so recorded CUDA graphs and other views of it see each version.
 
 Invariants
     WD-1  Names that share memory (tied weights) keep sharing it, and it is filled once.
@@ -32,12 +30,11 @@ GIB = 1 << 30
 
 @dataclass(slots=True)
 class _Memory:
-    """One parameter's memory: all tensors known to use it, and its spare."""
+    """One parameter's memory and its spare; `name` is the name under which it is published."""
 
     name: str
-    owners: list[torch.Tensor]
+    live: torch.Tensor
     spare: torch.Tensor
-    flips: bool
     shards: Layout
 
 
@@ -47,7 +44,6 @@ class Destination:
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
-        mode: str,
         live: Mapping[str, torch.Tensor] | None = None,
         naming: Naming | None = None,
         *,
@@ -63,7 +59,6 @@ class Destination:
             name: renamed(layout_of({name: tensor}), naming or {}) for name, tensor in tensors.items()
         }
         self._live = {name: owner(tensor) for name, tensor in tensors.items()} if live is None else dict(live)
-        self._mode = mode
         self._spare = spare
         self._memories: list[_Memory] = []
         self._applied: torch.cuda.Event | None = None
@@ -80,18 +75,15 @@ class Destination:
         for names in groups:
             moved = [name for name in names if self._layouts[name]]
             name = next((name for name in moved if self._layouts[name][0].name in published), moved[0])
-            owners = list({id(self._live[name]): self._live[name] for name in names}.values())
             with torch.inference_mode(False):
-                device = torch.device("cpu") if on_host else owners[0].device
-                pinned = on_host and owners[0].is_cuda
-                spare = torch.empty_like(owners[0].detach(), device=device, pin_memory=pinned).zero_()  # has pages now
-            flips = self._mode == "flip" and _only_owned_by(owners)
-            memories.append(_Memory(name, owners, spare, flips, self._layouts[name]))
+                live = self._live[names[0]]
+                device = torch.device("cpu") if on_host else live.device
+                spare = torch.empty_like(live.detach(), device=device, pin_memory=on_host and live.is_cuda)
+                spare.zero_()  # has pages now
+            memories.append(_Memory(name, live, spare, self._layouts[name]))
         self.layout = tuple(shard for memory in memories for shard in memory.shards)
-        check_filled({memory.name: memory.owners[0] for memory in memories}, self.layout)  # WD-3
+        check_filled({memory.name: memory.live for memory in memories}, self.layout)  # WD-3
         self._memories = memories
-        if self._mode == "flip" and (copied := [memory.name for memory in memories if not memory.flips]):
-            logger.warning("%d parameters are copied, because views of them exist: %s", len(copied), copied[:5])
 
     @property
     def needs(self) -> Needs:
@@ -112,31 +104,23 @@ class Destination:
         self._memories = []
 
     def apply(self) -> None:
-        """Put the spares' contents in place of the parameters; on a GPU, in the calling thread's stream."""
-        copied = [memory for memory in self._memories if not memory.flips]
-        with torch.no_grad():
-            if copied:
-                torch._foreach_copy_([memory.owners[0].detach() for memory in copied], [one.spare for one in copied])
-            for memory in self._memories:
-                if memory.flips:
-                    before = memory.owners[0].detach()
-                    for owner in memory.owners:
-                        owner.data = memory.spare  # WD-1
-                    memory.spare = before
-        live = (memory.owners[0] for memory in self._memories)
-        device = next((owner.device for owner in live if owner.is_cuda), None)
+        """Copy the spares into the parameters; on a GPU, in the calling thread's stream."""
+        live = [memory.live for memory in self._memories]
+        if live:
+            with torch.no_grad():
+                torch._foreach_copy_([one.detach() for one in live], [memory.spare for memory in self._memories])
+        device = next((one.device for one in live if one.is_cuda), None)
         if device is not None:
             self._applied = torch.cuda.current_stream(device).record_event()
 
     def altered(self, published: Container[str]) -> str | None:
         """The first parameter that does not have the bits that `apply` took, of those made of these published tensors.
 
-        To be called before the spares are filled again. A flip computes with the very memory that was fetched.
+        To be called before the spares are filled again.
         """
         self.settle()
         for memory in self._memories:
-            is_copied = not memory.flips and any(shard.name in published for shard in memory.shards)
-            if is_copied and not same(memory.owners[0].detach(), memory.spare):
+            if any(shard.name in published for shard in memory.shards) and not same(memory.live.detach(), memory.spare):
                 return memory.name
         return None
 
@@ -160,15 +144,3 @@ def _by_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
         key = (held.data_ptr(), held.shape, held.stride(), held.dtype, held.device) if held.numel() else name
         groups.setdefault(key, []).append(name)
     return list(groups.values())
-
-
-def _only_owned_by(owners: list[torch.Tensor]) -> bool:
-    """Whether no other tensor uses their memory, and they use all of it."""
-    alone = torch.empty(1)
-    first = owners[0]
-    whole = first.untyped_storage().nbytes() == first.nbytes
-    return whole and _uses(first) == _uses(alone) + len(owners) - 1
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -43,10 +43,6 @@ class WeightSettings(Settings):
     where there is no such hardware) from others; "shm" and "rdma" allow only one of the two. "direct" keeps the
     versions in the trainer's GPUs, from which the readers' GPUs read them over RDMA without passing through host
     memory. "torchstore" keeps them in TorchStore, for sites that run it; the package must be installed."""
-    apply: Literal["copy", "flip"] = "copy"
-    """How a generator puts fetched weights in place between two decode steps: "copy" copies them into its parameters;
-    "flip" makes the parameters use the fetched memory, which takes about a microsecond for each parameter. Both need
-    the weights' memory twice. Recorded CUDA graphs do not see a flip."""
     spare: Literal["auto", "device", "host"] = "auto"
     """Where a generator keeps the weights that it has fetched until it applies them: "device" is the memory of its GPU,
     "host" is the host's, from which applying them takes as long as a copy to the GPU. "auto" is device if 5 % of the
@@ -64,14 +60,12 @@ class WeightSettings(Settings):
         return int(self.bucket_mib * MIB)
 
     @property
-    def needs_device(self) -> bool:
+    def reads_into_gpus(self) -> bool:
         """Whether fetched weights must be where the parameters are."""
-        return self.apply == "flip" or self.transport == "direct"
+        return self.transport == "direct"
 
     def _problems(self, at: Section) -> Iterator[str]:
-        if self.spare == "host" and self.apply == "flip":
-            yield f"{at.spare}: must be device where {at}apply is flip, which computes with the fetched memory"
-        if self.spare == "host" and self.transport == "direct":
+        if self.spare == "host" and self.reads_into_gpus:
             yield f"{at.spare}: must be device where {at}transport is direct, which reads into GPUs"
         if self.transport == "torchstore" and find_spec("torchstore") is None:
             yield f"{at.transport}: {NO_TORCHSTORE}"

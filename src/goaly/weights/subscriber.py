@@ -69,8 +69,8 @@ class Subscriber(Member):
         super().__init__(store, settings, gpu_of(tensors if live is None else live), host)
         self._reader = reader or f"process {os.getpid()}"
         self._transport = settings.transport
-        spare = "device" if settings.needs_device else settings.spare
-        self._destination = Destination(tensors, settings.apply, live, naming, spare=spare)
+        spare = "device" if settings.reads_into_gpus else settings.spare
+        self._destination = Destination(tensors, live, naming, spare=spare)
         self._join = SharedTask(self._joined)
         self._number: int | None = None
         self._request = 0

@@ -1,4 +1,4 @@
-"""How fetched weights become a model's: WD-1 to WD-4, in both modes."""
+"""How fetched weights become a model's: WD-1 to WD-4."""
 
 from types import SimpleNamespace
 
@@ -22,8 +22,8 @@ class Tied(nn.Module):
         self.norm = nn.Parameter(torch.ones(3))
 
 
-def filled(model: nn.Module, mode: str, published: set[str]) -> Destination:
-    destination = Destination(dict(model.named_parameters(remove_duplicate=False)), mode)
+def filled(model: nn.Module, published: set[str]) -> Destination:
+    destination = Destination(dict(model.named_parameters(remove_duplicate=False)))
     destination.allocate(published)
     return destination
 
@@ -34,10 +34,9 @@ def fetch(destination: Destination, value: float) -> None:
 
 
 @pytest.mark.parametrize("published", ["embedding.weight", "head.weight"])
-@pytest.mark.parametrize("mode", ["copy", "flip"])
-def test_tied_weights_are_filled_once_by_the_name_that_is_published_and_stay_tied(mode: str, published: str) -> None:
+def test_tied_weights_are_filled_once_by_the_name_that_is_published_and_stay_tied(published: str) -> None:
     model = Tied()
-    destination = filled(model, mode, {published, "norm"})
+    destination = filled(model, {published, "norm"})
     assert {shard.name for shard in destination.layout} == {published, "norm"}
     for version in (1.0, 2.0, 3.0):
         fetch(destination, version)
@@ -48,10 +47,9 @@ def test_tied_weights_are_filled_once_by_the_name_that_is_published_and_stay_tie
         assert bool((model.head(torch.ones(3)) == 3 * version).all())
 
 
-@pytest.mark.parametrize("mode", ["copy", "flip"])
-def test_what_is_fetched_is_not_seen_before_it_is_applied(mode: str) -> None:  # WD-2
+def test_what_is_fetched_is_not_seen_before_it_is_applied() -> None:  # WD-2
     model = Tied()
-    destination = filled(model, mode, {"head.weight", "norm"})
+    destination = filled(model, {"head.weight", "norm"})
     for version in (1.0, 2.0, 3.0):
         before = [parameter.clone() for parameter in model.parameters()]
         fetch(destination, version)
@@ -60,39 +58,21 @@ def test_what_is_fetched_is_not_seen_before_it_is_applied(mode: str) -> None:  #
         destination.apply()
 
 
-def flips(destination: Destination) -> bool:
-    """Whether no parameter needs a copy to be applied."""
-    return all(memory.flips for memory in destination._memories)
-
-
-def test_a_flip_moves_no_bytes() -> None:
+def test_parameters_keep_their_memory_so_a_view_of_one_sees_each_version() -> None:
     model = Tied()
-    destination = filled(model, "flip", {"head.weight", "norm"})
-    assert flips(destination)
-    places = [target.data_ptr() for target in destination.targets()]
-    own = [parameter.data_ptr() for parameter in model.parameters()]
-    destination.apply()
-    assert [parameter.data_ptr() for parameter in model.parameters()] == places
-    assert [target.data_ptr() for target in destination.targets()] == own
-
-
-def test_a_parameter_that_somebody_has_a_view_of_is_copied_and_its_view_follows() -> None:
-    model = Tied()
-    cached = model.norm.detach()[:2]
-    destination = filled(model, "flip", {"head.weight", "norm"})
-    assert not flips(destination)
+    places, cached = [parameter.data_ptr() for parameter in model.parameters()], model.norm.detach()[:2]
+    destination = filled(model, {"head.weight", "norm"})
     for version in (1.0, 2.0):
         fetch(destination, version)
         destination.apply()
         assert cached.tolist() == [version, version]
-        assert bool((model.head.weight == version).all())
+        assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
-def test_equal_weights_under_two_parameters_of_one_memory_stay_tied() -> None:
+def test_two_parameters_of_one_memory_are_filled_once_and_stay_tied() -> None:  # WD-1
     model = Tied()
     model.head.weight = nn.Parameter(model.embedding.weight.detach())
-    destination = filled(model, "flip", {"head.weight", "norm"})
-    assert flips(destination)
+    destination = filled(model, {"head.weight", "norm"})
     fetch(destination, 4.0)
     destination.apply()
     assert model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
@@ -100,10 +80,9 @@ def test_equal_weights_under_two_parameters_of_one_memory_stay_tied() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU goes on after `apply`")
-@pytest.mark.parametrize("mode", ["copy", "flip"])
-def test_spares_are_not_written_before_the_gpu_is_done_with_them(mode: str) -> None:
+def test_spares_are_not_written_before_the_gpu_is_done_with_them() -> None:
     parameter = nn.Parameter(torch.ones(1 << 20, device="cuda"), requires_grad=False)
-    destination = Destination({"w": parameter}, mode)
+    destination = Destination({"w": parameter})
     destination.allocate({"w"})
     read = torch.empty_like(parameter)
     torch.cuda._sleep(10**9)
@@ -123,7 +102,7 @@ def test_spares_are_not_written_before_the_gpu_is_done_with_them(mode: str) -> N
 
 def test_a_parameter_that_is_not_what_was_said_of_it_is_refused() -> None:  # WD-3
     live = {"w": nn.Parameter(torch.zeros(10, 4))}
-    destination = Destination({"w": torch.zeros(8, 4)}, "copy", live)
+    destination = Destination({"w": torch.zeros(8, 4)}, live)
     with pytest.raises(WeightsError, match=r"`w` has shape \(10, 4\) here, which the layout doesn't cover once"):
         destination.allocate({"w"})
 
@@ -131,7 +110,7 @@ def test_a_parameter_that_is_not_what_was_said_of_it_is_refused() -> None:  # WD
 def test_spares_on_the_host_hold_what_is_applied():
     """WD-1"""
     shared = torch.zeros(4, 2)
-    destination = Destination({"a": shared, "b": shared}, "copy", spare="host")
+    destination = Destination({"a": shared, "b": shared}, spare="host")
     destination.allocate({"a"})
     (target,) = destination.targets()
     target.fill_(3.0)
@@ -143,7 +122,7 @@ def test_spares_on_the_host_hold_what_is_applied():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_spares_of_a_gpus_parameters_are_pinned_memory_of_the_host():
     live = torch.zeros(1 << 16, device="cuda")
-    destination = Destination({"a": live}, "copy", spare="host")
+    destination = Destination({"a": live}, spare="host")
     destination.allocate({"a"})
     (target,) = destination.targets()
     assert (target.device.type, target.is_pinned()) == ("cpu", True)
@@ -169,14 +148,12 @@ def test_spares_are_on_the_gpu_only_if_a_twentieth_of_it_stays_free(
 def test_a_place_that_follows_from_what_fits_is_the_parameters_own_without_a_gpu() -> None:
     """WD-4"""
     shared = torch.zeros(4, 2)
-    destination = Destination({"a": shared}, "copy", spare="auto")
+    destination = Destination({"a": shared}, spare="auto")
     destination.allocate({"a"})
     assert [target.device for target in destination.targets()] == [shared.device]
 
 
-def test_a_spare_on_the_host_can_be_neither_flipped_nor_read_into_by_gpus():
+def test_a_spare_on_the_host_cannot_be_read_into_by_gpus():
     assert WeightSettings(spare="host").problems("weights.") == []
-    assert [line.partition(":")[0] for line in WeightSettings(spare="host", apply="flip").problems("weights.")] == [
-        "weights.spare=host"
-    ]
-    assert "weights.transport is direct" in WeightSettings(spare="host", transport="direct").problems("weights.")[0]
+    (problem,) = WeightSettings(spare="host", transport="direct").problems("weights.")
+    assert problem == "weights.spare=host: must be device where weights.transport is direct, which reads into GPUs"

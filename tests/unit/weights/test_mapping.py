@@ -310,10 +310,7 @@ QKV = {"q": (8, 4), "k": (2, 4), "v": (2, 4)}
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("mode", ["copy", "flip"])
-async def test_a_reader_with_a_fused_qkv_and_an_own_name_for_the_head_follows_a_trainer_without(
-    mode: str, groups: int
-) -> None:
+async def test_a_reader_with_a_fused_qkv_and_an_own_name_for_the_head_follows_a_trainer_without(groups: int) -> None:
     held = {name: torch.zeros(shape) for name, shape in QKV.items()} | {"embedding": torch.zeros(6, 4)}
     naming = {
         "qkv": fused(QKV, dim=0) if groups == 1 else grouped(QKV, dim=0, groups=groups),
@@ -321,7 +318,7 @@ async def test_a_reader_with_a_fused_qkv_and_an_own_name_for_the_head_follows_a_
         "rope.cache": (),
     }
     read = {"qkv": torch.zeros(12, 4), "head.t": torch.zeros(4, 6), "rope.cache": torch.ones(3)}
-    store, chosen = LocalStore(WeightSettings()), WeightSettings(apply=mode)
+    store, chosen = LocalStore(WeightSettings()), WeightSettings()
     publisher = Publisher(store, held, chosen, rank=0, world=1)
     subscriber = Subscriber(store, read, "fused", chosen, naming=naming)
     for version in range(3):
