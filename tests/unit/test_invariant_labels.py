@@ -1,4 +1,7 @@
-"""Invariant labels such as `AD-2`: each is defined in one docstring, and cited by a test that defends it."""
+"""Invariant labels: each is defined in one docstring, and cited by a test that defends it.
+
+A label is the name of its room and a number, as `weights-7: A digest ...`; older ones have two letters, as `AD-2  ...`.
+"""
 
 import re
 from collections import defaultdict
@@ -6,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LABEL = re.compile(r"\b[A-Z]{2}-\d+\b")
-DEFINITION = re.compile(r"\s{4,}([A-Z]{2}-\d+)  \S")
+ROOMS = "|".join(path.stem for path in (ROOT / "src" / "goaly").iterdir() if path.stem.isidentifier())
+LABEL = re.compile(rf"\b(?:[A-Z]{{2}}|(?<![./-])(?:{ROOMS}))-[1-9]\d*\b(?![.-]\d)")
+DEFINITION = re.compile(rf"\s{{4,}}([A-Z]{{2}}-\d+(?=  \S)|(?:{ROOMS})-\d+(?=: \S))")
 
 
 def lines(*tops: str) -> Iterator[tuple[str, str]]:
@@ -33,7 +37,8 @@ def cited(*tops: str) -> dict[str, set[str]]:
     found = defaultdict(set)
     for path, line in lines(*tops):
         definition = DEFINITION.match(line)
-        for label in LABEL.findall(line):
+        code, _, comment = line.partition("#")
+        for label in LABEL.findall(comment if '"' in code.replace('"""', "") else line):  # a name in quotes is none
             if definition is None or label != definition[1]:
                 found[label].add(path)
     return found

@@ -145,7 +145,7 @@ class Generator(Actor):
         stats, follower = self._started_loop().stats(), self._follower
         if follower is None:
             return stats
-        return replace(stats, verified=follower.verified, never_verified_tensors=follower.never_verified_tensors)
+        return replace(stats, verified_updates=follower.verified_updates)
 
     @concurrent_endpoint
     async def close(self) -> None:

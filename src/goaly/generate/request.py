@@ -10,7 +10,7 @@ Invariants
 from array import array
 from asyncio import Future
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import cache
 from hashlib import blake2b
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from goaly.generate.settings import NEUTRAL, SamplingSettings
-from goaly.weights.receipts import Verified
 
 
 class Finish(StrEnum):
@@ -282,10 +281,8 @@ class GeneratorStats:
     """Time inside engine steps."""
     updates: int = 0
     """Weight versions applied."""
-    verified: Verified = field(default_factory=Verified)
-    """How much of these versions was verified on rank 0 (`weights/receipts.py`)."""
-    never_verified_tensors: int = 0
-    """Tensors that none of these versions has verified on rank 0."""
+    verified_updates: int = 0
+    """How many of them were compared with the trainer's digest (`weights/digest.py`)."""
     stall_seconds: float = 0.0
     """Time for which decoding stopped to apply weights."""
 

@@ -25,7 +25,6 @@ from goaly.actors import SupervisionError, unless
 from goaly.errors import WritersGone
 from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.weights.ledger import Lease
-from goaly.weights.receipts import Verified
 
 if TYPE_CHECKING:
     from goaly.weights.subscriber import Subscriber
@@ -48,17 +47,12 @@ class WeightFollower:
         self._link = link
         self._next: Subscriber | None = None
         self._replaced = asyncio.Event()
-        self._verified_before = Verified()
+        self._verified_before = 0
 
     @property
-    def verified(self) -> Verified:
-        """How much of the applied weights was verified on this rank."""
-        return self._verified_before + self._versions.verified
-
-    @property
-    def never_verified_tensors(self) -> int:
-        """How many tensors of this store no version that was applied on this rank has verified."""
-        return self._versions.never_verified_tensors
+    def verified_updates(self) -> int:
+        """How many of the applied versions were verified on this rank."""
+        return self._verified_before + self._versions.verified_updates
 
     def use(self, versions: "Subscriber") -> None:
         """Follow another store's versions from the next update on: this store has died (FO-5)."""
@@ -120,7 +114,7 @@ class WeightFollower:
     def _change_store(self) -> None:
         if self._next is not None:
             self._versions.drop()
-            self._verified_before = self.verified
+            self._verified_before = self.verified_updates
             self._versions, self._next = self._next, None
             self._replaced.clear()
 

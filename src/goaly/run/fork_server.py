@@ -47,7 +47,7 @@ TRAINED = (
 )
 ROLLOUT = ("goaly.backlog.batch", "goaly.prompts.template", "goaly.prompts.tokenizer")
 FORKED = {
-    "hub": ("goaly.backlog.group_queue", "goaly.durable.run_log", "goaly.weights.receipts"),
+    "hub": ("goaly.backlog.group_queue", "goaly.durable.run_log"),
     "trainer": (*TRAINED, "goaly.losses.objective"),
     "reference": TRAINED,
     "critic": (*TRAINED, "goaly.train.critic_engine"),

@@ -31,7 +31,6 @@ from goaly.run.stages import CriticStage, TrainerStage
 from goaly.telemetry.lines import read_lines
 from goaly.telemetry.metrics import EVALUATIONS_FILE, MetricsWriter
 from goaly.telemetry.progress import Progress
-from goaly.weights.receipts import Verified
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +170,6 @@ class Run:
         """
         counts = await self.backlog.counts()
         replicas = await self.generators.stats()
-        verified = sum((stats.verified for stats in replicas), Verified())
         now = time.monotonic()
         seconds, self._stepped = now - self._stepped, now
         policy_version = batch.id + 1
@@ -195,11 +193,7 @@ class Run:
             "generator/tokens": float(sum(stats.tokens for stats in replicas)),
             "generator/steps": float(sum(stats.steps for stats in replicas)),
             "generator/updates": float(sum(stats.updates for stats in replicas)),
-            "generator/verified_tensors": float(verified.tensors),
-            "generator/verified_bytes": float(verified.bytes),
-            "generator/unverified_tensors": float(verified.unverified_tensors),
-            "generator/unverified_bytes": float(verified.unverified_bytes),
-            "generator/never_verified_tensors": float(max((one.never_verified_tensors for one in replicas), default=0)),
+            "generator/verified_updates": float(sum(stats.verified_updates for stats in replicas)),
             "generator/busy_seconds": sum(stats.busy_seconds for stats in replicas),
             "generator/stall_seconds": sum(stats.stall_seconds for stats in replicas),
             "run/seconds": now - self.started,

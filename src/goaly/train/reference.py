@@ -6,7 +6,7 @@ the trainer (`resharding.py`).
 Invariants
     RF-1  One version of the reference computes all log-probs of a batch: with `refresh_every=n`, policy version
           k - k % n those of batch k.
-    RF-2  Weights that are not those that were published end the reference (`weights/receipts.py`).
+    RF-2  Weights that are not those that were published end the reference (`weights/digest.py`).
 """
 
 import asyncio

@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 
 from goaly.weights.buckets import Needs, needs_of
+from goaly.weights.digest import same
 from goaly.weights.layout import Layout, view
 from goaly.weights.placement import Naming, check_filled, layout_of, owner, renamed
-from goaly.weights.receipts import same
 from goaly.weights.settings import HEADROOM
 
 logger = logging.getLogger(__name__)
@@ -113,16 +113,10 @@ class Destination:
         if device is not None:
             self._applied = torch.cuda.current_stream(device).record_event()
 
-    def altered(self, published: Container[str]) -> str | None:
-        """The first parameter that does not have the bits that `apply` took, of those made of these published tensors.
-
-        To be called before the spares are filled again.
-        """
+    def altered(self) -> str | None:
+        """The first parameter that does not have the bits of its spare, which must not be filled anew meanwhile."""
         self.settle()
-        for memory in self._memories:
-            if any(shard.name in published for shard in memory.shards) and not same(memory.live.detach(), memory.spare):
-                return memory.name
-        return None
+        return next((one.name for one in self._memories if not same(one.live.detach(), one.spare)), None)
 
 
 def fit_on_device(live: list[torch.Tensor]) -> bool:

@@ -19,7 +19,6 @@ Invariants
     WV-8  A reader that waits for a newer version holds it from the commit on: no writer can overwrite it in between.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from goaly.errors import WeightsError, WritersGone
@@ -35,8 +34,8 @@ class Lease:
     """The number of the reader that holds it."""
     writers: str = ""
     """The name of the group of writers that staged it, unique among all stores."""
-    receipt: Mapping[str, int] = field(default_factory=dict)
-    """The sums of some of its tensors (`receipts.py`)."""
+    digest: int | None = None
+    """The sum of its elements (`digest.py`), if its writers staged it with one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +46,8 @@ class Staged:
     """Whether it was the last rank, so that readers can have the version now."""
     next_slot: int | None
     """The slot of the next version, if it is known already; the rank then need not ask for it."""
+    digests_next: bool
+    """Whether the next version is to be staged with a digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

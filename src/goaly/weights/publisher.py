@@ -20,11 +20,11 @@ from goaly.errors import cause_of
 from goaly.liveness import PULSE_SECONDS
 from goaly.telemetry.spans import span
 from goaly.weights.buckets import cut
+from goaly.weights.digest import digest_of
 from goaly.weights.layout import in_dtype, view
 from goaly.weights.ledger import Staged
 from goaly.weights.member import Member, SharedTask
 from goaly.weights.placement import Naming, gpu_of, layout_of, local, renamed
-from goaly.weights.receipts import receipt
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import JoinedWriter, WeightStore
 from goaly.weights.transport import SegmentHandle, Slots, slot_writer
@@ -58,27 +58,27 @@ class Publisher(Member):
         self._join = SharedTask(self._joined)
         self._register = SharedTask(self._registered)
         self._slots: Slots | None = None
-        self._next_slot: int | None = None
+        self._next: tuple[int | None, bool] = (None, True)
+        """The slot of the next version, if it is known, and whether that is staged with a digest."""
         self._number = -1
         """This rank's number in the store, once it has joined."""
-        self._spread = 1
 
     async def publish(self, version: int) -> bool:
         """Stage this rank's shards as `version`; True if this was the last rank and readers can have it now."""
         async with self._one_at_a_time:
             slots = await self._join()
-            slot, self._next_slot = self._next_slot, None
+            (slot, digests), self._next = self._next, (None, True)
             try:
                 if slot is None:
-                    slot = await self._store.begin.call_one(self._number, version)  # the other ranks' `staged`
-                sums = await self._copier.run(partial(self._stage, slots, slot, version))
+                    slot, digests = await self._store.begin.call_one(self._number, version)  # the other ranks' `staged`
+                digest = await self._copier.run(partial(self._stage, slots, slot, version, digests))
                 staged: Staged = await self._store.staged.call_one(
-                    self._number, version, slot, sums
+                    self._number, version, slot, digest
                 )  # the other ranks' last
             except BaseException as error:
                 self._store.abandon.broadcast(self._number, version, repr(error))  # WB-2
                 raise
-            self._next_slot = staged.next_slot
+            self._next = staged.next_slot, staged.digests_next
             return staged.committed
 
     async def close(self) -> None:
@@ -99,7 +99,7 @@ class Publisher(Member):
         joined: JoinedWriter = await self._store.join_writer.call_one(
             self._rank, self._world, layout, self._process
         )  # unblocked by the other ranks' first publish
-        self._number, self._spread = joined.number, joined.spread
+        self._number = joined.number
         pieces, buckets = cut(joined.layout, self._settings.bucket_bytes, joined.needs)
 
         def create() -> Slots:
@@ -134,8 +134,8 @@ class Publisher(Member):
         assert slots is not None
         slots.remote = await asyncio.to_thread(RemoteSlots.of, slots)
 
-    def _stage(self, slots: Slots, slot: int, version: int) -> dict[str, int]:
-        """Copy the shards into the slot; what they add to the version's receipt."""
+    def _stage(self, slots: Slots, slot: int, version: int, digests: bool) -> int | None:
+        """Copy the shards into the slot; what they add to the version's digest, if it has one."""
         with span("stage", version=version, rank=self._rank) as staging:
             held = {name: local(tensor) for name, tensor in self._tensors.items()}
             views = slots.views(slot)
@@ -144,4 +144,4 @@ class Publisher(Member):
                 self._copier.copy([(views[index], view(held, slots.layout[index])) for index in bucket])
                 slots.seal(slot, number, version)
             staging.note(bytes=sum(shard.bytes for shard in slots.layout))
-            return receipt(slots.layout, views, version, self._spread)
+            return digest_of(slots.layout, views) if digests else None

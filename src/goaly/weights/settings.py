@@ -43,6 +43,9 @@ class WeightSettings(Settings):
     where there is no such hardware) from others; "shm" and "rdma" allow only one of the two. "direct" keeps the
     versions in the trainer's GPUs, from which the readers' GPUs read them over RDMA without passing through host
     memory. "torchstore" keeps them in TorchStore, for sites that run it; the package must be installed."""
+    verify_every: PositiveInt = 16
+    """Every N-th version, and one after a reader has joined, has a digest, which readers compare with that of their
+    own parameters. It takes a trainer rank about half a second for each GB that it stages. 1 verifies each version."""
     spare: Literal["auto", "device", "host"] = "auto"
     """Where a generator keeps the weights that it has fetched until it applies them: "device" is the memory of its GPU,
     "host" is the host's, from which applying them takes as long as a copy to the GPU. "auto" is device if 5 % of the

@@ -29,7 +29,6 @@ from goaly.liveness import ProcessMark, Watch, this_host, watch
 from goaly.weights.buckets import Needs, distinct
 from goaly.weights.layout import Layout, share
 from goaly.weights.ledger import Lease, Staged, StoreState, VersionLedger
-from goaly.weights.receipts import Receipt, combined, periods
 from goaly.weights.settings import WeightSettings
 from goaly.weights.transport import SegmentHandle, Source, needs_remote, reads_whole_buckets
 
@@ -57,8 +56,6 @@ class JoinedWriter(Joined):
     needs: tuple[Needs, ...]
     """The needs of the known readers that fetch whole buckets."""
     slots: int
-    spread: int
-    """Over how many versions the sums of all tensors are spread (`receipts.py`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +66,8 @@ class _Reader:
     transport: str
     needs: Needs
     request: int = 0
+    unchecked: int
+    """How many versions it has leased since the last one with a digest."""
     place: tuple[str, tuple[tuple[int, ...], ...]] | None = None
     """Its host, and the buckets that it pulls from each writer rank, all on other hosts: neighbours have the same."""
     pulls: Lease | None = None
@@ -94,15 +93,19 @@ class WeightStore(Actor):
         self._group = uuid.uuid4().hex
         """The name of the present group of writers, as in `Lease`."""
         self._replaces_writers = replaces_writers
-        self._slots = (settings or WeightSettings()).slots
+        settings = settings or WeightSettings()
+        self._slots, self._verify_every = settings.slots, settings.verify_every
         self._changed = asyncio.Event()
         self._ledger = VersionLedger(slots=self._slots)
         self._writers: dict[int, _Writer] = {}
         self._shared: tuple[Layout, ...] = ()
         self._needs: list[tuple[Needs, ...]] = []
         self._readers: dict[int, _Reader] = {}
-        self._receipts: dict[int, Receipt] = {}
+        self._digests: dict[int, int | None] = {}
         """Of each version that is in memory or being staged."""
+        self._digests_next, self._undigested, self._wants_digest = True, 0, False
+        """Whether the next version is staged with a digest; the versions since the last one; whether a reader needs
+        another before its turn."""
         self._numbers = itertools.count(1)
 
     # Writers
@@ -133,7 +136,6 @@ class WeightStore(Actor):
             layout=self._shared[rank],
             needs=self._needs[rank],
             slots=self._slots,
-            spread=periods(self._shared),
         )
 
     @concurrent_endpoint
@@ -148,17 +150,17 @@ class WeightStore(Actor):
         await self._until(lambda: self._writers[self._rank_of(writer)].wanted_remotely or None)  # the first such reader
 
     @concurrent_endpoint
-    async def begin(self, writer: int, version: int) -> int:
-        """The slot to stage this version in; waits until the version before it is committed."""
+    async def begin(self, writer: int, version: int) -> tuple[int, bool]:
+        """The slot to stage this version in, and whether with a digest; waits for the commit of the version before."""
         slot = await self._until(
             lambda: self._ledger.begin(self._rank_of(writer), version)
         )  # the slower ranks' `staged`, or a death
         self._wake()  # readers that wait for a neighbour whose lease this revoked (WS-4)
-        return slot
+        return slot, self._digests[version] is not None if version in self._digests else self._digests_next
 
     @concurrent_endpoint
-    async def staged(self, writer: int, version: int, slot: int, receipt: Receipt) -> Staged:
-        """Record that this rank's shards are in place, with these sums. The last rank's call commits the version and
+    async def staged(self, writer: int, version: int, slot: int, digest: int | None) -> Staged:
+        """Record that this rank's shards are in place, and their digest. The last rank's call commits the version and
         wakes readers."""
 
         def recorded() -> Staged | None:
@@ -166,10 +168,16 @@ class WeightStore(Actor):
             committed = self._ledger.staged(rank, version, slot)
             if committed is None:
                 return None
-            kept = (*self._ledger.versions, self._ledger.staging)
-            self._receipts = {one: sums for one, sums in self._receipts.items() if one in kept}
-            self._receipts[version] = combined(self._receipts.get(version, {}), receipt)
-            return Staged(committed=committed, next_slot=self._ledger.reserve(rank))
+            if version not in self._digests:  # the same answer to all ranks
+                self._undigested = 1 if digest is not None else self._undigested + 1
+                self._digests_next = self._wants_digest or self._undigested >= self._verify_every
+                self._wants_digest = False
+            known = self._digests.get(version, 0)
+            self._digests[version] = None if known is None or digest is None else (known + digest) % 2**64
+            kept = (*self._ledger.versions, version)
+            self._digests = {one: digest for one, digest in self._digests.items() if one in kept}
+            next_slot = self._ledger.reserve(rank)
+            return Staged(committed=committed, next_slot=next_slot, digests_next=self._digests_next)
 
         staged = await self._until(recorded)  # the slower ranks' `staged`, or a rank's death
         self._wake()
@@ -207,7 +215,12 @@ class WeightStore(Actor):
         reader = next(self._numbers)
         watching = watch(process, lambda: self._reader_ended(reader))
         self._readers[reader] = _Reader(
-            name=name, process=process, watch=watching, transport=transport, needs=needs or {}
+            name=name,
+            process=process,
+            watch=watching,
+            transport=transport,
+            needs=needs or {},
+            unchecked=self._verify_every,
         )
         return Joined(number=reader, pulse=process.host != this_host())
 
@@ -360,7 +373,8 @@ class WeightStore(Actor):
         self._shared = ()
         self._group = uuid.uuid4().hex
         self._ledger.lost()
-        self._receipts.clear()
+        self._digests.clear()
+        self._digests_next = True
         for reader in self._readers.values():
             reader.pulls = reader.mirror = None
         self._wake()
@@ -407,11 +421,9 @@ class WeightStore(Actor):
         return self._readers[reader]
 
     def _held(self, reader: int, version: int) -> Lease:
-        ledger = self._ledger
-        return Lease(
-            version=version,
-            slot=ledger.slot_of(version),
-            reader=reader,
-            writers=self._group,
-            receipt=self._receipts[version],
-        )
+        known, digest = self._known(reader), self._digests[version]
+        known.unchecked = 0 if digest is not None else known.unchecked + 1
+        if known.unchecked > self._verify_every:  # at first, or if it passed over those with a digest
+            self._wants_digest, known.unchecked = True, 0
+        slot = self._ledger.slot_of(version)
+        return Lease(version=version, slot=slot, reader=reader, writers=self._group, digest=digest)

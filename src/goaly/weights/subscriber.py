@@ -12,13 +12,14 @@ Invariants
     WU-4  Readers on one host that need the same buckets from another host pull them once (`rdma.py`). The others copy
           them under their own leases, with the same check of the seals, or pull them if that fails.
     WU-5  Each version is copied from the writers that staged it. Where those died meanwhile, `prefetch` returns False.
-    WU-6  A tensor that this rank has wholly has the sum that the writers found (`receipts.py`), or `prefetch` raises.
-          One that several ranks have together is verified by `verify_together`, which the ranks of a generator and of a
-          reference call. `verify_applied` raises if a parameter with a part of a summed tensor differs from what was
-          fetched. Nothing is left unverified without being counted.
+    WU-6  A version with a digest has that digest here (`digest.py`), or `prefetch` raises; where only several ranks
+          have it together, `verify_together` raises, which the ranks of a generator and of a reference call.
+          `verify_applied` raises if a parameter differs from what was fetched. The store has writers stage a digest for
+          each reader's first version and every `verify_every`-th.
 """
 
 import asyncio
+import logging
 import os
 import random
 import threading
@@ -32,17 +33,20 @@ from goaly.errors import WeightsError
 from goaly.liveness import PULSE_SECONDS
 from goaly.telemetry.spans import span
 from goaly.weights.destination import Destination
-from goaly.weights.layout import Copy, plan, region
+from goaly.weights.digest import Check, Part
+from goaly.weights.layout import Copy, Shard, plan, region
 from goaly.weights.ledger import Lease
 from goaly.weights.member import Member, Pair, SharedTask
 from goaly.weights.placement import Naming, gpu_of
-from goaly.weights.receipts import Parts, Verified
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import Joined, WeightStore
 from goaly.weights.transport import SlotReader, Source, slot_reader
 
 if TYPE_CHECKING:
     from goaly.weights.rdma import Mirror
+
+
+logger = logging.getLogger(__name__)
 
 
 class Subscriber(Member):
@@ -81,11 +85,12 @@ class Subscriber(Member):
         self._plan: list[dict[int, list[Copy]]] = []
         self._mirror: Mirror | None = None
         """Set if all its writer ranks are on other hosts: neighbours may copy from it (WU-4)."""
-        self._published: dict[str, torch.dtype] = {}
-        self._parts: Parts | None = None
-        self.verified = Verified()
-        """How much of all versions was verified, counted when they were applied."""
-        self._ever_verified: set[str] = set()
+        self._published: dict[str, Shard] = {}
+        self._check: Check | None = None
+        """That of the version in the spares, if it has a digest."""
+        self._parts: list[Part] = []
+        self.verified_updates = 0
+        """How many of the applied versions had a digest, and were found to be what was published."""
         self._ready: int | None = None
         self._spares_lock = threading.Lock()
 
@@ -93,11 +98,6 @@ class Subscriber(Member):
     def held(self) -> Lease | None:
         """The lease that `newest` took. Other ranks of the replica can borrow it until the next `newest`."""
         return self._held
-
-    @property
-    def never_verified_tensors(self) -> int:
-        """How many of the published tensors that it has parts of no applied version has verified."""
-        return len({shard.name for shard in self._destination.layout} - self._ever_verified)
 
     async def join(self) -> None:
         """Join the store. A reader that joins before the first publish fetches only what it needs from other hosts.
@@ -152,10 +152,10 @@ class Subscriber(Member):
             return there
 
     def verify_together(self, gathered: Callable[[Any], list[Any]]) -> None:
-        """Verify the tensors of the prefetched version that only the ranks of the replica together have (WU-6). All of
-        them call it, after `prefetch` and before `apply`; `gathered` gives the objects of all of them."""
-        if self._parts is not None:
-            self._parts.check_together(gathered(self._parts.open()))
+        """Verify the prefetched version if it has a digest, which the ranks of the replica have only together (WU-6).
+        All of them call it, after `prefetch` and before `apply`; `gathered` gives the objects of all of them."""
+        if self._check is not None:
+            self._check.compare(gathered(self._parts))
 
     def apply(self) -> int:
         """Put the prefetched weights in place of the live parameters; their version. Call it between two steps."""
@@ -163,22 +163,20 @@ class Subscriber(Member):
             version, self._ready = self._ready, None  # WU-3
             if version is None:
                 raise WeightsError(f"reader {self._reader} has nothing to apply: `prefetch` comes first")
-            parts = self._parts
-            assert parts is not None, "a version that is ready has been summed"
-            with span("apply", version=version) as applying:
+            is_verified = self._check is not None and self._check.is_verified
+            with span("apply", version=version, verified=is_verified):
                 self._destination.apply()
-                counts = parts.counts()
-                applying.note(verified=counts.bytes, unverified=counts.unverified_bytes)
-            self.verified += counts
-            self._ever_verified |= parts.verified
+            self.verified_updates += is_verified
+            if self._check is not None and not is_verified:
+                logger.warning("%s could not be verified: its ranks don't have all weights once", self._check.where)
         return version
 
     async def verify_applied(self) -> None:
-        """Verify that the parameters are what was fetched (WU-6), after `apply` and before the next `prefetch`. They
-        may be read meanwhile."""
-        parts = self._parts
-        if parts is not None and (name := await self._copier.run(lambda: self._destination.altered(parts.promised))):
-            raise WeightsError(f"{parts.where}: parameter `{name}` differs from what was fetched and verified")
+        """Verify that the parameters are what was fetched, if the version has a digest (WU-6), after `apply` and before
+        the next `prefetch`. They may be read meanwhile."""
+        check = self._check
+        if check is not None and (name := await self._copier.run(self._destination.altered)):
+            raise WeightsError(f"{check.where}: parameter `{name}` differs from what was fetched and verified")
 
     async def release(self) -> None:
         """Hold no version any more."""
@@ -239,9 +237,9 @@ class Subscriber(Member):
             self._mirror.close()
             self._mirror = None
         layouts = [source.layout for source in sources]
-        self._published = {shard.name: shard.dtype for layout in layouts for shard in layout}
+        self._published = {shard.name: shard for layout in layouts for shard in layout}
         if not self._destination.layout:
-            self._destination.allocate({shard.name for layout in layouts for shard in layout})
+            self._destination.allocate(self._published)
         bucket_of = [
             {index: number for number, bucket in enumerate(source.buckets) for index in bucket} for source in sources
         ]
@@ -301,8 +299,10 @@ class Subscriber(Member):
             self._forget()
             self._destination.settle()
             targets = self._destination.targets()
-            where = f"version {lease.version} at reader {self._reader}"
-            parts = Parts(lease.receipt, self._destination.layout, self._published, where)
+            check = None
+            if lease.digest is not None:
+                where = f"version {lease.version} at reader {self._reader}"
+                check = Check(lease.digest, self._destination.layout, self._published, where)
             ranks = [rank for rank, buckets in enumerate(self._plan) if buckets]
             first = random.randrange(max(1, len(ranks)))  # readers begin at different ranks
             for rank in ranks[first:] + ranks[:first]:
@@ -311,21 +311,24 @@ class Subscriber(Member):
                     here = [copy for bucket in arrived for copy in copies[bucket]]
                     pairs = [_pair(copy, targets, source, slot) for copy in here]
                     self._copier.copy(pairs)
-                    for copy, (target, fetched) in zip(here, pairs, strict=True):
-                        parts.fetched(copy.shard, copy.offset, fetched, target)
+                    if check is not None:
+                        for copy, (target, fetched) in zip(here, pairs, strict=True):
+                            check.fetched(copy.shard, copy.offset, fetched, target)
             for rank in ranks:
                 seals = sources[rank].seals(slot)
                 if any(seals[bucket] != lease.version for bucket in self._plan[rank]):  # WU-1
                     return rank
-            parts.check(targets)
+            parts = [] if check is None else check.parts(targets)
+            if check is not None:
+                check.compare([parts])
             with self._spares_lock:
-                self._ready, self._parts = lease.version, parts
+                self._ready, self._check, self._parts = lease.version, check, parts
             pull.note(bytes=sum(shard.bytes for shard in self._destination.layout))
         return None
 
     def _forget(self) -> None:
         with self._spares_lock:
-            self._ready = self._parts = None
+            self._ready = self._check = None
 
 
 def _pair(copy: Copy, targets: list[torch.Tensor], source: SlotReader, slot: int) -> Pair:

@@ -12,7 +12,6 @@ from goaly.errors import WeightsError, WritersGone
 from goaly.generate import weight_follower
 from goaly.generate.weight_follower import WeightFollower
 from goaly.weights.ledger import Lease
-from goaly.weights.receipts import Verified
 from tests.virtual_time import turns
 
 pytestmark = pytest.mark.timeout(20)
@@ -22,8 +21,7 @@ class Versions:
     """So many versions, and then no more."""
 
     held = None
-    verified = Verified(tensors=1, bytes=8, unverified_bytes=4)
-    never_verified_tensors = 2
+    verified_updates = 3
 
     def __init__(self, last: int = 1) -> None:
         self.last = last
@@ -217,8 +215,7 @@ async def test_a_replica_goes_on_with_the_store_that_replaces_a_dead_one(is_know
     await asyncio.wait_for(running, 5)  # to the last version
     assert loop.version == 4
     assert newer.prefetched == [4]
-    assert following.verified == Verified(tensors=2, bytes=16, unverified_bytes=8)  # of both
-    assert following.never_verified_tensors == 2
+    assert following.verified_updates == 6  # of both
     assert versions.prefetched == []
     assert versions.dropped
 

@@ -157,7 +157,7 @@ def test_stages_have_the_gradient_metrics_and_step_of_one_rank(out: Path, layout
         row, alike = rank % of_stage, degrees.get("cp", 1) * degrees.get("tp", 1)
         assert (found["dp_rank"], found["leads"]) == (row // alike, rank < of_stage and row % alike == 0)
     assert names == alone["gradients"].keys()
-    assert len({found["digest"] for found in ranks}) == 1  # PD-2
+    assert len({found["digest"] for found in ranks}) == 1  # weights-7
 
 
 @pytest.mark.timeout(240)

@@ -330,7 +330,7 @@ def test_two_ranks_continue_bit_for_bit_from_what_was_written_while_they_trained
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_state_and_its_digest_are_the_same_on_one_rank_and_on_two(  # SS-3, PD-2
+def test_a_state_and_its_digest_are_the_same_on_one_rank_and_on_two(  # SS-3, weights-7
     results: tuple[ModelEngine, Path], folder: Path, layout: str
 ):
     one, out = results

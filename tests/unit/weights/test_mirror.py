@@ -52,8 +52,8 @@ class Readers:
 
     async def publish(self, version: int = 0) -> None:
         await self.store.join_writer.call_one(0, 1, (), this_process())
-        slot = await self.store.begin.call_one(0, version)
-        assert (await self.store.staged.call_one(0, version, slot, {})).committed
+        slot, _ = await self.store.begin.call_one(0, version)
+        assert (await self.store.staged.call_one(0, version, slot, None)).committed
 
     async def join(self, process: ProcessMark | None = None) -> Lease:
         """A reader that holds the newest version."""
