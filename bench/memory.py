@@ -244,7 +244,7 @@ def _pass(
     from goaly.weights.buckets import cut
     from goaly.weights.layout import in_dtype
     from goaly.weights.placement import layout_of, local
-    from goaly.weights.transport import Ring
+    from goaly.weights.shared_memory import Ring
 
     join_process_group(1, settings.ranks)
     torch.manual_seed(0)

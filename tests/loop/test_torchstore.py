@@ -8,7 +8,7 @@ from launched import LaunchedRun
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_a_run_trains_on_weights_that_travel_by_torchstore(launch: Callable[..., LaunchedRun]) -> None:  # WT-1
+def test_a_run_trains_on_weights_that_travel_by_torchstore(launch: Callable[..., LaunchedRun]) -> None:  # weights-4
     pytest.importorskip("torchstore")
     run = launch("steps=4", "weights.transport=torchstore", "backlog.max_staleness=1")
     assert run.wait(150) == 0, run.text()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from goaly.weights.transport import Segment
+from goaly.weights.shared_memory import Segment
 
 PLACE = 1 << 20
 """Bytes of a place. What is longer goes in pieces."""

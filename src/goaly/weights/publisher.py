@@ -26,8 +26,9 @@ from goaly.weights.ledger import Staged
 from goaly.weights.member import Member, SharedTask
 from goaly.weights.placement import Naming, gpu_of, layout_of, local, renamed
 from goaly.weights.settings import WeightSettings
+from goaly.weights.slots import SHARED, Slots
 from goaly.weights.store import JoinedWriter, WeightStore
-from goaly.weights.transport import SegmentHandle, Slots, slot_writer
+from goaly.weights.transport import slot_writer
 
 
 class Publisher(Member):
@@ -109,7 +110,7 @@ class Publisher(Member):
 
         slots = await self._copier.run(create)
         await self._store.offer.call_one(self._number, slots.source(self._process.host))
-        if isinstance(slots.handle, SegmentHandle):
+        if slots.place == SHARED:
             self._background.start(self._offer_remotely(slots))
         if joined.pulse:
             self._background.every(PULSE_SECONDS, lambda: self._store.pulse.call_one(writer=self._number))
@@ -139,7 +140,7 @@ class Publisher(Member):
         with span("stage", version=version, rank=self._rank) as staging:
             held = {name: local(tensor) for name, tensor in self._tensors.items()}
             views = slots.views(slot)
-            slots.unseal(slot)  # WG-1
+            slots.unseal(slot)  # weights-4
             for number, bucket in enumerate(slots.buckets):
                 self._copier.copy([(views[index], view(held, slots.layout[index])) for index in bucket])
                 slots.seal(slot, number, version)

@@ -1,19 +1,15 @@
 """Slots that readers read without the writer's help: their seals and buckets as Monarch RDMA buffers.
 
-`RemoteSlots` registers slots for readers on other hosts. Without RDMA hardware Monarch carries the
-same calls over TCP. `DeviceSlots` keeps the slots in the memory of the GPU that has the tensors; between GPUs, weights
-then pass through no host's memory.
+`RemoteSlots` registers slots for readers on other hosts. Without RDMA hardware Monarch carries the same calls over TCP.
+`DeviceSlots` keeps the slots in the memory of the GPU that has the tensors; between GPUs, weights then pass through no
+host's memory.
 
 Readers on one host that need the same buckets are neighbours. The first that asks the store for a version pulls it into
 its `Mirror`, from which the others copy it. A neighbour that finds the mirror gone, or sealed with another version,
-pulls the version itself.
+pulls the version itself. A mirror's buckets are sealed as those of a writer (weights-4).
 
-Invariants
-    WH-1  A mirror's bucket is sealed with a version only while it is that version's, as the check after the pull found:
-          all are unsealed before any is read into.
-    WX-1  No read is in flight once `fetch` has ended, however it ended.
-    WX-2  A landing place is reused only once the caller has copied its bucket out and resumes `fetch`.
-    WX-3  After a failed read nothing more is read into that memory: the failed read's data may still arrive.
+    weights-6: No read is in flight once `fetch` has ended, however it ended. Memory that a bucket landed in is read
+        into again only once the caller resumes `fetch`, and never after a failed read, whose data may still arrive.
 """
 
 import warnings
@@ -28,7 +24,8 @@ from monarch.rdma import RDMABuffer, is_ibverbs_available
 from goaly.errors import WeightsError
 from goaly.weights.layout import Layout
 from goaly.weights.settings import IN_FLIGHT
-from goaly.weights.transport import UNSEALED, OnDevice, Ring, SegmentHandle, SlotReader, Slots, SlotShape, Source
+from goaly.weights.shared_memory import Ring, SegmentHandle
+from goaly.weights.slots import DEVICE, UNSEALED, SlotReader, Slots, SlotShape, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class DeviceSlots(Slots):
             )
         size = SlotShape(layout, buckets).bytes
         memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(slots)]
-        super().__init__(layout, buckets, memory, OnDevice(bytes=slots * size))
+        super().__init__(layout, buckets, memory, DEVICE)
         self._seals = list(torch.full((slots, len(buckets)), UNSEALED))
         self.remote = RemoteSlots.of(self)
 
@@ -111,17 +108,17 @@ class RemoteReader:
         coming: deque[tuple[int, Any]] = deque()
         self._check()
         if self._mirror is not None:
-            self._mirror.unseal(0)  # WH-1
+            self._mirror.unseal(0)  # weights-4
         try:
             for bucket in buckets:
-                while any(self._places[other] == self._places[bucket] for other, _ in coming):  # WX-2
+                while any(self._places[other] == self._places[bucket] for other, _ in coming):  # weights-6
                     yield [self._arrived(coming)]
                 read = self._remote.stretches[slot][1 + bucket].read_into(self._stretches[bucket])
                 coming.append((bucket, read))
             while coming:
                 yield [self._arrived(coming)]
         finally:
-            while coming:  # WX-1
+            while coming:  # weights-6
                 self._failed = coming.popleft()[1].exception() or self._failed
 
     def _arrived(self, coming: deque[tuple[int, Any]]) -> int:
@@ -131,7 +128,7 @@ class RemoteReader:
         return bucket
 
     def _check(self) -> None:
-        if self._failed is not None:  # WX-3
+        if self._failed is not None:  # weights-6
             raise WeightsError(f"a read from a trainer rank on another host failed: {self._failed}") from self._failed
 
 
@@ -162,7 +159,7 @@ class Mirror:
         """Mark the own mirror as holding this version; the handles by which neighbours open it."""
         for ring, wanted in zip(self._own, self.wanted, strict=True):
             for bucket in wanted:
-                ring.seal(0, bucket, version)  # WH-1
+                ring.seal(0, bucket, version)  # weights-4
         return tuple(ring.handle for ring in self._own)
 
     def neighbours(self, handles: tuple[SegmentHandle, ...]) -> list[SlotReader]:

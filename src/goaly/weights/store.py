@@ -1,6 +1,6 @@
 """The weight store: one actor that knows where each version lies, who may read it, and who waits for the next.
 
-It holds no weights: those lie in the writers' memory (`transport.py`), and readers copy them from there. `ledger.py`
+It holds no weights: those lie in the writers' memory (`slots.py`), and readers copy them from there. `ledger.py`
 has the protocol. This module adds the waiting, and the watch over members' processes, whose leases it frees.
 
 Invariants
@@ -30,7 +30,9 @@ from goaly.weights.buckets import Needs, distinct
 from goaly.weights.layout import Layout, share
 from goaly.weights.ledger import Lease, Staged, StoreState, VersionLedger
 from goaly.weights.settings import WeightSettings
-from goaly.weights.transport import SegmentHandle, Source, needs_remote, reads_whole_buckets
+from goaly.weights.shared_memory import SegmentHandle
+from goaly.weights.slots import Source
+from goaly.weights.transport import needs_remote, reads_whole_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -333,7 +335,7 @@ class WeightStore(Actor):
             versions=self._ledger.versions,
             leased={self._readers[who].name: held for who, held in self._ledger.leased.items()},
             readers=len(self._readers),
-            bytes=sum(one.source.handle.bytes for one in self._writers.values() if one.source is not None),
+            bytes=sum(one.source.bytes for one in self._writers.values() if one.source is not None),
         )
 
     # Waiting, and the ends of processes

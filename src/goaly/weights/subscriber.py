@@ -39,8 +39,9 @@ from goaly.weights.ledger import Lease
 from goaly.weights.member import Member, Pair, SharedTask
 from goaly.weights.placement import Naming, gpu_of
 from goaly.weights.settings import WeightSettings
+from goaly.weights.slots import SlotReader, Source
 from goaly.weights.store import Joined, WeightStore
-from goaly.weights.transport import SlotReader, Source, slot_reader
+from goaly.weights.transport import slot_reader
 
 if TYPE_CHECKING:
     from goaly.weights.rdma import Mirror

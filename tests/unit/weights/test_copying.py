@@ -12,7 +12,8 @@ from goaly.weights.layout import in_dtype, region
 from goaly.weights.member import Copier
 from goaly.weights.placement import layout_of
 from goaly.weights.settings import WeightSettings
-from goaly.weights.transport import Segment, slot_writer
+from goaly.weights.shared_memory import Segment
+from goaly.weights.transport import slot_writer
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -1,4 +1,4 @@
-"""One reader of a host pulls a version, its neighbours copy it: WH-1, WS-4."""
+"""One reader of a host pulls a version, its neighbours copy it: weights-4, WS-4."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,8 @@ from goaly.weights.ledger import Lease
 from goaly.weights.placement import layout_of
 from goaly.weights.rdma import Mirror, RemoteSlots
 from goaly.weights.settings import WeightSettings
-from goaly.weights.transport import UNSEALED, Ring, SegmentHandle
+from goaly.weights.shared_memory import Ring, SegmentHandle
+from goaly.weights.slots import UNSEALED
 
 LAYOUT, BUCKETS = cut(layout_of({name: torch.zeros(16) for name in "abcdef"}), 64)
 WANTED = (1, 4)
@@ -37,7 +38,7 @@ def test_a_neighbour_maps_the_buckets_that_were_pulled_and_sees_when_the_next_ve
     assert [neighbour.view(0, bucket).tolist() for bucket in WANTED] == [[float(bucket)] * 16 for bucket in WANTED]
     assert other.neighbours(handles) is other.neighbours(handles)
     next(iter(reader.fetch(1, WANTED)))
-    assert set(neighbour.seals(0)) == {UNSEALED}  # WH-1
+    assert set(neighbour.seals(0)) == {UNSEALED}  # weights-4
     one.close()
     assert Mirror([source], [WANTED]).neighbours(handles) == []
     ring.remote = None

@@ -10,7 +10,8 @@ from goaly.errors import WeightsError
 from goaly.weights.buckets import cut
 from goaly.weights.placement import layout_of
 from goaly.weights.rdma import RemoteReader, RemoteSlots
-from goaly.weights.transport import Ring, SegmentHandle, Source
+from goaly.weights.shared_memory import Ring
+from goaly.weights.slots import SHARED, Source
 
 LAYOUT, BUCKETS = cut(layout_of({name: torch.zeros(16) for name in "abcdef"}), 64)
 WANTED = list(range(len(BUCKETS)))
@@ -54,12 +55,14 @@ def buffers() -> Iterator[tuple[tuple[Buffer, ...], ...]]:
         view.fill_(number)
     yield tuple(tuple(Buffer(stretch) for stretch in ring.stretches(slot)) for slot in range(2))
     ring.close()
-    assert not Read.under_way  # WX-1
+    assert not Read.under_way  # weights-6
 
 
 def source(buffers: tuple[tuple[Buffer, ...], ...]) -> Source:
-    handle = SegmentHandle(pid=0, descriptor=0, inode=0, bytes=0)
-    return Source(layout=LAYOUT, buckets=BUCKETS, slots=2, host="elsewhere", handle=handle, remote=RemoteSlots(buffers))
+    remote = RemoteSlots(buffers)
+    return Source(
+        layout=LAYOUT, buckets=BUCKETS, slots=2, host="elsewhere", place=SHARED, handle=None, bytes=0, remote=remote
+    )
 
 
 def test_what_was_fetched_stays_until_the_next_is_asked_for_and_nothing_is_read_after_the_end(buffers) -> None:
@@ -67,10 +70,10 @@ def test_what_was_fetched_stays_until_the_next_is_asked_for_and_nothing_is_read_
     fetching = reader.fetch(0, WANTED)
     for bucket in WANTED[:2]:
         assert next(fetching) == [bucket]
-        assert float(reader.view(0, bucket)[0]) == bucket  # WX-2
+        assert float(reader.view(0, bucket)[0]) == bucket  # weights-6
         assert Read.under_way
     fetching.close()
-    assert not Read.under_way  # WX-1
+    assert not Read.under_way  # weights-6
 
 
 def test_after_a_read_that_failed_nothing_is_read_into_that_memory(buffers) -> None:
@@ -81,7 +84,7 @@ def test_after_a_read_that_failed_nothing_is_read_into_that_memory(buffers) -> N
     buffers[0][2].lost = 1
     with pytest.raises(WeightsError, match="failed: no answer"):
         list(reader.fetch(0, WANTED))
-    with pytest.raises(WeightsError, match="failed: no answer"):  # WX-3
+    with pytest.raises(WeightsError, match="failed: no answer"):  # weights-6
         list(reader.fetch(0, WANTED))
     with pytest.raises(WeightsError, match="failed: no answer"):
         reader.seals(0)

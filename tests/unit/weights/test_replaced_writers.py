@@ -153,7 +153,7 @@ async def test_a_writer_may_take_the_place_of_one_whose_death_is_not_known_yet(s
 async def test_a_reader_whose_source_vanishes_while_it_connects_waits_for_the_next_one(
     store: LocalStore, lives: list[Life], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from goaly.weights.transport import Segment
+    from goaly.weights.shared_memory import Segment
 
     subscriber, (tensor,) = reader(store)
     await Writers(store, lives[:1]).publish(3)

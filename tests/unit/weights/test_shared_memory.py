@@ -1,4 +1,4 @@
-"""Shared memory without names: WM-1 to WM-3, with real kills, and WP-1, WP-2."""
+"""Shared memory without names, with real kills: weights-5, and WP-1, WP-2."""
 
 import asyncio
 import faulthandler
@@ -16,7 +16,7 @@ import torch
 
 from goaly.errors import WeightsError
 from goaly.liveness import ExitWatch, this_process
-from goaly.weights.transport import Segment
+from goaly.weights.shared_memory import Segment
 
 MEGABYTE = 1 << 20
 
@@ -78,20 +78,20 @@ def test_a_killed_owners_memory_stays_with_its_readers_and_is_free_after_them() 
     assert {name for name in os.listdir("/dev/shm") if "goaly" in name} <= names
 
 
-def test_readers_cannot_write() -> None:  # WM-2
+def test_readers_cannot_write() -> None:  # weights-5
     segment = Segment.create(4096)
     pid, _ = child(lambda there: Segment.open(segment.handle).tensor(torch.uint8, (1,), 0).fill_(1))
     assert os.WTERMSIG(reap(pid)) == signal.SIGSEGV
     assert int(segment.tensor(torch.uint8, (1,), 0)) == 0
 
 
-def test_nobody_can_shrink_a_segment_under_its_readers() -> None:  # WM-4
+def test_nobody_can_shrink_a_segment_under_its_readers() -> None:  # weights-5
     segment = Segment.create(4096)
     with pytest.raises(PermissionError):
         os.truncate(f"/proc/self/fd/{segment.handle.descriptor}", 0)
 
 
-def test_a_descriptor_that_was_used_again_is_noticed() -> None:  # WM-3
+def test_a_descriptor_that_was_used_again_is_noticed() -> None:  # weights-5
     first = Segment.create(4096)
     handle = first.handle
     first.close()

@@ -1,4 +1,4 @@
-"""What a slot says of itself while its writer is at it: WG-1, WB-1."""
+"""What a slot says of itself while its writer is at it: weights-4, WB-1."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,8 @@ from local_store import LocalStore
 from goaly.weights.member import Pair
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
-from goaly.weights.transport import UNSEALED, Ring
+from goaly.weights.shared_memory import Ring
+from goaly.weights.slots import UNSEALED
 
 
 async def test_a_bucket_is_sealed_once_it_holds_the_version_and_unsealed_before_it_is_written_again() -> None:

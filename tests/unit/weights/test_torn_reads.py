@@ -234,7 +234,7 @@ async def live(
         reader.cancel()
     for end in await asyncio.gather(*readers, return_exceptions=True):
         assert isinstance(end, asyncio.CancelledError | WritersGone), end
-    assert state.bytes == sum(one._slots.handle.bytes for one in writers.publishers)
+    assert state.bytes == sum(one._slots.source("").bytes for one in writers.publishers)
     writers.close()
     calls = list(store.under_way)
     for call in calls:
